@@ -79,7 +79,7 @@ class LayerFreezing(Technique):
     def resume(self, step: int) -> None:
         """Freeze the layers that are frozen after ``step``, and drop their optimizer state."""
         self.frozen_items = frozen_items(self.items, self.schedule, step)
-        self.store.drop_moments(self.frozen_parameters())
+        self.store.optimizers.drop(self.frozen_parameters())
 
     def frozen_parameters(self) -> set[str]:
         """Names of this process's parameters that receive no update."""

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from ..models.layer_list import masks_of, output_of, parameters_of
-from ..optim.item_store import REFERENCE
+from ..optim.item_state import REFERENCE
 from ..parallel.process_groups import World, sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
 from .freezing import LayerFreezing, layers_of

@@ -157,16 +157,19 @@ class GradualPruning(Technique):
             if item in frozen:
                 continue
             names = {layer: name for name, layer in masks_of(item, module).items()}
-            if self.store.fsdp is not None:
-                own = self.store.own_parameters(item)
+            if self.store.sharding.fsdp is not None:
+                own = self.store.local_parameters(item)
                 of_item = [single_weights(layer, own[name]) for layer, name in names.items()]
             else:
                 of_item = list(units_of(module, self.rule))
-            found += [ItemUnits(item, names, units, self.store.counts(names[units.layers[0]])) for units in of_item]
+            found += [
+                ItemUnits(item, names, units, self.store.sharding.is_counted(names[units.layers[0]]))
+                for units in of_item
+            ]
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        group = self._world.groups.expert if self.store.fsdp is None else self._world.groups.data
+        group = self._world.groups.expert if self.store.sharding.fsdp is None else self._world.groups.data
         return sum_over(group, sum_over_model(self._world, counts))
 
     def after_step(self, step: int) -> Event | None:
@@ -187,7 +190,7 @@ class GradualPruning(Technique):
                     counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
                     name = each.names[layer]
-                    self.store.prune(each.item, name, layer, self.store.gather_rows(name, mask, layer.outputs))
+                    self.store.prune(each.item, name, layer, self.store.sharding.gather_rows(name, mask, layer.outputs))
         pruned, count = self._total(counts).tolist()
         self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(

@@ -31,7 +31,7 @@ from ..models.bert import Bert
 from ..models.bert_tasks import BertTask
 from ..models.layer_list import BoundaryShape, parameters_of
 from ..models.registry import family_of
-from ..optim.item_store import ItemState
+from ..optim.item_state import ItemState
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
@@ -119,7 +119,7 @@ def pretrained_state_reader(engine: Engine, checkpoint: Checkpoint, world: World
             return read_item(item)
         initial = parameters_of(item, engine.family.build(item, torch.device("cpu")))
         tensors = {
-            name: engine.item_store.local_from_checkpoint(
+            name: engine.item_store.sharding.local_from_checkpoint(
                 name, checkpoint.load([name])[name] if checkpoint.has(name) else initial[name].detach()
             ).to(world.device)
             for name in names

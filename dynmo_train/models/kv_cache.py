@@ -172,7 +172,7 @@ def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
     own_BV[:, : len(weight_VD)] = F.linear(head.features(x_BTD[:, -1]), weight_VD, bias_V).float()
     whole_VB = own_BV.new_zeros(rows * head.region.size, len(x_BTD))
     whole_VB[head.region.rank * rows : (head.region.rank + 1) * rows] = own_BV.t()
-    return head.region.total(whole_VB)[: head.vocabulary].t().contiguous()
+    return head.region.all_reduce(whole_VB)[: head.vocabulary].t().contiguous()
 
 
 def _extend(module: nn.Module, x_BTD: torch.Tensor, kept: Any, positions_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -73,7 +73,7 @@ def _scores(
     here_P = (local_P >= 0) & (local_P < real)
     nothing_P = logits_PV.new_full(labels_P.shape, torch.finfo(torch.float32).min)
     own_P = logits_PV.amax(1) if real else nothing_P.clone()
-    best_P = own_P if region is None else region.total(own_P.clone(), dist.ReduceOp.MAX)
+    best_P = own_P if region is None else region.all_reduce(own_P.clone(), dist.ReduceOp.MAX)
     picked_P = logits_PV.gather(1, local_P.masked_fill(~here_P, 0)[:, None])[:, 0] if real else nothing_P
     picked_P = picked_P.masked_fill(~here_P, torch.finfo(torch.float32).min)
     # The first of the greatest; only rows whose label is among them need the search.
@@ -85,10 +85,10 @@ def _scores(
         return sums_P.log() + best_P - picked_P, hits_P
     # Of equal logits on several ranks the first rank's counts.
     ranks_P = torch.where(own_P == best_P, region.rank, region.size)
-    hits_P &= region.total(ranks_P, dist.ReduceOp.MIN) == region.rank
-    region.total(sums_P)
-    region.total(picked_P, dist.ReduceOp.MAX)
-    return sums_P.log() + best_P - picked_P, region.total(hits_P.long(), dist.ReduceOp.MAX) > 0
+    hits_P &= region.all_reduce(ranks_P, dist.ReduceOp.MIN) == region.rank
+    region.all_reduce(sums_P)
+    region.all_reduce(picked_P, dist.ReduceOp.MAX)
+    return sums_P.log() + best_P - picked_P, region.all_reduce(hits_P.long(), dist.ReduceOp.MAX) > 0
 
 
 class ScoringFamily:

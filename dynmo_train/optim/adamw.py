@@ -1,7 +1,8 @@
-"""AdamW on the parameters of one item, by torch or by NVIDIA's apex, with one way to read and to set its state.
+"""AdamW on the parameters of one item, by torch or by NVIDIA's apex, with one interface to its state.
 
-Both keep the moments ``exp_avg`` and ``exp_avg_sq`` of every parameter in float32. torch counts updates for each
-parameter; apex for each parameter group, whether or not its members had gradients, so the count is kept here.
+Both keep the moments ``exp_avg`` and ``exp_avg_sq`` of every parameter in float32. torch counts the updates of each
+parameter. apex counts those of a parameter group, whether or not its members had gradients; :class:`FusedAdamW` counts
+per parameter instead, so that a checkpoint of one implementation resumes with the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamWSettings:
     """AdamW with decoupled weight decay on matrices, none on vectors (Loshchilov and Hutter, arXiv 1711.05101).
 
-    ``weight_decay`` holds for updates that name none.
+    Attributes:
+        beta1: Decay rate of ``exp_avg``.
+        beta2: Decay rate of ``exp_avg_sq``.
+        eps: Added to the denominator.
+        weight_decay: Constant weight decay, where no schedule sets it per step.
     """
 
     beta1: float
@@ -30,31 +35,31 @@ class AdamWSettings:
 
     @staticmethod
     def decays(parameter: torch.Tensor) -> bool:
-        """Whether a parameter has weight decay: a matrix has it, a vector has none."""
+        """Whether a parameter has weight decay: it has two dimensions or more."""
         return parameter.dim() >= 2
 
 
 class ItemOptimizer(Protocol):
-    """The optimizer of one item. A parameter has state from its first update on; ``parameter`` is a live one."""
+    """The optimizer of one item. A parameter has state from its first update on."""
 
-    def update(self, rate: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float) -> None:
         """Update every parameter that has a gradient, and drop the gradients."""
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The live moments by their names; empty without state."""
+        """Return the live moments by name, float32 in the parameter's shape; empty without state."""
 
     def steps(self, parameter: nn.Parameter) -> int:
-        """Updates done; 0 without state."""
+        """Return the number of updates; 0 without state."""
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Go on from this state; takes the tensors as its own."""
+        """Continue from this state; takes ownership of the tensors."""
 
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the state of a parameter that will train no more."""
+    def drop_state(self, parameter: nn.Parameter) -> None:
+        """Drop the state of a parameter."""
 
 
 class TorchAdamW:
-    """torch's AdamW in its fused form."""
+    """``torch.optim.AdamW`` in its fused form."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
         by_decay: dict[bool, list[nn.Parameter]] = {}
@@ -68,10 +73,10 @@ class TorchAdamW:
             fused=True,
         )
 
-    def update(self, rate: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float) -> None:
         """See ``ItemOptimizer``."""
         for group in self._optimizer.param_groups:
-            group["lr"], group["weight_decay"] = rate, weight_decay if group["decays"] else 0.0
+            group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -89,18 +94,21 @@ class TorchAdamW:
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         self._optimizer.state[parameter] = {"step": count, **moments}
 
-    def forget(self, parameter: nn.Parameter) -> None:
+    def drop_state(self, parameter: nn.Parameter) -> None:
         """See ``ItemOptimizer``."""
         self._optimizer.state.pop(parameter, None)
 
 
 class FusedAdamW:
-    """apex's FusedAdam in its AdamW mode, given groups of equal decay and equal count of updates at each step.
+    """apex's FusedAdam in its AdamW mode, with new parameter groups in every step.
 
-    So one kernel still updates all parameters of a group, and a parameter that had no gradient is not counted.
+    A group has equal weight decay and an equal number of updates. So one kernel still updates a group, and a parameter
+    without a gradient is not counted.
 
     Args:
-        fused_adam: ``apex.optimizers.FusedAdam``, or a class that behaves as it does.
+        parameters: Parameters of the item.
+        settings: Hyperparameters.
+        fused_adam: ``apex.optimizers.FusedAdam`` or a compatible class.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any]) -> None:
@@ -115,15 +123,20 @@ class FusedAdamW:
         )
         self._steps: dict[nn.Parameter, int] = {}
 
-    def update(self, rate: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float) -> None:
         """See ``ItemOptimizer``."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
             groups.setdefault((self._settings.decays(parameter), self.steps(parameter)), []).append(parameter)
-        of_group = {True: weight_decay, False: 0.0}
         self._optimizer.param_groups = [
-            {**self._optimizer.defaults, "params": group, "lr": rate, "weight_decay": of_group[decays], "step": done}
+            {
+                **self._optimizer.defaults,
+                "params": group,
+                "lr": lr,
+                "weight_decay": weight_decay if decays else 0.0,
+                "step": done,
+            }
             for (decays, done), group in groups.items()
         ]
         self._optimizer.step()
@@ -145,7 +158,7 @@ class FusedAdamW:
         self._optimizer.state[parameter] = dict(moments)
         self._steps[parameter] = steps
 
-    def forget(self, parameter: nn.Parameter) -> None:
+    def drop_state(self, parameter: nn.Parameter) -> None:
         """See ``ItemOptimizer``."""
         self._optimizer.state.pop(parameter, None)
         self._steps.pop(parameter, None)
@@ -154,5 +167,5 @@ class FusedAdamW:
 def item_optimizer(
     parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any] | None
 ) -> ItemOptimizer:
-    """The optimizer of an item: by ``fused_adam`` where it is given, else by torch."""
+    """Create the optimizer of an item with apex's ``fused_adam``, or with torch's AdamW where that is None."""
     return TorchAdamW(parameters, settings) if fused_adam is None else FusedAdamW(parameters, settings, fused_adam)

@@ -1,6 +1,7 @@
-"""Whether NVIDIA's apex is here: the package index has another project of that name, so its optimizers decide.
+"""Detects NVIDIA's apex and its fused optimizer and normalizations.
 
-Its fused normalisations take the place of torch's, with the same parameters under the same names.
+The package index has another project of that name, so ``apex.optimizers.FusedAdam`` decides. Fused normalizations
+replace torch's, with the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ State = Literal["present", "absent", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Apex:
-    """What was found.
+    """The apex of this environment.
 
     Attributes:
+        state: ``present``, ``absent``, or ``other`` for a package of that name that is not NVIDIA's.
         fused_adam: ``apex.optimizers.FusedAdam``; None unless ``state`` is ``present``.
-        fused_norms: torch's normalisation -> apex's of ``apex.normalization``, of those that it has.
+        fused_norms: torch's normalization -> class of ``apex.normalization``, as far as this apex has them.
     """
 
     state: State
@@ -31,29 +33,30 @@ class Apex:
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
 
     def line(self, *, used: bool) -> str:
-        """One line for the start of a log; ``used`` says whether this run's optimizer and norms are apex's."""
+        """Return a log line; ``used`` is whether this run uses apex's optimizer and normalizations."""
         if self.state == "absent":
-            return "apex: not installed, and not needed: torch's AdamW is used"
+            return "apex: not installed (optional); using torch's AdamW"
         if self.state == "other":
             return (
-                "apex: what is installed is not NVIDIA's (the apex on the package index is another project):"
-                " torch's AdamW is used"
+                "apex: the installed package is not NVIDIA's (apex on the package index is another project);"
+                " using torch's AdamW"
             )
         names = ["FusedAdam", *(fused.__name__ for fused in self.fused_norms.values())]
-        told = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-        ours = f"its {told} {'are' if len(names) > 1 else 'is'} used"
-        return f"apex: NVIDIA's, {ours if used else 'not used by this run: torch AdamW is'}"
+        listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        return (
+            f"apex: NVIDIA's; using {listed}" if used else "apex: NVIDIA's, not used by this run; using torch's AdamW"
+        )
 
 
 def find_apex(
     find: Callable[[str], object] = find_spec, load: Callable[[str], ModuleType] = importlib.import_module
 ) -> Apex:
-    """Look for ``apex.optimizers.FusedAdam``; never raises, whatever a package of that name does when it is loaded."""
+    """Look for ``apex.optimizers.FusedAdam``; never raises, whatever a package of that name does on import."""
     if find("apex") is None:
         return Apex(state="absent")
     try:
         fused_adam = getattr(load("apex.optimizers"), "FusedAdam", None)
-    except Exception:  # noqa: BLE001 - a stranger's package may fail in any way
+    except Exception:  # noqa: BLE001 - an unrelated package may fail in any way
         fused_adam = None
     if not isinstance(fused_adam, type):
         return Apex(state="other")
@@ -61,18 +64,18 @@ def find_apex(
 
 
 def _fused_norms(load: Callable[[str], ModuleType]) -> dict[type[nn.Module], type[nn.Module]]:
-    """The fused normalisations of this apex; older ones have the first alone, and a build may have left them out."""
+    """Return apex's fused normalizations; older versions lack FusedRMSNorm, and a build may lack both."""
     try:
         module = load("apex.normalization")
     except Exception:  # noqa: BLE001 - a build without the kernels may fail in any way
         return {}
-    wanted: dict[type[nn.Module], str] = {nn.LayerNorm: "FusedLayerNorm", nn.RMSNorm: "FusedRMSNorm"}
-    found = {plain: getattr(module, name, None) for plain, name in wanted.items()}
+    names: dict[type[nn.Module], str] = {nn.LayerNorm: "FusedLayerNorm", nn.RMSNorm: "FusedRMSNorm"}
+    found = {plain: getattr(module, name, None) for plain, name in names.items()}
     return {plain: each for plain, each in found.items() if isinstance(each, type)}
 
 
 def fuse_norms(module: nn.Module, fused: Mapping[type[nn.Module], type[nn.Module]]) -> nn.Module:
-    """Put ``fused`` in the place of torch's normalisations, in place, with their own parameters; returns the item."""
+    """Replace torch's normalizations of an item by ``fused`` ones, in place; returns the item."""
     for path, child in list(module.named_modules()):
         kind = fused.get(type(child))
         if kind is None or not isinstance(child, nn.LayerNorm | nn.RMSNorm):

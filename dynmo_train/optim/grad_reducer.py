@@ -1,7 +1,7 @@
-"""Data parallelism: the gradients of the replicas are added, one bucket an item.
+"""Data parallelism: sums the gradients of the replicas, in one bucket per item.
 
-Buckets follow the layer list, never the stages, and a bucket is added in one collective whichever way it is started: so
-neither the partition nor ``--DDP-impl`` changes a bit.
+Buckets follow the layer list, never the stages, and each is summed in one all-reduce whenever that starts. So neither
+the partition nor ``--DDP-impl`` changes a bit.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..parallel.process_groups import World
 from .item_store import ItemStore
 
 
-class Adding(Protocol):
-    """Gradients that are being added in two goes, or in one."""
+class Reduction(Protocol):
+    """A sum of gradients in progress, in one or two collectives."""
 
     def advance(self) -> None:
-        """Wait for the first go, and begin the second one."""
+        """Wait for the first collective and start the second one, if there is one."""
 
     def finish(self) -> None:
-        """Wait for the end; the parameters have the sum then."""
+        """Wait for the last collective and set ``grad`` of the parameters to the sums."""
 
 
 class Compressor(Protocol):
-    """Adds some gradients in its own way."""
+    """Sums some gradients in compressed form."""
 
-    def start(self, item: str, parameters: Mapping[str, nn.Parameter]) -> tuple[Adding | None, list[nn.Parameter]]:
-        """Begin with the gradients of an item; also the parameters that are to be added as they are."""
+    def start(self, item: str, parameters: Mapping[str, nn.Parameter]) -> tuple[Reduction | None, list[nn.Parameter]]:
+        """Start with the gradients of an item; also return the parameters to be summed uncompressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class _Bucket:
     work: dist.Work | None
 
     def advance(self) -> None:
-        """There is one go."""
+        """There is one collective."""
 
     def finish(self) -> None:
-        """Wait, and give the parameters their parts of the sum."""
+        """Wait, and set each ``grad`` to its part of the flat sum."""
         if self.work is not None:
             self.work.wait()
         begin = 0
@@ -57,13 +57,15 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Adds the gradients of items over the replicas: each as soon as it is final, or all at the end of a step.
+    """Sums the gradients of items over the replicas: each when it is final, or all at the end of a step.
 
     Args:
-        overlap: start an item's bucket when its gradients are final, while others are still being computed
-            (``--DDP-impl torch``); else at the end of the step (``local``).
-        compressor: adds what it can in its own way.
-        elsewhere: names of parameters that somebody else adds.
+        store: Local items.
+        world: Processes of the run.
+        overlap: Start an item's bucket when its gradients are final, while others are still computed
+            (``--DDP-impl torch``); False starts all at the end of the step (``local``).
+        compressor: Sums what it can in compressed form.
+        excluded: Names of parameters that are summed by :func:`add_fused_gradients`.
     """
 
     def __init__(
@@ -73,58 +75,62 @@ class GradientReducer:
         *,
         overlap: bool,
         compressor: Compressor | None = None,
-        elsewhere: frozenset[str] = frozenset(),
+        excluded: frozenset[str] = frozenset(),
     ) -> None:
-        self._compressor, self._elsewhere = compressor, elsewhere
+        self._compressor, self._excluded = compressor, excluded
         self._store, self._group, self._expert_group = store, world.groups.data, world.groups.expert_data
         self._overlap = overlap
-        self._started: dict[str, list[Adding]] = {}
+        self._started: dict[str, list[Reduction]] = {}
 
     @property
     def overlaps(self) -> bool:
-        """Whether anybody has to tell when an item is final."""
+        """Whether :meth:`item_is_final` has to be called during the backward."""
         return self._overlap and self._group is not None
 
     def item_is_final(self, item: str) -> None:
-        """Start adding the gradients of ``item``: no backward of this step will touch them any more."""
+        """Start the sums of ``item``, whose gradients no backward of this step changes any more."""
         if item not in self._started:
             self._started[item] = self._start(item)
 
     def finish(self) -> None:
-        """Add what is not being added yet, and wait for all; every replica calls this with the same items held."""
+        """Start what has not started and wait for all; a collective over replicas with the same items."""
         if self._group is None:
             for item in self._store.modules:
                 self._store.materialize_grads(item)
             return
         for item in self._store.modules:
             self.item_is_final(item)
-        for buckets in self._started.values():
-            for bucket in buckets:
-                bucket.advance()
-        for buckets in self._started.values():
-            for bucket in buckets:
-                bucket.finish()
+        for reductions in self._started.values():
+            for reduction in reductions:
+                reduction.advance()
+        for reductions in self._started.values():
+            for reduction in reductions:
+                reduction.finish()
         self._started.clear()
 
-    def _start(self, item: str) -> list[Adding]:
+    def _start(self, item: str) -> list[Reduction]:
         self._store.materialize_grads(item)
-        if self._store.fsdp is not None:
-            self._store.reduce(item)
+        if self._store.sharding.fsdp is not None:
+            self._store.reduce_sharded(item)
             return []
-        own = {name: p for name, p in self._store.own_parameters(item).items() if p.grad is not None}
-        own = {name: p for name, p in own.items() if name not in self._elsewhere}
-        if self._compressor is not None and own:
-            packed, plain = self._compressor.start(item, own)
-            return [*([packed] if packed is not None else []), *_add(plain, self._group)]
-        if self._store.dispatcher is None:
-            return _add(list(own.values()), self._group)
-        # Rows of all replicas of an exchange have reached its experts: only other exchanges hold more gradients.
-        apart = [p for name, p in own.items() if is_of_expert(name)]
-        shared = [p for name, p in own.items() if not is_of_expert(name)]
-        return _add(shared, self._group) + _add(apart, self._expert_group)
+        parameters = {
+            name: p
+            for name, p in self._store.local_parameters(item).items()
+            if p.grad is not None and name not in self._excluded
+        }
+        if self._compressor is not None and parameters:
+            compressed, plain = self._compressor.start(item, parameters)
+            return [*([compressed] if compressed is not None else []), *_all_reduce(plain, self._group)]
+        if self._store.sharding.dispatcher is None:
+            return _all_reduce(list(parameters.values()), self._group)
+        # An expert has seen the rows of all replicas of its dispatcher: only replicas of other dispatchers, which have
+        # the same expert, have more gradients for it.
+        experts = [p for name, p in parameters.items() if is_of_expert(name)]
+        shared = [p for name, p in parameters.items() if not is_of_expert(name)]
+        return _all_reduce(shared, self._group) + _all_reduce(experts, self._expert_group)
 
 
-def _add(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Adding]:
+def _all_reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Reduction]:
     if not parameters or group is None:
         return []
     flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])

@@ -1,4 +1,4 @@
-"""Collectives on one tensor, by the names that torch has for them: 2.13 has new ones, and warns of the old."""
+"""Collectives on one tensor that work with the names of torch 2.11 and of torch 2.13, which deprecates the old ones."""
 
 from __future__ import annotations
 
@@ -12,51 +12,65 @@ from torch.autograd.function import once_differentiable
 from .process_groups import World
 
 
-def gather_parts(
-    whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, names: ModuleType = dist
+def all_gather_rows(
+    out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None, names: ModuleType = dist
 ) -> None:
-    """Fill ``whole`` with the ranks' ``own`` tensors, one behind the other along the first dimension."""
+    """Concatenate the ranks' tensors along the first dimension.
+
+    Args:
+        out: Result, ``[size * n, ...]``.
+        local: This rank's tensor, ``[n, ...]``.
+        group: Process group; None is torch's default group.
+        names: Module that has the collectives.
+    """
     gather = getattr(names, "all_gather_single", None) or names.all_gather_into_tensor
-    gather(whole, own, group=group)
+    gather(out, local, group=group)
 
 
-def scatter_sum(
-    own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup | None, names: ModuleType = dist
+def reduce_scatter_rows(
+    out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None, names: ModuleType = dist
 ) -> None:
-    """Fill ``own`` with this rank's part, along the first dimension, of the sum of the ranks' ``whole`` tensors."""
+    """Sum the ranks' tensors and keep this rank's chunk of the sum along the first dimension.
+
+    Args:
+        out: Result, ``[n, ...]``.
+        local: This rank's tensor, ``[size * n, ...]``.
+        group: Process group; None is torch's default group.
+        names: Module that has the collectives.
+    """
     scatter = getattr(names, "reduce_scatter_single", None) or names.reduce_scatter_tensor
-    scatter(own, whole, group=group)
+    scatter(out, local, group=group)
 
 
 class ReplicaGather:
-    """The processes that hold the same items of other replicas, as one of them sees it."""
+    """Gathers rows over the data-parallel replicas, for losses that compare all samples of a microbatch."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
 
-    def gather(self, own_BP: torch.Tensor) -> torch.Tensor:
-        """The rows of all replicas in their order, ``[N, P]``.
+    def gather(self, local_BP: torch.Tensor) -> torch.Tensor:
+        """Concatenate the rows of all replicas in their order: ``[B, P]`` becomes ``[N, P]``, N = size * B.
 
-        Every replica computes the same of the result, so the gradient of the mean over the replicas' losses comes to
-        each one's rows as often as there are replicas: no second exchange is needed.
+        Every replica computes the same from the result, so each already has the gradient of its own rows. It is
+        multiplied by the number of replicas, because gradients of replicas are summed and their losses averaged.
         """
-        gathered: torch.Tensor = _Gather.apply(own_BP, self)  # type: ignore[no-untyped-call]
+        gathered: torch.Tensor = _Gather.apply(local_BP, self)  # type: ignore[no-untyped-call]
         return gathered
 
 
 def replica_gather(world: World) -> ReplicaGather | None:
-    """That of this process; None where there is one replica."""
+    """Return the gather of this process; None with one replica."""
     group = world.groups.data
     return None if group is None else ReplicaGather(group, world.data_rank, world.dims.data)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_BP: torch.Tensor, replicas: ReplicaGather) -> torch.Tensor:
+    def forward(ctx: Any, local_BP: torch.Tensor, replicas: ReplicaGather) -> torch.Tensor:
         ctx.replicas = replicas
-        own_BP = own_BP.contiguous()
-        parts = [torch.empty_like(own_BP) for _ in range(replicas.size)]
-        dist.all_gather(parts, own_BP, group=replicas.group)
+        local_BP = local_BP.contiguous()
+        parts = [torch.empty_like(local_BP) for _ in range(replicas.size)]
+        dist.all_gather(parts, local_BP, group=replicas.group)
         return torch.cat(parts)
 
     @staticmethod

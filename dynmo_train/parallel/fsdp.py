@@ -1,8 +1,13 @@
-"""ZeRO over the replicas by FSDP2: each holds a part of every parameter's rows, its gradient and its moments.
+"""ZeRO over the replicas by FSDP2: each replica has some rows of every parameter, its gradient and its moments.
 
-An item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. A replica's gradients
-accumulate whole over the microbatches and are reduced once a step, as plain replicas add them: plain, DDP and ZeRO give
-the same bits on two replicas. What optimizer, norms and moves see are plain tensors, the replica's rows.
+Each item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. Gradients
+accumulate unsharded over the microbatches and are reduced once per step, in the order of plain replicas: plain
+replicas, DDP and ZeRO give the same bits on two replicas. Optimizer, norms and migration see plain tensors, the local
+rows; FSDP2's ``DTensor`` parameters stay inside the modules.
+
+    forward, backward      all-gather of the rows by FSDP2; gradients accumulate unsharded
+    end of the step        FsdpSharding.reduce: reduce-scatter -> grad of the local rows
+    optimizer              updates the local rows, which share memory with the DTensors
 """
 
 from __future__ import annotations
@@ -16,12 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .collectives import gather_parts
+from .collectives import all_gather_rows
 from .process_groups import World
 
 
-class _Ring:
-    """Processes that share parameters, as one of them sees it: its place ``rank`` among ``size``."""
+class _ShardingGroup:
+    """The replicas that share the rows of a parameter, and this process's ``rank`` among their ``size``."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, world: World) -> None:
         self.rank, self.size = rank, size
@@ -30,25 +35,30 @@ class _Ring:
 
 
 class FsdpSharding:
-    """How a process shares parameters with the other replicas.
+    """How this process shares the rows of parameters with other replicas.
 
-    Where replicas share the experts of a layer, an expert's parameters are shared among those that hold the same
-    experts: of what stands *apart* these alone have a part.
+    With expert parallelism, the parameters of an expert are shared only among the replicas that have that expert
+    (``expert_local``).
 
     Args:
-        reshard: free the whole parameters behind each forward and backward (stage 3), or at the end of a step (1, 2).
-        compute: the type of the arithmetic; reductions are in float32.
+        world: Processes of the run; at least two replicas.
+        reshard: Free the gathered parameters after each forward and backward (stage 3); False frees them at the end of
+            a step (stages 1 and 2).
+        compute: dtype of the arithmetic; reductions are in float32.
+
+    Raises:
+        ValueError: There is one replica.
     """
 
     def __init__(self, world: World, *, reshard: bool, compute: torch.dtype) -> None:
         dims = world.dims
         if world.groups.data is None:
-            raise ValueError("one replica has nobody to share parameters with")
-        self._all = _Ring(world.groups.data, world.data_rank, dims.data, world)
-        self._apart = self._all
+            raise ValueError("ZeRO needs at least two replicas")
+        self._replicas = _ShardingGroup(world.groups.data, world.data_rank, dims.data, world)
+        self._expert_replicas = self._replicas
         if dims.expert > 1:
-            of_experts = world.groups.expert_data
-            self._apart = _Ring(of_experts, world.data_rank // dims.expert, dims.data // dims.expert, world)
+            rank, size = world.data_rank // dims.expert, dims.data // dims.expert
+            self._expert_replicas = _ShardingGroup(world.groups.expert_data, rank, size, world)
         self._reshard = reshard
         casts = compute != torch.float32
         self._policy = MixedPrecisionPolicy(
@@ -57,99 +67,118 @@ class FsdpSharding:
             cast_forward_inputs=casts,
         )
 
-    def place(self, *, apart: bool) -> tuple[int, int]:
-        """This process's place among those that share a parameter, and how many they are."""
-        ring = self._ring(apart)
-        return ring.rank, ring.size
+    def _group(self, expert_local: bool) -> _ShardingGroup:
+        return self._expert_replicas if expert_local else self._replicas
 
-    def _ring(self, apart: bool) -> _Ring:
-        return self._apart if apart else self._all
+    def rank(self, *, expert_local: bool) -> int:
+        """Return this process's rank among the replicas that share a parameter."""
+        return self._group(expert_local).rank
 
-    def wrap(self, module: nn.Module, apart: Sequence[nn.Module] = ()) -> dict[str, nn.Parameter]:
-        """Shard a module in place; the process's rows of its parameters, by name, as plain parameters of their own.
+    def wrap(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> dict[str, nn.Parameter]:
+        """Shard a module in place.
 
         Args:
-            apart: parts of the module that hold this process's experts.
+            module: An item.
+            experts: Parts of the module with this process's experts.
+
+        Returns:
+            The local rows of its parameters by name, as plain parameters that share memory with the module's.
         """
-        for part, ring in [(each, self._apart) for each in apart] + [(module, self._all)]:
+        for part, group in [(each, self._expert_replicas) for each in experts] + [(module, self._replicas)]:
             if any(True for _ in part.parameters()):
-                fully_shard(part, mesh=ring.mesh, reshard_after_forward=self._reshard, mp_policy=self._policy)
-                fsdp = _fsdp(part)
+                fully_shard(part, mesh=group.mesh, reshard_after_forward=self._reshard, mp_policy=self._policy)
+                fsdp = _fsdp_module(part)
+                # Gradients are sums over replicas, as those of plain replicas; FSDP2 would divide them.
                 fsdp.set_gradient_divide_factor(1.0)
                 fsdp.set_force_sum_reduction_for_comms(True)
-                self._between_reductions(fsdp)
-        return {name: nn.Parameter(_rows_of(parameter).detach()) for name, parameter in module.named_parameters()}
+                self._defer_reduction(fsdp)
+        return {name: nn.Parameter(_local_rows(parameter).detach()) for name, parameter in module.named_parameters()}
 
-    def _between_reductions(self, module: FSDPModule) -> None:
+    def _defer_reduction(self, module: FSDPModule) -> None:
         module.set_requires_gradient_sync(False)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self._reshard)
 
-    def reduce(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
-        """Add the replicas' gradients, and give each of ``own`` its rows of the sum."""
+    def reduce(self, module: nn.Module, local: dict[str, nn.Parameter]) -> None:
+        """Sum the replicas' gradients of an item and set ``grad`` of each local parameter to its rows of the sum.
+
+        Args:
+            module: A module that :meth:`wrap` has sharded; another one is left alone.
+            local: Parameters that :meth:`wrap` returned for it.
+        """
         if not isinstance(module, FSDPModule):
             return
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True)
         module.set_requires_gradient_sync(True)
-        # What torch's own pipeline stage does for a sharded module at the end of a step.
+        # The same private calls as torch's own PipelineStage makes for a sharded module at the end of a step
+        # (perform_reduce_grad, torch 2.11 to 2.13): FSDP2 has no public call that reduces accumulated gradients.
         state = fully_shard.state(module)  # type: ignore[attr-defined]
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                for group in _groups(part):
+                for group in param_groups(part):
                     group.post_backward()
         state._root_post_backward_final_callback()
-        self._between_reductions(module)
+        self._defer_reduction(module)
         for name, parameter in module.named_parameters():
-            own[name].grad = None if parameter.grad is None else _rows_of(parameter.grad)
+            local[name].grad = None if parameter.grad is None else _local_rows(parameter.grad)
             parameter.grad = None
 
-    def release(self, module: nn.Module) -> None:
-        """Free the whole parameters that a forward without backward has left."""
+    def reshard(self, module: nn.Module) -> None:
+        """Free the parameters that a forward without backward has gathered."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def rows(self, whole: torch.Tensor, *, apart: bool = False) -> torch.Tensor:
-        """This process's rows of a whole tensor; a view."""
-        rank, size = self.place(apart=apart)
-        return row_parts(whole, size)[rank]
+    def rows(self, tensor: torch.Tensor, *, expert_local: bool = False) -> torch.Tensor:
+        """Return the local rows of a replica's tensor, as a view."""
+        group = self._group(expert_local)
+        return row_chunks(tensor, group.size)[group.rank]
 
-    def whole(self, rows: torch.Tensor, num_rows: int, *, apart: bool = False) -> torch.Tensor:
-        """The whole tensor of ``num_rows`` rows from those of all that share it; all of them call this."""
-        ring = self._ring(apart)
-        part = -(-num_rows // ring.size)
-        padded = rows.new_zeros((part, *rows.shape[1:]))
+    def gather_rows(self, rows: torch.Tensor, num_rows: int, *, expert_local: bool = False) -> torch.Tensor:
+        """Return the replica's tensor; a collective over the replicas that share it.
+
+        Args:
+            rows: Local rows, ``[n, ...]``.
+            num_rows: Number of rows of the result.
+            expert_local: Whether the tensor belongs to an expert.
+        """
+        group = self._group(expert_local)
+        chunk = -(-num_rows // group.size)
+        padded = rows.new_zeros((chunk, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
-        gathered = rows.new_empty((part * ring.size, *rows.shape[1:]))
-        gather_parts(gathered, padded, ring.group)
+        gathered = rows.new_empty((chunk * group.size, *rows.shape[1:]))
+        all_gather_rows(gathered, padded, group.group)
         return gathered[:num_rows]
 
 
 def accumulate_sharded_grads(module: nn.Module) -> None:
-    """Add the gradients of a backward that was split to those kept in float32, as FSDP2 does behind a whole one."""
+    """Add the gradients of a split backward to the float32 sums, as FSDP2 does after a full backward.
+
+    FSDP2 does this in a hook on the inputs of a module, which a backward of the weights alone does not run.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in _groups(part):
+            for group in param_groups(part):
                 for parameter in group.fsdp_params:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
 
-def row_parts(whole: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """A tensor's rows dealt out as FSDP2 deals them: equal blocks, the last ones shorter or empty."""
-    chunks = list(torch.chunk(whole, parts, dim=0))
-    return chunks + [whole[:0]] * (parts - len(chunks))
+def row_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
+    """Split the rows as FSDP2 does: equal chunks, the last ones shorter or empty."""
+    chunks = list(torch.chunk(tensor, num_chunks, dim=0))
+    return chunks + [tensor[:0]] * (num_chunks - len(chunks))
 
 
-def _fsdp(module: nn.Module) -> FSDPModule:
+def _fsdp_module(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
-        raise TypeError(f"{type(module).__name__} has not been sharded")
+        raise TypeError(f"{type(module).__name__} is not sharded")
     return module
 
 
-def _groups(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of a module's parameters: torch 2.13 has several, 2.11 one or none."""
+def param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's private parameter groups of a module: a list in torch 2.13, at most one in torch 2.11."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -158,6 +187,6 @@ def _groups(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
-def _rows_of(parameter: torch.Tensor) -> torch.Tensor:
+def _local_rows(parameter: torch.Tensor) -> torch.Tensor:
     rows: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined] # a DTensor
     return rows

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .collectives import gather_parts, scatter_sum
+from .collectives import all_gather_rows, reduce_scatter_rows
 from .process_groups import World
 from .seeding import default_generator, stable_seed
 
@@ -93,7 +93,7 @@ class TensorRegion:
         before = self._outside if now == self._inside else now
         generator.manual_seed(stable_seed(before, "outside", self.rank if self.sequence else 0))
 
-    def total(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The ranks' tensors reduced, in place; contiguous."""
         dist.all_reduce(x, op=op, group=self.group)
         return x
@@ -102,21 +102,21 @@ class TensorRegion:
         """The ranks' parts of a stream ``[B, T / size, ...]`` put together."""
         own = x.transpose(0, TOKENS_DIM).contiguous()
         whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
-        gather_parts(whole, own, self.group)
+        all_gather_rows(whole, own, self.group)
         return whole.transpose(0, TOKENS_DIM).contiguous()
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' columns ``[..., V]`` side by side."""
         columns = x.movedim(-1, 0).contiguous()
         whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
-        gather_parts(whole, columns, self.group)
+        all_gather_rows(whole, columns, self.group)
         return whole.movedim(0, -1)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' streams ``[B, T, ...]`` added, and this rank's tokens of the sum."""
         whole = x.transpose(0, TOKENS_DIM).contiguous()
         own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        scatter_sum(own, whole, self.group)
+        reduce_scatter_rows(own, whole, self.group)
         return own.transpose(0, TOKENS_DIM).contiguous()
 
 
@@ -140,7 +140,7 @@ class _Enter(torch.autograd.Function):
         region: TensorRegion = ctx.region
         if region.sequence:
             return region.scatter_tokens(grads[0]), None
-        return region.total(grads[0].clone(memory_format=torch.contiguous_format)), None
+        return region.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
 class _Leave(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _Leave(torch.autograd.Function):
         ctx.region = region
         if region.sequence:
             return region.scatter_tokens(partial)
-        return region.total(partial.clone(memory_format=torch.contiguous_format))
+        return region.all_reduce(partial.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     @once_differentiable
@@ -205,7 +205,7 @@ class _VocabularyLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, columns = logits_NV.shape
         largest_N = logits_NV.amax(dim=1) if columns else logits_NV.new_full((rows,), torch.finfo(logits_NV.dtype).min)
-        region.total(largest_N, dist.ReduceOp.MAX)
+        region.all_reduce(largest_N, dist.ReduceOp.MAX)
         softmax_NV = (logits_NV - largest_N[:, None]).exp_()
         local_N = labels_N - first
         here_N = (local_N >= 0) & (local_N < columns)
@@ -215,7 +215,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if columns:
             picked_N = logits_NV.gather(1, local_N[:, None])[:, 0] - largest_N
             sums_2N[1] = picked_N.masked_fill(~here_N, 0.0)
-        region.total(sums_2N)
+        region.all_reduce(sums_2N)
         softmax_NV.div_(sums_2N[0][:, None])
         ctx.save_for_backward(softmax_NV, local_N, here_N)
         return sums_2N[0].log() - sums_2N[1]

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from .._common.errors import DynmoError
 from ..models.layer_list import masks_of, parameters_of
 from ..optim.adamw import MOMENTS
-from ..optim.item_store import REFERENCE, ItemState, ItemStore, is_memory
+from ..optim.item_state import REFERENCE, ItemState, is_memory
+from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, all_agree, all_gather_objects
 from .partition import Move, Partition, moves_between
 
@@ -66,7 +67,9 @@ def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str
         return f"{item}: a tensor is announced twice"
     module = store.blueprint(item)
     whole = parameters_of(item, module)
-    wanted = {name: list(store.local_rows(name, parameter.detach()).shape) for name, parameter in whole.items()}
+    wanted = {
+        name: list(store.sharding.local_rows(name, parameter.detach()).shape) for name, parameter in whole.items()
+    }
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
         if announced.get(name) != shape:

@@ -196,7 +196,7 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         if self._codec is not None and training:
-            self._codec.begin(self.loss_scale)
+            self._codec.begin_step(self.loss_scale)
         for module in self.modules:
             module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
         device = self.world.device

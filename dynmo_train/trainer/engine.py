@@ -64,7 +64,9 @@ from ..optim.gradients import (
     gradient_norm,
     zero_pruned_gradients,
 )
-from ..optim.item_store import ItemState, ItemStore
+from ..optim.item_sharding import ItemBuilder, ItemSharding
+from ..optim.item_state import ItemState
+from ..optim.item_store import ItemStore, OptimizerStates
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
@@ -213,19 +215,14 @@ class Engine:
         fsdp = None
         if settings.zero_stage and world.dims.data > 1:
             fsdp = FsdpSharding(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
-        self.item_store = ItemStore(
-            family,
-            settings.adamw,
-            world.device,
-            settings.sparse,
-            settings.fused_adam,
-            region,
-            fsdp,
-            token_dispatcher(world),
-            replica_gather(world),
-            settings.fused_norms,
-            settings.pipeline.compiled,
+        builder = ItemBuilder(
+            sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=token_dispatcher(world)),
+            device=world.device,
+            replicas=replica_gather(world),
+            fused_norms=settings.fused_norms,
+            compile_backend=settings.pipeline.compiled,
         )
+        self.item_store = ItemStore(builder, OptimizerStates(settings.adamw, settings.fused_adam), settings.sparse)
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced_samples = 0
         self.replica_workers: int | None = None
@@ -245,7 +242,7 @@ class Engine:
             world,
             overlap=settings.overlap_reduction,
             compressor=self._replica_codec,
-            elsewhere=self._fused,
+            excluded=self._fused,
         )
         if settings.compression.boundary_rank is not None:
             self._codec = BoundaryCodec(
@@ -307,7 +304,7 @@ class Engine:
     def choose_replica_workers(self, count: int) -> None:
         """Let the first ``count`` pipeline ranks compress between replicas; no effect where the number is fixed."""
         if self._replica_codec is not None and self.settings.compression.choose_workers:
-            self.replica_workers = self._replica_codec.workers = count
+            self.replica_workers = self._replica_codec.num_compressing_stages = count
 
     def _set_shape_for(self, batch: Batch) -> None:
         """Rebuild the pipeline where the number of microbatches or the sample length of ``batch`` differs."""
@@ -352,7 +349,7 @@ class Engine:
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         if self._replica_codec is not None:
-            self._replica_codec.begin(batch.step, self.scaler.scale)
+            self._replica_codec.begin_step(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._local_batch(batch))
         for technique in self.techniques:
             technique.after_backward(batch.step)
@@ -363,7 +360,7 @@ class Engine:
         rate = self.settings.rate.at(self.advanced_samples)
         if updated:
             clip_gradients(self.item_store, norm, self.settings.clip)
-            self.item_store.update(rate, self.weight_decay)
+            self.item_store.step(rate, self.weight_decay)
             self.advanced_samples += advance
         else:
             self.item_store.zero_grad()
@@ -480,7 +477,7 @@ class Engine:
             parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
                 losses.setdefault(name, []).append(value)
-        self.item_store.release()
+        self.item_store.reshard()
         return {name: sum(values) / len(values) for name, values in losses.items()}
 
     @torch.no_grad()
@@ -506,13 +503,15 @@ class Engine:
             own = torch.stack([torch.cat(reported[name]).to("cpu", torch.float64) for name in names])
         sum_over_pipeline(self.world, own)
         whole = torch.cat(gather_over(self.world.groups.data, own), dim=1)
-        self.item_store.release()
+        self.item_store.reshard()
         return dict(zip(names, whole, strict=True))
 
     def has_finite_state(self) -> bool:
         """Whether the parameters and moments of all ranks are finite. Every rank calls this."""
         moments = [
-            each for item, _, p in self.item_store.parameters() for each in self.item_store.moments(item, p).values()
+            each
+            for _, name, _ in self.item_store.parameters()
+            for each in self.item_store.optimizers.moments(name).values()
         ]
         largest = [_largest([p.detach() for _, _, p in self.item_store.parameters()]), _largest(moments)]
         return all_agree(self.world, all(math.isfinite(value) for value in largest))

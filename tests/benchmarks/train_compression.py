@@ -31,7 +31,7 @@ from train_compression_runs import prepare
 from dynmo_train._common.console import emit
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.optim.compression.boundary import BoundaryCodec
-from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalize
+from dynmo_train.optim.compression.lowrank import FactorShape, initial_factor, orthonormalize
 from dynmo_train.optim.compression.settings import CompressionSettings
 from dynmo_train.parallel.device_clock import clock_for
 
@@ -120,12 +120,12 @@ class Replicas:
     def summed(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """What all replicas get."""
         shape = FactorShape.of(parts[0].shape, self._rank) if parts[0].dim() == 2 else None
-        if shape is None or not shape.pays(4):
+        if shape is None or not shape.is_smaller(4):
             return torch.stack(list(parts)).sum(0)
         owed = self._owed.get(name, [torch.zeros_like(part) for part in parts])
         matrices = [part + each for part, each in zip(parts, owed, strict=True)]
         total = torch.stack(matrices).sum(0)
-        factor = self._factors.get(name, first_factor(shape, CPU, name))
+        factor = self._factors.get(name, initial_factor(shape, CPU, name))
         left = factor @ total.T
         orthonormalize(left)
         self._factors[name] = right = left @ total
@@ -199,7 +199,7 @@ class Run:
         recipe = self.recipe
         parameters = self.parameters()
         for codec in getattr(self, "codecs", []):
-            codec.begin(1.0)
+            codec.begin_step(1.0)
         parts = []
         for replica, own in enumerate(samples_BT.chunk(recipe.replicas)):
             for parameter in parameters.values():

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
 from dynmo_train._common.console import emit
-from dynmo_train.optim.compression.lowrank import FactorShape, factorize, first_factor, reconstruct
+from dynmo_train.optim.compression.lowrank import FactorShape, factorize, initial_factor, reconstruct
 
 # Width of the models of Optimus-CC's figure 14
 WIDTHS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
@@ -42,8 +42,8 @@ def best_ms(run: Callable[[], object], device: torch.device, rounds: int = 5) ->
 def _contestants(matrix_ND: torch.Tensor, rank: int) -> tuple[Callable[[], None], ...]:
     """The bare products, ours, and torch's PowerSGD."""
     shape, device = FactorShape.of(matrix_ND.shape, rank), matrix_ND.device
-    left, right = shape.halves(torch.empty(shape.numbers, device=device))
-    start, out = first_factor(shape, device, "bench", rank), torch.empty_like(matrix_ND)
+    left, right = shape.split(torch.empty(shape.numel, device=device))
+    start, out = initial_factor(shape, device, "bench", rank), torch.empty_like(matrix_ND)
     columns = start.T.contiguous()
 
     def bare() -> None:

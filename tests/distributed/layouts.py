@@ -9,7 +9,7 @@ import pytest
 
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vocabulary_rows
-from dynmo_train.optim.item_store import parameter_of
+from dynmo_train.optim.item_state import parameter_of
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
 from dynmo_train.pipeline.partition import uniform_partition
@@ -55,7 +55,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     if layout.settings.get("zero_stage"):
         held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
         part = sum(
-            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.is_expert_local(full) else 1)
+            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.sharding.is_expert_local(full) else 1)
             for item in engine.local_names
             for full, p in parameters_of(item, engine.item_store.blueprint(item)).items()
         )
@@ -76,7 +76,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
             tensor[:rows] if world.dims.tensor == 1 and has_vocabulary_rows(parameter_of(name)) else tensor
         )
         for item in engine.local_names
-        for name, tensor in engine.item_store.export_whole(item).tensors.items()
+        for name, tensor in engine.item_store.export_unsharded(item).tensors.items()
     }
     weights: dict[str, str] = {}
     for told in all_gather_objects(world, own):

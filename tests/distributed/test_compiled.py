@@ -16,7 +16,7 @@ from torch import nn
 from dynmo_train._common.errors import UsageError
 from dynmo_train.models.blocks import Head, Mlp
 from dynmo_train.models.compiled import check_compiler, compile_item, is_compiled
-from dynmo_train.optim.item_store import ItemState
+from dynmo_train.optim.item_state import ItemState
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import Scenario, engine_of, fingerprint

@@ -141,7 +141,7 @@ def test_few_ranks_lose_something_and_the_same_bits_each_time(name):
 def sent(name: str, kind: str, step: int) -> dict[str, tuple[int, int]]:
     """Boundary -> bytes of the gradients that crossed it in a step as factors, and what they would be whole."""
     boundaries = played(name, kind)["told"][step - 1].get("boundaries", {})
-    return {boundary: (one["sent_bytes"], one["whole_bytes"]) for boundary, one in boundaries.items()}
+    return {boundary: (one["sent_bytes"], one["uncompressed_bytes"]) for boundary, one in boundaries.items()}
 
 
 def test_every_microbatch_is_compressed_or_those_of_the_epilogue():

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalize
+from dynmo_train.optim.compression.lowrank import FactorShape, initial_factor, orthonormalize
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
-from dynmo_train.optim.item_store import memory_name
+from dynmo_train.optim.item_state import memory_name
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, gather_over, set_parallel_dims
 from dynmo_train.trainer.engine import Engine
@@ -69,17 +69,17 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
     compression = replace(SGD, feedback=feedback)
     engine = engine_on(world, Layout(dims=world.dims, scenario=BASE, settings={"compression": compression}))
     item, name = "layers.1.mlp", "layers.1.mlp.fc1.weight"
-    parameter = engine.item_store.own_parameters(item)[name]
-    bias = engine.item_store.own_parameters(item)["layers.1.mlp.fc1.bias"]
+    parameter = engine.item_store.local_parameters(item)[name]
+    bias = engine.item_store.local_parameters(item)["layers.1.mlp.fc1.bias"]
     shape = FactorShape.of(parameter.shape, 4)
-    factor = first_factor(shape, world.device, 11, "replicas", name)
+    factor = initial_factor(shape, world.device, 11, "replicas", name)
     owed = [torch.zeros_like(parameter) for _ in range(2)]
     differences = []
     for step, scale in ((1, 1.0), (2, 4.0)):
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + world.rank))
         bias.grad = torch.full_like(bias, world.rank + 1.0)
         gradients = gather_over(world.groups.data, parameter.grad.clone())
-        engine._replica_codec.begin(step, scale)
+        engine._replica_codec.begin_step(step, scale)
         engine._reducer.finish()
         matrices = [g + scale * e for g, e in zip(gradients, owed, strict=True)] if feedback else gradients
         left = factor @ sum(matrices).T
@@ -163,7 +163,7 @@ def test_only_the_selected_workers_compress():
     assert items[1] == FIRST_ITEMS
     assert items[2] == items[1] | {"layers.2.attention", "layers.2.mlp"}
     speed = packed()["sgd"]["told"][0]["replicas"]["layers.3.mlp"]
-    assert 0 < speed["sent_bytes"] < speed["whole_bytes"]
+    assert 0 < speed["sent_bytes"] < speed["uncompressed_bytes"]
     assert min(speed["compress_ns"], speed["decompress_ns"]) > 0
 
 
@@ -275,7 +275,7 @@ def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
     assert (shares["shape"], shares["split_dim"], shares["role"]) == ([2, 2, 32, 32], 0, "buffer")
     told = [line for line in lines(tmp_path / "whole/metrics.jsonl") if "compression" in line]
     boundary = told[-1]["compression"]["boundaries"]["layers.2.attention"]
-    assert boundary["sent_bytes"] * 16 == boundary["whole_bytes"] * 3
+    assert boundary["sent_bytes"] * 16 == boundary["uncompressed_bytes"] * 3
     assert abs(boundary["error_activation_cosine"]) < 1
     assert json.loads((tmp_path / "whole/run.json").read_text())["engine"]["reproducible"].startswith(
         "bit for bit for a fixed"

@@ -62,7 +62,7 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
     own = {
         f"{name}@{engine.world.tensor_rank}.{engine.world.data_rank % layout.dims.expert}": digest(tensor)
         for item in engine.local_names
-        for name, tensor in engine.item_store.export_whole(item).tensors.items()
+        for name, tensor in engine.item_store.export_unsharded(item).tensors.items()
     }
     weights: dict[str, str] = {}
     for told in all_gather_objects(engine.world, own):

@@ -103,8 +103,8 @@ def break_moment(world: World) -> tuple[bool, bool]:
     engine.train_step(batch_of(1), sampled=False)
     before = engine.has_finite_state()
     if world.rank == 1:
-        item, _, parameter = next(iter(engine.item_store.parameters()))
-        engine.item_store.moments(item, parameter)["exp_avg_sq"].view(-1)[0] = math.inf
+        _, name, _ = next(iter(engine.item_store.parameters()))
+        engine.item_store.optimizers.moments(name)["exp_avg_sq"].view(-1)[0] = math.inf
     return before, engine.has_finite_state()
 
 

@@ -1,1 +1,1 @@
-"""Compression of what processes send each other: gradients at stage boundaries, and gradients of replicas."""
+"""Compression of gradients: at stage boundaries, and between replicas."""

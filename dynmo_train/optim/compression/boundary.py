@@ -1,9 +1,15 @@
-"""Compressed backpropagation and lazy error propagation (Optimus-CC, arXiv:2301.09830, sections 4 and 5).
+"""Compressed backpropagation with lazy error propagation (Optimus-CC, arXiv:2301.09830, sections 4 and 5).
 
-What a stage sends back goes as low-rank factors. What they do not say of one microbatch is added to the next one that
-crosses the same boundary. A boundary is named by the item behind it: its memories (the lost part, and the factor that
-the next iteration starts from) are kept with that item, move with it and are in its checkpoints. A boundary that was
-not there before begins without memory.
+The gradient that a stage sends back travels as low-rank factors::
+
+    sender    gradient + error -> factorize -> factors [R, N], [R, D] -> send
+                        ^                         |
+                        +---- error = input - product (error feedback, added to the next microbatch)
+    receiver  factors -> product -> gradient
+
+A boundary is named by the item behind it. Its two memories, the error and the factor that warm-starts the next
+iteration, belong to that item: they move with it and are saved with it. A boundary that a new partition creates starts
+without memories.
 """
 
 from __future__ import annotations
@@ -11,8 +17,9 @@ from __future__ import annotations
 import torch
 
 from ...parallel.device_clock import Clock
-from ..item_store import ItemStore, memory_name
-from .lowrank import FactorShape, factorize, first_factor, reconstruct, subtract_product
+from ..item_state import memory_name
+from ..item_store import ItemStore
+from .lowrank import FactorShape, factorize, initial_factor, reconstruct, subtract_product
 from .settings import CompressionSettings
 from .stats import BoundaryStats
 
@@ -20,133 +27,147 @@ ERROR, FACTOR = "error", "factor"
 
 
 class BoundaryCodec:
-    """Packs and unpacks the gradients that cross the boundaries of one worker.
+    """Compresses and decompresses the gradients that cross the boundaries of this pipeline rank.
 
-    The lost part is kept in units of the gradient without the loss scale.
+    Errors are stored without the loss scale, so that a change of the scale does not change them.
 
     Args:
-        settings: with a ``boundary_rank``.
-        held: keeps the memories.
-        seed: of the run.
+        settings: Settings with a ``boundary_rank``.
+        store: Stores the memories.
+        seed: Seed of the run.
+        clock: Clock for the statistics.
+
+    Attributes:
+        stats: Item behind a boundary -> statistics of the current step.
+
+    Raises:
+        ValueError: ``settings.boundary_rank`` is None.
     """
 
     def __init__(self, settings: CompressionSettings, store: ItemStore, seed: int, clock: Clock) -> None:
         if settings.boundary_rank is None:
-            raise ValueError("no rank is given for boundaries")
+            raise ValueError("compression of boundaries needs a rank")
         self.settings, self._rank = settings, settings.boundary_rank
         self._store, self._seed, self._clock = store, seed, clock
-        self._scale = 1.0
+        self._loss_scale = 1.0
         self.stats: dict[str, BoundaryStats] = {}
-        # Of the microbatch before, where it is measured: what it lost, and its activation
-        self._before: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        # (item, value) -> error and activation of the previous microbatch, for the statistics.
+        self._previous: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def begin(self, scale: float) -> None:
-        """Before a step, whose gradients are multiplied by ``scale``."""
-        self._scale = scale
+    def begin_step(self, loss_scale: float) -> None:
+        """Start a step, whose gradients are multiplied by ``loss_scale``."""
+        self._loss_scale = loss_scale
         self.stats = {}
-        self._before = {}
+        self._previous = {}
         if self.settings.feedback_within_step:
-            self._forget_errors()
-
-    def _forget_errors(self) -> None:
-        """Begin without what the last step's microbatches have lost."""
-        for item, kept in self._store.memories.items():
-            for name in kept:
-                if self._is_ours(item, name) and name.endswith(f".{ERROR}"):
-                    kept[name].zero_()
+            for item, memories in self._store.memories.items():
+                for name in self._names_of(item):
+                    if name.endswith(f".{ERROR}"):
+                        memories[name].zero_()
 
     def keep_only(self, items: set[str]) -> None:
-        """Forget the boundaries that are not before one of these items."""
-        for item, kept in self._store.memories.items():
+        """Drop the memories of boundaries that are not before one of these items."""
+        for item in self._store.memories:
             if item not in items:
-                for name in [name for name in kept if self._is_ours(item, name)]:
-                    del kept[name]
-
-    @staticmethod
-    def _is_ours(item: str, name: str) -> bool:
-        return name.startswith(memory_name(item, "boundary", ""))
+                self._drop(item)
 
     def drop_nonfinite(self) -> None:
-        """Behind a step whose gradients were not all finite: forget what that has spoilt."""
-        for item, kept in self._store.memories.items():
-            names = [name for name in kept if self._is_ours(item, name)]
-            if not all(bool(kept[name].isfinite().all()) for name in names):
-                for name in names:
-                    del kept[name]
+        """After a step with gradients that are not finite: drop the memories that these have spoilt."""
+        for item, memories in self._store.memories.items():
+            if not all(bool(memories[name].isfinite().all()) for name in self._names_of(item)):
+                self._drop(item)
+
+    def _names_of(self, item: str) -> list[str]:
+        prefix = memory_name(item, "boundary", "")
+        return [name for name in self._store.memories[item] if name.startswith(prefix)]
+
+    def _drop(self, item: str) -> None:
+        for name in self._names_of(item):
+            del self._store.memories[item][name]
 
     def empty(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Room for the factors of a gradient of ``shape``."""
-        return torch.empty(FactorShape.of(shape, self._rank).numbers, device=device)
+        """Allocate the flat float32 factors of a gradient of ``shape``."""
+        return torch.empty(FactorShape.of(shape, self._rank).numel, device=device)
 
     def encode(
         self, item: str, value: str, gradient: torch.Tensor, activation: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The factors of the gradient that crosses the boundary before ``item``, in one flat float32 tensor.
+        """Compress the gradient that crosses the boundary before ``item``.
 
         Args:
-            value: name of what crosses.
-            gradient: ``[..., D]``; left as it is.
-            activation: what crossed the boundary the other way, for the figures.
+            item: Item behind the boundary.
+            value: Name of the value that crosses it.
+            gradient: ``[..., D]``, any float dtype; not changed.
+            activation: What crossed the boundary in the forward, for the statistics.
+
+        Returns:
+            Both factors in one flat float32 tensor.
         """
         begin = self._clock.stamp()
         shape = FactorShape.of(gradient.shape, self._rank)
-        factor = self._kept(item, value, FACTOR, (shape.rank, shape.columns))
+        factor = self._memory(item, value, FACTOR, (shape.rank, shape.columns))
         if factor is None:
-            fresh = first_factor(shape, gradient.device, self._seed, "boundary", item, value)
-            factor = self._keep(item, value, FACTOR, fresh)
-        flat = torch.empty(shape.numbers, device=gradient.device)
-        left_RN, right_RD = shape.halves(flat)
-        matrix_ND = self._owed(item, value, gradient, shape)
+            initial = initial_factor(shape, gradient.device, self._seed, "boundary", item, value)
+            factor = self._set_memory(item, value, FACTOR, initial)
+        flat = torch.empty(shape.numel, device=gradient.device)
+        left_RN, right_RD = shape.split(flat)
+        matrix_ND = self._add_error(item, value, gradient, shape)
         factorize(matrix_ND, factor, left_RN, right_RD)
         factor.copy_(right_RD)
         if self.settings.feedback:
             subtract_product(matrix_ND, left_RN, right_RD)
         stats = self.stats.setdefault(item, BoundaryStats())
         if self.settings.checks:
-            stats.sent(gradient, flat, (begin, self._clock.stamp()))
+            stats.add_sent(gradient, flat, (begin, self._clock.stamp()))
         if self.settings.check_error and activation is not None:
             if not self.settings.feedback:
                 matrix_ND = matrix_ND.clone()
                 subtract_product(matrix_ND, left_RN, right_RD)
-            stats.lost(matrix_ND, activation)
-            self._change(item, value, matrix_ND, activation)
-        if self.settings.feedback and self._scale != 1.0:
-            matrix_ND.mul_(1.0 / self._scale)
+            stats.add_error(matrix_ND, activation)
+            self._measure_change(item, value, matrix_ND, activation)
+        if self.settings.feedback and self._loss_scale != 1.0:
+            matrix_ND.mul_(1.0 / self._loss_scale)
         return flat
 
-    def _change(self, item: str, value: str, error_ND: torch.Tensor, activation: torch.Tensor) -> None:
-        """Measure what the microbatch before lost beside the change of the activations since then."""
+    def _measure_change(self, item: str, value: str, error_ND: torch.Tensor, activation: torch.Tensor) -> None:
+        """Compare the error of the previous microbatch with the change of the activations since then."""
         if not self.settings.feedback:
             return
-        before = self._before.get((item, value))
-        if before is not None:
-            self.stats[item].changed(before[0], activation.detach().float() - before[1])
-        self._before[item, value] = (error_ND.clone(), activation.detach().float().clone())
+        previous = self._previous.get((item, value))
+        if previous is not None:
+            self.stats[item].add_change(previous[0], activation.detach().float() - previous[1])
+        self._previous[item, value] = (error_ND.clone(), activation.detach().float().clone())
 
-    def _owed(self, item: str, value: str, gradient: torch.Tensor, shape: FactorShape) -> torch.Tensor:
-        """The gradient and what was lost before, as a float32 matrix; with feedback, in the memory's own place."""
+    def _add_error(self, item: str, value: str, gradient: torch.Tensor, shape: FactorShape) -> torch.Tensor:
+        """Return gradient plus error as a float32 matrix ``[N, D]``; with feedback, in the memory of the error."""
         if not self.settings.feedback:
             return gradient.reshape(shape.rows, shape.columns).float()
-        error = self._kept(item, value, ERROR, tuple(gradient.shape))
+        error = self._memory(item, value, ERROR, tuple(gradient.shape))
         if error is None:
-            error = self._keep(item, value, ERROR, torch.zeros(gradient.shape, device=gradient.device))
-        if self._scale != 1.0:
-            error.mul_(self._scale)
+            error = self._set_memory(item, value, ERROR, torch.zeros(gradient.shape, device=gradient.device))
+        if self._loss_scale != 1.0:
+            error.mul_(self._loss_scale)
         return error.add_(gradient).view(shape.rows, shape.columns)
 
-    def _kept(self, item: str, value: str, what: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A memory; None where there is none of this shape."""
-        kept = self._store.memories.get(item, {}).get(memory_name(item, "boundary", value, what))
-        return None if kept is None or kept.shape[1:] != shape else kept[0]
+    def _memory(self, item: str, value: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return a memory; None where there is none of this shape."""
+        memory = self._store.memories.get(item, {}).get(memory_name(item, "boundary", value, kind))
+        return None if memory is None or memory.shape[1:] != shape else memory[0]
 
-    def _keep(self, item: str, value: str, what: str, memory: torch.Tensor) -> torch.Tensor:
-        self._store.memories.setdefault(item, {})[memory_name(item, "boundary", value, what)] = memory[None]
+    def _set_memory(self, item: str, value: str, kind: str, memory: torch.Tensor) -> torch.Tensor:
+        self._store.memories.setdefault(item, {})[memory_name(item, "boundary", value, kind)] = memory[None]
         return memory
 
     def decode(self, flat: torch.Tensor, out: torch.Tensor, item: str) -> None:
-        """Write the gradient that the factors say to ``out``; ``item`` is the last one before the boundary."""
+        """Decompress a gradient.
+
+        Args:
+            flat: Both factors, as :meth:`encode` returns them.
+            out: Receives the gradient, ``[..., D]``.
+            item: Item behind the boundary, for the statistics.
+        """
         begin = self._clock.stamp()
         shape = FactorShape.of(out.shape, self._rank)
-        reconstruct(*shape.halves(flat), out.view(shape.rows, shape.columns))
+        reconstruct(*shape.split(flat), out.view(shape.rows, shape.columns))
         if self.settings.checks:
-            self.stats.setdefault(item, BoundaryStats()).received(out, (begin, self._clock.stamp()))
+            self.stats.setdefault(item, BoundaryStats()).add_received(out, (begin, self._clock.stamp()))

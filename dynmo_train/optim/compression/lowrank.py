@@ -1,7 +1,7 @@
 """Low-rank factors of a matrix by one warm-started power iteration (PowerSGD, arXiv:1905.13727, algorithm 1).
 
-Shapes in names: N rows and D columns of the matrix, R its rank here. Factors are kept with their rank first: their
-products then run along the rows of the matrix, which measured up to five times as fast at small ranks.
+Shapes in names: N rows and D columns of the matrix, R rank of the factors. Factors are stored with R first: products
+then run along the rows of the matrix, which is up to five times as fast at small ranks (measured).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from ...parallel.seeding import stable_seed
 
-# Of the Gram matrix with a unit diagonal: below this pivot, the rows are dependent to within float32.
+# Smallest pivot of the Gram matrix with a unit diagonal at which its rows are independent in float32.
 SMALLEST_PIVOT = 1e-6
 FACTOR_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorShape:
-    """The sizes of a matrix ``[N, D]`` and of its factors ``[R, N]`` and ``[R, D]``; they are float32."""
+    """Sizes of a matrix ``[N, D]`` and of its float32 factors ``[R, N]`` and ``[R, D]``."""
 
     rows: int
     columns: int
@@ -28,9 +28,13 @@ class FactorShape:
 
     @classmethod
     def of(cls, shape: torch.Size | tuple[int, ...], rank: int) -> FactorShape:
-        """Of a tensor whose last dimension is the columns, and of ``rank``, or as much as the matrix can have.
+        """Return the shape for a tensor ``[..., D]``, all other dimensions flattened to N.
 
-        Worked: ``[8, 1024, 1920]`` at rank 12 is 8192 x 1920: 121,344 numbers in place of 15,728,640.
+        Example: ``[8, 1024, 1920]`` at rank 12 is 8192 x 1920: 121,344 numbers instead of 15,728,640.
+
+        Args:
+            shape: Shape of the tensor.
+            rank: Rank of the factors; reduced to N or D where these are smaller.
         """
         columns = shape[-1]
         rows = 1
@@ -39,32 +43,37 @@ class FactorShape:
         return cls(rows=rows, columns=columns, rank=min(rank, rows, columns))
 
     @property
-    def numbers(self) -> int:
-        """Numbers of both factors together."""
+    def numel(self) -> int:
+        """Number of elements of both factors."""
         return (self.rows + self.columns) * self.rank
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both factors together."""
-        return self.numbers * FACTOR_BYTES
+        """Bytes of both factors."""
+        return self.numel * FACTOR_BYTES
 
-    def pays(self, element_bytes: int) -> bool:
+    def is_smaller(self, element_bytes: int) -> bool:
         """Whether the factors are smaller than the matrix itself."""
         return self.num_bytes < self.rows * self.columns * element_bytes
 
-    def halves(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a flat tensor of ``numbers`` as the two factors ``[R, N]`` and ``[R, D]``."""
+    def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a flat tensor of ``numel`` elements as the two factors ``[R, N]`` and ``[R, D]``."""
         left, right = flat.split([self.rank * self.rows, self.rank * self.columns])
         return left.view(self.rank, self.rows), right.view(self.rank, self.columns)
 
 
-def buckets(
+def allocate_factors(
     shapes: Sequence[FactorShape], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Room for the factors of several matrices: all first ones in one flat tensor, all second ones in another.
+    """Allocate the factors of several matrices, so that each kind travels in one collective.
+
+    Args:
+        shapes: Shapes of the matrices.
+        device: Device of the factors.
 
     Returns:
-        Both, and of each matrix its factors as views of them.
+        All first factors in one flat float32 tensor, all second ones in another, and for each matrix its ``[R, N]``
+        and ``[R, D]`` views of them.
     """
     lefts = torch.empty(sum(shape.rank * shape.rows for shape in shapes), device=device)
     rights = torch.empty(sum(shape.rank * shape.columns for shape in shapes), device=device)
@@ -76,23 +85,26 @@ def buckets(
     return lefts, rights, views
 
 
-def first_factor(shape: FactorShape, device: torch.device, *names: int | str) -> torch.Tensor:
-    """The factor ``[R, D]`` that the first iteration starts from: normal numbers that depend on ``names`` alone."""
+def initial_factor(shape: FactorShape, device: torch.device, *names: int | str) -> torch.Tensor:
+    """Return the start of the first iteration: normal numbers ``[R, D]``, float32, seeded by ``names`` alone."""
     generator = torch.Generator().manual_seed(stable_seed(*names))
     return torch.randn(shape.rank, shape.columns, generator=generator).to(device)
 
 
 def orthonormalize(rows_RN: torch.Tensor) -> None:
-    """Make the rows of a float32 ``[R, N]`` orthonormal in place; their span stays. Not finite ones are left alone.
+    """Orthonormalize the rows of a matrix in place; their span is unchanged.
 
-    By the Cholesky factor of the Gram matrix, both in float64, which is exact enough up to a condition of a million
-    and, for many rows, twice as fast as Householder's method; that takes over beyond it.
+    Uses the Cholesky factor of the Gram matrix in float64. That is accurate up to a condition number of a million and
+    twice as fast as Householder's QR for large N (measured); QR takes over above.
+
+    Args:
+        rows_RN: float32, ``[R, N]``. A matrix with values that are not finite is left alone.
     """
     wide = rows_RN.double()
     gram = wide @ wide.T
     scale = gram.diagonal().rsqrt()
     lower, info = torch.linalg.cholesky_ex(gram * scale[:, None] * scale)
-    # One look at the device: -1 is a breakdown, NaN what is not finite.
+    # One synchronization with the device: -1 is a breakdown, NaN a value that is not finite.
     pivot = float(torch.where(info == 0, lower.diagonal().min(), -1.0))
     if pivot > SMALLEST_PIVOT:
         inverse = torch.linalg.solve_triangular(lower, torch.diag(scale), upper=False)
@@ -102,13 +114,13 @@ def orthonormalize(rows_RN: torch.Tensor) -> None:
 
 
 def factorize(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Tensor, right_RD: torch.Tensor) -> None:
-    """One power iteration: ``P = M Q``, its columns made orthonormal, ``Q = M^T P``; written to the two factors.
+    """Run one power iteration: ``P = orthonormalize(M Q)``, then ``Q = M^T P``.
 
     Args:
-        matrix_ND: float32.
-        start_RD: the second factor of the matrix before, which this one is like.
-        left_RN: P, transposed.
-        right_RD: the new Q, transposed; may be ``start_RD`` itself.
+        matrix_ND: M, float32, ``[N, D]``.
+        start_RD: Previous Q, transposed, ``[R, D]``: the warm start.
+        left_RN: Receives P, transposed, ``[R, N]``.
+        right_RD: Receives the new Q, transposed, ``[R, D]``; may be ``start_RD`` itself.
     """
     torch.mm(start_RD, matrix_ND.T, out=left_RN)
     orthonormalize(left_RN)
@@ -116,7 +128,13 @@ def factorize(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Te
 
 
 def reconstruct(left_RN: torch.Tensor, right_RD: torch.Tensor, out_ND: torch.Tensor) -> None:
-    """Write ``P Q^T`` to ``out_ND``, of any type."""
+    """Write ``P Q^T`` to ``out_ND``, ``[N, D]`` of any dtype.
+
+    Args:
+        left_RN: P, transposed, float32.
+        right_RD: Q, transposed, float32.
+        out_ND: Receives the product.
+    """
     if out_ND.dtype == left_RN.dtype:
         torch.mm(left_RN.T, right_RD, out=out_ND)
     else:
@@ -126,5 +144,5 @@ def reconstruct(left_RN: torch.Tensor, right_RD: torch.Tensor, out_ND: torch.Ten
 def subtract_product(
     matrix_ND: torch.Tensor, left_RN: torch.Tensor, right_RD: torch.Tensor, share: float = 1.0
 ) -> None:
-    """Take ``share`` of ``P Q^T`` off a float32 matrix, in place: what is left is what the factors do not say."""
+    """Subtract ``share * P Q^T`` from a float32 matrix ``[N, D]`` in place, which leaves the compression error."""
     matrix_ND.addmm_(left_RN.T, right_RD, alpha=-share)

@@ -1,15 +1,22 @@
-"""PowerSGD between replicas (arXiv:1905.13727): matrices' gradients are added as low-rank factors.
+"""PowerSGD between replicas (arXiv:1905.13727): gradients of matrices are summed as low-rank factors.
 
-All replicas start from the same factor Q; the sums of their ``M Q`` are made orthonormal, the sums of ``M^T P`` are the
-new Q, and ``P Q^T`` stands for the sum of all M. Gradients are sums here, not means, so each replica lost
-``M - P Q^T / replicas``, which it adds to its next gradient of the parameter. Factors travel in one bucket an item.
-What a parameter is owed is kept with its item: it moves, and is saved, with it; on a worker that does not compress it
-is paid in full with the next gradient.
+Per item, in two collectives::
+
+    M = gradient + error           each replica
+    P = sum over replicas of M Q   all-reduce of the first factors, then orthonormalized
+    Q = sum over replicas of M^T P all-reduce of the second factors
+    gradient = P Q^T               each replica: approximates the sum of all M
+    error = M - P Q^T / replicas   each replica: its share of what the sum lost
+
+Gradients are sums here, not means. All replicas start from the same Q, and later from the Q of the previous step.
+Error and Q are memories of the item: they move with it and are saved with it. A pipeline rank that does not compress
+adds the error uncompressed to the next gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +26,17 @@ from torch import nn
 from ...models.layer_list import masks_of
 from ...parallel.device_clock import Clock
 from ...parallel.process_groups import World
-from ..item_store import ItemStore, memory_name
-from .lowrank import FACTOR_BYTES, FactorShape, buckets, first_factor, orthonormalize, reconstruct, subtract_product
+from ..item_state import memory_name
+from ..item_store import ItemStore
+from .lowrank import (
+    FACTOR_BYTES,
+    FactorShape,
+    allocate_factors,
+    initial_factor,
+    orthonormalize,
+    reconstruct,
+    subtract_product,
+)
 from .settings import CompressionSettings
 from .stats import ReplicaStats
 
@@ -29,7 +45,7 @@ ERROR, FACTOR = "error", "factor"
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """One parameter on its way: its gradient with what was owed, and the factors (views of the item's buckets)."""
+    """A parameter's gradient plus error, ``[N, D]``, and its factors, which are views of the item's flat tensors."""
 
     name: str
     parameter: nn.Parameter
@@ -39,31 +55,30 @@ class _Matrix:
     right_RD: torch.Tensor
 
 
-class PackedItem:
-    """The matrices of one item while their factors are added: begun, then advanced, then finished."""
+class _FactorReduction:
+    """The sums of one item's factors in progress; a ``Reduction``."""
 
     def __init__(
-        self, owner: ReplicaCodec, item: str, matrices: list[_Matrix], flats: tuple[torch.Tensor, ...]
+        self, codec: ReplicaCodec, item: str, matrices: list[_Matrix], lefts: torch.Tensor, rights: torch.Tensor
     ) -> None:
-        self._owner, self._item, self._matrices = owner, item, matrices
-        self._lefts, self._rights = flats
-        self._work = dist.all_reduce(self._lefts, group=owner.group, async_op=True)
+        self._codec, self._item, self._matrices, self._rights = codec, item, matrices, rights
+        self._work = dist.all_reduce(lefts, group=codec.group, async_op=True)
 
     def advance(self) -> None:
-        """The first factors are added: make them orthonormal, and begin to add the second ones."""
+        """The first factors are summed: orthonormalize them and start the sum of the second ones."""
         self._wait()
-        with self._owner.timed(self._item, compressing=True):
+        with self._codec.timed(self._item, compressing=True):
             for each in self._matrices:
                 orthonormalize(each.left_RN)
                 torch.mm(each.left_RN, each.matrix_ND, out=each.right_RD)
-        self._work = dist.all_reduce(self._rights, group=self._owner.group, async_op=True)
+        self._work = dist.all_reduce(self._rights, group=self._codec.group, async_op=True)
 
     def finish(self) -> None:
-        """Both are added: the parameters get the sum that they say, and remember what it does not."""
+        """Both are summed: set the gradients to their product and store the errors."""
         self._wait()
-        with self._owner.timed(self._item, compressing=False):
+        with self._codec.timed(self._item, compressing=False):
             for each in self._matrices:
-                self._owner.apply_sum(self._item, each)
+                self._codec.apply_sum(self._item, each)
 
     def _wait(self) -> None:
         if self._work is not None:
@@ -71,124 +86,137 @@ class PackedItem:
 
 
 class ReplicaCodec:
-    """Adds the gradients of the items of one worker over its replicas.
+    """Sums the gradients of the local items over the replicas in compressed form; a ``Compressor``.
 
     Args:
-        settings: with a ``replica_rank``.
-        seed: of the run.
+        settings: Settings with a ``replica_rank``.
+        store: Stores the memories.
+        world: Processes of the run; at least two replicas.
+        seed: Seed of the run.
+        clock: Clock for the statistics.
 
     Attributes:
-        workers: how many workers, from the first one on, compress; None is all.
+        num_compressing_stages: Number of pipeline ranks, from the first one, that compress; None is all.
+        stats: Item -> statistics of the current step.
+
+    Raises:
+        ValueError: There is no rank, or one replica.
     """
 
     def __init__(self, settings: CompressionSettings, store: ItemStore, world: World, seed: int, clock: Clock) -> None:
         if settings.replica_rank is None or world.groups.data is None:
-            raise ValueError("a rank and two replicas are needed")
+            raise ValueError("compression between replicas needs a rank and at least two replicas")
         self.settings, self.group, self._rank = settings, world.groups.data, settings.replica_rank
         self._store, self._world, self._seed, self._clock = store, world, seed, clock
-        self._step, self._scale = 0, 1.0
-        self.workers = 0 if settings.choose_workers else settings.replica_workers
+        self._step, self._loss_scale = 0, 1.0
+        self.num_compressing_stages = 0 if settings.choose_workers else settings.replica_workers
         self.stats: dict[str, ReplicaStats] = {}
 
     def set_world(self, world: World) -> None:
-        """Go on among the processes of ``world``; those of the replicas are the same."""
+        """Continue among the processes of ``world``, whose replicas are the same."""
         self._world = world
 
-    def begin(self, step: int, scale: float) -> None:
-        """Before a step, whose gradients are multiplied by ``scale``."""
-        self._step, self._scale = step, scale
+    def begin_step(self, step: int, loss_scale: float) -> None:
+        """Start a step, whose gradients are multiplied by ``loss_scale``."""
+        self._step, self._loss_scale = step, loss_scale
         self.stats = {}
 
     @property
-    def packs(self) -> bool:
-        """Whether this worker compresses in this step."""
-        chosen = self.workers is None or self._world.pipeline_rank < self.workers
+    def compresses(self) -> bool:
+        """Whether this pipeline rank compresses in this step."""
+        count = self.num_compressing_stages
+        chosen = count is None or self._world.pipeline_rank < count
         return chosen and self._step > self.settings.replica_warmup_steps
 
     def shape_of(self, parameter: torch.Tensor) -> FactorShape | None:
-        """How a parameter is compressed: as its rows by the rest; None where it is a vector, or it does not pay."""
+        """Return the shape of a parameter as rows by the rest; None for a vector or where factors are not smaller."""
         if parameter.dim() < 2:
             return None
         shape = FactorShape.of((parameter.shape[0], parameter[0].numel()), self._rank)
-        return shape if shape.pays(FACTOR_BYTES) else None
+        return shape if shape.is_smaller(FACTOR_BYTES) else None
 
-    def start(self, item: str, parameters: Mapping[str, nn.Parameter]) -> tuple[PackedItem | None, list[nn.Parameter]]:
-        """Begin to add the gradients of an item's parameters; also those that are to be added as they are."""
-        shapes = {name: self.shape_of(p) for name, p in parameters.items()} if self.packs else {}
-        packed = {name: shape for name, shape in shapes.items() if shape is not None}
-        plain = [p for name, p in parameters.items() if name not in packed]
+    def start(
+        self, item: str, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[_FactorReduction | None, list[nn.Parameter]]:
+        """Start the compressed sums of an item's gradients; also return the parameters to be summed uncompressed."""
+        shapes = {name: self.shape_of(p) for name, p in parameters.items()} if self.compresses else {}
+        compressed = {name: shape for name, shape in shapes.items() if shape is not None}
+        plain = [p for name, p in parameters.items() if name not in compressed]
         for name, parameter in parameters.items():
-            if name not in packed:
-                self._pay(item, name, parameter)
-        if not packed:
+            if name not in compressed:
+                self._flush_error(item, name, parameter)
+        if not compressed:
             return None, plain
         device = next(iter(parameters.values())).device
-        lefts, rights, views = buckets(list(packed.values()), device)
+        lefts, rights, views = allocate_factors(list(compressed.values()), device)
         matrices = []
         with self.timed(item, compressing=True):
-            for (name, shape), (left, right) in zip(packed.items(), views, strict=True):
-                matrix = self._owed(item, name, parameters[name], shape)
-                torch.mm(self._factor(item, name, shape, device), matrix.T, out=left)
+            for (name, shape), (left_RN, right_RD) in zip(compressed.items(), views, strict=True):
+                matrix_ND = self._add_error(item, name, parameters[name], shape)
+                torch.mm(self._factor(item, name, shape, device), matrix_ND.T, out=left_RN)
                 matrices.append(
                     _Matrix(
                         name=name,
                         parameter=parameters[name],
                         shape=shape,
-                        matrix_ND=matrix,
-                        left_RN=left,
-                        right_RD=right,
+                        matrix_ND=matrix_ND,
+                        left_RN=left_RN,
+                        right_RD=right_RD,
                     )
                 )
         if self.settings.checks:
-            whole = sum(each.parameter.numel() for each in matrices) * FACTOR_BYTES
-            self.stats.setdefault(item, ReplicaStats()).sent(whole, sum(s.num_bytes for s in packed.values()))
-        return PackedItem(self, item, matrices, (lefts, rights)), plain
+            num_bytes = sum(each.parameter.numel() for each in matrices) * FACTOR_BYTES
+            self._stats(item).add_sent(num_bytes, sum(shape.num_bytes for shape in compressed.values()))
+        return _FactorReduction(self, item, matrices, lefts, rights), plain
 
-    def timed(self, item: str, *, compressing: bool) -> ReplicaTimer:
-        """Around arithmetic of compression, or of decompression."""
-        return ReplicaTimer(self, item, compressing)
+    @contextmanager
+    def timed(self, item: str, *, compressing: bool) -> Iterator[None]:
+        """Measure arithmetic of compression, or of decompression, where the run checks that."""
+        begin = self._clock.stamp()
+        yield
+        if self.settings.checks:
+            stats = self._stats(item)
+            (stats.compress if compressing else stats.decompress).append((begin, self._clock.stamp()))
 
-    @property
-    def clock(self) -> Clock:
-        """What times are taken with."""
-        return self._clock
+    def _stats(self, item: str) -> ReplicaStats:
+        return self.stats.setdefault(item, ReplicaStats())
 
     def apply_sum(self, item: str, each: _Matrix) -> None:
-        """Give a parameter its sum, and keep what this replica's part of it has lost."""
+        """Set a parameter's gradient to the product of its summed factors, and store error and factor."""
         gradient = each.parameter.grad
         if gradient is None:
             return
         if self.settings.feedback:
             subtract_product(each.matrix_ND, each.left_RN, each.right_RD, 1.0 / self._world.dims.data)
-            if self._scale != 1.0:
-                each.matrix_ND.mul_(1.0 / self._scale)
+            if self._loss_scale != 1.0:
+                each.matrix_ND.mul_(1.0 / self._loss_scale)
         if not gradient.is_contiguous():
             gradient = each.parameter.grad = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         reconstruct(each.left_RN, each.right_RD, gradient.view(each.shape.rows, each.shape.columns))
         self._memories(item)[self._name(item, each.name, FACTOR)] = each.right_RD.clone()[None]
 
     def drop_nonfinite(self) -> None:
-        """Behind a step whose gradients were not all finite: forget what that has spoilt."""
-        for item, kept in self._store.memories.items():
+        """After a step with gradients that are not finite: drop the memories that these have spoilt."""
+        for item, memories in self._store.memories.items():
             prefix = memory_name(item, "parameter", "")
-            broken = [n for n, each in kept.items() if n.startswith(prefix) and not bool(each.isfinite().all())]
+            broken = [n for n, each in memories.items() if n.startswith(prefix) and not bool(each.isfinite().all())]
             for name in broken:
-                del kept[name]
+                del memories[name]
 
-    def _name(self, item: str, parameter: str, what: str) -> str:
-        return memory_name(item, "parameter", parameter[len(item) + 1 :], what)
+    def _name(self, item: str, parameter: str, kind: str) -> str:
+        return memory_name(item, "parameter", parameter[len(item) + 1 :], kind)
 
     def _memories(self, item: str) -> dict[str, torch.Tensor]:
         return self._store.memories.setdefault(item, {})
 
     def _factor(self, item: str, parameter: str, shape: FactorShape, device: torch.device) -> torch.Tensor:
-        kept = self._memories(item).get(self._name(item, parameter, FACTOR))
-        if kept is not None and kept.shape[1:] == (shape.rank, shape.columns):
-            return kept[0]
-        return first_factor(shape, device, self._seed, "replicas", parameter)
+        factor = self._memories(item).get(self._name(item, parameter, FACTOR))
+        if factor is not None and factor.shape[1:] == (shape.rank, shape.columns):
+            return factor[0]
+        return initial_factor(shape, device, self._seed, "replicas", parameter)
 
-    def _owed(self, item: str, name: str, parameter: nn.Parameter, shape: FactorShape) -> torch.Tensor:
-        """The gradient with what was lost before, as a matrix; with feedback, in the memory's own place."""
+    def _add_error(self, item: str, name: str, parameter: nn.Parameter, shape: FactorShape) -> torch.Tensor:
+        """Return gradient plus error as a matrix ``[N, D]``; with feedback, in the memory of the error."""
         if parameter.grad is None:
             raise ValueError(f"{name} has no gradient")
         mask = self._mask(item, name)
@@ -200,8 +228,8 @@ class ReplicaCodec:
         error = self._memories(item).get(key)
         if error is None or error.shape[1:] != parameter.shape:
             error = self._memories(item)[key] = torch.zeros_like(parameter, requires_grad=False).detach()[None]
-        if self._scale != 1.0:
-            error.mul_(self._scale)
+        if self._loss_scale != 1.0:
+            error.mul_(self._loss_scale)
         error[0].add_(parameter.grad)
         if mask is not None:
             error[0].mul_(mask)
@@ -211,27 +239,10 @@ class ReplicaCodec:
         layer = masks_of(item, self._store.modules[item]).get(name)
         return None if layer is None else layer.mask
 
-    def _pay(self, item: str, name: str, parameter: nn.Parameter) -> None:
-        """Add what is still owed to a gradient that is not compressed."""
-        kept = self._store.memories.get(item, {})
-        error = kept.pop(self._name(item, name, ERROR), None)
-        kept.pop(self._name(item, name, FACTOR), None)
+    def _flush_error(self, item: str, name: str, parameter: nn.Parameter) -> None:
+        """Add the error of earlier steps to a gradient that is not compressed, and drop both memories."""
+        memories = self._store.memories.get(item, {})
+        error = memories.pop(self._name(item, name, ERROR), None)
+        memories.pop(self._name(item, name, FACTOR), None)
         if error is not None and parameter.grad is not None and error.shape[1:] == parameter.shape:
-            parameter.grad.add_(error[0], alpha=self._scale)
-
-
-class ReplicaTimer:
-    """Adds the time of its body to an item's figures, where somebody measures."""
-
-    def __init__(self, owner: ReplicaCodec, item: str, compressing: bool) -> None:
-        self._owner, self._item, self._compressing = owner, item, compressing
-        self._begin = owner.clock.stamp()
-
-    def __enter__(self) -> None:
-        self._begin = self._owner.clock.stamp()
-
-    def __exit__(self, *_: object) -> None:
-        if self._owner.settings.checks:
-            stats = self._owner.stats.setdefault(self._item, ReplicaStats())
-            stamps = (self._begin, self._owner.clock.stamp())
-            (stats.compress if self._compressing else stats.decompress).append(stamps)
+            parameter.grad.add_(error[0], alpha=self._loss_scale)

@@ -1,4 +1,4 @@
-"""What is compressed, as the engine sees it."""
+"""Settings of gradient compression."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionSettings:
-    """Compression of a run; the default compresses nothing.
+    """Gradient compression of a run; the default compresses nothing.
 
     Attributes:
-        boundary_rank: rank of the gradients that stages send back; None sends them whole.
-        epilogue_only: compress only those that the receiving worker gets behind its last forward of a step.
-        feedback: add what was lost to the next one that is compressed: of a boundary, and of a parameter.
-        feedback_within_step: what a boundary lost is not carried from a step to the next.
-        replica_rank: rank of the replicas' gradients of matrices; None adds them whole.
-        replica_warmup_steps: steps at the start in which they are added whole.
-        replica_workers: how many workers, from the first one on, compress them; None is all.
-        choose_workers: ``dynmo-plan`` says how many; nobody compresses until it has.
-        fuse_ties: add a tied weight's gradients over the replicas and over its copies in one exchange.
-        check_error, check_speed, check_ratio: what is measured and told.
+        boundary_rank: Rank of the low-rank factors at stage boundaries; None sends gradients uncompressed.
+        epilogue_only: Compress only microbatches whose backward follows the receiver's last forward of the step.
+        feedback: Error feedback: add the compression error to the next gradient of the boundary or parameter.
+        feedback_within_step: Reset the error of boundaries at each step.
+        replica_rank: Rank of the factors between replicas (PowerSGD); None sums gradients uncompressed.
+        replica_warmup_steps: Uncompressed steps at the start.
+        replica_workers: Number of pipeline ranks, from the first one, that compress between replicas; None is all.
+        choose_workers: ``dynmo-plan`` chooses that number; until then none compresses.
+        fuse_ties: Sum a tied weight's gradients over replicas and copies in one exchange.
+        check_error: Log the compression error.
+        check_speed: Log compression and decompression time.
+        check_ratio: Log the compression ratio.
     """
 
     boundary_rank: int | None = None
@@ -37,12 +39,12 @@ class CompressionSettings:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether gradients are not what they would be without."""
+        """Whether compression changes gradients."""
         return self.boundary_rank is not None or self.replica_rank is not None
 
     @property
     def checks(self) -> bool:
-        """Whether anything is measured."""
+        """Whether anything is measured and logged."""
         return self.check_error or self.check_speed or self.check_ratio
 
 

@@ -1,11 +1,14 @@
-"""Fused embedding synchronisation (Optimus-CC, arXiv:2301.09830, section 6).
+"""Fused embedding synchronization (Optimus-CC, arXiv:2301.09830, section 6).
 
-One exchange adds a tied weight's gradients over the replicas and over its copies.
+One exchange sums a tied weight's gradients over the replicas and over its copies: a reduce-scatter and an all-gather
+among all processes that have a copy.
 
-Every process that holds a copy adds up its own piece of the table, then gives the sum to the others: ``2 (n - 1) / n``
-of the table for n processes, against one all-reduce over the replicas and one swap between the copies. The order of the
-sum is fixed, replicas of the first copy, replicas of the second one, then the copies: with two replicas the bits are
-those of the two steps, with more those of an all-reduce in the order of the replicas.
+    each process         sends every other one its piece of the table, and sums the pieces that it receives
+    then                 sends its sum to every other one
+
+That is ``2 (n - 1) / n`` of the table for n processes, against one all-reduce over the replicas and one swap between
+the copies. The order of the sum is fixed: replicas of the first copy, replicas of the second one, then the copies. With
+two replicas the bits are those of the two separate steps; with more, those of an all-reduce in replica order.
 """
 
 from __future__ import annotations
@@ -15,68 +18,70 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ...parallel.process_groups import World
-from ..gradients import exchange, gradients_there, item_of, tied_groups
+from ..gradients import exchange, exchange_presence, item_of, set_tied_gradients, tied_groups
 from ..item_store import ItemStore
 
 
 def fused_parameters(store: ItemStore, ties: Mapping[str, str], world: World) -> frozenset[str]:
-    """The tied parameters that are added so; none where there is one replica.
+    """Return the tied parameters that are summed this way; none with one replica or with ZeRO.
 
-    What tensor-parallel ranks hold whole while the tokens are cut has to be added over them in between.
+    With sequence parallelism, a parameter that tensor ranks have unsliced needs their sum in between and is excluded.
     """
-    if world.dims.data == 1 or store.fsdp is not None:
+    sharding = store.sharding
+    if world.dims.data == 1 or sharding.fsdp is not None:
         return frozenset()
-    cut = store.region is not None and store.region.sequence
-    groups = tied_groups(ties).values()
-    return frozenset(name for group in groups for name in group if not cut or store.split_dim(name) is not None)
+    sequence = sharding.region is not None and sharding.region.sequence
+    names = {name for group in tied_groups(ties).values() for name in group}
+    return frozenset(name for name in names if not sequence or sharding.split_dim(name) is not None)
 
 
 def add_fused_gradients(
     store: ItemStore, ties: Mapping[str, str], owners: Mapping[str, int], world: World, fused: frozenset[str]
 ) -> None:
-    """Give all copies of the ``fused`` weights, on all replicas, the sum of their gradients.
+    """Set ``grad`` of all copies of the ``fused`` weights, on all replicas, to the sum of their gradients.
 
     Args:
-        ties: parameter that is a copy -> parameter that owns the value.
-        owners: item -> the worker that holds it.
+        store: Local items.
+        ties: Parameter that is a copy -> parameter that owns the value.
+        owners: Item -> its pipeline rank.
+        world: Processes of the run.
+        fused: Result of :func:`fused_parameters`.
     """
     here = {name: parameter for _, name, parameter in store.parameters()}
     for members in tied_groups(ties).values():
         if members[0] not in fused:
             continue
-        places = {name: owners[item_of(name, list(owners))] for name in members}
-        mine = [name for name in members if places[name] == world.pipeline_rank]
-        if not mine:
+        ranks = {name: owners[item_of(name, list(owners))] for name in members}
+        local = [name for name in members if ranks[name] == world.pipeline_rank]
+        if not local:
             continue
-        there = gradients_there({name: here[name].grad is not None for name in mine}, places, world)
-        giving = [name for name in members if there[name]]
-        like = here[mine[0]]
-        total = _summed({n: here[n].grad for n in mine}, giving, places, like, world) if giving else None
-        for name in mine:
-            shares = store.is_shared(name)
-            here[name].grad = None if total is None or shares else total if name == mine[0] else total.clone()
+        present = exchange_presence({name: here[name].grad is not None for name in local}, ranks, world)
+        adding = [name for name in members if present[name]]
+        like = here[local[0]]
+        total = _fused_sum({n: here[n].grad for n in local}, adding, ranks, like, world) if adding else None
+        set_tied_gradients(store, here, local, total)
 
 
-def _summed(
-    own: Mapping[str, torch.Tensor | None],
-    giving: Sequence[str],
-    places: Mapping[str, int],
+def _fused_sum(
+    local: Mapping[str, torch.Tensor | None],
+    adding: Sequence[str],
+    pipeline_ranks: Mapping[str, int],
     like: torch.Tensor,
     world: World,
 ) -> torch.Tensor:
-    """The sum of the gradients of ``giving`` over all replicas, whole at each of them."""
-    dims, shard = world.dims, world.tensor_rank
-    workers = sorted({places[name] for name in places})
-    ranks = [dims.rank_of(pipeline=w, data=d, tensor=shard) for w in workers for d in range(dims.data)]
-    pieces = dict(zip(ranks, _ends(like.numel(), len(ranks)), strict=True))
+    """Return the sum of the gradients of the copies ``adding`` over all replicas, at each process that has a copy."""
+    dims, tensor_rank = world.dims, world.tensor_rank
+    positions = sorted(set(pipeline_ranks.values()))
+    ranks = [dims.rank_of(pipeline=p, data=d, tensor=tensor_rank) for p in positions for d in range(dims.data)]
+    pieces = dict(zip(ranks, _even_ranges(like.numel(), len(ranks)), strict=True))
     begin, end = pieces[world.rank]
-    flats = {name: tensor.reshape(-1) for name, tensor in own.items() if tensor is not None}
+    flats = {name: tensor.reshape(-1) for name, tensor in local.items() if tensor is not None}
     parts: dict[tuple[str, int], torch.Tensor] = {}
     sent, received = [], []
-    for worker in workers:
-        names = [name for name in giving if places[name] == worker]
+    for position in positions:
+        names = [name for name in adding if pipeline_ranks[name] == position]
         for replica in range(dims.data):
-            rank = dims.rank_of(pipeline=worker, data=replica, tensor=shard)
+            rank = dims.rank_of(pipeline=position, data=replica, tensor=tensor_rank)
             for name in names:
                 if rank == world.rank:
                     parts[name, replica] = flats[name][begin:end]
@@ -85,27 +90,27 @@ def _summed(
                     received.append((rank, parts[name, replica]))
     for rank, (first, last) in pieces.items():
         if rank != world.rank:
-            sent += [(rank, flats[name][first:last]) for name in giving if name in flats]
-    exchange(_some(sent, world), _some(received, world), world.groups.world)
+            sent += [(rank, flats[name][first:last]) for name in adding if name in flats]
+    exchange(_nonempty(sent, world), _nonempty(received, world), world.groups.world)
     total = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-    total[begin:end] = _in_order([_in_order([parts[n, d] for d in range(dims.data)]) for n in giving])
+    total[begin:end] = _ordered_sum([_ordered_sum([parts[n, d] for d in range(dims.data)]) for n in adding])
     others = [rank for rank in ranks if rank != world.rank]
-    spread = [(rank, total[begin:end]) for rank in others]
+    scattered = [(rank, total[begin:end]) for rank in others]
     gathered = [(rank, total[slice(*pieces[rank])]) for rank in others]
-    exchange(_some(spread, world), _some(gathered, world), world.groups.world)
+    exchange(_nonempty(scattered, world), _nonempty(gathered, world), world.groups.world)
     return total.view_as(like)
 
 
-def _ends(size: int, count: int) -> list[tuple[int, int]]:
+def _even_ranges(size: int, count: int) -> list[tuple[int, int]]:
     return [(at * size // count, (at + 1) * size // count) for at in range(count)]
 
 
-def _some(pairs: Iterable[tuple[int, torch.Tensor]], world: World) -> list[tuple[int, torch.Tensor]]:
-    """The same with torch's ranks; nothing is sent for an empty piece."""
+def _nonempty(pairs: Iterable[tuple[int, torch.Tensor]], world: World) -> list[tuple[int, torch.Tensor]]:
+    """Return the pairs with global ranks, without empty pieces, which neither side sends nor receives."""
     return [(world.global_rank(rank), tensor) for rank, tensor in pairs if tensor.numel()]
 
 
-def _in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -48,7 +48,8 @@ from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...optim.adamw import MOMENTS
-from ...optim.item_store import REFERENCE, ItemState, ItemStore, is_memory, parameter_of, role_of
+from ...optim.item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
+from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
 from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
@@ -171,7 +172,7 @@ class PendingSave:
                 self._problem = f"rank {world.rank}: {error}"
         staging = broadcast_object(world, staging)
         self._staging = None if staging is None else Path(staging)
-        states = {item: engine.item_store.export_whole(item) for item in engine.local_names}
+        states = {item: engine.item_store.export_unsharded(item) for item in engine.local_names}
         # Replicas are equal except for the experts that are sharded over them: the first replicas write.
         is_writer = world.data_rank < world.dims.expert
         self._files = _shard_files(engine, states, moments=metadata.moments, buffers=buffers) if is_writer else []
@@ -311,7 +312,7 @@ def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtyp
 
 def _is_stored(engine: Engine, name: str) -> bool:
     """Whether a writing rank stores a tensor of a local item; a tied weight is stored by its owner only."""
-    return engine.item_store.stores(name) and parameter_of(name) not in engine.family.ties
+    return engine.item_store.sharding.is_writer(name) and parameter_of(name) not in engine.family.ties
 
 
 def _shard_files(
@@ -330,13 +331,13 @@ def _shard_files(
         if not tensors or (kind == "optimizer" and not moments):
             continue
         place = f"p{engine.world.pipeline_rank:03d}-t{engine.world.tensor_rank:02d}"
-        if store.dispatcher is not None:
-            place += f"-e{store.dispatcher.rank:02d}"
+        if store.sharding.dispatcher is not None:
+            place += f"-e{store.sharding.dispatcher.rank:02d}"
         file = f"{kind}-{place}.safetensors"
         entries = []
         vocabulary = vocabulary_rows(engine.family)
         for name, tensor in list(tensors.items()):
-            shape, index = whole_shape(tensor.shape, store.split_dim(name), store.region)
+            shape, index = whole_shape(tensor.shape, store.sharding.split_dim(name), store.sharding.region)
             if has_vocabulary_rows(parameter_of(name)):
                 begin, end = (min(row, vocabulary) for row in index[0])
                 shape[0], index[0] = vocabulary, [begin, end]
@@ -385,7 +386,7 @@ def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, A
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
         for name, layer in masks_of(item, engine.item_store.modules[item]).items():
-            if layer.mask is not None and engine.item_store.stores(name):
+            if layer.mask is not None and engine.item_store.sharding.is_writer(name):
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
@@ -394,7 +395,7 @@ def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, A
     named = [
         (name, p)
         for _, name, p in engine.item_store.parameters()
-        if name not in tied and engine.item_store.stores(name)
+        if name not in tied and engine.item_store.sharding.is_writer(name)
     ]
     parameters = [(name, p.dim() >= 2) for name, p in named]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
@@ -532,7 +533,8 @@ def state_reader(
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         to_load += [f"{name}.{key}" for name in trained for key in MOMENTS]
         tensors = {
-            name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in to_load
+            name: store.sharding.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device)
+            for name in to_load
         }
         for name in (name for name in memories if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)

@@ -36,7 +36,8 @@ from ...launch.find_command import program_path
 from ...models.family import STATED
 from ...models.ict import QUERY, bert_parameter
 from ...models.layer_list import ModelFamily, parameters_of
-from ...optim.item_store import ItemState, ItemStore
+from ...optim.item_state import ItemState
+from ...optim.item_store import ItemStore
 from ...parallel.process_groups import World, all_gather_objects, broadcast_object
 from .engine_checkpoint import RECORDS
 
@@ -318,7 +319,7 @@ def tower_reader(
         for name, initial in fresh.items():
             source = bert_parameter(name)
             if source is not None:
-                tensors[name] = store.local_from_checkpoint(name, checkpoint.load([source])[source]).to(device)
+                tensors[name] = store.sharding.local_from_checkpoint(name, checkpoint.load([source])[source]).to(device)
                 continue
             if item == "head":
                 first = f"{QUERY}.pooler"
@@ -326,7 +327,7 @@ def tower_reader(
                 whole = twin[first + name.removeprefix(item)].detach()
             else:
                 whole = initial.detach()
-            tensors[name] = store.local_slice(name, whole).to(device)
+            tensors[name] = store.sharding.local_slice(name, whole).to(device)
         return ItemState(tensors=tensors, steps={})
 
     return read

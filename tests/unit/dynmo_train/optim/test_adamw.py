@@ -7,8 +7,11 @@ import torch
 
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import parameters_of
+from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.adamw import MOMENTS, AdamWSettings
-from dynmo_train.optim.item_store import ItemState, ItemStore
+from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
+from dynmo_train.optim.item_state import ItemState
+from dynmo_train.optim.item_store import ItemStore, OptimizerStates
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -83,8 +86,13 @@ class FusedAdam(torch.optim.Optimizer):
             p.sub_(group["lr"] * update)
 
 
-def hold(fused_adam):
-    store = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+def empty_store(fused_adam):
+    builder = ItemBuilder(sharding=ItemSharding(family=FAMILY), device=torch.device("cpu"))
+    return ItemStore(builder, OptimizerStates(SETTINGS, fused_adam), SparseTable())
+
+
+def built_store(fused_adam):
+    store = empty_store(fused_adam)
     for name in ITEMS:
         store.build(name)
     return store
@@ -98,13 +106,13 @@ def take_steps(store, steps):
                 continue
             generator = torch.Generator().manual_seed(sum(name.encode()) * 100 + step)
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
-        store.update(rate=1e-2)
+        store.step(1e-2, SETTINGS.weight_decay)
         assert all(parameter.grad is None for _, _, parameter in store.parameters())
 
 
 def moved(store, fused_adam):
     """The items in the hands of another worker, which gets copies of what this one exports."""
-    other = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+    other = empty_store(fused_adam)
     for name in ITEMS:
         state = store.export(name)
         tensors = {key: value.clone() for key, value in state.tensors.items()}
@@ -132,9 +140,9 @@ def assert_close(store, reference):
 @pytest.mark.parametrize("before_move", [FusedAdam, None])
 def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
     """Also where a checkpoint goes on on a machine with the other optimizer."""
-    reference = hold(None)
+    reference = built_store(None)
     take_steps(reference, range(1, 11))
-    store = hold(before_move)
+    store = built_store(before_move)
     take_steps(store, range(1, 6))
     store = moved(store, after_move)
     take_steps(store, range(6, 11))
@@ -144,7 +152,7 @@ def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
 
 
 def test_a_move_without_a_step_changes_no_bit():
-    store = hold(FusedAdam)
+    store = built_store(FusedAdam)
     take_steps(store, range(1, 4))
     tensors, steps = all_states(store)
     assert {f"layers.0.mlp.fc1.weight.{key}" for key in MOMENTS} <= set(tensors)
@@ -155,10 +163,10 @@ def test_a_move_without_a_step_changes_no_bit():
 
 @pytest.mark.parametrize("fused_adam", [FusedAdam, None])
 def test_forgotten_moments_are_gone_and_begin_anew(fused_adam):
-    store = hold(fused_adam)
+    store = built_store(fused_adam)
     take_steps(store, [1, 2])
     name = "layers.0.mlp.fc1.weight"
-    store.drop_moments({name})
+    store.optimizers.drop({name})
     state = store.export("layers.0.mlp")
     assert name not in state.steps
     assert f"{name}.exp_avg" not in state.tensors
@@ -175,7 +183,7 @@ def test_parameters_of_equal_count_and_decay_share_a_kernel():
             calls.append(len(group["params"]))
             super()._update(group)
 
-    store = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, Counting)
+    store = empty_store(Counting)
     store.build("layers.0.mlp")
     take_steps(store, [1, 2])
     count = len(list(parameters_of("layers.0.mlp", store.modules["layers.0.mlp"])))

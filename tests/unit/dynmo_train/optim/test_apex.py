@@ -13,7 +13,8 @@ from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.apex import find_apex
-from dynmo_train.optim.item_store import ItemStore
+from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
+from dynmo_train.optim.item_store import ItemStore, OptimizerStates
 
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam:\n    pass\n"}
 OTHERS = {
@@ -46,16 +47,16 @@ def test_nvidias_is_known_by_its_optimizers(install):
     apex = find_apex()
     assert apex.state == "present"
     assert apex.fused_adam.__name__ == "FusedAdam"
-    assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam is used"
+    assert apex.line(used=True) == "apex: NVIDIA's; using FusedAdam"
     assert "not used" in apex.line(used=False)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_another_project_of_that_name_is_told(install, kind):
+def test_find_apex_with_another_project_of_that_name_says_so(install, kind):
     install(OTHERS[kind])
     apex = find_apex()
     assert (apex.state, apex.fused_adam) == ("other", None)
-    assert "is not NVIDIA's (the apex on the package index is another project)" in apex.line(used=False)
+    assert "is not NVIDIA's (apex on the package index is another project)" in apex.line(used=False)
 
 
 def test_none_is_told():
@@ -112,11 +113,15 @@ def test_its_norms_take_the_place_of_torchs(install, kind):
     """Same names, same values; what they give is what torch's give."""
     install(NORMS)
     apex = find_apex()
-    assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam, FusedLayerNorm and FusedRMSNorm are used"
+    assert apex.line(used=True) == "apex: NVIDIA's; using FusedAdam, FusedLayerNorm and FusedRMSNorm"
     family, settings = FAMILIES[kind], AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     held, plain = (
-        ItemStore(family, settings, torch.device("cpu"), SparseTable(), fused_norms=norms)
-        for norms in (apex.fused_norms, None)
+        ItemStore(
+            ItemBuilder(sharding=ItemSharding(family=family), device=torch.device("cpu"), fused_norms=norms),
+            OptimizerStates(settings),
+            SparseTable(),
+        )
+        for norms in (apex.fused_norms, {})
     )
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     for item in ("layers.0.attention", "layers.0.mlp"):
@@ -138,4 +143,4 @@ def test_an_apex_without_its_kernels_keeps_torchs_norms(install):
     install(NVIDIA | {"normalization/__init__.py": "raise ImportError('fused_layer_norm_cuda')\n"})
     apex = find_apex()
     assert apex.fused_norms == {}
-    assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam is used"
+    assert apex.line(used=True) == "apex: NVIDIA's; using FusedAdam"

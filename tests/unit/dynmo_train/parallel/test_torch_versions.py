@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_train.parallel import fsdp
-from dynmo_train.parallel.collectives import gather_parts, scatter_sum
+from dynmo_train.parallel.collectives import all_gather_rows, reduce_scatter_rows
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from dynmo_train.parallel.collectives import gather_parts, scatter_sum
 )
 def test_groups_of_sharded_parameters(monkeypatch, state, groups):
     monkeypatch.setattr(fsdp, "fully_shard", SimpleNamespace(state=lambda _: SimpleNamespace(**state)))
-    assert fsdp._groups(None) == groups
+    assert fsdp.param_groups(None) == groups
 
 
 def test_collectives_go_by_the_names_that_torch_has():
@@ -31,8 +31,8 @@ def test_collectives_go_by_the_names_that_torch_has():
         for each in names
     )
     for torch_names in (newer, older):
-        gather_parts("whole", "own", "group", torch_names)
-        scatter_sum("own", "whole", "group", torch_names)
+        all_gather_rows("whole", "own", "group", torch_names)
+        reduce_scatter_rows("own", "whole", "group", torch_names)
     assert said == [
         (name, *given, "group")
         for each in names

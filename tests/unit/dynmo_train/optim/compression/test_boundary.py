@@ -29,7 +29,7 @@ def sent(made, gradients, scales=None):
     arrived, owed = [], []
     for at, gradient in enumerate(gradients):
         scale = scales[at] if scales else 1.0
-        made.begin(scale)
+        made.begin_step(scale)
         out = torch.empty_like(gradient)
         made.decode(made.encode("layers.1", "hidden", gradient * scale), out, "layers.1")
         arrived.append(out / scale)
@@ -88,7 +88,7 @@ def test_the_check_tells_how_the_error_lies_to_the_change_of_the_activations():
     settings = CompressionSettings(boundary_rank=2, feedback=True, check_error=True)
     made = BoundaryCodec(settings, SimpleNamespace(memories={}), 11, clock_for(CPU))
     _, owed = sent(codec(), gradients)
-    made.begin(1.0)
+    made.begin_step(1.0)
     for activation, gradient in zip(activations, gradients, strict=True):
         made.encode("layers.1", "hidden", gradient, activation)
     told = made.stats["layers.1"].document(clock_for(CPU))

@@ -8,7 +8,7 @@ import torch
 from dynmo_train.optim.compression.lowrank import (
     FactorShape,
     factorize,
-    first_factor,
+    initial_factor,
     orthonormalize,
     reconstruct,
     subtract_product,
@@ -28,8 +28,8 @@ def with_spectrum(rows, columns, values, seed=1):
 
 def approximation(matrix, rank, iterations):
     shape = FactorShape.of(matrix.shape, rank)
-    left, right = shape.halves(torch.empty(shape.numbers))
-    factor = first_factor(shape, torch.device("cpu"), "test")
+    left, right = shape.split(torch.empty(shape.numel))
+    factor = initial_factor(shape, torch.device("cpu"), "test")
     for _ in range(iterations):
         factorize(matrix, factor, left, right)
         factor.copy_(right)
@@ -40,13 +40,13 @@ def approximation(matrix, rank, iterations):
 
 def test_shape_of_the_factors():
     shape = FactorShape.of((8, 1024, 1920), 12)
-    assert (shape.rows, shape.columns, shape.numbers, shape.num_bytes) == (8192, 1920, 121_344, 485_376)
+    assert (shape.rows, shape.columns, shape.numel, shape.num_bytes) == (8192, 1920, 121_344, 485_376)
     assert FactorShape.of((2, 3, 5), 12).rank == 5
     assert FactorShape.of((2, 3), 12).rank == 2
-    assert shape.pays(4)
-    assert not FactorShape.of((32, 32), 16).pays(4)
-    assert FactorShape.of((32, 32), 15).pays(4)
-    assert not FactorShape.of((32, 32), 8).pays(2)
+    assert shape.is_smaller(4)
+    assert not FactorShape.of((32, 32), 16).is_smaller(4)
+    assert FactorShape.of((32, 32), 15).is_smaller(4)
+    assert not FactorShape.of((32, 32), 8).is_smaller(2)
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e3, 1e5, 1e9])
@@ -112,6 +112,6 @@ def test_reconstruction_in_a_lower_precision():
 
 def test_the_first_factor_depends_on_names_alone():
     shape = FactorShape.of((30, 20), 4)
-    one, two, other = (first_factor(shape, torch.device("cpu"), 7, name) for name in ("a", "a", "b"))
+    one, two, other = (initial_factor(shape, torch.device("cpu"), 7, name) for name in ("a", "a", "b"))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)

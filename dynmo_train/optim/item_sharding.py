@@ -1,0 +1,133 @@
+"""Which part of each tensor this process has, and how it builds an item so that it has just that part.
+
+A tensor is cut up to three times, always in this order::
+
+    global tensor --tensor parallelism--> slice --expert parallelism--> local experts --ZeRO--> local rows
+                    ItemSharding.region         .dispatcher                            .fsdp
+
+Masks follow the matrix product that reads them: they are cut by tensor parallelism, never into ZeRO's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..models.compiled import compile_item
+from ..models.layer_list import ModelFamily, has_vocabulary_rows, vocabulary_rows
+from ..models.sharding import cut_item, cut_tensor, deal_experts, is_of_expert, join_replicas
+from ..parallel.collectives import ReplicaGather
+from ..parallel.expert_parallel import TokenDispatcher
+from ..parallel.fsdp import FsdpSharding
+from ..parallel.tensor_parallel import TensorRegion
+from .apex import fuse_norms
+from .item_state import parameter_of, role_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSharding:
+    """The part of each tensor that this process has.
+
+    Attributes:
+        family: Model family; its ``split_dim`` decides which dimension tensor parallelism cuts.
+        region: Tensor-parallel ranks; None where every matrix product is local.
+        fsdp: Replicas that share the rows of each parameter (ZeRO); None where each has all rows.
+        dispatcher: Replicas that share the experts of each layer; None where each has all experts.
+    """
+
+    family: ModelFamily
+    region: TensorRegion | None = None
+    fsdp: FsdpSharding | None = None
+    dispatcher: TokenDispatcher | None = None
+
+    def split_dim(self, tensor_name: str) -> int | None:
+        """Return the dimension along which this process has a slice of a parameter, mask or moment; None: not cut."""
+        return None if self.region is None else self.family.split_dim(parameter_of(tensor_name))
+
+    def local_slice(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a global tensor, as a view."""
+        part = cut_tensor(tensor, self.split_dim(tensor_name), self.region)
+        return part if role_of(tensor_name) == "mask" else self.local_rows(tensor_name, part)
+
+    def local_from_checkpoint(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a stored tensor.
+
+        Args:
+            tensor_name: Global name.
+            stored: Global tensor of a checkpoint. A tensor with vocabulary rows has the true number of rows, or in
+                older checkpoints a padded one; it is padded here to the number of rows of this run.
+        """
+        if has_vocabulary_rows(parameter_of(tensor_name)):
+            rows = vocabulary_rows(self.family)
+            padded = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])
+            padded[:rows] = stored[:rows]
+            stored = padded
+        return self.local_slice(tensor_name, stored)
+
+    def is_expert_local(self, tensor_name: str) -> bool:
+        """Whether a tensor belongs to an expert that other replicas do not have."""
+        return self.dispatcher is not None and is_of_expert(tensor_name)
+
+    def local_rows(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ZeRO's rows of this process of a tensor of its replica, as a view."""
+        return tensor if self.fsdp is None else self.fsdp.rows(tensor, expert_local=self.is_expert_local(tensor_name))
+
+    def gather_rows(self, tensor_name: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the replica's tensor of ``num_rows`` rows; a collective over all replicas that share the rows."""
+        if self.fsdp is None:
+            return rows
+        return self.fsdp.gather_rows(rows, num_rows, expert_local=self.is_expert_local(tensor_name))
+
+    def is_writer(self, tensor_name: str) -> bool:
+        """Whether this process writes a tensor to a checkpoint: the first of those with the same part of a replica.
+
+        Replicas that share experts count as one replica here.
+        """
+        if self.dispatcher is not None and self.dispatcher.rank and not is_of_expert(tensor_name):
+            return False
+        return self._is_first_in_region(tensor_name)
+
+    def is_counted(self, tensor_name: str) -> bool:
+        """Whether sums over processes count this process's part of a tensor; with ZeRO these are its rows."""
+        return self.is_writer(tensor_name) if self.fsdp is None else self._is_first_in_region(tensor_name)
+
+    def _is_first_in_region(self, tensor_name: str) -> bool:
+        return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemBuilder:
+    """Builds the local part of items.
+
+    Attributes:
+        sharding: The part of each tensor that this process has.
+        device: Device of the items.
+        replicas: Gathers the inputs of losses over all replicas; None with one replica.
+        fused_norms: torch's normalization -> class that replaces it (apex).
+        compile_backend: Backend of torch.compile; None does not compile.
+    """
+
+    sharding: ItemSharding
+    device: torch.device
+    replicas: ReplicaGather | None = None
+    fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    compile_backend: str | None = None
+
+    def build(self, name: str, device: torch.device | None = None) -> nn.Module:
+        """Build this process's part of an item with its initial weights."""
+        sharding = self.sharding
+        module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
+        module = cut_item(name, module, sharding.family.split_dim, sharding.region)
+        return join_replicas(deal_experts(module, sharding.dispatcher), self.replicas)
+
+    def blueprint(self, name: str) -> nn.Module:
+        """Build this process's part of an item on the meta device."""
+        return self.build(name, torch.device("meta"))
+
+    def compile(self, module: nn.Module) -> None:
+        """Compile an item in place, where this run compiles."""
+        if self.compile_backend is not None:
+            compile_item(module, self.compile_backend)

@@ -1,0 +1,54 @@
+"""Names and state of an item's tensors: what a migration sends and what a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+# Suffix of the reference weights that adaptive freezing compares with.
+REFERENCE = "reference"
+# Suffixes of the tensors of gradient compression: error feedback and the warm-start factor.
+MEMORIES = ("error", "factor")
+ROLES = {
+    "mask": "mask",
+    REFERENCE: "buffer",
+    "exp_avg": "optimizer",
+    "exp_avg_sq": "optimizer",
+    **dict.fromkeys(MEMORIES, "buffer"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemState:
+    """The complete state of an item, by global tensor names, in a fixed order.
+
+    Attributes:
+        tensors: Parameters and, where they exist, ``NAME.mask`` (bool), ``NAME.exp_avg`` and ``NAME.exp_avg_sq``
+            (float32), ``NAME.reference`` (adaptive freezing) and ``ITEM.memory.*`` (gradient compression).
+        steps: Parameter name -> number of optimizer updates, for parameters with optimizer state.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    steps: Mapping[str, int]
+
+
+def parameter_of(tensor_name: str) -> str:
+    """Return the name of the parameter that a tensor of an ``ItemState`` is or belongs to."""
+    return tensor_name if role_of(tensor_name) == "parameter" else tensor_name.rpartition(".")[0]
+
+
+def role_of(tensor_name: str) -> str:
+    """Return the role of a tensor of an ``ItemState``: ``parameter``, ``mask``, ``buffer`` or ``optimizer``."""
+    return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
+
+
+def memory_name(item: str, *parts: str) -> str:
+    """Return ``ITEM.memory.PARTS``, the name of a tensor of gradient compression; the last part is in ``MEMORIES``."""
+    return ".".join((item, "memory", *parts))
+
+
+def is_memory(item: str, tensor_name: str) -> bool:
+    """Whether a tensor of an item's state belongs to gradient compression."""
+    return tensor_name.startswith(memory_name(item, "")) and tensor_name.rpartition(".")[2] in MEMORIES
