@@ -96,7 +96,7 @@ class _AloneRegion(TensorRegion):
     def _seed_outside(self) -> None:
         """Nor outside."""
 
-    def total(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
         return x
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
