@@ -21,10 +21,13 @@ COPY dynmo_tools dynmo_tools
 COPY dynmo_train dynmo_train
 COPY dynmo_balance dynmo_balance
 COPY dynmo_ckpt dynmo_ckpt
-RUN sed '/^torch==/d' constraints.txt > /tmp/constraints.txt \
-    && python3 -c 'import torch; print(f"torch=={torch.__version__}")' >> /tmp/constraints.txt \
+# torch and numpy of the base stay as they are; what the base lacks gets the version that the tests run with.
+RUN python3 -m pip list --format freeze > /tmp/base.txt \
+    && awk -F== 'function key(name) { name = tolower(name); gsub(/[-_.]+/, "-", name); return name } \
+       NR == FNR { base[key($1)] = 1; if ($1 == "torch" || $1 == "numpy") print; next } \
+       !(key($1) in base)' /tmp/base.txt constraints.txt > /tmp/constraints.txt \
     && python3 -m pip install --constraint /tmp/constraints.txt '.[all]' \
-    && rm /tmp/constraints.txt
+    && rm /tmp/base.txt /tmp/constraints.txt
 COPY bin bin
 COPY tests/benchmarks/train_lowrank.py tests/benchmarks/
 

@@ -1,13 +1,17 @@
-# Sourced by the scripts of this folder: sets up the virtual environment that they share, once, and puts it on PATH.
+# Sourced by the scripts of this folder: creates the virtual environment that they share and puts it on PATH.
 #
-# DYNMO_VENV   where the environment lies (default: .venv in the project)
-# PYTHON       the interpreter that makes it (default: python3), 3.11 to 3.13
-# DYNMO_SETUP  "no" takes the environment that is active instead, as it is
+#   . environment.sh [EXTRAS]
+#
+# EXTRAS       extras of pyproject.toml that the script needs, separated by commas (default: all)
+# DYNMO_VENV   path of the environment (default: .venv in the project)
+# PYTHON       interpreter that creates it (default: python3), 3.11 to 3.13
+# DYNMO_SETUP  "no": use the active environment as it is
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ "${DYNMO_SETUP:-yes}" = no ]; then
   return 0
 fi
+extras=${1:-all}
 venv=${DYNMO_VENV:-$root/.venv}
 python=${PYTHON:-python3}
 
@@ -16,16 +20,27 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14
   exit 2
 fi
 
+# One line per installed extra.
 stamp=$venv/.dynmo-installed
-if [ ! -f "$stamp" ] || [ "$root/pyproject.toml" -nt "$stamp" ] || [ "$root/constraints.txt" -nt "$stamp" ]; then
-  echo "setting up the virtual environment in $venv (once; torch is the largest part)"
+missing=$extras
+if [ -f "$stamp" ]; then
+  installed=$(cat "$stamp")
+  if [ "$root/pyproject.toml" -nt "$stamp" ] || [ "$root/constraints.txt" -nt "$stamp" ]; then
+    missing=$(printf '%s\n' "$installed" "${extras//,/$'\n'}" | sed '/^$/d' | sort -u | paste -sd, -)
+  else
+    missing=$(comm -13 <(sort -u "$stamp") <(printf '%s\n' "${extras//,/$'\n'}" | sort -u) | paste -sd, -)
+  fi
+fi
+if [ -n "$missing" ]; then
+  echo "Installing $missing in $venv (torch is the largest part)"
   "$python" -m venv "$venv"
   # Until 0.1.0 the distribution was named "dynmo"; both names would own the same commands.
   if [ -n "$(find "$venv" -maxdepth 5 -iname 'dynmo-*.dist-info' -print -quit)" ]; then
     "$venv/bin/python" -m pip uninstall --quiet --disable-pip-version-check --yes dynmo
   fi
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$root/constraints.txt" --editable "$root[all,dev]"
+    --constraint "$root/constraints.txt" --editable "$root[$missing]"
+  printf '%s\n' "${missing//,/$'\n'}" >> "$stamp"
   touch "$stamp"
 fi
 export PATH="$venv/bin:$PATH"

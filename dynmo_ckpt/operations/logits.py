@@ -71,7 +71,7 @@ class LogitsCheck:
         missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
         if HF in (self.source_format, self.target_format) and missing:
             if self.required:
-                raise MissingExtraError(missing[0], "dev")
+                raise MissingExtraError(missing[0], "hf")
             return f"{missing[0]} is not installed"
         entries = self.source.manifest["tensors"]
         count = sum(math.prod(entries[name]["shape"]) for name in self.source.weights())
@@ -201,7 +201,7 @@ def hf_logits(
         transformers: Any = importlib.import_module("transformers")
         strict = importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
-        raise MissingExtraError("transformers", "dev") from error
+        raise MissingExtraError("transformers", "hf") from error
     failures = (*FAILURES, getattr(strict, "StrictDataclassError", ValueError))
     with _silent(transformers):
         try:

@@ -1,7 +1,8 @@
-"""The Dockerfile, read: what it stands on, what it copies, what it installs. No image is built."""
+"""The Dockerfile without a build: its base, what it copies, what it installs."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def instructions():
@@ -47,15 +49,24 @@ def test_what_is_copied_is_there_and_not_ignored():
     assert {name.rstrip("*") for name in packages} <= kept
 
 
-def test_all_is_installed_under_the_constraints_with_the_torch_of_the_base(tmp_path):
+def test_dockerfile_constraints_keep_torch_and_numpy_of_the_base(tmp_path):
+    """With the base's own list of packages: what it has is not pinned anew, but for torch and numpy."""
     (install,) = [line for line in of("RUN") if "pip install" in line]
     words = shlex.split(install)
     assert words[words.index("--constraint") + 1] == "/tmp/constraints.txt"
     assert ".[all]" in words
-    script = install.split("&&")[0].replace("/tmp/", f"{tmp_path}/")
-    subprocess.run(["bash", "-ec", script], cwd=ROOT, check=True)
-    left = (tmp_path / "constraints.txt").read_text()
-    assert "torch" not in re.sub(r"(?m)^#.*$", "", left)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' numpy==2.3.1 torch==2.11.0+cu128 Typing-Extensions==4.12.0\n")
+    python.chmod(0o755)
+    script = install.split("&& python3 -m pip install")[0].replace("/tmp/", f"{tmp_path}/")
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", script], cwd=ROOT, check=True, env=environment)
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    tested = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
+    assert (pins.pop("torch"), pins.pop("numpy")) == ("2.11.0+cu128", "2.3.1")
+    assert pins == {name: pin for name, pin in tested.items() if name not in ("torch", "numpy", "typing_extensions")}
 
 
 def test_the_command_is_one_of_ours_and_the_scripts_take_the_environment_as_it_is():

@@ -1,4 +1,4 @@
-"""``bin/environment.sh``: which interpreters it takes, and what it does with an environment of the old name."""
+"""``bin/environment.sh``: interpreters that it accepts, extras that it installs, environments of the old name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "bin" / "environment.sh"
-# Stands for an interpreter of another version: it says its version, makes an empty environment, and notes pip's words.
+# An interpreter of another version: it prints its version, creates an empty environment, and records the calls of pip.
 STAND_IN = """#!/bin/sh
 case "$1" in
   --version) echo "Python $VERSION" ;;
@@ -22,19 +22,19 @@ esac
 
 @pytest.fixture
 def set_up(tmp_path):
-    """Source the script with an interpreter of a version: (exit code, errors, what pip was asked for)."""
+    """Source the script with an interpreter of a version: exit code, errors, calls of pip."""
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
 
-    def run(version):
+    def run(version, extras=""):
         notes = tmp_path / "notes"
         notes.write_text("")
         own = {"PYTHON": str(python), "VERSION": version, "REAL": sys.executable, "NOTES": str(notes)}
         environment = {**os.environ, **own, "DYNMO_VENV": str(tmp_path / "venv")}
         environment.pop("DYNMO_SETUP", None)
         done = subprocess.run(
-            ["bash", "-eu", "-c", f"source {SCRIPT}"],
+            ["bash", "-eu", "-c", f"source {SCRIPT} {extras}"],
             env=environment, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         return done.returncode, done.stderr, notes.read_text().splitlines()
@@ -70,3 +70,17 @@ def test_the_distribution_of_the_new_name_stays(set_up, tmp_path):
     packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
     (packages / "dynmo_toolkit-0.1.0.dist-info").mkdir(parents=True)
     assert ["install" in line and "uninstall" not in line for line in set_up("3.11.7")[2]] == [True]
+
+
+def test_environment_installs_only_extras_that_are_missing(set_up, tmp_path):
+    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "quickstart")[2]] == ["quickstart]"]
+    assert set_up("3.11.7", "quickstart")[2] == []
+    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "all,dev,quickstart")[2]] == ["all,dev]"]
+    assert set_up("3.11.7", "dev")[2] == []
+    assert (tmp_path / "venv" / ".dynmo-installed").read_text().split() == ["quickstart", "all", "dev"]
+
+
+def test_environment_updates_every_extra_after_a_change_of_the_pins(set_up, tmp_path):
+    set_up("3.11.7", "quickstart")
+    os.utime(tmp_path / "venv" / ".dynmo-installed", (0, 0))
+    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "ray")[2]] == ["quickstart,ray]"]
