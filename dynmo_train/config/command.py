@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from .._common.console import say
 from .._common.document import DocumentError
 from .compat import translate
-from .extensions import base_family
+from .extensions import FAMILIES, base_family, installed_families
 from .options import OptionSpec
 from .resolve import built_in_specs, installed_specs
 
@@ -102,7 +102,10 @@ class MegatronCommand(TyperCommand):
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         }
-        made = translate(args, base_family(self.name or ""), declared | {"--help": 0})
+        # `finetune mnli` and `finetune race` are named after their task, not after a family.
+        name = self.name or ""
+        family = base_family(name) if name in {*FAMILIES, *installed_families()} else name
+        made = translate(args, family, declared | {"--help": 0})
         first = os.environ.get("RANK", "0") == "0"
         if made.problems:
             raise DocumentError("the command line", list(made.problems))

@@ -40,12 +40,13 @@ TECHNIQUE_GROUP, FAMILY_GROUP, OPTION_GROUP = "dynmo_train.techniques", "dynmo_t
 TECHNIQUES: Mapping[str, str] = {
     "pruning": "dynmo_train.dynamics.pruning:TECHNIQUE",
     "freezing": "dynmo_train.dynamics.freezing:TECHNIQUE",
+    "adaptive_freezing": "dynmo_train.dynamics.plasticity:TECHNIQUE",
     "token_selection": "dynmo_train.models.technique_blocks:TECHNIQUE",
 }
 FAMILIES: Mapping[str, str] = {
     "gpt": "dynmo_train.models.gpt:FAMILY",
     "llama": "dynmo_train.models.llama:FAMILY",
-    "bert": "dynmo_train.models.bert:FAMILY",
+    "bert": "dynmo_train.models.bert_tasks:FAMILY",
     "ict": "dynmo_train.models.ict:FAMILY",
     "t5": "dynmo_train.models.t5:FAMILY",
 }

@@ -93,19 +93,8 @@ class LayerFreezing(Technique):
 
 
 def _build(config: Config) -> TechniqueBuilder | None:
-    from .plasticity import AdaptiveFreezing, PlasticityRule
-
     options = config.freezing
-    if options.freeze_adaptive:
-        rule = PlasticityRule(
-            interval=options.freeze_interval,
-            window=options.freeze_window,
-            tolerance=options.freeze_tolerance,
-            patience=options.freeze_patience,
-            max_layers=config.model.num_layers - 1,
-        )
-        return partial(AdaptiveFreezing, rule, options.freeze_tied)
-    if options.freeze_steps:
+    if options.freeze_steps and not options.freeze_adaptive:
         return partial(LayerFreezing, options.freeze_steps, options.freeze_tied)
     return None
 

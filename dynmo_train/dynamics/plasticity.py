@@ -15,19 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from ..config.extensions import TechniqueSpec
 from ..models.layer_list import masks_of, output_of, parameters_of
 from ..optim.item_state import REFERENCE
 from ..parallel.process_groups import World, sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
 from .freezing import LayerFreezing, layers_of
-from .technique import Event, TechniqueContext
+from .technique import Event, TechniqueBuilder, TechniqueContext
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 MAX_ROWS = 256
 
@@ -224,3 +229,20 @@ def _reset_sparse_forms(name: str, module: nn.Module) -> None:
     # The sparse form of a pruned weight is cached; ``functional_call`` swaps the weight under it.
     for layer in masks_of(name, module).values():
         layer.weights_changed()
+
+
+def _build(config: Config) -> TechniqueBuilder | None:
+    options = config.freezing
+    if not options.freeze_adaptive:
+        return None
+    rule = PlasticityRule(
+        interval=options.freeze_interval,
+        window=options.freeze_window,
+        tolerance=options.freeze_tolerance,
+        patience=options.freeze_patience,
+        max_layers=config.model.num_layers - 1,
+    )
+    return partial(AdaptiveFreezing, rule, options.freeze_tied)
+
+
+TECHNIQUE = TechniqueSpec(build=_build)

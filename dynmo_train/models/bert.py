@@ -6,7 +6,6 @@ Shapes in names: B samples, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..config.extensions import FamilySpec
 from .blocks import Head
 from .family import Builders, Family, ModelDims, chain_items
 from .layer_list import ItemOutput, ItemSpec
@@ -23,7 +21,6 @@ from .linear import PrunableLinear
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .bert_tasks import BertTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +163,3 @@ class Bert(EncoderFamily[BertShape]):
             "num_tokentypes": shape.num_tokentypes,
             "binary_head": shape.binary_head,
         }
-
-
-def _from_manifest(model: Mapping[str, Any]) -> Bert | BertTask:
-    from .bert_tasks import BertTask, task_of_manifest
-
-    shape, head = BertShape.from_manifest(model), task_of_manifest(model)
-    return Bert(shape) if head is None else BertTask(shape, head)
-
-
-FAMILY = FamilySpec(
-    from_config=lambda config: Bert(BertShape.from_config(config)), from_manifest=_from_manifest, like="bert"
-)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from .bert import Bert, BertShape
 from .family import chain_items, initialise
 from .layer_list import ItemOutput, ItemSpec
@@ -115,3 +116,13 @@ def task_of_manifest(model: Mapping[str, Any]) -> TaskHead | None:
     if "task_head" not in model:
         return None
     return TaskHead(kind=model["task_head"], num_classes=model["num_classes"])
+
+
+def _from_manifest(model: Mapping[str, Any]) -> Bert | BertTask:
+    shape, head = BertShape.from_manifest(model), task_of_manifest(model)
+    return Bert(shape) if head is None else BertTask(shape, head)
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: Bert(BertShape.from_config(config)), from_manifest=_from_manifest, like="bert"
+)

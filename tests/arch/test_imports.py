@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,10 +22,18 @@ def module_files(root: Path, package: str) -> dict[str, Path]:
     return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
+def executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING``: names of annotations are not dependencies."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from executed_nodes(node)
+
+
 def imports_of(name: str, files: dict[str, Path]) -> set[str]:
     """Modules of ``files`` that one of them imports, at its top or inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(files[name].read_text(encoding="utf-8"))):
+    for node in executed_nodes(ast.parse(files[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,6 +99,7 @@ def test_folders_import_one_way(package):
         ("def f():\n    from p.upper import high", True, True),
         ("from ..upper.other import y", False, True),
         ("from p.upper.other import y", False, True),
+        ("if TYPE_CHECKING:\n    from p.upper.other import y", False, False),
     ],
 )
 def test_circles_are_found(tmp_path, lower, files_circle, folders_circle):
