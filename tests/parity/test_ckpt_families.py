@@ -224,7 +224,7 @@ def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
         ({"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"sliding_window": 8}, "sliding_window = 8"),
-        ({"num_hidden_layers": 1}, "no rule of the map takes 9 tensors"),
+        ({"num_hidden_layers": 1}, "the map has no rule for 9 tensors"),
         ({"num_hidden_layers": 3}, "the input lacks 9 tensors"),
         ({"intermediate_size": 24}, r"has the shape [48, 32]; the model requires [24, 32]"),
     ],
