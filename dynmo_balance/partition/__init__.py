@@ -1,1 +1,1 @@
-"""Partitioners: from a problem to stage boundaries."""
+"""Partitioners: from a partitioning problem to stage boundaries."""

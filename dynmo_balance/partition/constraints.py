@@ -1,4 +1,4 @@
-"""How far a stage may reach: loads, speeds, memory and pins of a partitioning problem, in units and integers."""
+"""The constraints of a partitioning problem for the solvers: loads, speeds, memory and pins, as integers per unit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from .problem import InfeasibleError, PartitionProblem, WorkerSlot
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A problem made ready for the solvers.
+    """A partitioning problem in the form that the solvers use.
 
-    ``heaviest_unit_ns`` is the work of the heaviest unit.
-    ``free`` is true where nothing but the least number of units limits single cuts: there are no pins.
-    ``load``, ``static`` and ``activation`` are prefix sums at the permitted cuts; the last two are empty where no
-    worker has a memory limit.
+    A partition is a list of cut indices ``0 = c[0] <= c[1] <= ... <= c[stages] = units``.
 
-    A partition is a list of cut indices ``0 = c[0] <= c[1] <= ... <= c[stages] = units``. ``lowest[p] <= c[p] <=
-    highest[p]`` holds what pins and minimum layers ask of single cuts.
+    Attributes:
+        load: prefix sums, at the permitted cuts, of the work in ns.
+        static: prefix sums of the bytes of parameters, gradients and optimizer state; empty without memory limits.
+        activation: prefix sums of the stored activation bytes of a microbatch; empty without memory limits.
+        slots: the worker of each stage.
+        in_flight: the maximum number of microbatches in flight on each stage.
+        min_units: minimum number of units per stage.
+        lowest, highest: ``lowest[p] <= c[p] <= highest[p]`` is what pins and ``min_units`` require of each cut.
+        heaviest_unit_ns: the work of the heaviest unit.
+        free: whether there are no pins.
     """
 
     load: Sequence[int]
@@ -38,35 +43,35 @@ class Limits:
 
     @cached_property
     def equal_speeds(self) -> bool:
-        """Whether all workers are alike in speed."""
+        """Whether all workers have the same speed."""
         return all(slot.speed_ppm == self.slots[0].speed_ppm for slot in self.slots)
 
     @cached_property
     def search_width(self) -> int:
-        """How many cuts ahead the end of a stage is looked for first."""
+        """The number of cuts ahead in which the end of a stage is searched first: twice the mean stage."""
         return 2 * self.units // self.stages + 8
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return len(self.load) - 1
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.slots)
 
     def time_ns(self, stage: int, begin: int, end: int) -> int:
-        """How long the stage works on these units in a microbatch."""
+        """The time of the units ``[begin, end)`` on the stage's worker in one microbatch."""
         return self.slots[stage].time_ns(self.load[end] - self.load[begin])
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> int:
-        """Static memory and the activations of the microbatches in flight."""
+        """Static memory of the units, and their activations of the microbatches in flight."""
         activation_bytes = self.activation[end] - self.activation[begin]
         return self.static[end] - self.static[begin] + self.in_flight[stage] * activation_bytes
 
     def fits(self, stage: int, begin: int, end: int) -> bool:
-        """Whether the worker's memory holds these units."""
+        """Whether the units fit into the memory of the stage's worker."""
         cap = self.slots[stage].memory_bytes
         return cap is None or self.memory_bytes(stage, begin, end) <= cap
 
@@ -75,7 +80,7 @@ class Limits:
         end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
         if not self.static or self.fits(stage, begin, end):
             return end
-        below, above = begin, end  # fits at below, not at above
+        below, above = begin, end  # invariant: fits at ``below``, not at ``above``
         while above - below > 1:
             middle = (below + above) // 2
             if self.fits(stage, begin, middle):
@@ -89,7 +94,7 @@ class Limits:
         begin = bisect_left(self.load, self.load[end] - work_ns, 0, end)
         if not self.static or self.fits(stage, begin, end):
             return begin
-        below, above = begin, end  # fits at above, not at below
+        below, above = begin, end  # invariant: fits at ``above``, not at ``below``
         while above - below > 1:
             middle = (below + above) // 2
             if self.fits(stage, middle, end):
@@ -100,7 +105,16 @@ class Limits:
 
 
 def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None) -> Limits:
-    """The limits of a problem; ``weights`` per item stand in for the work where a balancer goes by something else."""
+    """The limits of a problem.
+
+    Args:
+        problem: the partitioning problem.
+        weights: per item, the weight to balance; default: the work in ns.
+
+    Raises:
+        UsageError: a pin names a stage that does not exist.
+        InfeasibleError: pins contradict one another.
+    """
     chain = problem.chain
     stages, units = problem.num_stages, len(chain.cuts) - 1
     lowest = [min(units, p * problem.min_units) for p in range(stages + 1)]
@@ -117,7 +131,7 @@ def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None)
         for p in range(stage + 1, stages + 1):
             lowest[p] = max(lowest[p], unit + 1)
     if problem.pins:
-        for p in range(1, stages + 1):  # each stage between two pins needs its units as well
+        for p in range(1, stages + 1):  # the stages between two pins need their units as well
             lowest[p] = max(lowest[p], lowest[p - 1] + problem.min_units)
             highest[stages - p] = min(highest[stages - p], highest[stages - p + 1] - problem.min_units)
         _check_pins(problem, lowest, highest)
@@ -140,10 +154,10 @@ def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None)
 
 
 def _check_pins(problem: PartitionProblem, lowest: Sequence[int], highest: Sequence[int]) -> None:
-    """Refuse pins that no partition obeys, whatever the costs.
+    """Check that some partition satisfies the pins, whatever the costs.
 
     Raises:
-        InfeasibleError: pins contradict one another, or leave a stage too few units; names the pins.
+        InfeasibleError: pins contradict one another, or leave a stage too few units; the message names the pins.
     """
     names, cuts = problem.chain.names, problem.chain.cuts
     pins = sorted((bisect_right(cuts, item) - 1, stage, names[item]) for item, stage in problem.pins)
@@ -163,9 +177,9 @@ def _check_pins(problem: PartitionProblem, lowest: Sequence[int], highest: Seque
     cut = next((p for p in range(1, len(lowest)) if lowest[p] > highest[p]), None)
     if cut is not None:
         pinned = ", ".join(f"--pin {name}:{stage}" for _, stage, name in pins)
-        activation_bytes = f"the first {cut} stages together" if cut > 1 else "stage 0"
+        stages_text = f"the first {cut} stages together" if cut > 1 else "stage 0"
         raise InfeasibleError(
-            f"{pinned}: {activation_bytes} must hold at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
+            f"{pinned}: {stages_text} must have at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
             f" but at most {highest[cut]} so that each other stage has {problem.min_units};"
             " change the pins or use --min-layers 0"
         )

@@ -1,7 +1,7 @@
-"""Which cuts can be reached: the set of positions where stage ``p`` can end, kept as a few intervals.
+"""Feasible cuts: the set of positions at which stage ``p`` can end, represented as a few intervals.
 
-With stages that may be empty, greedy furthest reach answers this. As soon as every stage must hold something, it does
-not: a later stage may be unable to hold one particular unit, so an earlier stage must stop short of it.
+If stages may be empty, the furthest greedy end answers this. If every stage must contain a unit it does not: a later
+stage may be unable to contain one particular unit, so an earlier stage must stop before it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ Interval = tuple[int, int]
 def reachable_cuts(
     limits: Limits, bottleneck: int, oversize: OversizedUnits
 ) -> tuple[list[list[Interval]], int | None]:
-    """For each position ``p`` the cuts at which ``p`` stages can end within the bottleneck, as closed intervals.
+    """For each ``p`` the cuts at which ``p`` stages can end within the bottleneck, as closed intervals.
 
-    Also the least larger bottleneck at which any of these sets could differ; None where no larger one changes them.
+    Returns:
+        the intervals, and the least larger bottleneck in ns at which any of these sets could differ (None: no larger
+        one
+        changes them).
     """
     sets: list[list[Interval]] = [[(0, 0)]]
     following: int | None = None
@@ -54,7 +57,7 @@ def _least(known: int | None, value: int, above: int) -> int | None:
 
 
 class OversizedUnits:
-    """Which units are too heavy for a stage to hold even alone; they are sorted once, at the first question."""
+    """The units that are too heavy for a stage on their own; they are sorted once, on the first query."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -72,12 +75,12 @@ class OversizedUnits:
         return max((b - a for a, b in pairwise(self._limits.activation)), default=0)
 
     def next_load(self, work: int) -> int | None:
-        """The lightest unit that is heavier than the work."""
+        """The work in ns of the lightest unit that is heavier than ``work``."""
         at = bisect_right(self._loads, (work, self._limits.units))
         return self._loads[at][0] if at < len(self._loads) else None
 
     def units(self, stage: int, work: int) -> list[int]:
-        """The units that the stage cannot hold, in order."""
+        """The units that the stage cannot contain, in order."""
         limits = self._limits
         found = {unit for _, unit in self._loads[bisect_right(self._loads, (work, limits.units)) :]}
         cap = limits.slots[stage].memory_bytes
@@ -89,9 +92,9 @@ class OversizedUnits:
 def _feasible_starts(
     limits: Limits, oversize: OversizedUnits, starts: list[Interval], stage: int, work: int
 ) -> Iterator[Interval]:
-    """The starts from which the stage can hold its least number of units, in runs without gaps.
+    """The starts from which the stage can contain its minimum number of units, as runs without gaps.
 
-    From a run ``[x, y]`` of them the ends that can be reached are all of ``[x + least, latest_end(y)]``.
+    From a run ``[x, y]`` of starts, the reachable ends are all of ``[x + min_units, latest_end(y)]``.
     """
     if limits.min_units == 0:
         yield from starts
@@ -116,12 +119,12 @@ def _feasible_starts(
 
 
 def reaches_end(limits: Limits, sets: list[list[Interval]]) -> bool:
-    """Whether all stages together reach the end."""
+    """Whether all stages together reach the last cut."""
     return len(sets) == limits.stages + 1 and any(a <= limits.units <= b for a, b in sets[-1])
 
 
 def partition_from_sets(limits: Limits, sets: list[list[Interval]], bottleneck: int) -> tuple[int, ...]:
-    """One partition within the bottleneck, each stage beginning as late as it can."""
+    """A partition within the bottleneck, built backwards; each stage begins as late as possible."""
     cuts = [limits.units]
     for stage in range(limits.stages - 1, -1, -1):
         end = cuts[-1]

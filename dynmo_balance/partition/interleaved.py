@@ -1,13 +1,15 @@
-"""Several stages on a worker: balance the sums of the workers, not the stages.
+"""Several stages per worker: balance the sums over the workers, not the stages.
 
-With ``v`` stages a worker the loads are sums of ``v`` runs of the chain, so the chain's exact solver does not apply.
+With ``v`` stages per worker, a load is the sum of ``v`` runs of the chain, so the exact solver of the chain does not
+apply.
 
-* In a V (worker ``p`` holds the ``p``-th run from the front and the ``p``-th from the back) a table over the front cut
-  gives the least bottleneck: of all ways to have given out the front up to a cut, the one that has given out most of
-  the back is best. With stages that must hold something it is a bound, met or not.
-* Looped, it starts from the exact partition into ``P v`` stages and shifts runs of neighbouring cuts as long as the
-  slowest worker, or then the sum of squares, falls: a heuristic. Its certificate is against work over workers and the
-  heaviest unit.
+* In a V (worker ``p`` has the ``p``-th run from the front and the ``p``-th from the back), a table over the front cut
+  gives the least bottleneck: of all assignments of the front up to a cut, the one that has assigned most of the back
+  is best. If stages must not be empty this is a bound, which may or may not be reached.
+* Looped, the search starts from the exact partition into ``P v`` stages. It shifts runs of neighboring cuts as long
+  as
+  the slowest worker, or else the sum of squares, decreases. This is a heuristic; its bound is work over workers and
+  the heaviest unit.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ NUM_PERTURBATIONS = 150
 NUM_NEIGHBORS = 600
 SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
 MAX_TABLE_CELLS = 4_000_000
-"""The exact table of a V is made up to so many cells; it has ``workers x units^2``."""
+"""Largest table of the exact V solver; it has ``workers * units^2`` cells."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLoads:
-    """The limits of a problem with several stages a worker, as arrays.
+    """The limits of a problem with several stages per worker, as arrays.
 
     Attributes:
-        positions: of each stage, the index of its worker.
+        limits: of the stages.
+        positions: the index of each stage's worker.
         in_flight_sets: per worker, the combinations of microbatches in flight on its stages; one number per stage.
-        extra_ns: what each worker has less than others for work, in ns a microbatch.
+        extra_ns: per worker, the time in ns per microbatch that it does not have for work.
     """
 
     limits: Limits
@@ -52,11 +55,18 @@ class WorkerLoads:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return len(self.in_flight_sets)
 
     def times(self, cuts: Array) -> Array:
-        """The time in ns of each worker in a microbatch: ``[candidates, workers]`` of ``[candidates, stages + 1]``."""
+        """The time in ns of each worker in one microbatch.
+
+        Args:
+            cuts: ``[candidates, stages + 1]`` cut indices.
+
+        Returns:
+            ``[candidates, workers]``.
+        """
         load = np.array(self.limits.load, dtype=np.int64)
         work = np.diff(load[cuts], axis=1)
         speeds = np.array([slot.speed_ppm for slot in self.limits.slots], dtype=np.int64)
@@ -65,17 +75,17 @@ class WorkerLoads:
         return self._summed(work) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
 
     def excess_bytes(self, cuts: Array) -> Array:
-        """The bytes by which the workers' memory is exceeded, summed: ``[candidates]``."""
+        """The bytes above the workers' memory limits, summed over workers: ``[candidates]``."""
         over = np.zeros(len(cuts), dtype=np.int64)
         if not self.limits.static:
             return over
         static = self._summed(np.diff(np.array(self.limits.static, dtype=np.int64)[cuts], axis=1))
-        kept = np.diff(np.array(self.limits.activation, dtype=np.int64)[cuts], axis=1)
+        stored = np.diff(np.array(self.limits.activation, dtype=np.int64)[cuts], axis=1)
         for worker, counts in enumerate(self.in_flight_sets):
             cap = self.limits.slots[worker].memory_bytes
             if cap is not None:
                 stages = [stage for stage, at in enumerate(self.positions) if at == worker]
-                most = np.max(kept[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
+                most = np.max(stored[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
                 over += np.maximum(0, static[:, worker] + most - cap)
         return over
 
@@ -87,7 +97,7 @@ class WorkerLoads:
 
 
 def make_worker_loads(problem: PartitionProblem) -> WorkerLoads:
-    """The loads of a problem; also with one stage a worker."""
+    """The loads of a problem; also with one stage per worker."""
     return WorkerLoads(
         limits=make_limits(problem),
         positions=problem.positions,
@@ -96,9 +106,10 @@ def make_worker_loads(problem: PartitionProblem) -> WorkerLoads:
 
 
 def neighbors(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
-    """All permitted partitions with a cut shifted by up to ``reach``, or (``runs``) a run of neighbouring cuts by one.
+    """All permitted partitions with one cut shifted by up to ``reach``, or (``runs``) a run of neighboring cuts by one.
 
-    ``[candidates, stages + 1]``; memory is not looked at.
+    Returns:
+        ``[candidates, stages + 1]`` cut indices; memory limits are not checked.
     """
     inner = len(cuts) - 2
     rows = []
@@ -113,14 +124,14 @@ def neighbors(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: 
 
 
 def is_permitted(limits: Limits, cuts: Array) -> npt.NDArray[np.bool_]:
-    """Which of the partitions obey pins and the least number of units."""
+    """Whether each of the partitions ``[candidates, stages + 1]`` satisfies pins and minimum units."""
     low, high = np.array(limits.lowest), np.array(limits.highest)
     inside = ((cuts >= low) & (cuts <= high)).all(axis=1)
     return np.asarray(inside & (np.diff(cuts, axis=1) >= limits.min_units).all(axis=1))
 
 
 def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that no such shift makes better: least excess of memory, then slowest worker, then sum of squares."""
+    """Cuts that no shift improves: first memory excess, then the slowest worker, then squares."""
 
     def solve_best(candidates: Array) -> tuple[tuple[int, int, float], int]:
         excess_bytes, times = loads.excess_bytes(candidates), loads.times(candidates)
@@ -142,7 +153,7 @@ def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int,
 
 
 def random_neighbors(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
-    """Permitted partitions near these, drawn at random: up to three runs of neighbouring cuts shifted."""
+    """Permitted partitions near ``cuts``, drawn at random: up to three runs of neighboring cuts shifted."""
     stages = len(cuts) - 1
     found = np.repeat(np.array([cuts], dtype=np.int64), NUM_NEIGHBORS, axis=0)
     index = np.arange(stages + 1)[None, :]
@@ -158,7 +169,7 @@ def random_neighbors(random: np.random.Generator, limits: Limits, cuts: Sequence
 
 
 def _perturb(loads: WorkerLoads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
-    """Cuts with a faster slowest worker, by random shifts of which a few that make it slower are taken on the way."""
+    """Cuts with a faster slowest worker, by random shifts; some that make it slower are accepted on the way."""
     random = np.random.default_rng(0)
 
     def worth(candidates: Array) -> Array:
@@ -184,11 +195,11 @@ def _perturb(loads: WorkerLoads, cuts: tuple[int, ...], bound: int) -> tuple[int
 
 
 def solve_interleaved(problem: PartitionProblem) -> Solution:
-    """A partition for several stages a worker, with the bound that holds for it.
+    """A partition for several stages per worker, with its lower bound.
 
     Raises:
-        UsageError: more stages than units.
-        InfeasibleError: none was found; in a V, and where a stage cannot be had at all, there is none.
+        UsageError: there are more stages than units.
+        InfeasibleError: no partition was found; in a V, none exists.
     """
     check_size(problem)
     loads = make_worker_loads(problem)
@@ -199,14 +210,14 @@ def solve_interleaved(problem: PartitionProblem) -> Solution:
         bound, cuts = minimize_v_bottleneck(loads, bound)
         starts.append(cuts)
     elif limits.static:
-        with suppress(InfeasibleError):  # what no stage holds alone may still be shifted to where it fits
+        with suppress(InfeasibleError):  # a stage that does not fit may still be shifted to where it does
             starts.append(minimize_bottleneck(limits)[1])
     found = [minimize_worker_loads(loads, cuts) for cuts in starts]
     cuts = min(found, key=lambda c: (int(loads.excess_bytes(np.array([c]))[0]), int(loads.times(np.array([c])).max())))
     if over := int(loads.excess_bytes(np.array([cuts]))[0]):
         raise InfeasibleError(
-            f"no partition with {problem.virtual_stages} stages a worker was found within the memory limits; the best"
-            f" is {over:,} bytes over; give more memory, more workers, fewer microbatches or one stage a worker"
+            f"no partition with {problem.virtual_stages} stages per worker fits the memory limits; the best found"
+            f" exceeds them by {over:,} bytes; use more memory, more workers, fewer microbatches or one stage each"
         )
     cuts = _perturb(loads, cuts, bound)
     if problem.current is not None:
@@ -223,38 +234,38 @@ def solve_interleaved(problem: PartitionProblem) -> Solution:
 
 
 def _minimize_migration(problem: PartitionProblem, loads: WorkerLoads, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts no slower than these that move less from the partition in force, by the same shifts."""
+    """Cuts of the same bottleneck that move fewer bytes from the active partition, by the same shifts."""
     positions, sizes = problem.chain.cuts, problem.chain.move_bytes
     owner = [-1] * len(sizes)
     for stage, (begin, end) in enumerate(problem.current or ()):
         owner[begin:end] = [problem.positions[stage]] * (end - begin)
     stays = np.zeros((loads.workers, len(positions)), dtype=np.int64)
     for worker in range(loads.workers):
-        kept = [0, *accumulate(size + 1 if at == worker else 0 for size, at in zip(sizes, owner, strict=True))]
-        stays[worker] = [kept[position] for position in positions]
+        prefix = [0, *accumulate(size + 1 if at == worker else 0 for size, at in zip(sizes, owner, strict=True))]
+        stays[worker] = [prefix[position] for position in positions]
     of_stage = np.array(loads.positions)
 
-    def stored_bytes(candidates: Array) -> Array:
+    def unmoved_bytes(candidates: Array) -> Array:
         return np.asarray((stays[of_stage, candidates[:, 1:]] - stays[of_stage, candidates[:, :-1]]).sum(axis=1))
 
     now = np.array([cuts], dtype=np.int64)
-    limit, best = loads.times(now).max(), stored_bytes(now)[0]
+    limit, best = loads.times(now).max(), unmoved_bytes(now)[0]
     for _ in range(MAX_ROUNDS):
         others = neighbors(loads.limits, [int(cut) for cut in now[0]])
         if len(others):
             others = others[(loads.times(others).max(axis=1) <= limit) & (loads.excess_bytes(others) == 0)]
-        if not len(others) or stored_bytes(others).max() <= best:
+        if not len(others) or unmoved_bytes(others).max() <= best:
             break
-        at = int(stored_bytes(others).argmax())
-        now, best = others[at : at + 1], stored_bytes(others)[at]
+        at = int(unmoved_bytes(others).argmax())
+        now, best = others[at : at + 1], unmoved_bytes(others)[at]
     return tuple(int(cut) for cut in now[0])
 
 
 def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int, ...]]:
-    """The least bottleneck of a V where stages may be empty, and cuts that meet it or the least found above it.
+    """The least bottleneck of a V whose stages may be empty, and cuts that have it, or the least found above it.
 
     Raises:
-        InfeasibleError: memory or pins forbid every partition.
+        InfeasibleError: memory limits or pins rule out every partition.
     """
     limits = loads.limits
     ceiling = max(slot.time_ns(limits.load[-1]) for slot in limits.slots) + 1
@@ -264,7 +275,7 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
         found = _v_partition(loads, above, min_units)
         if found is None:
             return None
-        trial = from_ns  # often already the answer
+        trial = from_ns  # often already optimal
         while above - below > 1:
             cuts = _v_partition(loads, trial, min_units)
             if cuts is None:
@@ -284,9 +295,10 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
 
 
 def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[int, ...] | None:
-    """Cuts of a V within the bottleneck and the memory, or None.
+    """Cuts of a V within the bottleneck and the memory limits, or None.
 
-    ``back[l]`` is the least cut down to which the workers so far can take the back if they take the front up to ``l``.
+    ``back[l]`` is the lowest cut down to which the workers so far can have the back if they have the front up to
+    ``l``.
     """
     limits, workers = loads.limits, loads.workers
     nowhere = limits.units + 1
@@ -315,10 +327,18 @@ def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[i
 def _earliest_back_cuts(
     loads: WorkerLoads, worker: int, bottleneck: int, min_units: int, first: Array, until: Array
 ) -> Array:
-    """For each front ``[first, l)`` that the worker may take, the least cut from which it can take the back as well.
+    """For each front ``[first, l)`` of a worker, the least cut from which it can also have the back.
 
-    ``first`` and ``until`` are what is given out already, as columns; the result has a row for each and a column for
-    each ``l``, with ``units + 1`` where there is no way.
+    Args:
+        loads: of the problem.
+        worker: index of the worker.
+        bottleneck: in ns.
+        min_units: minimum number of units per stage.
+        first: ``[rows, 1]``, the begin of the front that is left.
+        until: ``[rows, 1]``, the end of the back that is left.
+
+    Returns:
+        ``[rows, units + 1]``, one column for each ``l``; ``units + 1`` where it is impossible.
     """
     limits, load = loads.limits, np.array(loads.limits.load, dtype=np.int64)
     front = np.arange(limits.units + 1)[None, :]
@@ -332,9 +352,9 @@ def _earliest_back_cuts(
     down = np.maximum(np.searchsorted(load, load[until] - np.maximum(rest, 0)), front)
     down = np.maximum(down, limits.lowest[other])
     if limits.static and slot.memory_bytes is not None:
-        static, kept = (np.array(values, dtype=np.int64) for values in (limits.static, limits.activation))
+        static, stored = (np.array(values, dtype=np.int64) for values in (limits.static, limits.activation))
         for before, after in loads.in_flight_sets[worker]:
-            ahead, behind = static + before * kept, static + after * kept
+            ahead, behind = static + before * stored, static + after * stored
             free = slot.memory_bytes - (ahead[front] - ahead[first])
             allowed &= free >= 0
             down = np.maximum(down, np.searchsorted(behind, behind[until] - np.maximum(free, 0)))

@@ -1,4 +1,23 @@
-"""What is to be partitioned: a chain of items with integer costs, the workers, the schedule and the constraints."""
+"""The partitioning problem: a chain of items with integer costs, the workers, the schedule and the constraints.
+
+Every solver, the simulator and the planner read this one immutable object::
+
+    items   embedding | layers.0.attention | layers.0.mlp | layers.1.attention | ... | head
+    cuts    0                                             3                    ...         len(items)
+            |-------------- unit 0 ----------------------|---- unit 1 ----                a stage is a run of units
+    stages  stage 0 = items[0:3]        stage 1 = items[3:7]        ...                   boundaries (0, 3, 7, ...)
+               |                           |
+    slots   worker 0 (speed, memory)    worker 1                                          positions[stage] -> slot
+
+* ``Chain``: the items, the costs of each in one microbatch, and the positions where the model permits a cut.
+* ``WorkerSlot``: the speed and memory of one worker. Speeds are integers in parts per million, times are integers in
+  ns, and times are rounded up, so that "optimal" means equality rather than a tolerance.
+* ``PartitionProblem``: chain, slots, schedule, microbatches and constraints. With several stages per worker, the
+  load of a worker is the sum over its stages.
+
+Boundaries are item positions, cuts are indices into ``chain.cuts``; ``chain.cuts[cut]`` converts the one to the
+other.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +44,21 @@ EXIT_INFEASIBLE = 3
 
 
 class InfeasibleError(DynmoError):
-    """No partition obeys the constraints; the message names the one that cannot be met."""
+    """No partition satisfies the constraints; the message names the constraint that cannot be met."""
 
     exit_code = EXIT_INFEASIBLE
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSlot:
-    """A worker as the planner sees it."""
+    """A worker of the pipeline.
+
+    Attributes:
+        worker: id of the worker in the profile.
+        speed_ppm: speed in parts per million of a normal worker.
+        memory_bytes: memory limit; None is unlimited.
+        releasable: whether a plan may release the worker.
+    """
 
     worker: int
     speed_ppm: int = SPEED_UNIT
@@ -40,23 +66,27 @@ class WorkerSlot:
     releasable: bool = True
 
     def time_ns(self, work_ns: int) -> int:
-        """How long the work of a normal worker takes here, rounded up."""
+        """The time in ns that work of ``work_ns`` (on a normal worker) takes here, rounded up."""
         return -(-work_ns * SPEED_UNIT // self.speed_ppm)
 
     def work_ns(self, time_ns: int) -> int:
-        """The most work that fits into the time.
+        """The most work, in ns on a normal worker, that takes at most ``time_ns`` here.
 
-        ``time_ns(work) <= time`` holds if and only if ``work <= work_ns(time)``.
+        ``self.time_ns(work) <= time`` holds if and only if ``work <= self.work_ns(time)``.
         """
         return time_ns * self.speed_ppm // SPEED_UNIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The items in order, with their costs. Times in ns and activations in bytes are of one microbatch.
+    """The items in order, with their costs in one microbatch.
 
-    ``cuts`` are the positions where a stage may begin or end, with 0 and the number of items; what lies between two
-    neighbouring cuts is a *unit*. ``granularity`` is what the cuts were permitted by.
+    Attributes:
+        items: the layer list, at the finest granularity of the profile.
+        costs: times in ns on a normal worker, and activations in bytes.
+        cuts: the item positions where a stage may begin or end, from 0 to the number of items. The items between two
+            neighboring cuts form a unit.
+        granularity: ``layer`` or ``sublayer``, the granularity that permits these cuts.
     """
 
     items: tuple[Item, ...]
@@ -71,12 +101,12 @@ class Chain:
 
     @cached_property
     def work_ns(self) -> tuple[int, ...]:
-        """Forward and backward of each item."""
+        """Forward plus backward time of each item."""
         return self.costs.total_ns
 
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
-        """Activations that each item keeps for its backward, which the frozen front does not have."""
+        """Activations that each item stores for its backward pass; 0 in the frozen front."""
         frozen = self.frozen_items
         return (0,) * frozen + self.costs.activation_bytes[frozen:]
 
@@ -87,22 +117,22 @@ class Chain:
 
     @cached_property
     def move_bytes(self) -> tuple[int, ...]:
-        """What a move of each item carries: parameters and optimizer state; gradients are gone at a boundary."""
+        """Bytes that moving each item transfers: parameters and optimizer state; gradients do not exist then."""
         return tuple(item.param_bytes + item.optimizer_bytes for item in self.items)
 
     @cached_property
     def frozen_items(self) -> int:
-        """How many items at the front have no backward at all: they send no gradient."""
+        """The number of items at the front that have no backward pass; they also receive no gradient."""
         backward = zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)
         count = 0
-        for first, second in backward:
-            if first or second:
+        for input_ns, weight_ns in backward:
+            if input_ns or weight_ns:
                 break
             count += 1
         return count if count < len(self.items) else 0
 
     def prefix_at_cuts(self, values: Sequence[int]) -> list[int]:
-        """Prefix sums of ``values`` at the positions of ``cuts``."""
+        """Prefix sums of the per-item ``values`` at the positions of ``cuts``."""
         prefix = list(accumulate(values, initial=0))
         if len(self.cuts) == len(prefix):
             return prefix
@@ -110,7 +140,7 @@ class Chain:
 
 
 def permitted_cuts(items: Sequence[Item], granularity: str) -> tuple[int, ...]:
-    """Where a stage may begin: where the model lets it, at layer granularity only at the first item of a layer."""
+    """The positions where a stage may begin: where the model permits it and, at layer granularity, a layer begins."""
     inner = (
         index
         for index in range(1, len(items))
@@ -120,17 +150,17 @@ def permitted_cuts(items: Sequence[Item], granularity: str) -> tuple[int, ...]:
 
 
 def tied_pairs(items: Sequence[Item]) -> tuple[tuple[int, int], ...]:
-    """The positions of items that share a weight, the earlier first."""
+    """The positions of items that share a weight, the earlier one first."""
     index = {item.name: at for at, item in enumerate(items)}
     pairs = [(at, index[item.tied_to]) for at, item in enumerate(items) if item.tied_to is not None]
     return tuple((min(pair), max(pair)) for pair in pairs)
 
 
 def with_ties_together(problem: PartitionProblem) -> PartitionProblem:
-    """The problem with tied items on one worker: in one stage, or in a V in the first and the last.
+    """The problem with tied items on one worker: in one stage, or in a V on the first and the last stage.
 
     Raises:
-        InfeasibleError: that leaves fewer places to cut than the stages need.
+        InfeasibleError: this leaves fewer units than the stages need.
     """
     chain, last = problem.chain, problem.num_stages - 1
     cuts, pins = list(chain.cuts), list(problem.pins)
@@ -151,15 +181,24 @@ def with_ties_together(problem: PartitionProblem) -> PartitionProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionProblem:
-    """A chain, the workers in the order of their stages, and what a partition must obey.
+    """A chain, the workers in the order of their first stages, and the constraints of a partition.
 
     Attributes:
-        min_units: how many units each stage holds at least; 0 lets stages be empty.
-        pins: the stage that an item must be in, by the item's index.
-        tied_together: whether items that share a weight are kept on one worker; ``with_ties_together`` sets it.
-        current: the item ranges that each stage's worker holds now (``(begin, end)`` per stage), for least migration.
-        order, layout: with the schedule ``custom`` the operations of each worker, and of each stage the index of its
-            worker in ``slots``.
+        chain: the items, their costs and the permitted cuts.
+        slots: the workers.
+        schedule: name of the pipeline schedule.
+        microbatches: of one step.
+        virtual_stages: stages per worker.
+        link_bandwidth: bytes per second between workers; None is unlimited.
+        link_latency_ns: latency of a transfer between workers.
+        min_units: minimum number of units per stage; 0 permits empty stages.
+        pins: ``(item position, stage)`` of the items that must be on a stage.
+        tied_together: whether items that share a weight are on one worker; ``with_ties_together`` sets it.
+        current: for each stage, the item range ``(begin, end)`` that its worker has now. Of equally good partitions,
+            the
+            solvers choose the one that moves the fewest bytes.
+        order: with the schedule ``custom``, the operations of each worker.
+        layout: with the schedule ``custom``, the index of each stage's worker in ``slots``.
     """
 
     chain: Chain
@@ -178,33 +217,33 @@ class PartitionProblem:
 
     @property
     def num_stages(self) -> int:
-        """Stages on all workers together."""
+        """The number of stages on all workers together."""
         return len(self.slots) * self.virtual_stages
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Of each stage, the index of its worker in ``slots``: in rotation, in a V, or as laid out."""
+        """The index in ``slots`` of each stage's worker: looped, in a V, or as laid out by ``layout``."""
         if self.layout is not None:
             return self.layout
         return tuple(position_of(self.schedule, stage, len(self.slots)) for stage in range(self.num_stages))
 
     @property
     def operations(self) -> Order:
-        """What each worker does, one operation after the other."""
+        """The operations of each worker, in execution order."""
         if self.order is not None:
             return self.order
         return build_order(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The most microbatches whose activations each stage holds at once."""
+        """The maximum number of microbatches in flight on each stage."""
         if self.order is not None:
             return count_in_flight(self.order)
         return in_flight(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight_sets(self) -> InFlightSets:
-        """Of each worker, the microbatches in flight on its stages at the same time; see ``schedules.registry``."""
+        """Per worker, the combinations of microbatches in flight on its stages, see ``schedules``."""
         if self.order is not None:
             return in_flight_sets_of(self.order)
         return in_flight_sets(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
@@ -214,25 +253,29 @@ class PartitionProblem:
         return self.slots[self.positions[stage]]
 
     def transfer_ns(self, size_bytes: int) -> int:
-        """How long a tensor takes between two workers, rounded up."""
+        """The time in ns that a tensor of ``size_bytes`` takes between two workers, rounded up."""
         if not self.link_bandwidth:
             return self.link_latency_ns
         return self.link_latency_ns - (-size_bytes * 1_000_000_000 // self.link_bandwidth)
 
 
 def check_size(problem: PartitionProblem) -> None:
-    """Refuse more stages than units, unless stages may be empty."""
+    """Check that there are enough units for the stages.
+
+    Raises:
+        UsageError: there are not.
+    """
     units = len(problem.chain.cuts) - 1
     if problem.num_stages * problem.min_units > units:
         raise UsageError(
             f"{problem.num_stages} stages of at least {problem.min_units} units need"
-            f" {problem.num_stages * problem.min_units} units, the model has {units};"
+            f" {problem.num_stages * problem.min_units} units, but the model has {units};"
             " use fewer stages, --granularity sublayer or --min-layers 0"
         )
 
 
 def worker_slots(header: Header, count: int | None = None, memory_bytes: int | None = None) -> tuple[WorkerSlot, ...]:
-    """The first ``count`` workers of a profile; where there are fewer, further ones like the first are made up."""
+    """The first ``count`` workers of a profile (default: all); where there are fewer, copies of the first are added."""
     slots = [
         WorkerSlot(
             worker=worker.worker,
@@ -242,9 +285,9 @@ def worker_slots(header: Header, count: int | None = None, memory_bytes: int | N
         )
         for worker in header.workers
     ]
-    wanted = len(slots) if count is None else count
+    total = len(slots) if count is None else count
     number = max(slot.worker for slot in slots)
-    while len(slots) < wanted:
+    while len(slots) < total:
         number += 1
         slots.append(WorkerSlot(worker=number, memory_bytes=slots[0].memory_bytes))
-    return tuple(slots[:wanted])
+    return tuple(slots[:total])

@@ -1,8 +1,9 @@
 """A partition and an order of operations made for each other: the schedule ``custom``.
 
-Two steps take turns. For a partition, list schedules by several rules give an order (``schedules.listed``). For an
-order, hundreds of partitions near the present one are simulated at once (``batch``), and a few get orders of their own.
-A heuristic with a fixed number of rounds and a fixed seed: the same problem gives the same answer.
+Two steps alternate. For a partition, list schedules by several rules give an order (``schedules.list_scheduler``).
+For
+an order, hundreds of partitions near the current one are simulated at once (``simulation.batched``), and a few get
+orders of their own. This is a heuristic with a fixed number of rounds and a fixed seed, so it is deterministic.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ from ..simulation.simulator import stage_costs
 from .local_search import with_new_cuts
 
 PLACEMENTS = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 3))
-"""Where stages go, as a schedule by name does it, and how many a worker has."""
+"""Placements to try: the schedule that defines where stages are, and the stages per worker."""
 NUM_TRIALS = 6
 ACCEPTED_LOSS = 0.02
 MAX_OPERATIONS = 8_000
-"""A step of more operations than this is not tailored: a round would take seconds."""
+"""Placements with more operations per step are skipped, because a round would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledPartition:
-    """A problem with its own order, the cuts that it was made for, and the step in ns.
+    """A problem with its own order of operations, and the cuts that the order was made for.
 
-    ``start`` is the partition that the search began with, with the bound that holds for its placement.
+    Attributes:
+        start: the partition that the search started from, with the lower bound of its placement.
+        problem: with ``order`` and ``layout``.
+        cuts: cut indices.
+        step_ns: the step in ns.
     """
 
     start: Solution
@@ -46,12 +51,12 @@ class ScheduledPartition:
 
     @property
     def solution(self) -> Solution:
-        """The partition with what its certificate says."""
+        """The partition with its certificate."""
         return with_new_cuts(self.problem, self.start, self.cuts)
 
 
 def operation_times(problem: PartitionProblem, boundaries: Sequence[int]) -> OperationTimes:
-    """What a list schedule needs to know of a partition."""
+    """The operation times of a partition's stages."""
     costs = stage_costs(problem, boundaries)
     return OperationTimes(
         forward=[cost.forward_ns for cost in costs],
@@ -64,7 +69,7 @@ def operation_times(problem: PartitionProblem, boundaries: Sequence[int]) -> Ope
 
 
 class _PlacementSearch:
-    """The search over one placement."""
+    """The search over one placement of stages on workers."""
 
     def __init__(self, problem: PartitionProblem, start: Solution) -> None:
         layout, self.start = problem.positions, start
@@ -79,7 +84,7 @@ class _PlacementSearch:
         self.limited = any(slot.memory_bytes is not None for slot in problem.slots)
 
     def order(self, cuts: Sequence[int]) -> ScheduledPartition | None:
-        """The best list schedule for these cuts within the memory."""
+        """The best list schedule for these cuts that fits the memory; None if none fits."""
         boundaries = [self.problem.chain.cuts[cut] for cut in cuts]
         lengths = operation_times(self.problem, boundaries)
         for cap in self.caps:
@@ -100,14 +105,14 @@ class _PlacementSearch:
         return int(loads.excess_bytes(np.array([cuts], dtype=np.int64))[0]) == 0
 
     def select_rules(self, cuts: Sequence[int]) -> None:
-        """Keep the two rules that do best here."""
+        """Keep the two rules that are best for these cuts."""
         lengths = operation_times(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
         microbatches = self.problem.microbatches
         steps = {rule: list_order(lengths, microbatches, self.caps[0], rule)[1] for rule in RULES}
         self.rules = tuple(sorted(steps, key=lambda rule: steps[rule])[:2])
 
     def step(self, now: ScheduledPartition) -> ScheduledPartition:
-        """The best of the partitions near the present one, with its order or a new one; it may be worse than that."""
+        """The best partition near the current one, with its order or a new one; it may be worse."""
         pool = random_neighbors(self.random, self.loads.limits, now.cuts)
         order = now.problem.order
         if not len(pool) or order is None:
@@ -129,7 +134,7 @@ class _PlacementSearch:
         return min(found, key=lambda one: one.step_ns, default=now)
 
     def run(self, first: ScheduledPartition, rounds: int) -> ScheduledPartition:
-        """Round after round; a little worse is accepted, ever less of it, and the best is returned to now and then."""
+        """Search ``rounds`` rounds; worse candidates are accepted ever less, and the best is restored regularly."""
         best = now = first
         for number in range(rounds):
             left = 1 - number / rounds
@@ -144,9 +149,9 @@ class _PlacementSearch:
 
 
 def _with_bound_of_any_order(problem: PartitionProblem, solution: Solution) -> Solution:
-    """The solution with a bound that holds for any order of operations.
+    """The solution with a lower bound for any order of operations.
 
-    How many microbatches are in flight is the order's choice, so memory limits prove nothing here.
+    The order decides how many microbatches are in flight, so memory limits prove nothing here.
     """
     if all(slot.memory_bytes is None for slot in problem.slots):
         return solution
@@ -156,18 +161,18 @@ def _with_bound_of_any_order(problem: PartitionProblem, solution: Solution) -> S
 
 
 def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[ScheduledPartition]:
-    """The best that was found, best first: one for each placement that was worth following.
+    """The best partitions with orders of their own, best first: one for each placement.
 
     Args:
-        problem: its schedule and stages a worker are not looked at; its backward must be split.
-        rounds: how long to search; the placements that begin best get them all.
+        problem: its schedule and stages per worker are ignored; its backward pass must be split.
+        rounds: length of the search; the two placements that start best get all of them.
     """
-    begun: list[tuple[ScheduledPartition, _PlacementSearch]] = []
+    started: list[tuple[ScheduledPartition, _PlacementSearch]] = []
     for schedule, virtual in PLACEMENTS:
         if 3 * len(problem.slots) * virtual * problem.microbatches > MAX_OPERATIONS:
             continue
         if virtual > 1 and len(problem.slots) == 1:
-            continue  # nothing to overlap with
+            continue  # one worker has no transfers to overlap
         placed = replace(problem, schedule=schedule, virtual_stages=virtual, order=None, layout=None, current=None)
         try:
             start = _with_bound_of_any_order(placed, balance(placed, "exact"))
@@ -178,9 +183,9 @@ def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[Sche
         first = search.order(cuts)
         if first is not None:
             search.select_rules(cuts)
-            begun.append((first, search))
-    begun.sort(key=lambda one: one[0].step_ns)
+            started.append((first, search))
+    started.sort(key=lambda one: one[0].step_ns)
     found = []
-    for first, search in begun[:2]:
+    for first, search in started[:2]:
         found.append(search.run(first, rounds))
-    return sorted([*found, *(first for first, _ in begun[2:])], key=lambda one: one.step_ns)
+    return sorted([*found, *(first for first, _ in started[2:])], key=lambda one: one.step_ns)

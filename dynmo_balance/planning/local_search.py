@@ -1,8 +1,10 @@
-"""From the least bottleneck on to the least simulated step time: steepest descent over shifted cuts.
+"""From the minimum bottleneck to the minimum simulated step: steepest descent over shifted cuts.
 
-With few microbatches the step is more than its bottleneck. Each round simulates every partition with a cut, or a run of
-neighbouring cuts, shifted, takes the best, and ends when none is better. The result is not proven; the certificate says
-so.
+With few microbatches the step is more than its bottleneck. Each round simulates every partition with one cut, or a
+run
+of neighboring cuts, shifted, and takes the best; the search ends when none is better. The result is not proven
+optimal,
+and the certificate states that.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from ..simulation.batched import step_times
 
 MAX_ROUNDS = 200
 RUNS_UP_TO = 40
-"""Runs of cuts are shifted together up to so many stages; beyond, single cuts only."""
+"""Largest number of stages with runs of cuts shifted together; above it, single cuts only."""
 
 
 def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int = MAX_ROUNDS) -> Solution:
-    """A partition whose simulated step time no such shift improves; what does not fit the memory is not tried."""
+    """A partition whose simulated step no such shift improves; partitions that do not fit the memory are skipped."""
     loads = make_worker_loads(problem)
     positions = np.array(problem.chain.cuts, dtype=np.int64)
     cuts = np.searchsorted(positions, np.array(solution.boundaries, dtype=np.int64))
@@ -41,7 +43,7 @@ def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int
 
 
 def with_new_cuts(problem: PartitionProblem, solution: Solution, cuts: Array | Sequence[int]) -> Solution:
-    """The solution with other cuts, and what its certificate then says."""
+    """The solution with other cuts, and the certificate of these."""
     loads = make_worker_loads(problem)
     bottleneck = int(loads.times(np.array([cuts], dtype=np.int64)).max())
     return replace(

@@ -1,4 +1,4 @@
-"""From one partition to another: which items move, how many bytes on which link, and how long that takes."""
+"""Migrations between partitions: which items move, the bytes on each link, and the pause."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from ..formats.plan import Migration, Move, Stage
 from ..partition.problem import Chain
 
 BASE_PAUSE_NS = 50_000_000
-"""What a move costs beyond its bytes (announce, verify, rebuild the schedule) until it has been measured."""
+"""Pause apart from transfers (announce, verify, rebuild the schedule), until the run has measured it."""
 
 
 def migration(
     chain: Chain, owner: Mapping[str, int], stages: Sequence[Stage], bandwidth: int | None, base_pause_ns: int
 ) -> Migration:
-    """The moves that make the new stages out of the old owners.
+    """The moves that lead from the current owners to the new stages.
 
-    Links work side by side, so the predicted pause is ``base_pause_ns`` plus the largest bytes of one directed pair
-    of workers over the bandwidth; it is 0 where nothing moves.
+    Transfers on different links overlap. So the predicted pause is ``base_pause_ns`` plus the largest number of bytes
+    from
+    one worker to another over the bandwidth; it is 0 if nothing moves.
+
+    Args:
+        chain: the items.
+        owner: the worker of each item now.
+        stages: the new stages.
+        bandwidth: bytes per second; None is unlimited.
+        base_pause_ns: pause in ns apart from transfers.
     """
     size = dict(zip(chain.names, chain.move_bytes, strict=True))
     moves = tuple(

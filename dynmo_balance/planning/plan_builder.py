@@ -1,4 +1,23 @@
-"""From costs and a balancer's answer to a whole plan with its predictions, certificate and migration."""
+"""Plans: from costs and a balancer's partition to a document with predictions, certificate and migration.
+
+::
+
+    Header, ItemCosts --chain_of--> Chain --+
+    WorkerSlots, schedule, constraints -----+--> PartitionProblem
+                                                      |
+                                       propose        |  partition.balance   boundaries and certificate
+                                                      |  local_search        shorter simulated step
+                                                      v
+    Solution --make_proposal--> Proposal = solution + simulation (Timeline) + stages + migration
+                                                      |
+                                       to_plan        v
+                                                    Plan --formats.plan.publish--> plans/plan-000001.json
+
+A proposal compares partitions; only ``to_plan`` adds what a document needs: ids, the base plan, the gain over it, and
+a
+reason. ``keep_plan`` answers a plan request without a move. These functions are pure: no clock, no files. The number
+of a plan is assigned when it is published.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +38,7 @@ from .migration import BASE_PAUSE_NS, migration
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A balancer's answer, simulated, and how to get there from the partition in force."""
+    """A balancer's partition with its simulation, and the migration from the active partition."""
 
     problem: PartitionProblem
     solution: Solution
@@ -29,7 +48,7 @@ class Proposal:
 
 
 def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -> Chain:
-    """The chain of a profile's items with these costs."""
+    """The chain of a profile's items with these costs; the granularity is the profile's by default."""
     granularity = granularity or header.granularity
     cuts = permitted_cuts(header.items, granularity)
     return Chain(items=header.items, costs=costs, cuts=cuts, granularity=granularity)
@@ -38,24 +57,29 @@ def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -
 def current_spans(
     plan: Plan, slots: Sequence[WorkerSlot], virtual_stages: int, schedule: str
 ) -> tuple[tuple[int, int], ...] | None:
-    """The item range that each stage's worker holds in a plan; None where the numbers of stages a worker differ."""
+    """For each stage the item range ``(begin, end)`` that its worker has in a plan.
+
+    Returns:
+        one range per stage; None if the plan has another number of stages per worker.
+    """
     if plan.virtual_stages_per_worker != virtual_stages:
         return None
-    held: dict[tuple[int, int], tuple[int, int]] = {}
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
     workers = len(plan.workers)
     for stage, span in zip(plan.stages, pairwise(plan.boundaries), strict=True):
-        held[stage.worker, stage.stage // workers] = span
+        spans[stage.worker, stage.stage // workers] = span
     return tuple(
-        held.get((slots[position_of(schedule, stage, len(slots))].worker, stage // len(slots)), (0, 0))
+        spans.get((slots[position_of(schedule, stage, len(slots))].worker, stage // len(slots)), (0, 0))
         for stage in range(len(slots) * virtual_stages)
     )
 
 
 def minimizes_step(problem: PartitionProblem, objective: str) -> bool:
-    """Whether to go on from the least bottleneck to the least simulated step time.
+    """Whether to minimize the simulated step after the bottleneck.
 
-    From eight microbatches a worker on, the two differ by less than 0.1 % on average (see the README); the first is
-    proven, the second is not.
+    From eight microbatches per worker on, the two objectives differ by less than 0.1 % on average (see the README).
+    The
+    minimum bottleneck is proven, the minimum step is not.
     """
     if objective == "auto":
         return problem.microbatches < 8 * len(problem.slots) or problem.schedule == "gpipe"
@@ -70,15 +94,20 @@ def propose(
     owner: Mapping[str, int] | None = None,
     base_pause_ns: int | None = None,
 ) -> Proposal:
-    """The balancer's partition of the problem, simulated.
+    """The partition of a balancer, simulated.
 
     Args:
-        problem: what to partition.
-        balancer: a name of ``partition.BALANCERS``.
-        objective: ``bottleneck``, ``simulated`` or ``auto``; the exact balancer minimizes it, the answers of the others
+        problem: the partitioning problem.
+        balancer: name of a balancer, see ``partition.registry``.
+        objective: ``bottleneck``, ``simulated`` or ``auto``. The exact balancer minimizes it; partitions of other
+            balancers
             are only measured by it.
         owner: the worker of each item now, for the migration.
-        base_pause_ns: what a move costs beyond its bytes, where it has been measured.
+        base_pause_ns: pause in ns of a migration apart from transfers, if measured.
+
+    Raises:
+        UsageError: the balancer is unknown, or there are more stages than units.
+        InfeasibleError: no partition satisfies the constraints.
     """
     solution = balance(problem, balancer)
     is_simulated = minimizes_step(problem, objective)
@@ -96,7 +125,7 @@ def make_proposal(
     owner: Mapping[str, int] | None = None,
     base_pause_ns: int | None = None,
 ) -> Proposal:
-    """A solution with its simulation, stages and migration."""
+    """A solution with its simulation, stages and migration; the arguments are those of ``propose``."""
     names = problem.chain.names
     stages = tuple(
         Stage(stage=stage, worker=problem.slot(stage).worker, items=names[begin:end])
@@ -124,7 +153,19 @@ def to_plan(
     action: str = "move",
     released: Sequence[int] = (),
 ) -> Plan:
-    """The plan document of a proposal; its number is given when it is published."""
+    """The plan document of a proposal; its number is assigned when it is published.
+
+    Args:
+        proposal: the partition.
+        run_id: of the profile.
+        balancer: name of the balancer.
+        base: the active plan; None if there is none.
+        read_to_step: the last step of the profile that was read.
+        base_step_ns: the simulated step in ns of the base plan with the same costs; None if unknown.
+        reason: one sentence.
+        action: ``move`` or ``keep``.
+        released: ids of the released workers.
+    """
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     begin, end = solution.blocking
     gain = 1 - timeline.step_ns / base_step_ns if base_step_ns else None
@@ -164,7 +205,7 @@ def to_plan(
 
 
 def constraints_of(problem: PartitionProblem) -> Constraints:
-    """What the partition had to obey, as the plan records it."""
+    """The constraints of a problem as the plan records them."""
     return Constraints(
         microbatches=problem.microbatches,
         min_layers=problem.min_units,
@@ -175,7 +216,7 @@ def constraints_of(problem: PartitionProblem) -> Constraints:
 
 
 def keep_plan(base: Plan, *, run_id: str, read_to_step: int, balancer: str, reason: str) -> Plan:
-    """A plan that keeps the partition of its base."""
+    """A plan that keeps the partition of its base; the arguments are those of ``to_plan``."""
     return replace(
         base,
         plan_id=base.plan_id + 1,

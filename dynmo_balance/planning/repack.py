@@ -1,4 +1,4 @@
-"""The fewest workers that keep a stated share of the throughput, and which to release."""
+"""Repacking: the fewest workers that keep a given share of the throughput, and which ones to release."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ EXIT_NO_CHANGE = 4
 
 
 class NoChangeError(DynmoError):
-    """There is nothing to be gained; the command says so and exits 4."""
+    """No worker can be released; exit code 4."""
 
     exit_code = EXIT_NO_CHANGE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The answer for one reference: how many workers are enough, and the share of the throughput that they keep."""
+    """The answer for one reference pipeline.
+
+    Attributes:
+        workers: the number of workers that are enough.
+        kept: the share of the reference's throughput on these workers.
+    """
 
     workers: int
     kept: float
@@ -33,7 +38,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class RepackRow:
-    """The step on a number of workers; None where no partition is feasible, and then why."""
+    """The step in ns on a number of workers; None if no partition is feasible, with the reason."""
 
     workers: int
     step_ns: int | None
@@ -42,7 +47,7 @@ class RepackRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RepackTable:
-    """The steps on every number of workers, and the answers against both references."""
+    """The steps on every number of workers, and the answers for both reference pipelines."""
 
     rows: tuple[RepackRow, ...]
     balanced_step_ns: int
@@ -52,13 +57,13 @@ class RepackTable:
 
 
 def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: Callable[[int], int | None]) -> Packing:
-    """The fewest workers whose step takes at most ``reference / keep``.
+    """The fewest workers whose step takes at most ``reference_step_ns / keep``.
 
     Args:
-        workers: how many there are now; the answer is at most this.
-        reference_step_ns: the step time that the share refers to.
+        workers: the current number of workers; the answer is at most this.
+        reference_step_ns: the step of the reference pipeline.
         keep: the share of the reference's throughput to keep, above 0.
-        step_ns: the step time on a number of workers, None where no partition is feasible.
+        step_ns: the step on a number of workers, None if no partition is feasible.
     """
     for count in range(1, workers + 1):
         time = step_ns(count)
@@ -69,7 +74,7 @@ def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: C
 
 
 def _remaining(problem: PartitionProblem, count: int) -> tuple[int, ...]:
-    """Which workers stay: those that cannot be released, then the fastest; in the order of the stages."""
+    """The workers that remain: first those that cannot be released, then the fastest; in the order of the stages."""
     ranked = sorted(range(len(problem.slots)), key=lambda at: _rank(problem, at))
     return tuple(sorted(ranked[:count]))
 
@@ -80,16 +85,20 @@ def _rank(problem: PartitionProblem, at: int) -> tuple[bool, int, int]:
 
 
 def with_workers(problem: PartitionProblem, count: int) -> PartitionProblem:
-    """The same problem on the ``count`` workers that stay; raises ``UsageError`` if more than that must stay."""
-    held = [slot for slot in problem.slots if not slot.releasable]
-    if count < len(held):
-        raise UsageError(f"{len(held)} workers cannot be released, so {count} are too few")
+    """The same problem on the ``count`` workers that remain.
+
+    Raises:
+        UsageError: more workers cannot be released.
+    """
+    fixed = [slot for slot in problem.slots if not slot.releasable]
+    if count < len(fixed):
+        raise UsageError(f"{count} workers: {len(fixed)} workers cannot be released; keep at least {len(fixed)}")
     slots = tuple(problem.slots[at] for at in _remaining(problem, count))
     return replace(problem, slots=slots, current=None)
 
 
 def repack_table(problem: PartitionProblem, keep: float) -> RepackTable:
-    """The fewest workers, against the balanced and against the static uniform pipeline on all of them."""
+    """The fewest workers, compared with the balanced and with the static uniform pipeline on all of them."""
     total = len(problem.slots)
 
     def size(count: int) -> RepackRow:
@@ -121,15 +130,15 @@ def make_release_plan(
     reference: str,
     base_pause_ns: int | None = None,
 ) -> tuple[Proposal, Plan]:
-    """The plan that puts all items on the workers that stay, and releases the others."""
+    """The plan that moves all items to the remaining workers and releases the others."""
     smaller = with_workers(problem, packing.workers)
     if base is not None:
         smaller = replace(smaller, current=current_spans(base, smaller.slots, smaller.virtual_stages, smaller.schedule))
     proposal = make_proposal(
         smaller, solve_best(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
     )
-    staying = {slot.worker for slot in smaller.slots}
-    released = [slot.worker for slot in problem.slots if slot.worker not in staying]
+    remaining = {slot.worker for slot in smaller.slots}
+    released = [slot.worker for slot in problem.slots if slot.worker not in remaining]
     plan = to_plan(
         proposal,
         run_id=header.run_id,

@@ -6,7 +6,7 @@ from .operations import Kind, Operation, Order
 
 
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations; with several stages on a worker it goes through them breadth first."""
+    """The order of operations; with several stages per worker it is breadth first."""
     result = []
     for worker in range(workers):
         stages = [worker + lap * workers for lap in range(virtual_stages)]

@@ -1,7 +1,7 @@
-"""Interleaved 1F1B: several stages on a worker, in rounds of microbatches (Narayanan et al. 2021, section 2.2).
+"""Interleaved 1F1B: several stages per worker, in rounds of microbatches (Narayanan et al. 2021, section 2.2).
 
-The zero-bubble order ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 3) is built here too, because it differs only
-in the warm-up and in where the weight gradients go.
+The zero-bubble order ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 3) is built here too. It differs only in the
+warm-up and in the position of the weight gradients.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ from .operations import Kind, Operation, Order
 
 
 def round_length(workers: int, microbatches: int) -> int:
-    """The microbatches of a round; the rounds must come out even."""
+    """The number of microbatches of a round.
+
+    Raises:
+        UsageError: the microbatches do not divide into equal rounds.
+    """
     rounds = max(1, microbatches // workers)
     if microbatches % rounds:
         raise UsageError(
-            f"{microbatches} microbatches do not come out even in {rounds} rounds for {workers} workers;"
+            f"{microbatches} microbatches do not divide into {rounds} equal rounds on {workers} workers;"
             f" use a multiple of {workers}"
         )
     return microbatches // rounds
 
 
 def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_up_factor: int, split: bool) -> Order:
-    """The 1F1B orders: worker ``p`` warms up with ``(v - 1) * round + warm_up_factor * (P - 1 - p)`` forwards.
+    """The 1F1B orders.
 
-    With ``split`` the backward is two operations, and the weight gradient of a microbatch follows ``p`` operations
-    behind its input gradient, so that weight gradients fill what would be the bubble.
+    Worker ``p`` of ``P`` warms up with ``(v - 1) * round + warm_up_factor * (P - 1 - p)`` forward operations. With
+    ``split`` the backward pass is two operations. The weight gradient of a microbatch follows its input gradient by
+    ``p``
+    operations, so that weight gradients fill the bubble.
+
+    Args:
+        workers: ``P``.
+        virtual_stages: ``v``, stages per worker.
+        microbatches: of one step.
+        warm_up_factor: 1 or 2.
+        split: whether the backward pass is split.
     """
     length = microbatches if virtual_stages == 1 else round_length(workers, microbatches)
     result = []
@@ -55,7 +68,7 @@ def _weight(at: tuple[int, int]) -> tuple[int, Kind, int]:
 def _round_trip(
     worker: int, workers: int, virtual_stages: int, length: int, total: int, *, backward: bool
 ) -> list[tuple[int, int]]:
-    """Stage and microbatch of a worker's forwards (or backwards) in order: a round through each of its stages."""
+    """Stage and microbatch of a worker's forward (or backward) operations in order, round by round."""
     done = [0] * virtual_stages
     result = []
     for index in range(total):

@@ -1,8 +1,9 @@
-"""An order of operations made for given costs: a free worker does the most urgent operation that is ready.
+"""An order of operations made for given costs: a free worker executes the most urgent operation that is ready.
 
-The schedules by name are laid down for even stages. Where stages are uneven, or the three parts of an operation are not
-of one length, a list schedule leaves far less idle: input gradients and forwards by urgency, weight gradients in what
-is left. How urgent an operation is, a rule says; ``RULES`` has those that have proven best on some profile.
+The schedules by name are optimal for even stages. If stages are uneven, or forward, input gradient and weight
+gradient
+differ in length, a list schedule leaves a smaller bubble: input gradients and forward passes by urgency, weight
+gradients in the gaps. A rule defines the urgency; ``RULES`` contains those that were best on some profile.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from .operations import Kind, Operation, Order, check_operations
 FORWARD, INPUT, WEIGHT = 0, 1, 2
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Urgency = Callable[[int, int, int], tuple[float, ...]]
-"""From kind (0 forward, 1 input gradient, 2 weight gradient), stage and microbatch to what comes first."""
+"""From kind (0 forward, 1 input gradient, 2 weight gradient), stage and microbatch to a sort key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationTimes:
-    """What a list schedule is made for; times in ns, one element a stage.
+    """The times that a list schedule is made for, in ns, one element per stage.
 
     Attributes:
-        forward, backward_input, backward_weight: of the forward, the input gradient and the weight gradient.
-        send: how long an output takes to the next stage.
-        trained: false for a stage without backward.
+        forward, backward_input, backward_weight: of the forward pass, the input and the weight gradient.
+        send: transfer time of an output to the next stage.
+        trained: false for a stage without a backward pass.
         positions: the worker of each stage.
     """
 
@@ -40,22 +41,22 @@ class OperationTimes:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return 1 + max(self.positions)
 
 
 def _backward_first(lengths: OperationTimes) -> Urgency:
-    """Input gradients before forwards, older microbatches first, forwards of later stages first."""
+    """Input gradients before forward passes, older microbatches first, forward passes of later stages first."""
     return lambda kind, stage, m: ((1, -stage, m), (0, m, 0), (2, m, stage))[kind]
 
 
 def _later_stage_first(lengths: OperationTimes) -> Urgency:
-    """Whatever belongs to a later stage first."""
+    """Operations of later stages first."""
     return lambda kind, stage, m: ((0, -stage, 1, m), (0, -stage, 0, m), (1, m, stage, 0))[kind]
 
 
 def _due(stretch: float, *, weights: bool = False) -> Callable[[OperationTimes], Urgency]:
-    """By when each operation would start if microbatches entered evenly and none waited, stretched."""
+    """The start of each operation if microbatches entered at a constant rate and none waited, stretched."""
 
     def rule(lengths: OperationTimes) -> Urgency:
         period = (
@@ -91,7 +92,7 @@ RULES: Mapping[str, Callable[[OperationTimes], Urgency]] = {
 
 
 class _ListSchedule:
-    """One list schedule in the making."""
+    """The state of one list schedule under construction."""
 
     def __init__(self, lengths: OperationTimes, microbatches: int, most_in_flight: int, urgency: Urgency) -> None:
         self.lengths, self.urgency, self.most = lengths, urgency, most_in_flight
@@ -114,7 +115,7 @@ class _ListSchedule:
         heapq.heappush(self.events, (time, self.number, ends, kind, stage, m))
 
     def dispatch(self, worker: int, time: int) -> None:
-        """Give a free worker the most urgent operation that memory lets it do."""
+        """Start the most urgent operation on a free worker that its memory permits."""
         ready, waiting, found = self.ready[worker], [], None
         while ready:
             entry = heapq.heappop(ready)
@@ -134,7 +135,7 @@ class _ListSchedule:
         self.add_event(time + self.durations[kind][stage], True, kind, stage, m)
 
     def complete(self, time: int, kind: int, stage: int, m: int) -> None:
-        """Free the worker and let what waited for the operation enter, at once or when it has arrived."""
+        """Free the worker, and add the dependent operation now or when the tensor has arrived."""
         lengths = self.lengths
         self.busy[lengths.positions[stage]] = False
         following = stage
@@ -153,19 +154,19 @@ class _ListSchedule:
 
 
 def list_order(lengths: OperationTimes, microbatches: int, most_in_flight: int, rule: str) -> tuple[Order, int]:
-    """The order of operations and the time of the step in ns.
+    """The order of operations, and the step in ns.
 
-    The backward of stages that are not trained, which takes no time, stands at the end, so that every stage has the
-    same operations.
+    Stages that are not trained have backward operations of no duration at the end, so that every stage has the same
+    operations.
 
     Args:
-        lengths: what the operations take.
-        microbatches: of the step.
-        most_in_flight: how many microbatches a stage holds at most.
-        rule: a name of ``RULES``.
+        lengths: the times of the operations.
+        microbatches: of one step.
+        most_in_flight: maximum number of microbatches in flight per stage.
+        rule: a key of ``RULES``.
 
     Raises:
-        UsageError: more operations than a command simulates.
+        UsageError: there are more operations than a command simulates.
     """
     check_operations(len(lengths.forward), microbatches)
     run = _ListSchedule(lengths, microbatches, most_in_flight, RULES[rule](lengths))

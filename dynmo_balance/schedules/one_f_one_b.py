@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up one forward, one backward (Narayanan et al. 2019, PipeDream; 2021, arXiv 2104.04473)."""
+"""1F1B: after a warm-up, one forward, one backward (PipeDream: Narayanan et al. 2019; 2021, arXiv 2104.04473)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .operations import Order
 
 
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations; worker ``p`` of ``P`` runs ``P - p`` forwards before its first backward.
+    """The order of operations; worker ``p`` of ``P`` executes ``P - p`` forward operations before its first backward.
 
-    It is the interleaved order with one stage a worker and rounds of any length; several stages on a worker are
+    It is the interleaved order with one stage per worker and rounds of any length. Several stages per worker are
     interleaved.
     """
     if virtual_stages > 1:

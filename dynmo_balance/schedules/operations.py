@@ -1,4 +1,4 @@
-"""The words of a schedule: what a worker does, one operation after the other."""
+"""The operations of a schedule, and their notation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._common.errors import UsageError
 
 MAX_FORWARDS = 1 << 20
-"""Stages times microbatches of one step. Each takes about 1 kB and 20 to 40 us of a simulation: 1 GB, a minute."""
+"""Maximum of stages times microbatches. Each takes about 1 kB and 20 to 40 us: 1 GB and a minute in all."""
 
 
 class Kind(StrEnum):
@@ -28,16 +28,16 @@ class Operation(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """As torch writes it."""
+        """The notation of torch."""
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
 Order = tuple[tuple[Operation, ...], ...]
-"""For each worker the operations in the order in which it does them."""
+"""For each worker its operations in execution order."""
 
 
 def check_operations(stages: int, microbatches: int) -> None:
-    """Refuse a step of more operations than a command lays out and simulates.
+    """Refuse a step with more operations than a command simulates.
 
     Raises:
         UsageError: ``stages`` times ``microbatches`` is above ``MAX_FORWARDS``.

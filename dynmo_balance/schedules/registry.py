@@ -1,4 +1,4 @@
-"""The schedules: one file each that gives the order of operations of every worker, and this registry."""
+"""The schedules by name: one file each with the order of operations of every worker."""
 
 from __future__ import annotations
 
@@ -35,14 +35,20 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
 
 @lru_cache(maxsize=8)
 def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations of a schedule by name.
+    """The order of operations of a schedule.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
 
     Raises:
-        UsageError: an unknown schedule, or more operations than a command simulates.
+        UsageError: the schedule is unknown, or there are more operations than a command simulates.
     """
     if schedule not in SCHEDULES:
-        raise UsageError(f"unknown schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-    # zb-v is laid out for at least 2 P - 1 microbatches before it is cut to those that exist.
+        raise UsageError(f"unknown schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    # zb-v is built for at least 2 P - 1 microbatches, and then reduced to those that exist.
     check_operations(
         workers * virtual_stages, max(microbatches, 2 * workers - 1) if schedule == "zb-v" else microbatches
     )
@@ -51,10 +57,10 @@ def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: 
 
 @lru_cache(maxsize=256)
 def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> tuple[int, ...]:
-    """The most microbatches whose activations each stage holds at once.
+    """The maximum number of microbatches in flight on each stage.
 
-    With one stage a worker there are closed forms: all of them for GPipe, ``min(M, P - p)`` for 1F1B and
-    ``min(M, P)`` on every stage for ZB-H1, which keeps activations until the weight gradient. Otherwise the order of
+    With one stage per worker there are closed forms: all microbatches for GPipe, ``min(M, P - p)`` for 1F1B, and
+    ``min(M, P)`` on every stage for ZB-H1, which stores activations until the weight gradient. Otherwise the order of
     operations is counted.
     """
     if virtual_stages == 1 and schedule == "gpipe":
@@ -69,15 +75,17 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
 
 @lru_cache(maxsize=32)
 def in_flight_sets(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> InFlightSets:
-    """Of each worker, the numbers of microbatches in flight on its stages that occur at the same time.
+    """For each worker, the combinations of microbatches in flight on its stages that occur at the same time.
 
-    One tuple of numbers, in the order of the stages, for each moment that no other moment exceeds in every stage.
+    A combination has one number per stage of the worker. Those that another combination exceeds in every stage are
+    left
+    out, because they never need the most memory.
     """
     return in_flight_sets_of(build_order(schedule, workers, virtual_stages, microbatches))
 
 
 def in_flight_sets_of(order: Order) -> InFlightSets:
-    """The same of an order of operations."""
+    """``in_flight_sets`` of an order of operations."""
     result = []
     for operations in order:
         stages = sorted({operation.stage for operation in operations})
@@ -98,7 +106,7 @@ def _exceeded(one: tuple[int, ...], counts: set[tuple[int, ...]]) -> bool:
 
 
 def count_in_flight(order: Order) -> tuple[int, ...]:
-    """The same by counting: +1 at a forward, -1 at a whole backward or a weight gradient."""
+    """``in_flight`` by counting: +1 at a forward, -1 at a full backward or a weight gradient."""
     stages = 1 + max(operation.stage for operations in order for operation in operations)
     now, peak = [0] * stages, [0] * stages
     for operations in order:

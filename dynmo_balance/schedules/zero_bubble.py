@@ -7,5 +7,5 @@ from .operations import Order
 
 
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations, also with several stages on a worker."""
+    """The order of operations, also with several stages per worker."""
     return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=1, split=True)

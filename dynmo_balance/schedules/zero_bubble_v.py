@@ -1,7 +1,8 @@
-"""ZB-V: two stages a worker, placed in a V, so that the last stage is beside the first (Qi et al. 2023, section 6).
+"""ZB-V: two stages per worker in a V, so that the last stage is on the worker of the first (Qi et al. 2023, section 6).
 
-Worker ``p`` of ``P`` runs stage ``p`` on the way down and ``2 P - 1 - p`` on the way up. Every operation is of the same
-length where forward, input gradient and weight gradient are; then no worker waits between its first and last one.
+Worker ``p`` of ``P`` executes stage ``p`` on the way down and ``2 P - 1 - p`` on the way up. If forward, input
+gradient
+and weight gradient are equally long, no worker waits between its first and last operation.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from .._common.errors import UsageError
 from .operations import Kind, Operation, Order
 
 
-class _Turn:
-    """The operations of one worker, written down one after the other."""
+class _WorkerOrder:
+    """The operations of one worker under construction; ``way`` is 0 on the way down and 1 on the way up."""
 
     def __init__(self, worker: int, workers: int) -> None:
         self.operations: list[Operation] = []
@@ -22,7 +23,7 @@ class _Turn:
         return self.done.get((way, kind), 0)
 
     def do(self, way: int, *kinds: Kind) -> None:
-        """The next microbatch of each kind, on the way down (0) or up (1)."""
+        """Append the next microbatch of each kind."""
         for kind in kinds:
             at = self.count(way, kind)
             self.operations.append(Operation(self.stages[way], kind, at))
@@ -32,7 +33,7 @@ class _Turn:
 F, B, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def _warm_up(turn: _Turn, worker: int, workers: int) -> None:
+def _warm_up(turn: _WorkerOrder, worker: int, workers: int) -> None:
     for _ in range(2 * (workers - worker) - 1):
         turn.do(0, F)
     for _ in range(worker):
@@ -42,8 +43,8 @@ def _warm_up(turn: _Turn, worker: int, workers: int) -> None:
         turn.do(1, F, B, W)
 
 
-def _cool_down(turn: _Turn, worker: int, workers: int) -> None:
-    """Input gradients first, since others wait for them; what weight gradients are left fill the end."""
+def _cool_down(turn: _WorkerOrder, worker: int, workers: int) -> None:
+    """Input gradients first, because other workers wait for them; the remaining weight gradients fill the end."""
     for _ in range(worker):
         turn.do(0, B)
         turn.do(1, B)
@@ -57,17 +58,17 @@ def _cool_down(turn: _Turn, worker: int, workers: int) -> None:
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
     """The order of operations.
 
-    It is that of at least ``2 P - 1`` microbatches, with those that do not exist left out.
+    It is that of at least ``2 P - 1`` microbatches, without those that do not exist.
 
     Raises:
-        UsageError: not two stages a worker.
+        UsageError: there are not two stages per worker.
     """
     if virtual_stages != 2:
-        raise UsageError(f"zb-v has 2 stages on each worker, not {virtual_stages}; use --virtual-stages 2")
+        raise UsageError(f"zb-v needs 2 stages per worker, got {virtual_stages}; use --virtual-stages 2")
     planned = max(2 * workers - 1, microbatches)
     result = []
     for worker in range(workers):
-        turn = _Turn(worker, workers)
+        turn = _WorkerOrder(worker, workers)
         _warm_up(turn, worker, workers)
         while turn.count(1, F) < turn.count(0, F) or turn.count(0, F) < planned:
             if turn.count(0, F) < planned:

@@ -1,1 +1,1 @@
-"""Simulation of a training step: discrete events, batched, bounds, throughput."""
+"""Simulation of a training step: discrete events, batched simulation, bounds, throughput."""

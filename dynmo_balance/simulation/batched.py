@@ -1,8 +1,14 @@
-"""Many partitions simulated at once: the order of operations is compiled into levels, each a few array operations.
+"""Simulate many partitions at once: the order of operations is compiled into levels of a few array operations each.
 
-It gives the same step times as ``simulator.run`` with overlapped transfers, to the nanosecond. An operation waits for
-the one before it on its worker and for one tensor from another stage, so its level is one more than the larger of
-theirs. What an operation ends at is needed for a few levels only, so the ends lie in a ring that stays in the cache.
+The step times equal those of ``simulator.run`` with overlapped transfers, to the nanosecond. An operation waits for
+the previous one on its worker and for one tensor from another stage, so its level is one above the larger of theirs::
+
+    order --compile_order--> levels     level 0: F(0,0)          one row of ends per operation,
+                                        level 1: F(0,1) F(1,0)   one column per candidate partition
+    costs [stages, candidates] --run_compiled--> step_ns [candidates]
+
+The end of an operation is needed for a few levels only, so the ends are stored in a ring buffer that stays in the
+cache.
 """
 
 from __future__ import annotations
@@ -26,13 +32,14 @@ Index = Array | slice
 
 
 class Level(NamedTuple):
-    """Operations that do not wait for each other; ``own``, ``before`` and ``needs`` are places in the ring.
+    """Operations that do not wait for each other; ``own``, ``before`` and ``needs`` are rows of the ring buffer.
 
     Attributes:
-        own: of the operations themselves, side by side.
-        before, needs: of the one before each on its worker, of the one whose tensor it needs; 0 is the beginning.
-        pattern: the number of what is done in ``CompiledOrder.patterns``.
-        last: whether a worker's last operation is among them.
+        own: the rows of the operations themselves, contiguous.
+        before: the row of the previous operation on the same worker; 0 is the start of the step.
+        needs: the row of the operation whose tensor is needed; 0 if none.
+        pattern: index in ``CompiledOrder.patterns``.
+        last: whether a worker's last operation is in this level.
     """
 
     own: slice
@@ -43,9 +50,12 @@ class Level(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """What is done in a level: kind and stage of each operation, and the stage whose ``send_ns`` its tensor takes.
+    """What a level computes: one element per operation.
 
-    ``kinds`` are indices of ``KINDS``; ``links`` is the number of stages where nothing is sent.
+    Attributes:
+        kinds: indices of ``KINDS``.
+        stages: the stage.
+        links: the stage whose ``send_ns`` the needed tensor takes; the number of stages if nothing is sent.
     """
 
     kinds: Array
@@ -55,7 +65,7 @@ class Pattern(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledOrder:
-    """The levels of a schedule, their distinct patterns, and the ring's size; its place 0 is the beginning."""
+    """The levels of an order of operations, their distinct patterns, and the number of rows of the ring buffer."""
 
     levels: tuple[Level, ...]
     patterns: tuple[Pattern, ...]
@@ -101,14 +111,14 @@ def _rows(order: Order) -> list[list[_Row]]:
                 rows.append([])
             rows[level[own]].append(_Row(own, before, needs, link, KINDS.index(op.kind), op.stage))
             done[worker] += 1
-            beside = worker_of.get(op.stage + (1 if op.kind is Kind.FORWARD else -1), worker)
-            if beside != worker:
-                waiting.append(beside)
+            neighbor = worker_of.get(op.stage + (1 if op.kind is Kind.FORWARD else -1), worker)
+            if neighbor != worker:
+                waiting.append(neighbor)
     return [sorted(row) for row in rows]
 
 
 def _last_uses(rows: list[list[_Row]], count: int) -> list[int]:
-    """For each operation the last level that looks at its end; its own where none does."""
+    """For each operation the last level that reads its end; its own level if none does."""
     last = [0] * (count + 1)
     for at, row in enumerate(rows):
         for own in row:
@@ -117,7 +127,7 @@ def _last_uses(rows: list[list[_Row]], count: int) -> list[int]:
 
 
 def _index(slots: list[int]) -> Index:
-    """A slice where the places lie side by side: that is a view, no copy."""
+    """A slice if the rows are contiguous, because that is a view and not a copy."""
     first = slots[0]
     if slots == list(range(first, first + len(slots))):
         return slice(first, first + len(slots))
@@ -136,10 +146,10 @@ def compile_order(order: Order) -> CompiledOrder:
     rows = _rows(order)
     count = sum(map(len, rows))
     last_use = _last_uses(rows, count)
-    kept = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
+    lifetime = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
     final = set(range(1, count + 1)).difference(o.before for row in rows for o in row)
     widest = max(map(len, rows))
-    ring = 1 + (kept + 2) * widest
+    ring = 1 + (lifetime + 2) * widest
     slot = [0] * (count + 1)
     free = 1
     patterns: dict[bytes, tuple[int, Pattern]] = {}
@@ -160,7 +170,7 @@ def compile_order(order: Order) -> CompiledOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of the stages of many partitions, each array ``[stages, candidates]`` as in ``StageCosts``."""
+    """The costs of the stages of many partitions: ``[stages, candidates]`` each, as in ``StageCosts``."""
 
     forward_ns: Array
     backward_input_ns: Array
@@ -172,7 +182,7 @@ class Costs:
 
 
 def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
-    """The costs of each candidate's stages."""
+    """The costs of the stages of each candidate; ``candidates`` is ``[candidates, stages + 1]`` item positions."""
     chain = problem.chain
     cuts = np.array(candidates, dtype=np.int64).T
     begin, end = cuts[:-1], cuts[1:]
@@ -206,13 +216,13 @@ def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Ar
 def step_times(
     problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0
 ) -> list[int]:
-    """The simulated step of each candidate's boundaries, in ns."""
+    """The simulated step in ns of each candidate's boundaries, ``[candidates, stages + 1]`` item positions."""
     found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
     return [int(value) for value in found]
 
 
 def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> Array:
-    """The simulated step of each candidate, from the costs of its stages."""
+    """The simulated step in ns of each candidate, ``[candidates]``, from the costs of its stages."""
     if problem.order is not None:
         return run_compiled(compile_order(problem.order), costs, overhead_ns)
     plan = compile_schedule(problem.schedule, len(problem.slots), problem.virtual_stages, problem.microbatches)
@@ -220,7 +230,7 @@ def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> A
 
 
 def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Array:
-    """The step of each candidate under a compiled order of operations."""
+    """The simulated step in ns of each candidate, ``[candidates]``, under a compiled order of operations."""
     count = costs.forward_ns.shape[1]
     first, second = costs.backward_input_ns, costs.backward_weight_ns
     durations = np.stack([costs.forward_ns, first + second, first, second]) + overhead_ns

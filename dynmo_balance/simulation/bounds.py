@@ -1,4 +1,4 @@
-"""What no schedule and no partition can beat: lower bounds of the step time."""
+"""Lower bounds of the step time, for any schedule and any partition."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ..partition.problem import PartitionProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Three bounds of the step in ns; the largest holds.
+    """Three lower bounds of the step in ns; the largest is the bound.
 
     Attributes:
-        work_ns: all microbatches' work over all workers' speed.
-        unit_ns: the first microbatch must get to a unit, then one worker does that unit for all of them; after its
-            last input gradient the units before it still have theirs to do.
-        path_ns: one microbatch goes forward through everything and its input gradients come back.
+        work_ns: the work of all microbatches over the speed of all workers.
+        unit_ns: the first microbatch has to reach a unit, then one worker executes that unit for all microbatches.
+            After
+            its last input gradient, the units before it still have to compute theirs.
+        path_ns: one microbatch passes forward through all units, and its input gradients pass back.
     """
 
     work_ns: int
@@ -25,12 +26,12 @@ class Bounds:
 
     @property
     def step_ns(self) -> int:
-        """The largest of them."""
+        """The largest of the three."""
         return max(self.work_ns, self.unit_ns, self.path_ns)
 
 
 def bounds_of(problem: PartitionProblem) -> Bounds:
-    """The bounds of a problem, whatever its schedule; communication and memory are left out."""
+    """The bounds of a problem, for any schedule; communication and memory are ignored."""
     chain, microbatches = problem.chain, problem.microbatches
     fastest = max(slot.speed_ppm for slot in problem.slots)
     speed = sum(slot.speed_ppm for slot in problem.slots)

@@ -1,9 +1,11 @@
-"""What compressed communication does to a step: bytes on the links, and the time of making and undoing factors.
+"""The effect of gradient compression on a step: bytes on the links, and the time to compress and decompress.
 
-A gradient ``[N, D]`` between stages becomes factors of ``(N + D) rank`` float32 numbers; the gradients of an item's
-matrices, each ``D`` wide, ``(parameters / D + matrices D) rank`` numbers. One product of rank r over a matrix takes as
-long as its ``2 N D r`` operations, or as reading the matrix, whichever is longer. Compression is two products, and one
-more where what is lost is kept; decompression is one.
+A gradient ``[N, D]`` between stages becomes factors of ``(N + D) * rank`` float32 numbers. The gradients of an item's
+matrices, each ``D`` wide, become ``(parameters / D + matrices * D) * rank`` numbers. One product of rank ``r`` with a
+matrix takes as long as its ``2 N D r`` operations or as reading the matrix, whichever is longer. Compression takes
+two
+products, and a third one with error feedback; decompression takes one (PowerSGD: Vogels et al. 2019, arXiv
+1905.13727).
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ MATRICES = {"attention": 2, "cross_attention": 3, "mlp": 2, "layer": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How a run compresses; the default does not.
+    """The compression of a run; the default is none.
 
     Attributes:
-        rows, columns: of a microbatch: samples x tokens, and the model's width.
-        device: whose rates the factors are made at.
-        boundary_rank: of gradients between stages; None sends them whole.
-        epilogue_only: compress those behind a worker's last forward only.
-        feedback: whether what is lost is kept.
-        replica_rank: of gradients between replicas; None adds them whole.
-        replica_workers: how many workers, from the first, compress these; None is all.
-        fuse_ties: add tied weights over replicas and copies in one exchange.
+        rows: samples times tokens of a microbatch.
+        columns: the hidden size of the model.
+        device: the device that computes the factors.
+        boundary_rank: rank of gradients between stages; None sends them uncompressed.
+        epilogue_only: compress only the gradients after a worker's last forward pass.
+        feedback: whether the compression error is kept and added to the next gradient.
+        replica_rank: rank of gradients between replicas; None reduces them uncompressed.
+        replica_workers: the number of workers, from the first, that compress between replicas; None is all.
+        fuse_ties: reduce tied weights over replicas and copies in one all-reduce.
     """
 
     rows: int
@@ -49,17 +52,23 @@ class Compression:
     fuse_ties: bool = False
 
     def product_ns(self, rows: int, columns: int, rank: int, *, moves: int = 1) -> float:
-        """One product of rank ``rank`` that goes ``moves`` times over a float32 matrix."""
+        """The time in ns of a product of rank ``rank`` with a float32 matrix.
+
+        Args:
+            rows, columns: of the matrix.
+            rank: of the product.
+            moves: how often the matrix is read or written.
+        """
         products = self.device.product_ns(2 * rows * columns * rank, "float32")
         return max(products, self.device.touch_ns(moves * rows * columns * FACTOR_BYTES))
 
     def compress_ns(self, rows: int, columns: int, rank: int) -> int:
-        """Time to make the factors of a matrix."""
-        kept = self.product_ns(rows, columns, rank, moves=2) if self.feedback else 0.0
-        return round(2 * self.product_ns(rows, columns, rank) + kept)
+        """The time in ns to compute the factors of a matrix ``[rows, columns]``."""
+        feedback_ns = self.product_ns(rows, columns, rank, moves=2) if self.feedback else 0.0
+        return round(2 * self.product_ns(rows, columns, rank) + feedback_ns)
 
     def decompress_ns(self, rows: int, columns: int, rank: int) -> int:
-        """Time to put a matrix together from its factors."""
+        """The time in ns to compute a matrix ``[rows, columns]`` from its factors."""
         return round(self.product_ns(rows, columns, rank))
 
     def compresses_replicas(self, worker: int) -> bool:
@@ -67,35 +76,35 @@ class Compression:
         return self.replica_rank is not None and (self.replica_workers is None or worker < self.replica_workers)
 
     def replica_bytes(self, item: Item, without: int = 0) -> int:
-        """Bytes that an item's replicas add as factors; ``without`` parameters of it are added elsewhere."""
+        """Bytes that the replicas of an item reduce as factors; ``without`` parameters are reduced elsewhere."""
         parameters = max(0, item.param_count - without)
         matrices = MATRICES.get(item.kind, 1)
         rank = min(self.replica_rank or 0, self.columns)
         return min(item.gradient_bytes, (parameters // self.columns + matrices * self.columns) * rank * FACTOR_BYTES)
 
     def replica_ns(self, item: Item, without: int = 0) -> int:
-        """Time of making and undoing an item's factors."""
+        """The time in ns to compress and decompress the gradients of an item."""
         rows, rank = max(0, item.param_count - without) // self.columns, min(self.replica_rank or 0, self.columns)
         made = self.compress_ns(rows, self.columns, rank)
         return made + self.decompress_ns(rows, self.columns, rank)
 
 
 def no_compression(header: Header, device: Device) -> Compression:
-    """None yet, of a profile's sizes."""
+    """The ``Compression`` of a profile's sizes that compresses nothing yet."""
     rows = header.micro_batch_size * header.model.sequence_length
     return Compression(rows=rows, columns=header.model.hidden_size, device=device)
 
 
 def factor_bytes(compression: Compression) -> int:
-    """Bytes of the factors of one gradient between stages; 0 where it is sent whole."""
+    """Bytes of the factors of one gradient between stages; 0 if it is sent uncompressed."""
     rows, columns = compression.rows, compression.columns
     return (rows + columns) * min(compression.boundary_rank or 0, rows, columns) * FACTOR_BYTES
 
 
 def compressed_microbatches(problem: PartitionProblem, order: Order, *, epilogue_only: bool) -> list[frozenset[int]]:
-    """Of each stage, the microbatches whose gradient it sends back as factors.
+    """For each stage, the microbatches whose gradient it sends back as factors.
 
-    In the epilogue are those that the receiving worker runs behind its last forward.
+    The epilogue consists of those that the receiving worker executes after its last forward pass.
     """
     every = frozenset(range(problem.microbatches))
     behind: dict[int, set[int]] = {}
@@ -115,10 +124,10 @@ def compressed_microbatches(problem: PartitionProblem, order: Order, *, epilogue
 def compressed_costs(
     problem: PartitionProblem, boundaries: Sequence[int], costs: Sequence[StageCosts], compression: Compression
 ) -> tuple[StageCosts, ...]:
-    """The costs of the stages where gradients between them are compressed.
+    """The costs of the stages with compressed gradients between them.
 
     Raises:
-        UsageError: the factors are no smaller than the gradient.
+        UsageError: the factors are not smaller than the gradient.
     """
     rank = compression.boundary_rank
     if rank is None:
@@ -134,7 +143,8 @@ def compressed_costs(
         whole = problem.chain.items[max(0, begin - 1)].boundary_bytes
         if compressed[stage] and size >= whole:
             raise UsageError(
-                f"factors of rank {rank} take {size:,} bytes, the gradient between stages {whole:,}; take a lower rank"
+                f"--inter-grad-comp-rank {rank}: the factors take {size:,} bytes, the gradient between stages only"
+                f" {whole:,}; use a lower rank"
             )
         result.append(
             replace(

@@ -1,15 +1,26 @@
-"""Discrete-event simulation of one training step: uneven stages, communication, split backward, a frozen front.
+"""Discrete-event simulation of one training step: uneven stages, transfers, split backward pass, frozen front.
 
-Each worker does its operations in the order of the schedule; an operation starts when the worker is free and what it
-needs has arrived:
+Each worker executes its operations in the order of the schedule. An operation starts when its worker is free and its
+inputs have arrived::
 
-* ``F(s, m)`` needs ``F(s-1, m)``; ``B(s, m)`` needs ``F(s, m)`` and ``B(s+1, m)``; ``W(s, m)`` needs ``I(s, m)``;
-* between two workers a tensor takes latency plus bytes over bandwidth. ``overlapped``: both workers go on meanwhile;
-  ``serial``: so they do, but a link carries one tensor at a time in each direction; ``blocking``: the sender waits
-  until it is sent, and the receiver does nothing else while it comes in;
-* stages wholly in the frozen front have no backward and are sent no gradient.
+    worker 0   F(0,0) F(0,1) F(0,2) .......... B(0,0) ...        F(s, m)  forward of stage s, microbatch m
+                  | send_ns              ^ send_ns               B(s, m)  full backward
+    worker 1       F(1,0) F(1,1) B(1,0) F(1,2) ...               I(s, m)  input gradient, W(s, m) weight gradient
 
-All times are integer nanoseconds, so that closed forms hold exactly.
+    stage_costs(problem, boundaries) --> StageCosts --+
+    problem.operations (order per worker) ------------+--> run --> Timeline (spans, step_ns, busy_ns, peak memory)
+
+* ``F(s, m)`` needs ``F(s-1, m)``; ``B(s, m)`` and ``I(s, m)`` need ``F(s, m)`` and the gradient from ``s+1``;
+  ``W(s, m)`` needs ``I(s, m)``.
+* A transfer takes latency plus bytes over bandwidth. ``overlapped``: both workers continue. ``serial``: both
+  continue,
+  but a link carries one tensor at a time in each direction. ``blocking``: the sender waits until the tensor is sent,
+  and the receiver executes nothing while it arrives.
+* Stages entirely in the frozen front have no backward pass and receive no gradient.
+* Compressed gradients have their own transfer time, and add time to the backward passes that compress and decompress.
+
+All times are integer nanoseconds, so that closed forms of step times hold exactly (tests compare them). ``batched``
+computes the same step times for many partitions at once.
 """
 
 from __future__ import annotations
@@ -27,17 +38,24 @@ from ..schedules.registry import Kind, Operation, Order
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What a stage costs in one microbatch on its worker.
+    """The costs of a stage in one microbatch on its worker.
 
     Attributes:
-        forward_ns, backward_input_ns, backward_weight_ns: a whole backward takes the sum of the last two.
-        has_backward: false for a stage wholly in the frozen front.
-        send_ns: how long its output, or the gradient of it, takes to the next stage's worker; 0 on the same worker.
-        static_bytes: parameters, gradients, optimizer state.
-        activation_bytes: kept from forward to backward.
+        forward_ns: time of the forward pass.
+        backward_input_ns, backward_weight_ns: time of the input and of the weight gradient; a full backward pass
+            takes
+            their sum.
+        has_backward: false for a stage entirely in the frozen front.
+        send_ns: transfer time of its output, or of the output's gradient, to or from the next stage's worker; 0 on
+            the
+            same worker.
+        static_bytes: parameters, gradients and optimizer state.
+        activation_bytes: activations stored from forward to backward.
         compressed: microbatches whose gradient this stage sends back as low-rank factors.
-        compressed_send_ns: how long these take to the worker of the stage before.
-        compress_ns, decompress_ns: what making them adds to this stage's backward, and undoing them to the one before.
+        compressed_send_ns: transfer time of the factors to the previous stage's worker.
+        compress_ns, decompress_ns: time that compression adds to this stage's backward pass, and decompression to
+            that
+            of the previous stage.
     """
 
     forward_ns: int
@@ -54,7 +72,7 @@ class StageCosts:
 
 
 class Span(NamedTuple):
-    """One operation on the clock, in ns from the start of the step."""
+    """One operation of a simulated step; times in ns from the start of the step."""
 
     stage: int
     kind: Kind
@@ -65,9 +83,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One simulated step; everything per worker in the order of the stages.
+    """One simulated step; all tuples are per worker, in the order of the workers' first stages.
 
-    ``bubble_fraction`` is the share of the workers' time that is idle: ``1 - sum(busy) / (workers x step)``.
+    Attributes:
+        step_ns: the end of the last operation.
+        busy_ns: time in operations.
+        peak_memory_bytes: maximum memory.
+        spans: the operations.
     """
 
     step_ns: int
@@ -77,13 +99,13 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all workers' time; 0 for an empty step."""
+        """The idle share of the workers' time, ``1 - sum(busy) / (workers * step)``; 0 for an empty step."""
         whole = self.step_ns * len(self.busy_ns)
         return 1 - sum(self.busy_ns) / whole if whole else 0.0
 
 
 def stage_costs(problem: PartitionProblem, boundaries: Sequence[int]) -> tuple[StageCosts, ...]:
-    """The costs of the stages of a partition, on their workers' speeds."""
+    """The costs of the stages of a partition, at the speeds of their workers."""
     chain = problem.chain
     costs, frozen = chain.costs, chain.frozen_items
     result = []
@@ -109,7 +131,7 @@ def stage_costs(problem: PartitionProblem, boundaries: Sequence[int]) -> tuple[S
 
 
 class Communication(StrEnum):
-    """What a transfer keeps busy: nothing, its link, or both workers."""
+    """What a transfer blocks: nothing, its link, or both workers."""
 
     OVERLAPPED = "overlapped"
     SERIAL = "serial"
@@ -117,7 +139,7 @@ class Communication(StrEnum):
 
 
 class _Arrivals:
-    """When the outputs of operations are there for those that need them; negative while they are not known."""
+    """The times at which the outputs of operations arrive at the operations that need them; -1 if not known yet."""
 
     def __init__(
         self,
@@ -128,7 +150,7 @@ class _Arrivals:
     ) -> None:
         self._stages = stages
         self._serial = communication is Communication.SERIAL
-        self.wait = communication is Communication.BLOCKING
+        self.is_blocking = communication is Communication.BLOCKING
         self._forward = [[-1] * microbatches for _ in range(len(stages) + 1)]
         self._gradient = [[-1] * microbatches for _ in range(len(stages) + 1)]
         self._own = [[-1] * microbatches for _ in stages]
@@ -138,7 +160,7 @@ class _Arrivals:
         self._forward[0] = [0] * microbatches
 
     def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
-        """When the operation has what it needs."""
+        """The time at which the inputs of the operation are available, or -1."""
         if kind is Kind.FORWARD:
             return self._forward[stage][microbatch]
         if kind is Kind.BACKWARD_WEIGHT:
@@ -149,20 +171,20 @@ class _Arrivals:
         return -1 if gradient < 0 or own < 0 else max(gradient, own)
 
     def gradient_ns(self, stage: int, microbatch: int) -> int:
-        """How long the gradient of a microbatch takes from ``stage`` to the one before."""
+        """The transfer time of a microbatch's gradient from ``stage`` to the previous stage."""
         sender = self._stages[stage]
         return sender.compressed_send_ns if microbatch in sender.compressed else self._stages[stage - 1].send_ns
 
     def receive_ns(self, stage: int, kind: Kind, microbatch: int) -> int:
-        """How long the worker is kept busy by what comes in for the operation."""
-        if not self.wait or kind is Kind.BACKWARD_WEIGHT:
+        """The time for which the inputs of the operation block its worker while they arrive."""
+        if not self.is_blocking or kind is Kind.BACKWARD_WEIGHT:
             return 0
         if kind is Kind.FORWARD:
             return self._stages[stage - 1].send_ns if stage else 0
         return self.gradient_ns(stage + 1, microbatch) if stage + 1 < len(self._stages) else 0
 
     def finish(self, stage: int, kind: Kind, microbatch: int, end: int) -> int:
-        """Note that the operation ended, send what it made, and return when its worker is free again."""
+        """Record the end of an operation, send its output, and return the time at which its worker is free."""
         if kind is Kind.BACKWARD_WEIGHT:
             return end
         if kind is Kind.FORWARD:
@@ -178,8 +200,8 @@ class _Arrivals:
         return free
 
     def _send(self, stage: int, direction: int, send_ns: int, end: int) -> tuple[int, int]:
-        """When the tensor is there (blocking: when it is offered), and when the sender is free."""
-        if self.wait:
+        """The arrival of a tensor (blocking: the time at which it is offered), and when the sender is free."""
+        if self.is_blocking:
             return end, end + send_ns
         if not self._serial or not send_ns:
             return end + send_ns, end
@@ -200,11 +222,11 @@ def run(
     Args:
         order: the operations of each worker.
         stages: the costs of each stage.
-        overhead_ns: added to every operation.
-        communication: what transfers keep busy.
+        overhead_ns: time added to every operation.
+        communication: what transfers block.
 
     Raises:
-        UsageError: the order waits for itself.
+        UsageError: the order of operations deadlocks.
     """
     microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
@@ -236,11 +258,15 @@ def run(
     stuck = [worker for worker, operations in enumerate(order) if done[worker] < len(operations)]
     if stuck:
         operation = order[stuck[0]][done[stuck[0]]]
-        raise UsageError(f"the order of operations waits for itself: worker {stuck[0]} never gets to {operation}")
+        raise UsageError(
+            f"the order of operations deadlocks: worker {stuck[0]} never reaches {operation}; change the order"
+        )
     return Timeline(
         step_ns=max((row[-1].end_ns for row in spans if row), default=0),
         busy_ns=tuple(sum(span.end_ns - span.start_ns for span in row) for row in spans),
-        peak_memory_bytes=tuple(max((held for _, held in curve), default=0) for curve in memory_curves(order, stages)),
+        peak_memory_bytes=tuple(
+            max((memory for _, memory in curve), default=0) for curve in memory_curves(order, stages)
+        ),
         spans=tuple(tuple(row) for row in spans),
     )
 
@@ -256,7 +282,7 @@ def _duration(cost: StageCosts, kind: Kind) -> int:
 
 
 def _compression_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microbatch: int) -> int:
-    """What compression adds to a backward: undoing the factors that came, making those that leave."""
+    """The time that compression adds to a backward pass: decompress what arrived, compress what is sent."""
     if kind is Kind.FORWARD or kind is Kind.BACKWARD_WEIGHT:
         return 0
     added = stages[stage].compress_ns if microbatch in stages[stage].compressed else 0
@@ -266,23 +292,23 @@ def _compression_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microb
 
 
 def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tuple[Operation, int], ...], ...]:
-    """For each worker the memory held during each of its operations, from the order of operations alone.
+    """For each worker the memory in bytes during each of its operations; it follows from the order alone.
 
-    Static memory plus the activations between their forward and their last backward; a stage without a backward keeps
-    none.
+    The memory is static memory plus the activations between their forward and their last backward operation. A stage
+    without a backward pass stores none.
     """
     result = []
     for operations in order:
-        held = sum(stages[stage].static_bytes for stage in {op.stage for op in operations})
+        memory = sum(stages[stage].static_bytes for stage in {op.stage for op in operations})
         curve = []
         for operation in operations:
             stage, kind, _ = operation
-            kept = stages[stage].activation_bytes if stages[stage].has_backward else 0
+            stored = stages[stage].activation_bytes if stages[stage].has_backward else 0
             if kind is Kind.FORWARD:
-                held += kept
-            curve.append((operation, held))
+                memory += stored
+            curve.append((operation, memory))
             if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                held -= kept
+                memory -= stored
         result.append(tuple(curve))
     return tuple(result)
 
@@ -293,5 +319,5 @@ def predict(
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
-    """Simulate one step of a partition under the problem's schedule."""
+    """Simulate one step of a partition under the schedule of the problem."""
     return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)

@@ -1,12 +1,13 @@
-"""What follows the last operation of a step: gradients are reduced, a tied weight is reduced, the optimizer runs.
+"""The end of a step after its last operation: gradients and tied weights are reduced, then the optimizer runs.
 
-* Data parallel: a ring all-reduce of a worker's gradients, ``2 (D - 1) / D`` of their bytes over the bandwidth
-  (Patarasuk and Yuan 2009), after its last operation.
-* Tied weights: the two workers that hold a tied weight reduce its gradient between them, after both have theirs.
-* A norm of all gradients (clipping) is a barrier: no optimizer starts before all gradients are reduced.
-* With compression a worker's replicas add factors in place of matrices, and make and undo them on the worker; tied
-  weights that are fused take ``2 (n - 1) / n`` of the table, n holders on all replicas, once all of them are there.
-* The optimizer touches parameters, gradients and state once: bytes over the memory bandwidth.
+* Data parallelism: a ring all-reduce of a worker's gradients after its last operation takes ``2 (D - 1) / D`` of
+  their
+  bytes over the bandwidth (Patarasuk and Yuan 2009).
+* Tied weights: the two workers with a tied weight reduce its gradient between them, once both have theirs.
+* Gradient clipping by the global norm is a barrier: no optimizer starts before all gradients are reduced.
+* With compression, the replicas of a worker reduce factors instead of matrices. Fused tied weights take
+  ``2 (n - 1) / n`` of the table, with n copies on all replicas, once all of them are available.
+* The optimizer accesses parameters, gradients and state once: bytes over the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from .simulator import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class TailOptions:
-    """Rates in bytes per second; None leaves a part out. ``compression`` is None where nothing is compressed."""
+    """Rates of the end of a step, in bytes per second; None leaves a part out.
+
+    Attributes:
+        data_parallel: number of replicas.
+        data_parallel_bandwidth: between replicas.
+        memory_bandwidth: of the optimizer's memory accesses.
+        barrier: whether all optimizers wait for the last reduction.
+        compression: None if nothing is compressed.
+    """
 
     data_parallel: int = 1
     data_parallel_bandwidth: int | None = None
@@ -34,7 +43,7 @@ class TailOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """When each worker is through with each part, in ns from the start of the step, and the whole step."""
+    """The ends of the parts on each worker, and the step, in ns from the start of the step."""
 
     reduced_ns: tuple[int, ...]
     tied_ns: tuple[int, ...]
@@ -86,7 +95,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
 
 
 def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:
-    """What the replicas of each worker add, in bytes, without tied tables that are fused."""
+    """Bytes that the replicas of each worker reduce, without fused tied tables."""
     fused = _fused_tables(problem.chain.items, options)
     sizes = [0] * len(problem.slots)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
@@ -97,7 +106,7 @@ def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options:
 
 
 def _fused_tables(items: Sequence[Item], options: TailOptions) -> dict[str, int]:
-    """Item -> parameters of the tied table that is added over replicas and copies at once; of owners and copies."""
+    """For each item with a fused tied table, the parameters of that table."""
     if options.compression is None or not options.compression.fuse_ties or options.data_parallel == 1:
         return {}
     sizes = {item.name: item.param_count for item in items}
@@ -110,10 +119,13 @@ def _fused_tables(items: Sequence[Item], options: TailOptions) -> dict[str, int]
 
 
 def _reduced(item: Item, elsewhere: int, worker: int, options: TailOptions) -> tuple[int, int]:
-    """Bytes of an item that its replicas add, and the time that compression takes; 0 without replicas.
+    """Bytes of an item that its replicas reduce, and the time of compression in ns; zeros without replicas.
 
     Args:
-        elsewhere: parameters of it that are added on their own.
+        item: the item.
+        elsewhere: parameters of the item that are reduced separately.
+        worker: position of its worker.
+        options: rates and compression.
     """
     compression = options.compression
     if options.data_parallel == 1 or not item.param_count:

@@ -1,4 +1,4 @@
-"""What a simulated step means for a run: the whole step with its tail, throughput, share of the peak, memory."""
+"""What a simulated step means for a run: the step with its tail, throughput, model FLOPs utilization and memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .step_tail import TailOptions, tail_of
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
-    """Figures of one step; throughput is that of all data-parallel replicas together.
+    """The forecast of one step; throughput is that of all data-parallel replicas together.
 
     Attributes:
         step_ns: with the reduction of gradients and the optimizer.
-        flops_per_s_per_worker: useful operations of one device of a worker; recomputation does not count.
-        flops_fraction: of the device's peak; None without a device, or where the times were measured in a dtype that
-            is not told.
-        over_memory: worker, peak and limit in bytes, of each worker that has not memory enough.
+        samples_per_s, tokens_per_s: throughput.
+        flops_per_s_per_worker: useful operations per device of a worker; recomputation does not count.
+        flops_fraction: share of the device's peak; None without a device, or if the dtype of measured times is
+            unknown.
+        over_memory: worker, peak and limit in bytes, of each worker above its limit.
     """
 
     step_ns: int
@@ -40,8 +41,14 @@ def rates_of(
 ) -> TailOptions:
     """The rates of the step's tail: as given, else the device's, else as measured (replicas), else not counted.
 
-    Replicas reduce over the network where the pipeline and its tensor-parallel ranks fill a node. The optimizer reads
-    and writes what it touches, so it gets half of the memory's bandwidth.
+    Replicas reduce over the network if the pipeline and its tensor-parallel ranks fill a node. The optimizer reads
+    and
+    writes its data, so it gets half of the memory bandwidth.
+
+    Args:
+        header: of the profile.
+        device: None if costs are measured.
+        data_parallel_gbps, optimizer_gbps: GB/s; None is the default.
     """
     reduce, touch = data_parallel_gbps, optimizer_gbps
     if device is not None:
@@ -68,7 +75,7 @@ def forecast_step(
     device: Device | None,
     dtype: str,
 ) -> StepForecast:
-    """The figures of a simulated step of the problem."""
+    """The forecast of a simulated step."""
     step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
     samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
     per_s = samples * 1e9 / step_ns if step_ns else 0.0
@@ -100,7 +107,7 @@ def forecast_step(
 
 
 def document_of(problem: PartitionProblem, boundaries: Sequence[int], found: StepForecast) -> dict[str, Any]:
-    """For a program: the figures, and what each stage holds and costs in a microbatch."""
+    """The forecast for JSON, with the contents and costs of each stage in one microbatch."""
     chain, costs = problem.chain, problem.chain.costs
     stages = []
     for stage, (begin, end) in enumerate(pairwise(boundaries)):

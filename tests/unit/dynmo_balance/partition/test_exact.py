@@ -239,7 +239,7 @@ def test_contradictory_pins_are_named_with_and_without_memory(pins, memory, chai
 
 
 def test_solve_with_the_first_item_pinned_behind_names_stage_0(chain_factory, problem_factory):
-    with pytest.raises(InfeasibleError, match="stage 0 must hold at least 1 unit, but at most 0 so that"):
+    with pytest.raises(InfeasibleError, match="stage 0 must have at least 1 unit, but at most 0 so that"):
         solve(problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=((0, 1),), min_units=1))
 
 

@@ -43,7 +43,7 @@ def test_rounds_must_come_out_even():
 
 
 def test_a_v_has_two_stages_a_worker():
-    with pytest.raises(UsageError, match="2 stages on each worker, not 3"):
+    with pytest.raises(UsageError, match="2 stages per worker, got 3"):
         build_order("zb-v", 4, 3, 8)
 
 

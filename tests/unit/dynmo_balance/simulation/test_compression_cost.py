@@ -182,7 +182,7 @@ def test_auto_is_the_least_of_all_ways(tmp_path):
         (("--selective-grad-comp-way", "1"), "needs --grad-comp-rank"),
         (("--grad-comp-rank", "4", "--selective-grad-comp-way", "3"), "write auto, or a number from 1 to 2"),
         (("--grad-comp-rank", "4", "--selective-grad-comp-way", "x"), "write auto, or a number from 1 to 2"),
-        (("--inter-grad-comp-rank", "200"), "take a lower rank"),
+        (("--inter-grad-comp-rank", "200"), "use a lower rank"),
         (("--inter-grad-comp-rank", "4", "--compression-device", "abacus"), "unknown device 'abacus'"),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
         (("--vary", "link-gbps=0"), "link-gbps must be above 0"),
         (("--vary", "grad-comp-rank=-1"), "ranks must not be negative"),
         (("--vary", "grad-comp-rank=1.5"), "must hold whole numbers"),
-        (("--grad-comp-rank", "4", "--front"), "of the grid without compression"),
+        (("--grad-comp-rank", "4", "--front"), "no grid with compression"),
         (("--vary", "rank=1"), "write NAME=VALUES with NAME one of"),
     ],
 )
