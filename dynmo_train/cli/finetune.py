@@ -115,13 +115,13 @@ def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[st
     """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
     from ..evaluation.finetune import model_options
     from ..formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
-    from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy
+    from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, foreign_kind
 
     if options.pretrained_checkpoint is None:
         return {}
     path = Path(options.pretrained_checkpoint)
     if foreign_kind(path):
-        path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
+        path = convert_to_native(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
     try:
         found = open_checkpoint(find_checkpoint(path, weights_only=True))
     except CheckpointError as error:

@@ -79,7 +79,7 @@ def compare(
         emit_json(result.document())
     else:
         emit_table(f"{result.steps} common steps", ("", first.name, second.name), comparison_rows(result))
-        emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_settled:.2f}")
+        emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_steady:.2f}")
         where = "" if result.identical else f" (first at step {result.first_difference})"
         emit(f"losses {'identical, bit for bit' if result.identical else 'differ'}{where}")
     raise typer.Exit(0 if result.identical else 1)
@@ -92,10 +92,10 @@ def monitor(
     form: Annotated[Format, typer.Option("--format", help="How to report; json looks once.")] = Format.TEXT,
 ) -> None:
     """Watch a run: loss, tokens per second, load of the stages, bubble, plans. Ends when the run is done."""
-    from ..trainer.monitoring.monitor import document_of, format_status, read_run_status, watch
+    from ..trainer.monitoring.monitor import format_status, read_run_status, status_document, watch
 
     if form is Format.JSON:
-        emit_json(document_of(read_run_status(run)))
+        emit_json(status_document(read_run_status(run)))
     elif once or not sys.stdout.isatty():
         emit(format_status(read_run_status(run)))
     else:

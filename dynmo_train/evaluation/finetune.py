@@ -46,7 +46,7 @@ from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
 from ..trainer.run_directory import RunDirectory, open_run_directory
-from ..trainer.settings_from_config import first_partition, flops_counter, parameter_counts, settings_of
+from ..trainer.settings_from_config import engine_settings, flops_counter, initial_partition, parameter_counts
 from ..trainer.setup import continued_checkpoint, progress_of
 from ..trainer.signals import BoundarySignals, DistributedSignalHandler
 from .classification import measure_accuracy, split_paths
@@ -195,7 +195,7 @@ class FinetuneRun:
         if not isinstance(base, Bert):
             raise UsageError("finetune: the model must be a BERT without dynamic layers; leave their flags out")
         family = BertTask(base.shape, task.head)
-        settings = run_on_all_ranks(world, lambda: settings_of(config))
+        settings = run_on_all_ranks(world, lambda: engine_settings(config))
         boundary = BoundaryShape.hidden(
             batch=config.training.micro_batch_size * task.rows,
             tokens=config.model.seq_length,
@@ -209,7 +209,7 @@ class FinetuneRun:
         require_same(world, {**checkpoint_facts(resumed), **checkpoint_facts(pretrained, "--pretrained-checkpoint")})
         if options.pretrained_checkpoint is not None and pretrained is None:
             raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: contains no checkpoint")
-        engine = Engine(family, settings, first_partition(config, family, None), world)
+        engine = Engine(family, settings, initial_partition(config, family, None), world)
         step = run_on_all_ranks(world, lambda: self._weights(engine, resumed, pretrained))
         new_run = run_on_all_ranks(
             world,

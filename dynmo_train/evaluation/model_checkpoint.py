@@ -26,7 +26,7 @@ from ..models.registry import CAUSAL, family_of_manifest
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
-from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy, sound_checkpoint
+from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, first_valid_checkpoint, foreign_kind
 from ..trainer.fingerprint import checkpoint_facts, join_same, option_facts, require_same
 
 
@@ -112,11 +112,13 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
     def candidates() -> list[str]:
         directory = path
         if foreign_kind(path):
-            directory = native_copy(path, Path(inference.cache_dir) if inference.cache_dir else default_cache())
+            directory = convert_to_native(path, Path(inference.cache_dir) if inference.cache_dir else default_cache())
         return [str(checkpoint) for checkpoint in list_checkpoints(directory)]
 
     found = broadcast_object(world, run_on_all_ranks(world, lambda: candidates() if world.is_rank0 else []))
-    directory, faults = run_on_all_ranks(world, lambda: sound_checkpoint(world, str(path), found, weights_only=True))
+    directory, faults = run_on_all_ranks(
+        world, lambda: first_valid_checkpoint(world, str(path), found, weights_only=True)
+    )
     if faults and world.is_rank0:
         say(f"warning: damaged checkpoint: {'; '.join(faults)}; using {directory} instead")
     model_checkpoint = run_on_all_ranks(world, lambda: _read_model(directory, world.dims.tensor))

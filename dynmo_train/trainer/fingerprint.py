@@ -1,11 +1,11 @@
-"""What the processes of a run must have in common: options, data, package and torch versions.
+"""Checks that all processes of a run were started alike: options, data, package and torch versions.
 
-Each process computes its facts before any work. Their digests are gathered, and, where these differ, the facts. The
-start then ends on every process with a table of the differences. Without this check two hosts with another ``--lr``
-each train to wrong weights: every collective succeeds.
+Each process computes its facts before any work. Digests of them are gathered and, where these differ, the facts. The
+start then ends on every rank with a table of the differences. Without this check two hosts with different ``--lr``
+would train to wrong weights, since every collective succeeds.
 
-What a path option names may lie elsewhere on each host, so its contents are compared and not its spelling
-(``Reference`` in ``config/options.py``). Folders that a run writes to, and caches, are not compared.
+The file of a path option may have another path on each host, so that its contents are compared instead
+(``Reference`` in ``config/options.py``). Output folders and caches are not compared.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from .run_directory import versions
 
 Facts = Mapping[str, str]
 
-# A digest of this many bytes takes a tenth of a second.
+# Largest file that is read completely: a digest takes 0.1 s.
 _WHOLE_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
 _BLOCKS = 256
-_SAMPLED = f"digest of {_BLOCKS} places"
-_MOST_COLUMNS = 4
+_SAMPLED = f"digest of {_BLOCKS} blocks"
+_MAX_COLUMNS = 4
 _MISSING = "missing"
 
 
 def require_same(world: World, facts: Facts) -> None:
-    """End the start where the facts of two processes differ. Every process calls this.
+    """End the start if the facts of two processes differ. Every rank calls this.
 
     Args:
         world: all processes.
-        facts: of this process: name to value, both for a person.
+        facts: facts of this process: name -> value, both readable.
 
     Raises:
-        UsageError: at the processes that report, with a table of the differences.
-        SystemExit: with the same exit code, at the others.
+        UsageError: on reporting ranks, with a table of the differences.
+        SystemExit: on the other ranks, with the same exit code.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
     summaries = all_gather_objects(world, [world.host, digest])
@@ -72,17 +72,17 @@ def require_same(world: World, facts: Facts) -> None:
 
 
 def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> World:
-    """Join the processes, check that they were started alike, and lay them out.
+    """Join the processes, check that they were started alike, and create the process groups.
 
-    The check comes before the layout: processes with other parallel sizes would make other groups, and hang.
+    The check precedes the groups: processes with other parallel sizes would create other groups, and hang.
 
     Args:
         device: ``cpu``, ``cuda`` or ``auto``.
-        dims: the layout.
-        facts: what the processes must have in common.
+        dims: parallel sizes.
+        facts: returns the facts that must be equal.
 
     Raises:
-        UsageError: the processes differ, or ``dims`` are not those of that number of processes.
+        UsageError: the processes differ, or ``dims`` do not match their number.
     """
     world = init_world(device)
     try:
@@ -94,18 +94,18 @@ def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> Wo
 
 
 def sampled_warning(facts: Facts) -> str | None:
-    """A sentence about files that are compared in part; None without any."""
+    """A warning about files of which only a sample is compared; None without any."""
     names = [name for name, value in facts.items() if _SAMPLED in value]
     if not names:
         return None
     return (
-        f"{', '.join(names)}: of a file above {_WHOLE_BYTES >> 20} MiB without a sidecar the hosts compare {_BLOCKS} "
-        "places; a difference elsewhere passes. dynmo-prep merge-indexed writes a copy of a data set with a sidecar"
+        f"{', '.join(names)}: hosts compare only {_BLOCKS} blocks of a file above {_WHOLE_BYTES >> 20} MiB without a "
+        "sidecar and miss differences elsewhere; dynmo-prep merge-indexed writes a copy of a data set with a sidecar"
     )
 
 
 def checkpoint_facts(checkpoint: Checkpoint | None, flag: str = "--load") -> Facts:
-    """The identity of an opened checkpoint: hosts without a shared file system may have other files at its path."""
+    """The identity of an opened checkpoint: without a shared file system, hosts may have different ones."""
     if checkpoint is None:
         return {flag: "no checkpoint"}
     manifest = checkpoint.manifest
@@ -113,26 +113,26 @@ def checkpoint_facts(checkpoint: Checkpoint | None, flag: str = "--load") -> Fac
 
 
 def differences(gathered: Sequence[tuple[str, Facts]]) -> str:
-    """The table of what differs, for (host, facts) by rank: a row for each fact, a column for each kind of process."""
+    """A table of the differences between (host, facts) by rank: rows are facts, columns are groups of equal ranks."""
     columns: list[tuple[Facts, list[int]]] = []
     for rank, (_, facts) in enumerate(gathered):
-        for met, ranks in columns:
-            if met == facts:
+        for column, ranks in columns:
+            if column == facts:
                 ranks.append(rank)
                 break
         else:
             columns.append((facts, [rank]))
     names = list(dict.fromkeys(name for facts, _ in columns for name in facts))
-    rows = [["", *(_title(ranks, gathered) for _, ranks in columns[:_MOST_COLUMNS])]]
+    rows = [["", *(_title(ranks, gathered) for _, ranks in columns[:_MAX_COLUMNS])]]
     for name in names:
         values = [facts.get(name, "-") for facts, _ in columns]
         if len(set(values)) > 1:
-            rows.append([name, *values[:_MOST_COLUMNS]])
+            rows.append([name, *values[:_MAX_COLUMNS]])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    more = len(columns) - _MOST_COLUMNS
+    more = len(columns) - _MAX_COLUMNS
     if more > 0:
-        lines.append(f"and {more} more different starts")
+        lines.append(f"and {more} more groups of ranks")
     rule = "the processes were started differently; give all of them the same options, data and installation:"
     return "\n  ".join([rule, *lines])
 
@@ -151,9 +151,9 @@ def _title(ranks: Sequence[int], gathered: Sequence[tuple[str, Facts]]) -> str:
 
 
 def installed() -> Facts:
-    """Versions that results depend on, and a digest of this package's own source.
+    """Versions that affect results, and a digest of the source of this package.
 
-    Of Python the minor version counts: ``sum`` adds floats in another way from 3.12 on.
+    Of Python the minor version matters: from 3.12, ``sum`` adds floats with compensation.
     """
     found = {f"{name} version": version for name, version in versions().items()}
     return {
@@ -166,7 +166,7 @@ def installed() -> Facts:
 
 @cache
 def source_digest() -> str:
-    """A digest of the package's modules, which distinguishes two commits of one version."""
+    """A digest of the modules of the package, which distinguishes commits of the same version."""
     folder = Path(__file__).parents[1]  # the package
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -176,14 +176,14 @@ def source_digest() -> str:
 
 
 def config_facts(config: Config) -> Facts:
-    """The options of a training run: values, and the identity of what paths name."""
+    """The options of a training run: values, and the identities of files."""
     return option_facts(*(config.concern(concern) for concern in concern_types()))
 
 
-def option_facts(*given: object) -> Facts:
-    """The same of dataclasses of options."""
+def option_facts(*concerns: object) -> Facts:
+    """The facts of some dataclasses of options."""
     facts: dict[str, str] = {}
-    for values in given:
+    for values in concerns:
         facts.update(_facts_of(concern_specs("", type(values)), values))
     return facts
 
@@ -210,38 +210,38 @@ def _paths(kind: str, value: str) -> list[str]:
 
 
 def _data_identity(flag: str, text: str) -> str:
-    """Weights and data sets of a blend; what cannot be read is compared as it is spelled, and refused later."""
+    """Weights and data sets of a blend; invalid text is compared verbatim and reported later by its parser."""
     try:
         blend = parse_blend(flag, text)
     except UsageError:
         return text
-    several = len(blend) > 1
-    return ", ".join((f"{weight:g} x " if several else "") + dataset_identity(prefix) for weight, prefix in blend)
+    has_weights = len(blend) > 1
+    return ", ".join((f"{weight:g} x " if has_weights else "") + dataset_identity(prefix) for weight, prefix in blend)
 
 
 def dataset_identity(prefix: str) -> str:
-    """Sizes and digests of ``PREFIX.bin`` and ``PREFIX.idx``, and what the data set's sidecar states of them.
+    """Sizes and digests of ``PREFIX.bin`` and ``PREFIX.idx``, and a digest of the sidecar.
 
-    Large files are only sampled. A sidecar has digests of every byte, taken when the data set was written.
+    Large files are only sampled. The sidecar has digests of every byte, computed when the data set was written.
     """
     stem = prefix_of(prefix)
-    found = ", ".join(f".{name} {identity_of(Path(f'{stem}.{name}'))}" for name in ("bin", "idx"))
+    text = ", ".join(f".{name} {identity_of(Path(f'{stem}.{name}'))}" for name in ("bin", "idx"))
     try:
         sidecar = read_sidecar(stem)
     except DocumentError:
-        return f"{found}, invalid sidecar"  # refused where the data set is opened
+        return f"{text}, invalid sidecar"  # reported when the data set is opened
     if sidecar is None:
-        return found
-    stated = [sidecar["bin"]["pieces"], sidecar["idx"], sidecar["recipe"]["sha256"]]
-    found = found.replace(_SAMPLED, "digest")  # the sidecar's are of every byte
-    return f"{found}, sidecar {hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:12]}"
+        return text
+    digests = [sidecar["bin"]["pieces"], sidecar["idx"], sidecar["recipe"]["sha256"]]
+    text = text.replace(_SAMPLED, "digest")  # those of the sidecar cover every byte
+    return f"{text}, sidecar {hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def identity_of(path: Path) -> str:
-    """Size and digest of a file, or of a folder's file names and sizes; ``missing`` where nothing is there.
+    """Size and digest of a file, or of the file names and sizes of a folder; ``missing`` if the path does not exist.
 
-    A file of more than 64 MiB is read at 256 places spread evenly over it: at a start each process reads the same
-    little of a data set, whatever its size. The text states that.
+    Of a file above 64 MiB, 256 evenly spaced blocks are read, so that the start does not depend on the size of the
+    data. The text mentions it.
     """
     try:
         if path.is_dir():

@@ -1,12 +1,12 @@
-"""Steps whose loss or gradients are not finite: what is reported of them, and when a run ends because of them.
+"""Detects steps whose loss or gradients are not finite, reports them, and ends the run after too many.
 
-An update is left out where the loss or the global gradient norm is not finite, so the weights stay those of the last
-update. That update may have been the one that broke the model: only a step that is finite again shows that it was not.
-Until then no checkpoint is saved. A checkpoint that is due right after an update is saved only where weights and
-moments are finite, and where weights of unusual size still give a finite loss of the batch of that update.
+A step whose loss or global gradient norm is not finite does not update the weights. The previous update may have broken
+the model; only the next finite step shows that it did not. Until then no checkpoint is saved. A checkpoint that is due
+right after an update is saved only if weights and moments are finite, and if unusually large weights still give a
+finite loss on the batch of that update.
 
-With a dynamic loss scale an overflow of the scaled gradients is how the scale is found, 32 times in a row or more from
-the initial 2^32 on. While the loss is finite and the scale can still fall, such a step is neither reported nor counted.
+A dynamic loss scale is found by overflows of the scaled gradients: 32 or more in a row from the initial 2^32. Such a
+step is neither reported nor counted while the loss is finite and the scale can still be reduced.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..config import TrainingConfig
 from ..data.batch import Batch
 from .engine import Engine, StepResult
 
-# Of a batch, so that a line of events.jsonl stays below a megabyte.
-PLACES_LIMIT = 4096
+# Pieces of a batch in an event, so that a line of events.jsonl stays below a megabyte.
+MAX_PIECES = 4096
 
 
 @dataclass
 class FiniteCheck:
-    """Follows the steps of a run; the same at every process, as the results of steps are.
+    """Counts the steps that are not finite; equal on all ranks, since the results of steps are.
 
     Attributes:
-        limit: skipped steps in a row after which the run ends; None checks nothing.
-        skipped: steps in a row that were not finite, up to the last one.
+        limit: number of consecutive skipped steps after which the run ends; None disables the check.
+        skipped: number of consecutive steps up to the last one that were not finite.
         is_refused: whether the last checkpoint was not saved because the model is not finite.
     """
 
@@ -39,11 +39,11 @@ class FiniteCheck:
 
     @classmethod
     def of(cls, training: TrainingConfig) -> FiniteCheck:
-        """The check that the options ask for."""
+        """The check of ``--check-for-nan-in-loss-and-grad`` and ``--max-skipped-iterations``."""
         return cls(limit=training.max_skipped_iterations if training.check_for_nan_in_loss_and_grad else None)
 
     def after_step(self, step: int, result: StepResult) -> str | None:
-        """Take the result of a step; a sentence about it where it was not finite, None where it was."""
+        """Record the result of ``step``; a message if it was not finite, else None."""
         if result.updated:
             self.skipped = 0
         if self.limit is None or result.updated or result.is_scale_search:
@@ -57,26 +57,28 @@ class FiniteCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run has reached the limit."""
         return self.limit is not None and self.skipped >= self.limit
 
     def refusal(self, engine: Engine, step: int, batch: Batch) -> str | None:
-        """Why no checkpoint may be saved after ``step``; None where it may. Every process calls this.
+        """The reason against saving a checkpoint after ``step``; None without one. Every rank calls this.
 
         Args:
-            batch: of the step.
+            engine: engine of this rank.
+            step: number of completed steps.
+            batch: batch of the last step.
         """
-        why = None
+        reason = None
         if self.limit is not None:
             if self.skipped:
-                what = "the last step was" if self.skipped == 1 else f"the last {self.skipped} steps were"
-                why = f"no checkpoint of step {step}: {what} not finite"
+                steps = "the last step was" if self.skipped == 1 else f"the last {self.skipped} steps were"
+                reason = f"no checkpoint of step {step}: {steps} not finite"
             elif not engine.has_finite_state():
-                why = f"no checkpoint of step {step}: weights or moments are not finite"
+                reason = f"no checkpoint of step {step}: weights or moments are not finite"
             elif not engine.has_finite_loss(batch):
-                why = f"no checkpoint of step {step}: the loss is not finite after its update"
-        self.is_refused = why is not None
-        return why
+                reason = f"no checkpoint of step {step}: the loss is not finite after its update"
+        self.is_refused = reason is not None
+        return reason
 
 
 def number_text(value: float) -> str:
@@ -85,31 +87,31 @@ def number_text(value: float) -> str:
 
 
 def batch_detail(consumed: int, size: int, places: list[list[dict[str, Any]]]) -> Mapping[str, Any]:
-    """What an event says of a batch, so that it can be read again.
+    """Fields of an event that identify the samples of a batch, so that they can be inspected.
 
     Args:
-        consumed: samples before the batch.
-        size: samples of the batch.
-        places: for each sample where its tokens lie.
+        consumed: number of samples before the batch.
+        size: number of samples of the batch.
+        places: for each sample, the pieces of documents that its tokens are from.
     """
-    kept, pieces = 0, 0
-    while kept < len(places) and pieces + len(places[kept]) <= PLACES_LIMIT:
-        pieces += len(places[kept])
-        kept += 1
+    listed, pieces = 0, 0
+    while listed < len(places) and pieces + len(places[listed]) <= MAX_PIECES:
+        pieces += len(places[listed])
+        listed += 1
     return {
         "samples": [consumed, consumed + size],
-        "places": [{"sample": consumed + at, "pieces": each} for at, each in enumerate(places[:kept])],
-        "places_left_out": len(places) - kept,
+        "places": [{"sample": consumed + at, "pieces": each} for at, each in enumerate(places[:listed])],
+        "places_left_out": len(places) - listed,
     }
 
 
 def end_message(step: int, check: FiniteCheck, last_good: str | None) -> str:
-    """Why a run has ended, and what to do."""
-    why = "the model was"
+    """A message with the reason why the run ended, its last checkpoint, and the remedy."""
+    cause = "the model was"
     if check.skipped:
-        why = "the step was" if check.skipped == 1 else f"{check.skipped} steps in a row were"
+        cause = "the step was" if check.skipped == 1 else f"{check.skipped} steps in a row were"
     resume = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was saved"
     return (
-        f"training ended after step {step}: {why} not finite; {resume}. events.jsonl lists the batches."
+        f"training ended after step {step}: {cause} not finite; {resume}. events.jsonl lists the batches."
         " Lower --lr, set --clip-grad, or raise --max-skipped-iterations"
     )

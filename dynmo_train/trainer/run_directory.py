@@ -1,4 +1,4 @@
-"""The run directory: what lies where, how a run is begun or gone on with, and its two logs."""
+"""The run directory: its files, how a run creates or resumes it, and the metrics and events logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """A run on disk. ``segment`` counts its starts from 0; ``run_id`` stays for life."""
+    """A run on disk.
+
+    Attributes:
+        path: the directory.
+        run_id: id of the run, the same for all its starts.
+        segment: number of the start, from 0.
+    """
 
     path: Path
     run_id: str
@@ -35,12 +41,12 @@ class RunDirectory:
 
     @property
     def run_json(self) -> Path:
-        """Resolved configuration, where each value came from, versions, hosts."""
+        """Resolved configuration, source of each value, versions, hosts."""
         return self.path / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """One line per logged step."""
+        """One line per step or evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -50,7 +56,7 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Costs of layers, for the planner."""
+        """Measured costs of layers, for the planner."""
         return self.path / "profile.jsonl"
 
     @property
@@ -60,7 +66,7 @@ class RunDirectory:
 
     @property
     def requests(self) -> Path:
-        """What a person or scheduler asks of the run."""
+        """Requests of a person or a scheduler."""
         return self.path / "requests"
 
     @property
@@ -74,7 +80,7 @@ class RunDirectory:
 
     @staticmethod
     def event_record(kind: str, message: str, *, step: int, **detail: Any) -> dict[str, Any]:
-        """A line of the events, dated now; ``message`` is a sentence for a person."""
+        """A line of ``events.jsonl`` with the current time; ``message`` is a sentence for a person."""
         dated = {"time_utc": utc_text(datetime.now(UTC)), "step": step, "kind": kind, "message": message}
         return dated | detail
 
@@ -85,10 +91,10 @@ def utc_text(moment: datetime) -> str:
 
 
 def choose_path(config: Config, now: datetime, exists: Callable[[Path], bool]) -> Path:
-    """Where the run lies: ``--run-dir``, else ``--save``, else a free name ``runs/UTC-model``."""
-    named = config.run.run_dir or config.run.save
-    if named:
-        return Path(named)
+    """The path of the run: ``--run-dir``, else ``--save``, else an unused name ``runs/UTC-model``."""
+    given = config.run.run_dir or config.run.save
+    if given:
+        return Path(given)
     stem = f"{now.astimezone(UTC).strftime('%Y%m%dT%H%M%SZ')}-{config.model.family}"
     path, number = RUNS / stem, 1
     while exists(path):
@@ -97,30 +103,30 @@ def choose_path(config: Config, now: datetime, exists: Callable[[Path], bool]) -
     return path
 
 
-def _goes_on(path: Path, load: str | None) -> bool:
-    """Whether ``--load`` names this run, or something in it."""
+def _is_resumed(path: Path, load: str | None) -> bool:
+    """Whether ``--load`` is this run directory or a path inside."""
     return load is not None and Path(load).resolve().is_relative_to(path.resolve())
 
 
 def open_run_directory(
     config: Config, *, world_size: int, hosts: Sequence[str], engine: Mapping[str, Any]
 ) -> RunDirectory:
-    """Make the run directory, or resume in the one that ``--load`` names; for rank 0 alone.
+    """Create the run directory, or open the one of ``--load`` to resume it. Only rank 0 calls this.
 
     Args:
-        config: of this start.
-        world_size: processes.
-        hosts: names of the machines, by rank of their first process.
-        engine: facts of the engine that fix the run's arithmetic, such as the table of sparse thresholds.
+        config: configuration of this start.
+        world_size: number of processes.
+        hosts: host names, in the order of their first ranks.
+        engine: properties of the engine that determine the numerics, such as the sparse thresholds.
 
     Raises:
-        UsageError: the directory holds another run, or cannot be made.
+        UsageError: the directory contains another run, or cannot be created.
     """
     path = choose_path(config, datetime.now(UTC), Path.exists)
     run = RunDirectory(path=path, run_id=secrets.token_hex(8), segment=0)
     if run.run_json.exists():
-        if not _goes_on(path, config.run.load):
-            raise UsageError(f"{path} holds a run already; resume it with --load {path}, or give another --run-dir")
+        if not _is_resumed(path, config.run.load):
+            raise UsageError(f"{path} already contains a run; resume it with --load {path}, or give another --run-dir")
         before = read_run(run.run_json)
         run = RunDirectory(path=path, run_id=before["run_id"], segment=before["segment"] + 1)
     try:
@@ -129,8 +135,9 @@ def open_run_directory(
         write_run(run.run_json, _run_document(config, run, world_size, hosts, engine))
     except OSError as error:
         raise UsageError(f"cannot write the run directory {path}: {reason(error)}") from error
-    if told := os.environ.get(LAUNCH_FILE_VARIABLE):
-        write_whole(Path(told), str(path.resolve()).encode())
+    # The launcher reads the path from this file, to resume the run after a restart.
+    if launch_file := os.environ.get(LAUNCH_FILE_VARIABLE):
+        write_whole(Path(launch_file), str(path.resolve()).encode())
     return run
 
 
@@ -151,7 +158,7 @@ def _run_document(
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's results depend on."""
+    """Versions of Python and of the packages that affect the results of a run."""
     found = {"python": python_version(), "dynmo": __version__}
     for name in ("torch", "numpy", "tokenizers"):
         try:

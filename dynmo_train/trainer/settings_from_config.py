@@ -1,4 +1,4 @@
-"""From a resolved configuration to what the engine is made of: model, settings, first partition. Values only."""
+"""Pure functions from the resolved configuration to engine settings, partitions, and problems of plans."""
 
 from __future__ import annotations
 
@@ -32,25 +32,29 @@ from ..pipeline.schedule import CUSTOM, PipelineConfig
 from .engine import Engine, EngineSettings
 
 
-def precision_of(config: Config) -> Precision:
-    """The types of a run's arithmetic."""
-    given = config.precision
-    if given.bf16:
+def precision_settings(config: Config) -> Precision:
+    """The dtypes of a run's arithmetic, and its loss scaling."""
+    options = config.precision
+    if options.bf16:
         return Precision(compute=torch.bfloat16)
-    if not given.fp16:
+    if not options.fp16:
         return Precision()
-    constant = given.loss_scale
+    constant = options.loss_scale
     scaling = LossScaling(
-        initial=given.initial_loss_scale if constant is None else constant,
-        minimum=given.min_loss_scale,
-        window=given.loss_scale_window if constant is None else 0,
-        hysteresis=given.hysteresis,
+        initial=options.initial_loss_scale if constant is None else constant,
+        minimum=options.min_loss_scale,
+        window=options.loss_scale_window if constant is None else 0,
+        hysteresis=options.hysteresis,
     )
     return Precision(compute=torch.float16, scaling=scaling)
 
 
 def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTable:
-    """The thresholds of sparse products: those that were asked for, else those of the checkpoint, else the built-in.
+    """The sparsity thresholds of sparse products: from the options, else from the checkpoint, else built in.
+
+    Args:
+        config: configuration of the run.
+        stored: thresholds in the checkpoint; None without one.
 
     Raises:
         UsageError: ``--sparse-table`` cannot be read.
@@ -64,59 +68,59 @@ def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTa
     return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
 
 
-def compression_of(config: Config) -> CompressionSettings:
-    """What a run compresses."""
-    given = config.compression
-    way = given.selective_grad_comp_way if given.selective_grad_comp else None
+def compression_settings(config: Config) -> CompressionSettings:
+    """The gradient compression of a run."""
+    options = config.compression
+    workers = options.selective_grad_comp_way if options.selective_grad_comp else None
     return CompressionSettings(
-        boundary_rank=given.inter_grad_comp_rank if given.inter_grad_comp else None,
-        epilogue_only=given.inter_grad_comp_epilogue_only,
-        feedback=given.use_error_feedback,
-        feedback_within_step=not given.error_feedback_across_steps,
-        replica_rank=given.grad_comp_rank if given.grad_comp else None,
-        replica_warmup_steps=int(given.grad_comp_warm_up * config.training.train_iters),
-        replica_workers=int(way) if way is not None and way.isdecimal() else None,
-        choose_workers=way == "auto",
-        fuse_ties=given.emb_comm_opt,
-        check_error=given.check_orth_error_acti,
-        check_speed=given.check_comp_speed,
-        check_ratio=given.check_comp_ratio,
+        boundary_rank=options.inter_grad_comp_rank if options.inter_grad_comp else None,
+        epilogue_only=options.inter_grad_comp_epilogue_only,
+        feedback=options.use_error_feedback,
+        feedback_within_step=not options.error_feedback_across_steps,
+        replica_rank=options.grad_comp_rank if options.grad_comp else None,
+        replica_warmup_steps=int(options.grad_comp_warm_up * config.training.train_iters),
+        replica_workers=int(workers) if workers is not None and workers.isdecimal() else None,
+        choose_workers=workers == "auto",
+        fuse_ties=options.emb_comm_opt,
+        check_error=options.check_orth_error_acti,
+        check_speed=options.check_comp_speed,
+        check_ratio=options.check_comp_ratio,
     )
 
 
 def learning_rate(config: Config) -> LearningRate:
-    """The learning rate over the samples of a run."""
-    given = config.optimizer
+    """The learning-rate schedule over the samples of a run."""
+    options = config.optimizer
     return LearningRate(
-        peak=given.lr,
-        floor=given.min_lr,
-        style=given.lr_decay_style,
+        peak=options.lr,
+        floor=options.min_lr,
+        style=options.lr_decay_style,
         warmup_steps=config.warmup_samples,
         decay_steps=config.decay_samples,
-        initial=given.lr_warmup_init,
-        wsd_style=given.lr_wsd_decay_style,
+        initial=options.lr_warmup_init,
+        wsd_style=options.lr_wsd_decay_style,
         wsd_steps=config.wsd_decay_samples or 1,
     )
 
 
 def weight_decay(config: Config) -> WeightDecay:
-    """The weight decay over the samples of a run."""
-    given = config.optimizer
-    start, end = given.start_weight_decay, given.end_weight_decay
+    """The weight-decay schedule over the samples of a run."""
+    options = config.optimizer
+    start, end = options.start_weight_decay, options.end_weight_decay
     return WeightDecay(
-        start=given.weight_decay if start is None else start,
-        end=given.weight_decay if end is None else end,
-        style=given.weight_decay_incr_style,
+        start=options.weight_decay if start is None else start,
+        end=options.weight_decay if end is None else end,
+        style=options.weight_decay_incr_style,
         steps=config.weight_decay_samples,
     )
 
 
-def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
-    """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
+def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
+    """The engine settings of a run; ``stored`` are the sparse thresholds of the checkpoint that it resumes from."""
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer = config.training, config.optimizer
-    precision = precision_of(config)
+    precision = precision_settings(config)
     cache = config.freezing.freeze_cache_activations
     return EngineSettings(
         pipeline=PipelineConfig(
@@ -150,39 +154,39 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,
-        compression=compression_of(config),
+        compression=compression_settings(config),
     )
 
 
 def _operations(config: Config) -> tuple[str, ...] | None:
-    """The operations of the plan that a run with the schedule ``custom`` follows; None with any other.
+    """The operations of ``--plan`` for the schedule ``custom``; None for other schedules.
 
     Raises:
-        DocumentError: they are not of as many microbatches as the run's.
+        DocumentError: the plan has another number of microbatches than the run.
     """
     if config.parallel.schedule != CUSTOM or config.balance.plan is None:
         return None
     operations = read_plan(Path(config.balance.plan)).operations or ()
     microbatches = {word.rpartition("F")[2] for line in operations for word in line.split() if "F" in word}
     if operations and len(microbatches) != config.microbatches:
-        words = f"are of {len(microbatches)} microbatches; this run has {config.microbatches}: plan with as many"
-        raise DocumentError(config.balance.plan, [Problem("operations", "length", words)])
+        problem = f"have {len(microbatches)} microbatches; the run has {config.microbatches}: plan with that number"
+        raise DocumentError(config.balance.plan, [Problem("operations", "length", problem)])
     return operations
 
 
 def schedule_in_profile(schedule: str, partition: Partition) -> str:
-    """The schedule that a profile names: of ``custom`` the one that places stages as it does."""
+    """The schedule to record in a profile: for ``custom``, the built-in one with the same placement of stages."""
     if schedule != CUSTOM:
         return schedule
-    down_and_up = replace(partition, placed=None, vee=True)
+    v_shaped = replace(partition, placed=None, vee=True)
     stages = range(len(partition.stages))
-    if partition.virtual_stages == 2 and partition.placed == tuple(map(down_and_up.worker_of_stage, stages)):
+    if partition.virtual_stages == 2 and partition.placed == tuple(map(v_shaped.worker_of_stage, stages)):
         return "zb-v"
     return "zero-bubble"
 
 
 def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
-    """Names of the items before which a stage may begin: where a layer begins, or wherever the model lets it."""
+    """Names of the items at which a stage may start: at layers, or with ``sublayer`` wherever the model allows it."""
     before = [None, *(item.layer for item in items)]
     return {
         item.name
@@ -201,11 +205,19 @@ def plan_problems(
     active_stages: Sequence[Sequence[str]],
     workers: Sequence[int],
 ) -> list[Problem]:
-    """Why a plan cannot be taken by this run now; empty where it can.
+    """Check whether a plan can be applied now.
 
     Args:
-        active_plan_id, active_stages: number of the active plan, and item names of each of its stages.
-        workers: ids of those that are left, by pipeline position. All but the first may be released.
+        plan: plan to check.
+        config: configuration of the run.
+        family: model of the run.
+        run_id: id of the run.
+        active_plan_id: number of the active plan.
+        active_stages: item names of each stage of the active plan.
+        workers: ids of the pipeline ranks that were not released, in order. All but the first are releasable.
+
+    Returns:
+        The problems; empty for a valid plan.
     """
     return validate_plan(
         plan,
@@ -222,16 +234,23 @@ def plan_problems(
 
 
 def resize_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
-    """Why the run cannot continue with ``workers`` workers of as many processes each; empty where it can."""
+    """Problems of continuing with ``workers`` pipeline ranks of the current size; empty where it is possible."""
     size = replace(dims, pipeline=workers).size
     return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
 
 
-def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
-    """The partition that a run starts with: ``--plan``, else the checkpoint's where it fits, else Megatron's uniform.
+def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
+    """The partition that a run starts with.
+
+    It is that of ``--plan``, else that of the checkpoint if it fits the run, else Megatron's uniform partition.
+
+    Args:
+        config: configuration of the run.
+        family: model of the run.
+        checkpoint_topology: ``topology`` of the checkpoint's manifest; None without one.
 
     Raises:
-        DocumentError: the plan is not one for this model on this many workers.
+        DocumentError: the plan is not valid for this model and number of workers.
     """
     workers = config.parallel.pipeline_model_parallel_size
     virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
@@ -247,7 +266,7 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
             active_stages=plan.stages,
             workers=range(workers),
         )
-        problems += [Problem("released_workers", "release", "a run starts with all its workers")] * bool(
+        problems += [Problem("released_workers", "release", "must be empty in the plan of a start")] * bool(
             plan.released_workers
         )
         problems = [problem for problem in problems if problem.kind != "stale"]
@@ -255,12 +274,16 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
             raise DocumentError(config.balance.plan, problems)
         placed = plan.stage_workers if plan.schedule == CUSTOM else None
         return Partition(stages=plan.stages, workers=workers, vee=vee, placed=placed)
-    if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
+    if (
+        checkpoint_topology is not None
+        and (saved := _checkpoint_partition(config, family, checkpoint_topology)) is not None
+    ):
         return saved
     return uniform_partition(family.items, workers, virtual, vee=vee)
 
 
-def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
+def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
+    """The partition of a checkpoint; None where it does not fit the stages, layers or granularity of the run."""
     stages = tuple(tuple(stage) for stage in topology["partition"])
     workers = config.parallel.pipeline_model_parallel_size
     if len(stages) != workers * config.parallel.virtual_stages_per_worker or not (stages[0] and stages[-1]):
@@ -274,7 +297,7 @@ def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -
 
 
 def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
-    """Floating-point operations of a step with the given number of samples and tokens per sample."""
+    """A function from the number of samples and the tokens per sample to the model FLOPs of a step."""
     model = config.model
 
     @cache
@@ -292,9 +315,9 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
 
 
 def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
-    """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
+    """Number of parameters by (tensor, pipeline) rank; each copy of a tied weight counts. Every rank calls this."""
     world = engine.world
-    held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
-    told = all_gather_objects(world, held)
-    places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
-    return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}
+    count = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
+    counts = all_gather_objects(world, count)
+    coordinates = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
+    return {(at.tensor, at.pipeline): counts[rank] for rank, at in coordinates if at.data == 0}

@@ -9,7 +9,7 @@ What ``setup_run`` opens, in order, on every rank::
       | open_samples ------------- rank 0 first: it writes the index caches that the others read
       v
     Samples
-      | settings_of, first_partition
+      | engine_settings, initial_partition
       v
     Engine <- state_reader ------- weights and moments from the checkpoint, or random weights
       | open_run_directory ------- rank 0 only: run.json, folders
@@ -54,7 +54,7 @@ from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_facts, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
 from .run_directory import RunDirectory, open_run_directory
-from .settings_from_config import first_partition, schedule_in_profile, settings_of
+from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     samples = rank0_first(world, lambda: open_samples(config, step, consumed))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(
-        world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
+        world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
     bert = run_on_all_ranks(world, lambda: _bert(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_facts(bert, "--bert-load"))
@@ -256,7 +256,7 @@ def _engine(
         check_same_model(checkpoint, family, resumes=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
     engine = Engine(
-        family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family)
+        family, settings, initial_partition(config, family, topology), world, _emulated_profiler(config, world, family)
     )
     if checkpoint is None and bert is not None:
         check_bert(bert, family)

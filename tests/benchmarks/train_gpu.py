@@ -120,11 +120,11 @@ def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callabl
     from dynmo_train.models.registry import family_of
     from dynmo_train.parallel.process_groups import init_world
     from dynmo_train.trainer.engine import Engine
-    from dynmo_train.trainer.settings_from_config import first_partition, flops_counter, settings_of
+    from dynmo_train.trainer.settings_from_config import engine_settings, flops_counter, initial_partition
 
     config = config_of_shape(shape, device.type, compiled=compiled)
     family = family_of(config)
-    engine = Engine(family, settings_of(config), first_partition(config, family, None), init_world(device.type))
+    engine = Engine(family, engine_settings(config), initial_partition(config, family, None), init_world(device.type))
     engine.build()
     done = [0]
 

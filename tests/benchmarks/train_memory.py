@@ -126,10 +126,10 @@ def _train(config: Any, world: Any) -> None:
     from dynmo_train.data.registry import shapes_of
     from dynmo_train.models.registry import family_of
     from dynmo_train.trainer.engine import Engine
-    from dynmo_train.trainer.settings_from_config import first_partition, settings_of
+    from dynmo_train.trainer.settings_from_config import engine_settings, initial_partition
 
     family = family_of(config)
-    engine = Engine(family, settings_of(config), first_partition(config, family, None), world)
+    engine = Engine(family, engine_settings(config), initial_partition(config, family, None), world)
     engine.build()
     rows = config.training.global_batch_size
     for step in range(1, STEPS + 1):

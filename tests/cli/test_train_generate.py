@@ -150,7 +150,7 @@ def test_json_tells_every_sample(place):
             ("--load", "hf", "--prompt", "w1", "--cache-dir", "cache"),
             "hf: dynmo-ckpt cannot convert it: model_type None",
         ),
-        (("--load", "hf", "--prompt", "w1", "--cache-dir", "x.bin/y"), "cannot make the folder of conversions"),
+        (("--load", "hf", "--prompt", "w1", "--cache-dir", "x.bin/y"), "cannot create the folder of conversions"),
     ],
 )
 def test_bad_input_is_one_line(place, arguments, words):

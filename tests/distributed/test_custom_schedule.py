@@ -91,7 +91,7 @@ def test_a_plan_with_its_own_operations_trains_as_1f1b_does(folder, plan, tmp_pa
 @pytest.mark.parametrize(
     ("backward_first", "options", "message"),
     [
-        (False, {"global_batch_size": "32"}, "operations: are of 8 microbatches; this run has 16"),
+        (False, {"global_batch_size": "32"}, "operations: have 8 microbatches; the run has 16"),
         (False, {"schedule": "1f1b", "virtual_stages_per_worker": "1"}, "is custom; this run has 1f1b"),
         (True, {}, "cannot be run in this order"),
     ],

@@ -16,7 +16,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, save, state_reader
 from dynmo_train.trainer.engine import Engine
-from dynmo_train.trainer.settings_from_config import first_partition, settings_of
+from dynmo_train.trainer.settings_from_config import engine_settings, initial_partition
 from tests.distributed.scenario import digest
 from tests.distributed.workers import run_workers
 
@@ -48,7 +48,7 @@ def engine_at(world: World, tensor: int) -> Engine:
     assert config.padded_vocab_size == PADDED[tensor]
     family = family_of(config)
     there = set_parallel_dims(world, ParallelDims(tensor=tensor, data=world.size // tensor), 60)
-    return Engine(family, settings_of(config), first_partition(config, family, None), there)
+    return Engine(family, engine_settings(config), initial_partition(config, family, None), there)
 
 
 def step(engine: Engine, number: int) -> float:

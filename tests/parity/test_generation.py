@@ -109,11 +109,11 @@ def test_text_from_a_hugging_face_directory(exported, expected, tmp_path):
 
 
 def test_a_damaged_conversion_is_made_again(exported, tmp_path):
-    kept = load_checkpoint.native_copy(exported[0] / "hf", tmp_path)
+    kept = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
     shard = next(kept.rglob("*.safetensors"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) == kept
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == kept
     assert shard.read_bytes() == whole
 
 
@@ -121,10 +121,10 @@ def test_what_another_dynmo_ckpt_converted_is_not_taken(exported, tmp_path, monk
     """An older release may have mapped a key otherwise: its conversions stay in the folder, unused."""
     digest = load_checkpoint.converter_digest(load_checkpoint.program_path("dynmo-ckpt"))
     assert re.fullmatch(r"[0-9a-f]{16}", digest)
-    kept = load_checkpoint.native_copy(exported[0] / "hf", tmp_path)
-    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) == kept
+    kept = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == kept
     monkeypatch.setattr(load_checkpoint, "converter_digest", lambda program: "0" * 16)
-    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) != kept
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) != kept
 
 
 def test_without_dynmo_ckpt_a_hugging_face_directory_is_refused(exported, tmp_path, monkeypatch):

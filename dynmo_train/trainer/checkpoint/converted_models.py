@@ -1,4 +1,4 @@
-"""The folder of converted models: what ``dynmo-ckpt`` made native checkpoints of, for ``--load``."""
+"""The cache of native checkpoints that ``dynmo-ckpt`` converted for ``--load``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from ..._common.document import DocumentError, read_any_json
 from ..._common.errors import UsageError
 from ...formats.os_errors import reason
 
-# As loading.cached_name makes them; nothing else in the folder is touched, whatever folder a person names.
+# The names of load_checkpoint.cached_name; other entries of the folder are never touched.
 NAME = re.compile(r".+-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """One converted model: its folder, what it was made from (empty where that is not recorded), size and age."""
+    """A converted model.
+
+    Attributes:
+        path: its folder.
+        source: path of the original; empty where it is not recorded.
+        num_bytes: total size.
+        modified: time of the conversion.
+    """
 
     path: Path
     source: str
@@ -28,7 +35,7 @@ class Conversion:
 
 
 def conversions(cache: Path) -> list[Conversion]:
-    """The converted models of a folder by name; none where it does not exist.
+    """List the converted models of a folder by name; empty if the folder does not exist.
 
     Raises:
         UsageError: the folder cannot be read.
@@ -41,10 +48,17 @@ def conversions(cache: Path) -> list[Conversion]:
 
 
 def remove(cache: Path, names: Sequence[str]) -> list[Conversion]:
-    """Remove the converted models of these names, or all without a name; returns them.
+    """Remove converted models.
+
+    Args:
+        cache: folder of the converted models.
+        names: names to remove; empty removes all.
+
+    Returns:
+        The removed models.
 
     Raises:
-        UsageError: a name that is not there, or a folder that cannot be removed.
+        UsageError: a name does not exist, or a folder cannot be removed.
     """
     found = {each.path.name: each for each in conversions(cache)}
     unknown = sorted(set(names) - set(found))
@@ -60,8 +74,8 @@ def remove(cache: Path, names: Sequence[str]) -> list[Conversion]:
 
 
 def _is_conversion(path: Path) -> bool:
-    is_whole = NAME.fullmatch(path.name) is not None and (path / "manifest.json").is_file()
-    return is_whole and path.is_dir() and not path.is_symlink()
+    is_complete = NAME.fullmatch(path.name) is not None and (path / "manifest.json").is_file()
+    return is_complete and path.is_dir() and not path.is_symlink()
 
 
 def _conversion(path: Path) -> Conversion:

@@ -1,7 +1,11 @@
-"""What ``--load`` means: a run or a native checkpoint, or what ``dynmo-ckpt`` makes one of first.
+"""Resolves ``--load``: a run, a native checkpoint, or a foreign checkpoint that ``dynmo-ckpt`` converts first.
 
-That is a Hugging Face directory, or a checkpoint of Megatron (legacy or Megatron-core) or of Megatron-DeepSpeed. Of the
-last three a run takes the optimizer state and the progress as well, unless an option leaves them out.
+Foreign checkpoints are Hugging Face directories, and checkpoints of Megatron (legacy or Megatron-core) and
+Megatron-DeepSpeed. From the last three a run also loads the optimizer state and the progress, unless an option
+excludes them.
+
+    --load PATH -> foreign_kind? -> convert_to_native -> native checkpoint in the cache -+
+                `-> list_checkpoints, newest first --------------------------------------+-> first_valid_checkpoint
 """
 
 from __future__ import annotations
@@ -44,44 +48,44 @@ from .engine_checkpoint import RECORDS
 VOCABULARY_MULTIPLE = 128
 
 
-def holds_steps(path: Path) -> bool:
-    """Whether a native checkpoint, complete or not, lies at ``path`` or in the run directory that it is."""
+def has_native_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is, or is a run directory with, a native checkpoint, complete or not."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     is_step = path.is_dir() and STEP_NAME.fullmatch(path.name) is not None
     return is_step or (path / "manifest.json").exists() or any(folder.glob("step-*"))
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether ``path`` is a Hugging Face directory: it has a ``config.json``, and nothing native."""
-    return (path / "config.json").is_file() and not holds_steps(path)
+    """Whether ``path`` is a Hugging Face directory: it has a ``config.json`` and no native checkpoint."""
+    return (path / "config.json").is_file() and not has_native_checkpoint(path)
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether ``path`` is a legacy Megatron checkpoint, or one iteration of it."""
+    """Whether ``path`` is a legacy Megatron checkpoint or one of its iterations."""
     found = (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model_*.pt"))
-    return found and not holds_steps(path)
+    return found and not has_native_checkpoint(path)
 
 
 def is_distributed(path: Path) -> bool:
-    """Whether ``path`` is one of torch's distributed checkpoints, or one iteration of Megatron-core."""
+    """Whether ``path`` is a torch distributed checkpoint, such as an iteration of Megatron-core."""
     return (path / ".metadata").is_file()
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether ``path`` is a directory of DeepSpeed, or one step of it."""
+    """Whether ``path`` is a DeepSpeed checkpoint directory or one of its steps."""
     found = (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
-    return found and not holds_steps(path)
+    return found and not has_native_checkpoint(path)
 
 
 def foreign_kind(path: Path) -> str | None:
-    """What ``path`` is, in words, where ``dynmo-ckpt`` makes a native checkpoint of it; None where it is none such."""
+    """The kind of a checkpoint that ``dynmo-ckpt`` can convert, for messages; None for other paths."""
     kinds = {
         "a distributed checkpoint": is_distributed,
         "a Hugging Face directory": is_hugging_face,
         "a Megatron checkpoint": is_megatron,
         "a Megatron-DeepSpeed checkpoint": is_deepspeed,
     }
-    return next((words for words, holds in kinds.items() if holds(path)), None)
+    return next((kind for kind, matches in kinds.items() if matches(path)), None)
 
 
 def default_cache() -> Path:
@@ -90,19 +94,23 @@ def default_cache() -> Path:
 
 
 def cached_name(source: Path, vocabulary_multiple: int, with_optimizer: bool, converter: str) -> str:
-    """A name for the conversion of ``source``: another one once a file is replaced, changes its size or is touched.
+    """The cache name of a conversion; it changes when a file of ``source`` is replaced, resized or touched.
 
-    ``converter`` is :func:`converter_digest`: what an older ``dynmo-ckpt`` converted is not taken again.
+    Args:
+        source: foreign checkpoint.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        with_optimizer: whether the optimizer state is converted too.
+        converter: :func:`converter_digest`, so that another version of ``dynmo-ckpt`` converts again.
     """
-    inside = source.iterdir() if is_hugging_face(source) else source.rglob("*")
-    files = sorted(path for path in inside if path.is_file())
+    entries = source.iterdir() if is_hugging_face(source) else source.rglob("*")
+    files = sorted(path for path in entries if path.is_file())
     facts = [[str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     text = json.dumps([str(source.resolve()), vocabulary_multiple, with_optimizer, converter, facts])
     return f"{source.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def converter_digest(program: str) -> str:
-    """The digest of the code and tables of ``dynmo-ckpt``; empty for a release that does not report one."""
+    """The digest of the source of ``dynmo-ckpt``; empty for a release that does not report one."""
     done = subprocess.run(
         [program, "source-digest"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -116,24 +124,27 @@ def _is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def native_copy(
+def convert_to_native(
     source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY_MULTIPLE, *, with_optimizer: bool = False
 ) -> Path:
-    """The native form of a foreign checkpoint, out of the cache, or converted into it by ``dynmo-ckpt``.
+    """The native form of a foreign checkpoint, from the cache, or converted by ``dynmo-ckpt`` into it.
 
     Args:
-        source: a directory that :func:`foreign_kind` knows.
-        cache: folder of conversions; made where it is missing.
+        source: a path for which :func:`foreign_kind` is not None.
+        cache: folder of conversions; created if it does not exist.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
-        with_optimizer: take the optimizer state as well, where ``source`` has any.
+        with_optimizer: whether to convert the optimizer state too, if ``source`` has any.
+
+    Returns:
+        The directory of the native checkpoint.
 
     Raises:
-        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert ``source``; says what it said.
+        UsageError: ``dynmo-ckpt`` is not installed or cannot convert ``source``; with its message.
     """
     program = program_path("dynmo-ckpt")
     if program is None:
         raise UsageError(
-            f"{source} is {foreign_kind(source)}; dynmo-ckpt, which converts it, is not installed beside dynmo-train"
+            f"{source} is {foreign_kind(source)}; dynmo-ckpt, which converts it, is not installed next to dynmo-train"
             " nor on PATH; run: pip install 'dynmo-toolkit[ckpt]'"
         )
     target = cache / cached_name(source, vocabulary_multiple, with_optimizer, converter_digest(program))
@@ -143,58 +154,58 @@ def native_copy(
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot make the folder of conversions {cache}: {reason(error)}; give another --cache-dir"
+            f"cannot create the folder of conversions {cache}: {reason(error)}; give another --cache-dir"
         ) from error
     padding = ["--make-vocab-size-divisible-by", str(vocabulary_multiple)]
-    again = ["--overwrite"] if target.exists() else []
+    overwrite = ["--overwrite"] if target.exists() else []
     state = ["--with-optimizer-if-present"] if with_optimizer else []
-    command = [program, "convert", str(source), str(target), "--to", "native", *padding, *state, *again]
+    command = [program, "convert", str(source), str(target), "--to", "native", *padding, *state, *overwrite]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode and not _is_complete(target):  # another process may have been first
-        said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
-        without = "; --no-load-optim and --finetune take the weights without it" if with_optimizer else ""
-        raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {said}{without}")
+    if done.returncode and not _is_complete(target):  # another process may have converted it meanwhile
+        cause = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
+        remedy = "; --no-load-optim and --finetune load the weights without optimizer state" if with_optimizer else ""
+        raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {cause}{remedy}")
     say(f"{source} is {foreign_kind(source)}; dynmo-ckpt converted it into {target}")
     return target
 
 
-def _find(config: Config, flag: str, place: str, with_optimizer: bool) -> list[str]:
-    """The checkpoints that ``place`` may mean, best first; none, with a warning, where there is none yet."""
-    path = Path(place)
+def _candidates(config: Config, flag: str, path: Path, with_optimizer: bool) -> list[str]:
+    """The checkpoints at ``path``, newest first; empty, with a warning, without any."""
     if foreign_kind(path):
         cache = Path(config.run.cache_dir) if config.run.cache_dir else default_cache()
         multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-        found = native_copy(path, cache, multiple, with_optimizer=with_optimizer and not is_hugging_face(path))
-        say(f"{flag} {path}: {_taken(open_checkpoint(found).manifest, begins=config.run.finetune)}")
+        found = convert_to_native(path, cache, multiple, with_optimizer=with_optimizer and not is_hugging_face(path))
+        manifest = open_checkpoint(found).manifest
+        say(f"{flag} {path}: {_loaded_state(manifest, weights_only=config.run.finetune)}")
         return [str(found)]
-    if not path.exists() or not holds_steps(path):
-        _refuse_missing(config, flag, path)
+    if not path.exists() or not has_native_checkpoint(path):
+        _check_may_be_missing(config, flag, path)
         say(f"warning: no checkpoint in {path}; training starts from the first step")
         return []
     return [str(each) for each in list_checkpoints(path)]
 
 
-def _refuse_missing(config: Config, flag: str, path: Path) -> None:
-    """Raise ``CheckpointError`` where a checkpoint is asked for, or where a run has lost its own."""
-    wanted = config.run.exit_on_missing_checkpoint
+def _check_may_be_missing(config: Config, flag: str, path: Path) -> None:
+    """Raise ``CheckpointError`` if a checkpoint is required, or if a run has lost its checkpoints."""
+    is_required = config.run.exit_on_missing_checkpoint
     lost = lost_step(path)
-    if wanted is False or (wanted is None and lost is None):
+    if is_required is False or (is_required is None and lost is None):
         return
     if lost is None:
         raise CheckpointError(
-            f"{flag} {path} holds no checkpoint; --no-exit-on-missing-checkpoint starts from the first step"
+            f"{flag} {path}: no checkpoint; --no-exit-on-missing-checkpoint starts from the first step"
         )
     raise CheckpointError(
-        f"{flag} {path} holds no checkpoint, yet its metrics.jsonl goes up to step {lost:,} and checkpoints were saved:"
-        f" restore {path / 'checkpoints'}, or give --no-exit-on-missing-checkpoint to start again from the first step"
+        f"{flag} {path}: no checkpoint, but its logs have {lost:,} steps and saved checkpoints:"
+        f" restore {path / 'checkpoints'}, or give --no-exit-on-missing-checkpoint to start from the first step"
     )
 
 
 def lost_step(run: Path) -> int | None:
-    """The last step of a run that has saved checkpoints, by its own records; None where it has saved none.
+    """The last step in the logs of a run that saved checkpoints; None for a run that saved none.
 
-    Only an event of a committed checkpoint counts. A run that failed before its first one, at whatever step, has lost
-    nothing: a launcher starts it again from the first step.
+    Only events of committed checkpoints count. A run that failed before its first checkpoint has lost nothing: a
+    launcher restarts it from the first step.
     """
     if not any(line.get("kind") == "checkpoint" for line in _lines(run / "events.jsonl")):
         return None
@@ -202,7 +213,7 @@ def lost_step(run: Path) -> int | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's log that can be read."""
+    """The readable records of a log."""
     records = []
     for line in complete_lines(path.read_bytes()) if path.is_file() else ():
         with contextlib.suppress(ValueError):
@@ -210,38 +221,46 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def sound_checkpoint(
+def first_valid_checkpoint(
     world: World, place: str, candidates: Sequence[str], *, weights_only: bool = False
 ) -> tuple[Path, tuple[str, ...]]:
-    """The first sound one of several checkpoints, and what is damaged in those before it; every process calls this.
+    """The first undamaged checkpoint. Every rank calls this.
 
-    All bytes that are needed are read, each file by one process; with ``weights_only`` the files of the optimizer state
-    are not. One rule holds for a missing file, for one that is cut off and for
-    altered bytes: the next older checkpoint stands for the damaged one.
+    All bytes that will be loaded are read, each file by one rank. A missing file, a truncated file and altered bytes
+    are treated alike: the next older checkpoint is used.
+
+    Args:
+        world: process groups.
+        place: path that was given, for messages.
+        candidates: directories of checkpoints, newest first.
+        weights_only: whether to skip the files of the optimizer state.
+
+    Returns:
+        The directory, and the damage of each skipped checkpoint.
 
     Raises:
-        CheckpointError: none is sound; at every process.
+        CheckpointError: on every rank, if all are damaged.
     """
-    faults: list[str] = []
+    damages: list[str] = []
     for candidate in candidates:
         gathered = all_gather_objects(
             world, find_damage(Path(candidate), world.rank, world.size, weights_only=weights_only)
         )
-        found = next((fault for fault in gathered if fault), None)
-        if found is None:
-            return Path(candidate), tuple(faults)
-        faults.append(found)
-    remedy = "dynmo-ckpt verify lists the damage; restore it from a copy, or --load an older step's directory"
-    raise CheckpointError("\n  ".join([f"{place}: no sound checkpoint; {remedy}", *faults]))
+        damage = next((each for each in gathered if each), None)
+        if damage is None:
+            return Path(candidate), tuple(damages)
+        damages.append(damage)
+    remedy = "dynmo-ckpt verify lists the damage; restore it from a copy, or --load the directory of an older step"
+    raise CheckpointError("\n  ".join([f"{place}: no undamaged checkpoint; {remedy}", *damages]))
 
 
-def _taken(manifest: Mapping[str, Any], *, begins: bool) -> str:
-    """What a run takes from a converted checkpoint, in words."""
-    if begins or not manifest["consumed_train_samples"]:
+def _loaded_state(manifest: Mapping[str, Any], *, weights_only: bool) -> str:
+    """A message on what a run loads from a converted checkpoint."""
+    if weights_only or not manifest["consumed_train_samples"]:
         return "the weights only; training starts from the first step, without optimizer state"
-    place = f"step {manifest['step']:,}, {manifest['consumed_train_samples']:,} samples consumed"
-    what = "the weights only, the moments start from zero" if manifest["optimizer"] is None else "with optimizer state"
-    return f"resumes from {place}; {what}"
+    progress = f"step {manifest['step']:,}, {manifest['consumed_train_samples']:,} samples consumed"
+    state = "the weights only, the moments start from zero" if manifest["optimizer"] is None else "with optimizer state"
+    return f"resumes from {progress}; {state}"
 
 
 def checkpoint_to_load(
@@ -253,25 +272,32 @@ def checkpoint_to_load(
     with_optimizer: bool = False,
     weights_only: bool = False,
 ) -> Checkpoint | None:
-    """The checkpoint that ``--load`` means, the same at every process: rank 0 looks, and converts where it must.
+    """Open the checkpoint of ``--load``, the same on every rank. Every rank calls this.
 
-    As in Megatron, a place without a checkpoint is no error, unless a run has lost its own.
+    Rank 0 searches, and converts a foreign checkpoint. As in Megatron, a path without a checkpoint is not an error,
+    unless a run has lost its checkpoints.
 
     Args:
-        flag: the option that says so.
-        place: its value; None is that of ``--load``.
-        with_optimizer: take the optimizer state of another program's checkpoint, where it has any.
-        weights_only: do not check the files of the optimizer state; so it is with --finetune and --no-load-optim.
+        config: configuration of the run.
+        world: process groups.
+        flag: option that names the checkpoint, for messages.
+        place: value of the option; None uses ``--load``.
+        with_optimizer: whether to convert the optimizer state of a foreign checkpoint, if it has any.
+        weights_only: whether to skip the files of the optimizer state in the check; implied by --finetune and
+            --no-load-optim.
+
+    Returns:
+        The checkpoint; None without one.
 
     Raises:
-        UsageError: no sound checkpoint, or a directory that cannot be converted; at every process.
+        CheckpointError: on every rank, if all checkpoints are damaged or the path cannot be converted.
     """
     place = place or config.run.load
     found: list[str] = []
     problem = None
     if world.is_rank0 and place is not None:
         try:
-            found = _find(config, flag, place, with_optimizer)
+            found = _candidates(config, flag, Path(place), with_optimizer)
         except UsageError as error:
             problem = str(error)
     found, problem = broadcast_object(world, [found, problem])
@@ -280,38 +306,46 @@ def checkpoint_to_load(
     if not found or place is None:
         return None
     weights_only = weights_only or config.run.finetune or config.run.no_load_optim
-    directory, faults = sound_checkpoint(world, place, found, weights_only=weights_only)
-    if faults and world.is_rank0:
-        for fault in faults:
-            say(f"warning: damaged checkpoint: {fault}")
-        say(f"warning: {directory} stands for it; dynmo-ckpt verify --level full lists the damage")
-    return replace(open_checkpoint(directory), skipped_checkpoints=faults)
+    directory, damages = first_valid_checkpoint(world, place, found, weights_only=weights_only)
+    if damages and world.is_rank0:
+        for damage in damages:
+            say(f"warning: damaged checkpoint: {damage}")
+        say(f"warning: using {directory} instead; dynmo-ckpt verify --level full lists the damage")
+    return replace(open_checkpoint(directory), skipped_checkpoints=damages)
 
 
-# A tower may have other dropout, seed or scores than the BERT; these must be the same.
-SAME = ("num_layers", "num_tokentypes", *(name for name in STATED if name not in RECORDS))
+# Keys that must match; a tower may differ from the BERT in dropout, seed and scores.
+SHARED_KEYS = ("num_layers", "num_tokentypes", *(name for name in STATED if name not in RECORDS))
 
 
 def check_bert(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Raise ``CheckpointError`` unless the checkpoint is a BERT of the towers' sizes; names every difference."""
-    stored, wanted = checkpoint.manifest["model"], family.manifest()
+    """Raise ``CheckpointError``, with every difference, unless the checkpoint is a BERT of the size of the towers."""
+    stored, expected = checkpoint.manifest["model"], family.manifest()
     differences = [
-        f"{key} is {short_repr(stored.get(key))} there and {wanted[key]!r} here"
-        for key in SAME
-        if stored.get(key, 0) != wanted[key]
+        f"{key} is {short_repr(stored.get(key))} there and {expected[key]!r} here"
+        for key in SHARED_KEYS
+        if stored.get(key, 0) != expected[key]
     ]
     if stored["family"] != "bert":
         differences.insert(0, f"it is a {stored['family']}")
     if differences:
-        raise CheckpointError(
-            f"--bert-load {checkpoint.directory} is no BERT for these towers: {'; '.join(differences)}"
-        )
+        raise CheckpointError(f"--bert-load {checkpoint.directory} does not fit the towers: {'; '.join(differences)}")
 
 
 def tower_reader(
     checkpoint: Checkpoint, family: ModelFamily, store: ItemStore, device: torch.device
 ) -> Callable[[str], ItemState]:
-    """Reads what this process holds of a tower's item from a BERT; the projections of both towers begin alike."""
+    """A function that reads the local shard of a tower's item from a BERT.
+
+    The projections are not in a BERT. Those of both towers start with the same random weights, so that equal inputs
+    have equal embeddings.
+
+    Args:
+        checkpoint: checkpoint of the BERT.
+        family: the model of two towers.
+        store: item store of this rank.
+        device: device of the tensors.
+    """
 
     def read(item: str) -> ItemState:
         fresh = parameters_of(item, family.build(item, torch.device("cpu")))
@@ -324,10 +358,10 @@ def tower_reader(
             if item == "head":
                 first = f"{QUERY}.pooler"
                 twin = parameters_of(first, family.build(first, torch.device("cpu")))
-                whole = twin[first + name.removeprefix(item)].detach()
+                full = twin[first + name.removeprefix(item)].detach()
             else:
-                whole = initial.detach()
-            tensors[name] = store.sharding.local_slice(name, whole).to(device)
+                full = initial.detach()
+            tensors[name] = store.sharding.local_slice(name, full).to(device)
         return ItemState(tensors=tensors, steps={})
 
     return read

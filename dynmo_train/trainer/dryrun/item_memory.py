@@ -1,7 +1,7 @@
-"""What an item holds while it runs, from its forward to the end of its backward, told without running it.
+"""Activation memory of an item from its forward to the end of its backward, without running it.
 
-The item runs on fake tensors, which have shapes and types and no memory; every storage is counted from the operation
-that makes it to the moment when nothing refers to it any more. What a stage holds at its highest follows from that.
+The item runs on fake tensors, which have shapes and dtypes but no memory. A dispatch mode counts every storage from the
+operation that allocates it until its last reference is gone. The peak memory of a stage is computed from its items.
 """
 
 from __future__ import annotations
@@ -26,57 +26,58 @@ from torch.utils._pytree import tree_leaves
 from ...models.layer_list import BoundaryShape, ItemSpec, output_of
 from ...optim.precision import cast_forward
 
-Run = Callable[..., Any]
+ItemRunner = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemMemory:
-    """Bytes of one item and one microbatch, without its parameters and their gradients.
+    """Activation memory of one item for one microbatch, in bytes, without parameters and their gradients.
 
     Attributes:
-        kept: from its forward to its backward, its output among them.
-        forward: at the highest within its forward.
-        backward: at the highest within its backward, what it kept among them.
+        saved: saved from the forward to the backward, including the output.
+        forward: peak during the forward.
+        backward: peak during the backward, including what was saved.
     """
 
-    kept: int
+    saved: int
     forward: int
     backward: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataAssumptions:
-    """What is taken for granted of values that there are none of.
+    """Values that fake tensors do not have, and that determine shapes.
 
     Attributes:
-        counted: of the tokens asked for by ``nonzero``, the share that is not zero.
-        places: numbers read one after the other, again and again: the tokens of each expert.
+        nonzero_fraction: fraction of elements that ``nonzero`` finds, 0 to 1.
+        scalars: values that ``item()`` returns in turn, such as the number of tokens of each expert.
     """
 
-    counted: float | None = None
-    places: tuple[int, ...] = ()
+    nonzero_fraction: float | None = None
+    scalars: tuple[int, ...] = ()
 
 
-NOTHING = DataAssumptions()
+NO_ASSUMPTIONS = DataAssumptions()
 
 
-class _Live(TorchDispatchMode):
-    """Counts the storages that operations make, as long as they live."""
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that operations allocate, while they are referenced."""
 
-    def __init__(self, expected: DataAssumptions) -> None:
+    def __init__(self, assumptions: DataAssumptions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.highest = 0
+        self.current = self.peak = 0
         self._known: set[int] = set()
-        self._counted, self._places = expected.counted, cycle(expected.places) if expected.places else None
+        self._nonzero_fraction = assumptions.nonzero_fraction
+        self._scalars = cycle(assumptions.scalars) if assumptions.scalars else None
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._counted is not None and func is torch.ops.aten.nonzero.default:
-            rows = max(round(self._counted * args[0].numel()), 1)
+        if self._nonzero_fraction is not None and func is torch.ops.aten.nonzero.default:
+            rows = max(round(self._nonzero_fraction * args[0].numel()), 1)
             return torch.empty(rows, args[0].dim(), dtype=torch.int64, device=args[0].device)
-        if self._places is not None and func is torch.ops.aten.bincount.default:
+        if self._scalars is not None and func is torch.ops.aten.bincount.default:
             return torch.empty(args[2], dtype=torch.int64, device=args[0].device)
-        if self._places is not None and func is torch.ops.aten._local_scalar_dense.default:
-            return next(self._places)
+        if self._scalars is not None and func is torch.ops.aten._local_scalar_dense.default:
+            return next(self._scalars)
         return func(*args, **(kwargs or {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +88,7 @@ class _Live(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leave these out: somebody else holds them."""
+        """Do not count the storages of ``tensors``."""
         self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -95,13 +96,13 @@ class _Live(TorchDispatchMode):
         if key in self._known:
             return
         self._known.add(key)
-        self.now += size
-        self.highest = max(self.highest, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        self.current += size
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._free, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.now -= size
+        self.current -= size
 
 
 def item_memory(
@@ -109,20 +110,25 @@ def item_memory(
     module: nn.Module,
     boundary: BoundaryShape,
     inputs: Mapping[str, torch.Tensor],
-    run: Run,
-    expected: DataAssumptions = NOTHING,
+    run: ItemRunner,
+    assumptions: DataAssumptions = NO_ASSUMPTIONS,
 ) -> ItemMemory | None:
-    """What one item holds; None where that depends on the values of tensors, and ``expected`` does not tell them.
+    """The activation memory of one item.
 
     Args:
+        item: entry of the layer list.
         module: the item, on any device.
-        inputs: the batch's tensors, of which shapes and types are taken.
-        run: calls the item with its arguments, and keeps what the run keeps (``checkpoint`` where it recomputes).
-        expected: what is taken for granted of their values.
+        boundary: shapes and dtype of the values that the item reads from other items.
+        inputs: tensors of the batch; only shapes and dtypes are used.
+        run: calls the item, with ``checkpoint`` where the run recomputes activations.
+        assumptions: values that determine shapes.
+
+    Returns:
+        The memory; None where it depends on values that ``assumptions`` does not have.
     """
     try:
         with FakeTensorMode():
-            return _on_fake_tensors(item, module, boundary, inputs, run, expected)
+            return _on_fake_tensors(item, module, boundary, inputs, run, assumptions)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
 
@@ -132,15 +138,15 @@ def _on_fake_tensors(
     module: nn.Module,
     boundary: BoundaryShape,
     inputs: Mapping[str, torch.Tensor],
-    run: Run,
-    expected: DataAssumptions,
+    run: ItemRunner,
+    assumptions: DataAssumptions,
 ) -> ItemMemory:
-    live = _Live(expected)
+    live = _LiveStorages(assumptions)
     used: dict[str, torch.Tensor] = {}
-    others: list[torch.Tensor] = []  # alive, so that nothing else takes their place
+    others: list[torch.Tensor] = []  # keeps references, so that no new storage has their address
     for name, parameter in module.train().named_parameters():
         master = torch.empty(parameter.shape, device="cpu", requires_grad=True)
-        # As from the second microbatch on: gradients are there, and are added to.
+        # As from the second microbatch: gradients exist and are accumulated.
         master.grad = torch.empty_like(master)
         others += [master, master.grad]
         used[name] = master
@@ -149,40 +155,54 @@ def _on_fake_tensors(
             others.append(copy)
             used[name] = cast_forward(master, copy)
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
-    given = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
-    live.ignore([*others, *read, *given])
+    batch = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
+    live.ignore([*others, *read, *batch])
     with live:
-        result = output_of(run(lambda *arguments: functional_call(module, used, arguments), *read, *given))
-        kept, forward = live.now, live.highest
-        live.highest = live.now
+        result = output_of(run(lambda *arguments: functional_call(module, used, arguments), *read, *batch))
+        saved, forward = live.current, live.peak
+        live.peak = live.current
         try:
-            # The gradient of the output comes from the item behind.
+            # The gradient of the output is from the next item.
             result.backward(torch.ones_like(result))
         except DataDependentOutputException:
-            # The loss in pieces has its gradients ready; they are handed on.
-            live.highest = max(live.highest, kept)
-    return ItemMemory(kept=kept, forward=forward, backward=live.highest)
+            # The chunked loss computed its gradients in the forward; the backward only returns them.
+            live.peak = max(live.peak, saved)
+    return ItemMemory(saved=saved, forward=forward, backward=live.peak)
 
 
 def transient_bytes(items: Sequence[ItemMemory]) -> int:
-    """What a stage holds at its highest above what all of its items keep, while one of them runs."""
-    kept = sum(item.kept for item in items)
-    before = highest = 0
+    """The peak memory of a stage during a pass, above what all its items save.
+
+    Args:
+        items: items of the stage, in order.
+
+    Returns:
+        Bytes.
+    """
+    saved = sum(item.saved for item in items)
+    saved_before = peak = 0
     for item in items:
-        highest = max(highest, before + item.forward, before + item.backward)
-        before += item.kept
-    return highest - kept
+        peak = max(peak, saved_before + item.forward, saved_before + item.backward)
+        saved_before += item.saved
+    return peak - saved
 
 
 def single_bytes(items: Sequence[ItemMemory], gradient_bytes: Sequence[int]) -> int:
-    """What a model holds at its highest beside parameters and moments where a step is one microbatch.
+    """The peak memory of a model, without parameters and moments, in a step of one microbatch.
 
-    Gradients come as activations go.
+    The backward allocates gradients while it frees activations.
+
+    Args:
+        items: all items of the model, in order.
+        gradient_bytes: size of the gradients of each item.
+
+    Returns:
+        Bytes.
     """
-    before = highest = 0
-    behind = sum(gradient_bytes)
+    saved_before = peak = 0
+    gradients_after = sum(gradient_bytes)
     for item, gradients in zip(items, gradient_bytes, strict=True):
-        highest = max(highest, before + item.forward, before + item.backward + behind - gradients)
-        behind -= gradients
-        before += item.kept
-    return max(highest, sum(gradient_bytes))
+        peak = max(peak, saved_before + item.forward, saved_before + item.backward + gradients_after - gradients)
+        gradients_after -= gradients
+        saved_before += item.saved
+    return max(peak, sum(gradient_bytes))

@@ -1,7 +1,7 @@
-"""The peak memory of each worker of a dry run: of the model, of microbatches in flight, and in passing.
+"""The peak memory of each worker in a dry run: model state, activations of microbatches, and transient memory.
 
-Pure functions of the layer list, the configuration and what ``dynmo-plan simulate`` says of the schedule. A device's
-own share (context, libraries, allocator) is left out.
+Pure functions of the layer list, the configuration, and the stages and peaks that ``dynmo-plan simulate`` predicts. The
+CUDA context, libraries and allocator overhead are not included.
 """
 
 from __future__ import annotations
@@ -27,24 +27,32 @@ from ...models.sharding import cut_item
 from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
 from ...pipeline.pipeline_stage import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES, MOMENTS_BYTES
-from .item_memory import NOTHING, DataAssumptions, ItemMemory, Run, item_memory, single_bytes, transient_bytes
+from .item_memory import (
+    NO_ASSUMPTIONS,
+    DataAssumptions,
+    ItemMemory,
+    ItemRunner,
+    item_memory,
+    single_bytes,
+    transient_bytes,
+)
 
 
-def run_of(granularity: str) -> Run:
-    """Calls an item as a run of this ``--recompute-granularity`` does."""
+def recompute_runner(granularity: str) -> ItemRunner:
+    """A function that calls an item as a run with this ``--recompute-granularity`` does."""
     if granularity == "none":
         return lambda item, *arguments: item(*arguments)
-    more: dict[str, Any] = {"context_fn": partial(save_products, [])} if granularity == "selective" else {}
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **more)
+    selective: dict[str, Any] = {"context_fn": partial(save_products, [])} if granularity == "selective" else {}
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **selective)
 
 
-def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape) -> dict[str, ItemMemory]:
-    """What each item holds in its passes on its first tensor rank, computed once for items alike.
+def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) -> dict[str, ItemMemory]:
+    """The activation memory of each item on its first tensor-parallel rank, computed once for equal items.
 
-    Items for which that depends on data in a way that is not foreseen are left out.
+    Items whose memory depends on data in other ways than :class:`DataAssumptions` are not included.
     """
     inputs = shapes_of(config)
-    run = run_of(config.training.recompute_granularity)
+    run = recompute_runner(config.training.recompute_granularity)
     known: dict[Any, ItemMemory | None] = {}
     keys: dict[str, Any] = {}
     for item in family.items:
@@ -54,47 +62,47 @@ def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape
         if key not in known:
             if isinstance(module, Embedding) and _is_by_token(config):
                 module.pending = PendingRows(module.word.weight, sys.maxsize)
-            expected = _expected(config, module)
+            assumptions = _assumptions(config, module)
             cut = cut_item(item.name, module, family.split_dim, _region(config))
-            known[key] = None if expected is None else item_memory(item, cut, boundary, inputs, run, expected)
+            known[key] = None if assumptions is None else item_memory(item, cut, boundary, inputs, run, assumptions)
     found = {name: known[key] for name, key in keys.items()}
     return {name: memory for name, memory in found.items() if memory is not None}
 
 
-def _expected(config: Config, module: nn.Module) -> DataAssumptions | None:
-    """What an item's memory goes by where it depends on data: an even load of experts; None where nothing is known."""
+def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
+    """The assumptions for an item whose memory depends on data: an even load of experts; None where none is made."""
     if isinstance(module, BertHead):
-        return DataAssumptions(counted=config.data.mask_prob)
+        return DataAssumptions(nonzero_fraction=config.data.mask_prob)
     if not isinstance(module, MoeMlp):
-        return NOTHING
+        return NO_ASSUMPTIONS
     moe = module.moe
     if moe.routing == BALANCED or config.parallel.expert_model_parallel_size > 1:
         return None
-    places = config.training.micro_batch_size * config.model.seq_length * moe.top_k
-    least, more = divmod(places, moe.num_experts)
-    return DataAssumptions(places=tuple(least + (expert < more) for expert in range(moe.num_experts)))
+    assignments = config.training.micro_batch_size * config.model.seq_length * moe.top_k
+    per_expert, remainder = divmod(assignments, moe.num_experts)
+    return DataAssumptions(scalars=tuple(per_expert + (expert < remainder) for expert in range(moe.num_experts)))
 
 
 def _region(config: Config) -> TensorRegion | None:
     parallel = config.parallel
     size = parallel.tensor_model_parallel_size
-    return None if size == 1 else _AloneRegion(size, sequence=parallel.sequence_parallel)
+    return None if size == 1 else _SingleRankRegion(size, sequence=parallel.sequence_parallel)
 
 
-class _AloneRegion(TensorRegion):
-    """The first of some tensor ranks without the others: results have the shapes that they have with them."""
+class _SingleRankRegion(TensorRegion):
+    """The first of several tensor-parallel ranks without communication; results have the shapes of the real ones."""
 
     def __init__(self, size: int, *, sequence: bool) -> None:
         self.rank, self.size, self.sequence = 0, size, sequence
 
     def without_sequence_parallelism(self) -> TensorRegion:
-        return _AloneRegion(self.size, sequence=False)
+        return _SingleRankRegion(self.size, sequence=False)
 
     def seed_inside(self) -> None:
-        """Random numbers matter to nobody here."""
+        """Do nothing: random numbers do not affect shapes."""
 
     def _seed_outside(self) -> None:
-        """Nor outside."""
+        """Do nothing, as in ``seed_inside``."""
 
     def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
         return x
@@ -110,66 +118,75 @@ class _AloneRegion(TensorRegion):
 
 
 def _is_by_token(config: Config) -> bool:
-    """Whether the gradient of a table of words is kept by token until the end of a step."""
+    """Whether the gradient of a word table is collected by token until the end of the step."""
     parallel, training = config.parallel, config.training
-    shared = parallel.zero_stage > 0 and parallel.data_parallel_size > 1
-    return not shared and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
+    is_sharded = parallel.zero_stage > 0 and parallel.data_parallel_size > 1
+    return not is_sharded and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
 
 
-def _left_out(config: Config, family: ModelFamily, items: Sequence[str], boundary: BoundaryShape) -> dict[str, int]:
-    """By how much the gradients of items are less until the end of a step, in bytes: of tables kept by token."""
-    left: dict[str, int] = {}
+def _deferred_gradient_bytes(
+    config: Config, family: ModelFamily, items: Sequence[str], boundary: BoundaryShape
+) -> dict[str, int]:
+    """By how many bytes the gradients of word tables are smaller until the end of a step, by item."""
+    deferred: dict[str, int] = {}
     tokens = config.microbatches * config.training.micro_batch_size * config.model.seq_length
     for name in items if _is_by_token(config) else ():
         module = family.build(name, torch.device("meta"))
         if isinstance(module, Embedding):
             rows, width = module.word.weight.shape
-            most = most_pending(rows)
-            kept = min(tokens, most) * width * boundary.dtype.itemsize
-            left[name] = (FLOAT_BYTES * rows * width if tokens <= most else 0) - kept
-    return left
+            max_pending = most_pending(rows)
+            collected = min(tokens, max_pending) * width * boundary.dtype.itemsize
+            full = FLOAT_BYTES * rows * width if tokens <= max_pending else 0
+            deferred[name] = full - collected
+    return deferred
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """Parameters of a worker: all, and those whose memory another one shares (copies of tied weights held here)."""
+class _ParameterCounts:
+    """Numbers of parameters of a worker.
 
-    every: int
+    Attributes:
+        total: all parameters.
+        shared: copies of tied weights that share the memory of their owner on this worker.
+        largest: parameters of the largest item.
+    """
+
+    total: int
     shared: int
     largest: int
 
 
-def _counts(items: Sequence[str], family: ModelFamily, params: Mapping[str, int]) -> _Counts:
-    held = set(items)
+def _counts(items: Sequence[str], family: ModelFamily, params: Mapping[str, int]) -> _ParameterCounts:
+    local = set(items)
     shared = 0
     for copy_name, owner_name in family.ties.items():
         copy_item = max((name for name in params if copy_name.startswith(f"{name}.")), key=len)
         owner_item = max((name for name in params if owner_name.startswith(f"{name}.")), key=len)
-        if {copy_item, owner_item} <= held:
+        if {copy_item, owner_item} <= local:
             module = family.build(copy_item, torch.device("meta"))
-            whole = sum(each.numel() for each in module.parameters())
+            total = sum(each.numel() for each in module.parameters())
             count = module.get_parameter(copy_name.removeprefix(f"{copy_item}.")).numel()
-            shared += round(count * params[copy_item] / whole)  # of a tensor-parallel rank: its part
-    return _Counts(
-        every=sum(params[name] for name in items),
+            shared += round(count * params[copy_item] / total)  # the share of a tensor-parallel rank
+    return _ParameterCounts(
+        total=sum(params[name] for name in items),
         shared=shared,
         largest=max((params[name] for name in items), default=0),
     )
 
 
-def _model_bytes(config: Config, boundary: BoundaryShape, counts: _Counts) -> tuple[int, int]:
-    """(Parameters, copies for the arithmetic and moments, gradients) of a worker's device."""
+def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> tuple[int, int]:
+    """Bytes on a device of a worker: parameters with moments and compute copies, and gradients."""
     replicas, zero = config.parallel.data_parallel_size, config.parallel.zero_stage
     copies = boundary.dtype.itemsize
-    gradients = FLOAT_BYTES * counts.every
+    gradients = FLOAT_BYTES * counts.total
     if zero and replicas > 1:
-        rows = (FLOAT_BYTES + MOMENTS_BYTES) * counts.every // replicas
-        whole = copies * (2 * counts.largest if zero == 3 else counts.every + counts.largest)
-        return rows + whole, gradients
-    held = (FLOAT_BYTES + MOMENTS_BYTES) * (counts.every - counts.shared)
+        sharded = (FLOAT_BYTES + MOMENTS_BYTES) * counts.total // replicas
+        gathered = copies * (2 * counts.largest if zero == 3 else counts.total + counts.largest)
+        return sharded + gathered, gradients
+    state = (FLOAT_BYTES + MOMENTS_BYTES) * (counts.total - counts.shared)
     if boundary.dtype != torch.float32:
-        held += copies * counts.every
-    return held, gradients
+        state += copies * counts.total
+    return state, gradients
 
 
 def worker_peaks(
@@ -177,22 +194,28 @@ def worker_peaks(
     family: ModelFamily,
     boundary: BoundaryShape,
     header: Mapping[str, Any],
-    told: Mapping[str, Any],
+    simulation: Mapping[str, Any],
     memories: Mapping[str, ItemMemory],
 ) -> list[int]:
-    """The peak of each worker's devices, in bytes.
+    """The peak memory of each worker's devices.
 
     Args:
-        header: the profile's header that was simulated.
-        told: what ``dynmo-plan simulate`` said of it: stages and the peaks of its own count.
-        memories: what the items hold; for items that are not there the simulation's own count stands alone.
+        config: configuration of the run.
+        family: model of the run.
+        boundary: shapes and dtype at stage boundaries.
+        header: profile header that was simulated.
+        simulation: result of ``dynmo-plan simulate``: stages, and the peaks of its own model.
+        memories: activation memory of items; without an item's, the peak of the simulation is used.
+
+    Returns:
+        Bytes, by worker.
     """
     infos = {item["name"]: item for item in header["items"]}
     params = {name: info["param_count"] for name, info in infos.items()}
     microbatches, data = config.microbatches, config.parallel.data_parallel_size
     peaks = []
-    for worker, simulated in enumerate(told["peak_memory_bytes"]):
-        stages = [stage for stage in told["stages"] if stage["worker"] == worker]
+    for worker, simulated in enumerate(simulation["peak_memory_bytes"]):
+        stages = [stage for stage in simulation["stages"] if stage["worker"] == worker]
         items = [name for stage in stages for name in stage["items"]]
         static = sum(
             infos[name][field] for name in items for field in ("param_bytes", "gradient_bytes", "optimizer_bytes")
@@ -200,15 +223,15 @@ def worker_peaks(
         counts = _counts(items, family, params)
         model, gradients = _model_bytes(config, boundary, counts)
         known = [memories[name] for name in items if name in memories]
-        left = _left_out(config, family, items, boundary)
-        if microbatches == 1 and len(told["stages"]) == 1 and len(known) == len(items):
-            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - left.get(name, 0) for name in items])
+        deferred = _deferred_gradient_bytes(config, family, items, boundary)
+        if microbatches == 1 and len(simulation["stages"]) == 1 and len(known) == len(items):
+            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - deferred.get(name, 0) for name in items])
         else:
-            peak = model + gradients - sum(left.values()) + (simulated - static) + transient_bytes(known)
-            peak += _buffers(family, boundary, stages, len(told["stages"]), microbatches)
+            peak = model + gradients - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
+            peak += _buffers(family, boundary, stages, len(simulation["stages"]), microbatches)
         peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:
-            # At the end of a step each bucket is a copy of its gradients.
+            # At the end of a step each bucket of the reduction is a copy of its gradients.
             peak = max(peak, model + 2 * gradients)
         peaks.append(peak)
     return peaks
@@ -218,19 +241,19 @@ def _buffers(
     family: ModelFamily,
     boundary: BoundaryShape,
     stages: Sequence[Mapping[str, Any]],
-    number: int,
+    num_stages: int,
     microbatches: int,
 ) -> int:
-    """What torch's stages keep for what comes from other workers: room for every microbatch, filled or not."""
+    """Bytes of the receive buffers of torch's stages, one for every microbatch, used or not."""
     names = [item.name for item in family.items]
-    own = {stage["stage"] for stage in stages}
+    local = {stage["stage"] for stage in stages}
     total = 0
     for stage in stages:
         if not stage["items"]:
             continue
         begin, end = names.index(stage["items"][0]), names.index(stage["items"][-1]) + 1
-        if stage["stage"] > 0 and stage["stage"] - 1 not in own:
+        if stage["stage"] > 0 and stage["stage"] - 1 not in local:
             total += microbatches * boundary.num_bytes(live_before(family.items, begin))
-        if stage["stage"] < number - 1 and stage["stage"] + 1 not in own:
+        if stage["stage"] < num_stages - 1 and stage["stage"] + 1 not in local:
             total += microbatches * boundary.num_bytes(live_before(family.items, end))
     return total

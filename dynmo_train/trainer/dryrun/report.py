@@ -1,7 +1,10 @@
-"""What a run would need, without building it: parameters, operations of a step, memory of each worker.
+"""``--dry-run``: parameters, FLOPs of a step, memory of each worker and step time, without building the model.
 
-The layer list is built on the meta device, which holds shapes alone. An exact profile header goes to ``dynmo-plan
-simulate``, which has the one cost model; its figures are for a device that need not be here.
+The layer list is built on the meta device, which has shapes but no memory. An exact profile header is passed to
+``dynmo-plan simulate``, which has the cost model, for a device that need not be present::
+
+    Config -> layer list on meta -> profile header -> dynmo-plan simulate -> stages, step time
+                   `-> item_memory on fake tensors ---------> worker_peaks <------' -> DryRunReport
 """
 
 from __future__ import annotations
@@ -26,22 +29,24 @@ from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
 from ...models.registry import family_of
 from ..monitoring.profile_writer import describe_items
-from ..settings_from_config import flops_counter, settings_of
+from ..settings_from_config import engine_settings, flops_counter
 from .item_memory import ItemMemory
-from .peak_memory import memory_of_items, worker_peaks
+from .peak_memory import item_memories, worker_peaks
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunReport:
-    """The figures. Memory is the peak of each pipeline worker's devices, without what the process itself takes.
+    """The resources of a run.
 
     Attributes:
-        parameters: of the model, tied weights once.
-        parameters_per_worker: of the largest share that one device holds.
-        flops_per_step: model operations of a step over all devices, nothing recomputed.
-        peak_memory_bytes: of each worker.
-        step_s: predicted time of a step on ``device``.
-        processes: devices in all.
+        parameters: number of parameters of the model; tied weights count once.
+        parameters_per_worker: largest number of parameters on a device.
+        flops_per_step: model FLOPs of a step over all devices, without recomputation.
+        peak_memory_bytes: peak memory of each worker's devices, without the CUDA context and libraries.
+        step_s: predicted step time on ``device``, in seconds.
+        bubble_fraction: predicted fraction of the step time in which workers are idle.
+        device: device of the prediction.
+        processes: total number of devices.
     """
 
     parameters: int
@@ -54,8 +59,8 @@ class DryRunReport:
     processes: int
 
 
-def _cut_to_rank(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]:
-    """Builds items on the meta device as one of ``tensor`` ranks holds them."""
+def _sharded_builder(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]:
+    """A function that builds items on the meta device with the shapes of one of ``tensor`` tensor-parallel ranks."""
 
     def build(name: str) -> nn.Module:
         module = family.build(name, torch.device("meta"))
@@ -70,13 +75,15 @@ def _cut_to_rank(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]
     return build
 
 
-def header_of(config: Config, family: ModelFamily, memories: Mapping[str, ItemMemory]) -> dict[str, Any]:
-    """The profile's header of the run, as it would be written at its start, with exact sizes.
+def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping[str, ItemMemory]) -> dict[str, Any]:
+    """The profile header that the run would write at its start, with exact sizes.
 
     Args:
-        memories: what the items hold, as far as that is known.
+        config: configuration of the run.
+        family: model of the run.
+        memories: activation memory of items, where it is known.
     """
-    parallel, boundary = config.parallel, settings_of(config).pipeline.boundary
+    parallel, boundary = config.parallel, engine_settings(config).pipeline.boundary
     ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
     record = header_record(
         run_id="dry-run",
@@ -107,29 +114,29 @@ def header_of(config: Config, family: ModelFamily, memories: Mapping[str, ItemMe
             )
             for worker in range(parallel.pipeline_model_parallel_size)
         ],
-        items=describe_items(family, boundary, _cut_to_rank(family, parallel.tensor_model_parallel_size)),
+        items=describe_items(family, boundary, _sharded_builder(family, parallel.tensor_model_parallel_size)),
     )
     record["model"]["x_num_attention_heads"] = config.model.num_attention_heads
     for item in record["items"]:
         if item["name"] in memories:
-            item["x_activation_bytes"] = memories[item["name"]].kept
+            item["x_activation_bytes"] = memories[item["name"]].saved
     return record
 
 
 def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, Any]:
-    """What ``dynmo-plan simulate`` says of the run; raises ``UsageError`` where it is absent or refuses."""
+    """The result of ``dynmo-plan simulate``; raises ``UsageError`` if it is not installed or fails."""
     program = program_path("dynmo-plan")
     if program is None:
-        raise UsageError("--dry-run asks dynmo-plan, which is not installed beside dynmo-train nor on PATH")
+        raise UsageError("--dry-run needs dynmo-plan, which is not installed next to dynmo-train nor on PATH")
     precision = config.precision
     dtype = "bfloat16" if precision.bf16 else "float16" if precision.fp16 else "float32"
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.jsonl"
         append_record(profile, header)
-        words = [program, "simulate", str(profile), "--device", device, "--dtype", dtype, "--balancer", "uniform"]
-        words += ["--recompute", config.training.recompute_granularity, "--format", "json"]
-        words += ["--plan", config.balance.plan] if config.balance.plan else []
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        command = [program, "simulate", str(profile), "--device", device, "--dtype", dtype, "--balancer", "uniform"]
+        command += ["--recompute", config.training.recompute_granularity, "--format", "json"]
+        command += ["--plan", config.balance.plan] if config.balance.plan else []
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"dynmo-plan simulate: {done.stderr.strip() or done.returncode}")
     document: dict[str, Any] = parse_any_json(done.stdout)
@@ -137,28 +144,36 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
 
 
 def dry_run(config: Config, device: str) -> DryRunReport:
-    """The figures of a run on a device: ``h200``, ``h100``, ``a100``, ``cpu`` or a TOML file of ``dynmo-plan``."""
+    """Compute the resources of a run.
+
+    Args:
+        config: configuration of the run.
+        device: ``h200``, ``h100``, ``a100``, ``cpu`` or a device file (TOML) of ``dynmo-plan``.
+
+    Raises:
+        UsageError: ``dynmo-plan`` is not installed, or rejects the device or the plan.
+    """
     family, parallel = family_of(config), config.parallel
-    boundary = settings_of(config).pipeline.boundary
-    memories = memory_of_items(config, family, boundary)
-    header = header_of(config, family, memories)
-    told = _simulate(header, config, device)
-    whole, held = 0, {}
+    boundary = engine_settings(config).pipeline.boundary
+    memories = item_memories(config, family, boundary)
+    header = profile_header_of_run(config, family, memories)
+    simulation = _simulate(header, config, device)
+    total, local_counts = 0, {}
     for item in family.items:
         counts = parameters_of(item.name, family.build(item.name, torch.device("meta")))
-        whole += sum(parameter.numel() for name, parameter in counts.items() if name not in family.ties)
-        held[item.name] = next(each["param_count"] for each in header["items"] if each["name"] == item.name)
+        total += sum(parameter.numel() for name, parameter in counts.items() if name not in family.ties)
+        local_counts[item.name] = next(each["param_count"] for each in header["items"] if each["name"] == item.name)
     by_worker: dict[int, int] = {}
-    for stage in told.get("stages", []):
-        count = sum(held[name] for name in stage["items"])
+    for stage in simulation.get("stages", []):
+        count = sum(local_counts[name] for name in stage["items"])
         by_worker[stage["worker"]] = by_worker.get(stage["worker"], 0) + count
     return DryRunReport(
-        parameters=whole,
-        parameters_per_worker=max(by_worker.values(), default=sum(held.values())),
+        parameters=total,
+        parameters_per_worker=max(by_worker.values(), default=sum(local_counts.values())),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
-        peak_memory_bytes=worker_peaks(config, family, boundary, header, told, memories),
-        step_s=told["step_ns"] / 1e9,
-        bubble_fraction=told["bubble_fraction"],
+        peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
+        step_s=simulation["step_ns"] / 1e9,
+        bubble_fraction=simulation["bubble_fraction"],
         device=device,
         processes=parallel.pipeline_model_parallel_size
         * parallel.tensor_model_parallel_size
@@ -167,13 +182,13 @@ def dry_run(config: Config, device: str) -> DryRunReport:
 
 
 def print_dry_run(config: Config, device: str, form: Format) -> None:
-    """Print the figures."""
-    figures = dry_run(config, device)
+    """Print the resources of a run; see :func:`dry_run`."""
+    report = dry_run(config, device)
     if form is Format.JSON:
-        emit_json(asdict(figures))
+        emit_json(asdict(report))
         return
-    emit(f"parameters: {figures.parameters:,}; at most {figures.parameters_per_worker:,} on a device")
-    emit(f"operations of a step: {figures.flops_per_step:.4e} ({figures.processes} devices)")
-    for worker, peak in enumerate(figures.peak_memory_bytes):
-        emit(f"worker {worker}: {human_bytes(peak)} on each of its devices")
-    emit(f"a step on {device}: {figures.step_s:.3f} s, of which {figures.bubble_fraction:.1%} is the bubble")
+    emit(f"parameters: {report.parameters:,} | per device: at most {report.parameters_per_worker:,}")
+    emit(f"model FLOPs per step: {report.flops_per_step:.4e} | devices: {report.processes}")
+    for worker, peak in enumerate(report.peak_memory_bytes):
+        emit(f"worker {worker}: peak memory per device {human_bytes(peak)}")
+    emit(f"step time on {device}: {report.step_s:.3f} s | bubble: {report.bubble_fraction:.1%}")

@@ -1,4 +1,4 @@
-"""A run as it goes on, read from its directory alone: loss, tokens per second, load of the stages, bubble, plans."""
+"""The status of a run from its directory: loss, tokens per second, load of each worker, bubble, plans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..._common.document import DocumentError, UnreadableError, read_any_json, r
 from ..._common.errors import UsageError
 from ...formats.os_errors import reason
 
-RECENT = 20
+# Number of last steps that the means are over.
+RECENT_STEPS = 20
 _TICKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStatus:
-    """One plan of the run: its number, what came of it, after which step, and the planner's reason."""
+    """A plan of the run: its number, its result, the step of the result, and the planner's reason."""
 
     plan_id: int
     result: str
@@ -27,14 +28,25 @@ class PlanStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """What the files say now; figures are means of the last steps, None where nothing was measured yet.
+class RunStatus:
+    """The status of a run. Measurements are means of the last 20 steps, None before the first one.
 
     Attributes:
-        loads: share of the last measured steps that each worker computed, 0 to 1.
-        bubble: 1 less the mean of the loads.
-        losses: of the last steps, for a curve.
-        events: the last sentences of ``events.jsonl``.
+        run: run directory.
+        step: number of completed steps.
+        train_iters: number of steps of the run.
+        loss: mean training loss.
+        validation_loss: last validation loss.
+        learning_rate: learning rate of the last step.
+        step_ms: mean step time, in milliseconds.
+        tokens_per_s: mean throughput.
+        skipped: number of steps without an update.
+        loads: fraction of the measured step time that each worker computed, 0 to 1.
+        bubble: 1 minus the mean load.
+        peak_memory_bytes: peak memory of each worker.
+        losses: losses of the last 60 steps.
+        plans: plans of the run, in order.
+        events: last messages of ``events.jsonl``.
     """
 
     run: str
@@ -72,33 +84,36 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanStatus]:
     by_id = {each["plan_id"]: each for each in results}
-    seen = []
+    statuses = []
     for path in sorted((run / "plans").glob("plan-*.json")):
         plan = read_any_json(path)
         number = plan["plan_id"]
-        told = by_id.get(number)
-        result = "initial" if plan["balancer"] == "initial" else str(told["result"]) if told else "waiting"
-        step = int(told["step"]) if told else plan.get("read_to_step")
-        seen.append(PlanStatus(plan_id=number, result=result, step=step, reason=str(plan.get("reason") or "")))
-    return seen
+        record = by_id.get(number)
+        result = "initial" if plan["balancer"] == "initial" else str(record["result"]) if record else "waiting"
+        step = int(record["step"]) if record else plan.get("read_to_step")
+        statuses.append(PlanStatus(plan_id=number, result=result, step=step, reason=str(plan.get("reason") or "")))
+    return statuses
 
 
-def read_run_status(run: Path) -> View:
-    """The state of the run in ``run``.
+def read_run_status(run: Path) -> RunStatus:
+    """Read the status of a run.
+
+    Args:
+        run: run directory.
 
     Raises:
-        UsageError: it is not the directory of a run.
+        UsageError: ``run`` is not a run directory.
     """
     try:
-        about = read_any_json(run / "run.json")
+        document = read_any_json(run / "run.json")
     except DocumentError as error:
-        raise UsageError(f"{run} is not the directory of a run: {reason(error)}") from error
+        raise UsageError(f"{run} is not a run directory: {reason(error)}") from error
     metrics = _lines(run / "metrics.jsonl")
     steps = [line for line in metrics if "step_ns" in line]
-    recent = steps[-RECENT:]
+    recent = steps[-RECENT_STEPS:]
     profile = _lines(run / "profile.jsonl")
     segment = max((at for at, line in enumerate(profile) if line["record"] == "header"), default=0)
-    measured = [line for line in profile[segment:] if line["record"] == "step"][-RECENT:]
+    measured = [line for line in profile[segment:] if line["record"] == "step"][-RECENT_STEPS:]
     loads = [
         sum(line["busy_ns"][worker] for line in measured) / max(1, sum(line["step_ns"] for line in measured))
         for worker in range(len(measured[-1]["busy_ns"]) if measured else 0)
@@ -106,10 +121,10 @@ def read_run_status(run: Path) -> View:
     mean_load = _mean(loads)
     seconds = sum(line["step_ns"] for line in recent) / 1e9
     validations = [line["validation_loss"] for line in metrics if "validation_loss" in line]
-    return View(
+    return RunStatus(
         run=str(run),
         step=steps[-1]["step"] if steps else 0,
-        train_iters=about.get("config", {}).get("training", {}).get("train_iters"),
+        train_iters=document.get("config", {}).get("training", {}).get("train_iters"),
         loss=_mean([line["lm_loss"] for line in recent if line.get("lm_loss") is not None]),
         validation_loss=validations[-1] if validations else None,
         learning_rate=steps[-1]["learning_rate"] if steps else None,
@@ -125,13 +140,13 @@ def read_run_status(run: Path) -> View:
     )
 
 
-def document_of(view: View) -> dict[str, Any]:
-    """The view for JSON."""
-    return asdict(view)
+def status_document(status: RunStatus) -> dict[str, Any]:
+    """The status as a JSON document."""
+    return asdict(status)
 
 
-def curve(values: Sequence[float]) -> str:
-    """A line of blocks, lowest to highest: 1, 2, 3 is three rising ticks."""
+def sparkline(values: Sequence[float]) -> str:
+    """A sparkline of block characters, scaled from the lowest to the highest value."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -143,37 +158,37 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def format_status(view: View) -> str:
-    """The view as plain text, one fact a line."""
-    of = f" of {view.train_iters}" if view.train_iters is not None else ""
+def format_status(status: RunStatus) -> str:
+    """The status as plain text."""
+    of = f" of {status.train_iters}" if status.train_iters is not None else ""
     lines = [
-        f"{view.run}: step {view.step}{of}{', done' if view.is_done else ''}",
-        f"loss {_number(view.loss, '.4f')}  validation {_number(view.validation_loss, '.4f')}"
-        f"  learning rate {_number(view.learning_rate, '.3E')}  skipped {view.skipped}",
-        f"{_number(view.tokens_per_s, ',.0f')} tokens/s  {_number(view.step_ms, '.1f')} ms a step"
-        f"  bubble {_number(view.bubble, '.1%')}",
+        f"{status.run}: step {status.step}{of}{', done' if status.is_done else ''}",
+        f"loss {_number(status.loss, '.4f')}  validation {_number(status.validation_loss, '.4f')}"
+        f"  learning rate {_number(status.learning_rate, '.3E')}  skipped {status.skipped}",
+        f"{_number(status.tokens_per_s, ',.0f')} tokens/s  {_number(status.step_ms, '.1f')} ms/step"
+        f"  bubble {_number(status.bubble, '.1%')}",
     ]
-    if view.losses:
-        lines.append(f"{curve(view.losses)}  last {len(view.losses)} losses")
-    for worker, load in enumerate(view.loads):
-        memory = view.peak_memory_bytes[worker] / 1e9
+    if status.losses:
+        lines.append(f"{sparkline(status.losses)}  last {len(status.losses)} losses")
+    for worker, load in enumerate(status.loads):
+        memory = status.peak_memory_bytes[worker] / 1e9
         lines.append(f"worker {worker:3d} {'#' * round(load * 40):<40} {load:6.1%}  {memory:.2f} GB")
-    for plan in view.plans[-6:]:
+    for plan in status.plans[-6:]:
         reason = f": {plan.reason}" if plan.reason else ""
         lines.append(f"plan {plan.plan_id} {plan.result} at step {plan.step}{reason}")
-    lines += [f"  {event}" for event in view.events]
+    lines += [f"  {event}" for event in status.events]
     return "\n".join(lines)
 
 
-def watch(run: Path, every_s: float) -> None:
-    """Show the run in place, anew every ``every_s`` seconds, until its last step is done or somebody interrupts."""
+def watch(run: Path, interval_s: float) -> None:
+    """Show the status on the terminal, updated every ``interval_s`` seconds, until the last step or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    view = read_run_status(run)
-    with Live(Text(format_status(view)), console=Console(), auto_refresh=False) as live:
-        while not view.is_done:
-            time.sleep(every_s)
-            view = read_run_status(run)
-            live.update(Text(format_status(view)), refresh=True)
+    status = read_run_status(run)
+    with Live(Text(format_status(status)), console=Console(), auto_refresh=False) as live:
+        while not status.is_done:
+            time.sleep(interval_s)
+            status = read_run_status(run)
+            live.update(Text(format_status(status)), refresh=True)

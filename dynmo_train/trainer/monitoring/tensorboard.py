@@ -1,8 +1,8 @@
-"""Scalars for TensorBoard: event files written without its package.
+"""Writes scalars to TensorBoard event files without the tensorboard package.
 
-A file is records of the TFRecord form, little-endian: length as u64, its masked CRC-32C, the bytes, their masked
-CRC-32C. The bytes are an ``Event`` message of protocol buffers: 1 wall time (double), 2 step (varint), 3 file version
-(string), 5 summary, which holds in 1 a value with 1 tag (string) and 2 number (float).
+A file is a sequence of TFRecord records, little-endian: length as u64, its masked CRC-32C, the payload, its masked
+CRC-32C. The payload is an ``Event`` protocol buffer with the fields 1 wall time (double), 2 step (varint), 3 file
+version (string) and 5 summary. A summary has in field 1 a value with the fields 1 tag (string) and 2 number (float).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _table() -> tuple[int, ...]:
 
 
 def crc32c(payload: bytes) -> int:
-    """CRC-32C of some bytes: that of ``b"123456789"`` is 0xE3069283."""
+    """CRC-32C of ``payload``; that of ``b"123456789"`` is 0xE3069283."""
     table, value = _table(), 0xFFFFFFFF
     for byte in payload:
         value = table[(value ^ byte) & 0xFF] ^ (value >> 8)
@@ -48,17 +48,17 @@ def _masked(payload: bytes) -> bytes:
 
 
 def record(payload: bytes) -> bytes:
-    """One record around ``payload``."""
+    """The TFRecord of ``payload``."""
     length = struct.pack("<Q", len(payload))
     return length + _masked(length) + payload + _masked(payload)
 
 
 def _varint(value: int) -> bytes:
-    made = b""
+    encoded = b""
     while value >= 0x80:
-        made += bytes([value & 0x7F | 0x80])
+        encoded += bytes([value & 0x7F | 0x80])
         value >>= 7
-    return made + bytes([value])
+    return encoded + bytes([value])
 
 
 def _inner(key: int, payload: bytes) -> bytes:
@@ -66,7 +66,13 @@ def _inner(key: int, payload: bytes) -> bytes:
 
 
 def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
-    """An ``Event`` with these scalars."""
+    """An encoded ``Event``.
+
+    Args:
+        wall_time: seconds since the epoch.
+        step: number of the step.
+        scalars: tag -> value.
+    """
     values = b"".join(
         _inner(1, _inner(1, tag.encode()) + b"\x15" + struct.pack("<f", number)) for tag, number in scalars.items()
     )
@@ -74,12 +80,12 @@ def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to a new event file in ``folder``; each call is one write.
+    """Appends scalars to a new event file in ``folder``.
 
-    Where the disk is full an event is left out, and none is cut off: readers stop at a record that is not whole.
+    On a full disk an event is dropped and never truncated, since readers stop at an incomplete record.
 
     Raises:
-        UsageError: the folder or the file cannot be made.
+        UsageError: the folder or the file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +100,7 @@ class EventWriter:
             raise UsageError(f"cannot write to --tensorboard-dir {folder}: {reason(error)}") from error
 
     def _append(self, payload: bytes) -> None:
-        """Write a record whole, or none of it."""
+        """Write a complete record, or nothing."""
         try:
             rest = memoryview(payload)
             while rest:
@@ -106,13 +112,13 @@ class EventWriter:
         self._end += len(payload)
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write one event; where that fails, warn once and leave it out."""
+        """Write one event with the scalars of ``step``; on failure, warn once and drop it."""
         try:
             self._append(record(event(time.time(), step, scalars)))
             self._is_full = False
         except OSError as error:
             if not self._is_full:
-                say(f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are left out")
+                say(f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are dropped")
             self._is_full = True
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dynmo_train.optim.precision import LossScaler, LossScaling
 from dynmo_train.trainer.engine import StepResult
-from dynmo_train.trainer.finite_check import PLACES_LIMIT, FiniteCheck, batch_detail, end_message
+from dynmo_train.trainer.finite_check import MAX_PIECES, FiniteCheck, batch_detail, end_message
 
 NAN = math.nan
 
@@ -80,7 +80,7 @@ def test_checkpoint_is_refused_until_the_model_is_finite_again():
 
 def test_batch_detail_of_a_large_batch_is_bounded():
     piece = {"prefix": "x", "sequences": [0, 1], "tokens": [0, 9]}
-    detail = batch_detail(100, PLACES_LIMIT, [[piece, piece]] * PLACES_LIMIT)
-    assert (len(detail["places"]), detail["places_left_out"]) == (PLACES_LIMIT // 2, PLACES_LIMIT // 2)
-    assert detail["samples"] == [100, 100 + PLACES_LIMIT]
+    detail = batch_detail(100, MAX_PIECES, [[piece, piece]] * MAX_PIECES)
+    assert (len(detail["places"]), detail["places_left_out"]) == (MAX_PIECES // 2, MAX_PIECES // 2)
+    assert detail["samples"] == [100, 100 + MAX_PIECES]
     assert detail["places"][1] == {"sample": 101, "pieces": [piece, piece]}

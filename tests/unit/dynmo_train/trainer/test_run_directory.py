@@ -63,9 +63,9 @@ def test_going_on_keeps_the_id_and_counts_the_start(tmp_path):
 def test_another_run_is_never_written_over(tmp_path):
     place = str(tmp_path / "r")
     begin(run_dir=place)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         begin(run_dir=place)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already contains a run"):
         begin(run_dir=place, load=str(tmp_path / "elsewhere"))
 
 

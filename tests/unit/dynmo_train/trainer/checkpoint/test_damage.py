@@ -12,7 +12,7 @@ from dynmo_train._common.document import envelope
 from dynmo_train.config import config_of
 from dynmo_train.formats.checkpoint import CheckpointError, find_damage, list_checkpoints
 from dynmo_train.formats.run import write_run
-from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, lost_step, sound_checkpoint
+from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, first_valid_checkpoint, lost_step
 from dynmo_train.trainer.setup import _bert
 from tests.unit.dynmo_train.formats.checkpoint import small_run
 
@@ -71,11 +71,11 @@ def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, dam
     assert str(newest) in fault
     err = capsys.readouterr().err
     assert fault in err
-    assert "step-00000002 stands for it; dynmo-ckpt verify --level full lists the damage" in err
+    assert "step-00000002 instead; dynmo-ckpt verify --level full lists the damage" in err
     DAMAGE[damage](run / "checkpoints" / "step-00000002")
     assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000001"
     DAMAGE[damage](run / "checkpoints" / "step-00000001")
-    with pytest.raises(CheckpointError, match=r"no sound checkpoint; dynmo-ckpt verify lists") as error:
+    with pytest.raises(CheckpointError, match=r"no undamaged checkpoint; dynmo-ckpt verify lists") as error:
         checkpoint_to_load(config(run), ALONE)
     assert all(f"step-0000000{step}" in str(error.value) for step in (1, 2, 3))
 
@@ -88,7 +88,7 @@ def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, op
     assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000002"
     found = checkpoint_to_load(config(run, **{option: True}), ALONE)
     assert (found.directory.name, found.skipped_checkpoints) == ("step-00000003", ())
-    assert sound_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
+    assert first_valid_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
     flip(shard(newest))
     assert checkpoint_to_load(config(run, **{option: True}), ALONE).directory.name == "step-00000002"
 
@@ -121,7 +121,7 @@ def test_damaged_latest_below_an_abandoned_branch_falls_back_to_a_step_before_it
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_step_that_is_named_itself_is_refused(run, damage):
     DAMAGE[damage](run / "checkpoints" / "step-00000003")
-    with pytest.raises(CheckpointError, match="no sound checkpoint"):
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
         checkpoint_to_load(config(run / "checkpoints" / "step-00000003"), ALONE)
 
 
@@ -143,7 +143,7 @@ def test_emptied_checkpoints_of_a_run_with_progress_are_refused(run):
     records(run, saved=True)
     shutil.rmtree(run / "checkpoints")
     for again in (run / "checkpoints", run / "other"):
-        with pytest.raises(CheckpointError, match=r"goes up to step 400 and checkpoints were saved: restore"):
+        with pytest.raises(CheckpointError, match=r"its logs have 400 steps and saved checkpoints: restore"):
             checkpoint_to_load(config(run), ALONE)
         again.mkdir()
     assert checkpoint_to_load(config(run, exit_on_missing_checkpoint=False), ALONE) is None
@@ -154,7 +154,7 @@ def test_run_that_never_saved_starts_again_unless_told_otherwise(run):
     records(run, saved=False)
     assert lost_step(run) is None
     assert checkpoint_to_load(config(run), ALONE) is None
-    with pytest.raises(CheckpointError, match="holds no checkpoint; --no-exit-on-missing-checkpoint starts"):
+    with pytest.raises(CheckpointError, match="no checkpoint; --no-exit-on-missing-checkpoint starts"):
         checkpoint_to_load(config(run, exit_on_missing_checkpoint=True), ALONE)
     assert checkpoint_to_load(config(run / "nowhere"), ALONE) is None
 

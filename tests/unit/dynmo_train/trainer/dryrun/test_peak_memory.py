@@ -17,8 +17,8 @@ from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
 from dynmo_train.pipeline.profiler import LayerProfiler
 from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, single_bytes, transient_bytes
-from dynmo_train.trainer.dryrun.peak_memory import memory_of_items, run_of
-from dynmo_train.trainer.dryrun.report import dry_run, header_of
+from dynmo_train.trainer.dryrun.peak_memory import item_memories, recompute_runner
+from dynmo_train.trainer.dryrun.report import dry_run, profile_header_of_run
 
 SMALL = {
     "num_layers": 2,
@@ -40,7 +40,7 @@ def test_activations_without_memory_are_those_that_the_probe_measures(family_nam
     family, boundary = family_of(config), boundary_of(config)
     rows = torch.Size((2, 32))
     values = {"ids": torch.zeros(rows, dtype=torch.int64), "labels": torch.zeros(rows, dtype=torch.int64)}
-    expected = memory_of_items(config, family, boundary)
+    expected = item_memories(config, family, boundary)
     profiler = LayerProfiler(CpuClock(1))
     profiler.begin_step(True, 1)
     for item in family.items:
@@ -51,15 +51,15 @@ def test_activations_without_memory_are_those_that_the_probe_measures(family_nam
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
     measured = sum(profiler.result(names, 1)["activation_bytes"])
-    assert sum(memory.kept for memory in expected.values()) == pytest.approx(measured, rel=0.02)
+    assert sum(memory.saved for memory in expected.values()) == pytest.approx(measured, rel=0.02)
 
 
 def test_what_passes_while_an_item_runs():
     """By hand: a stage of three items, the second of which holds most within its backward."""
     items = [
-        ItemMemory(kept=4, forward=5, backward=6),
-        ItemMemory(kept=3, forward=9, backward=20),
-        ItemMemory(kept=1, forward=2, backward=3),
+        ItemMemory(saved=4, forward=5, backward=6),
+        ItemMemory(saved=3, forward=9, backward=20),
+        ItemMemory(saved=1, forward=2, backward=3),
     ]
     assert transient_bytes(items) == 4 + 20 - 8
     assert single_bytes(items, [10, 10, 10]) == 4 + 20 + 10
@@ -71,12 +71,12 @@ def test_a_product_kept_or_computed_again():
     item = ItemSpec(name="two", layer="two", kind="layer", cut_before=True)
     module = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
     boundary = BoundaryShape(shapes={"hidden": (1, 8, 4)})
-    kept = item_memory(item, module, boundary, {}, run_of("none"))
-    again = item_memory(item, module, boundary, {}, run_of("full"))
-    assert kept.kept == 4 * (8 * 16 + 8 * 4), "the activation behind the ReLU, and the output"
-    assert again.kept == 4 * 8 * 4, "the output"
+    kept = item_memory(item, module, boundary, {}, recompute_runner("none"))
+    again = item_memory(item, module, boundary, {}, recompute_runner("full"))
+    assert kept.saved == 4 * (8 * 16 + 8 * 4), "the activation behind the ReLU, and the output"
+    assert again.saved == 4 * 8 * 4, "the output"
     assert kept.forward == 4 * (2 * 8 * 16), "both sides of the ReLU"
-    assert again.backward > kept.kept
+    assert again.backward > kept.saved
 
 
 def test_recomputation_and_stages_change_the_peak():
@@ -96,9 +96,9 @@ def test_recomputation_and_stages_change_the_peak():
 
 
 def test_the_header_is_of_one_tensor_parallel_rank():
-    plain = header_of(one := config_of(**SMALL), family_of(one), {})
+    plain = profile_header_of_run(one := config_of(**SMALL), family_of(one), {})
     halved_config = config_of(Facts(world_size=2), **SMALL, tensor_model_parallel_size=2)
-    halved = header_of(halved_config, family_of(halved_config), {})
+    halved = profile_header_of_run(halved_config, family_of(halved_config), {})
     whole = {item["name"]: item["param_count"] for item in plain["items"]}
     half = {item["name"]: item["param_count"] for item in halved["items"]}
     # Of attention: qkv 64 x 192 + 192 and dense 64 x 64 are cut; the norm (128) and the bias of dense (64) are not.
@@ -149,23 +149,23 @@ def test_a_named_size_needs_nothing_else(recipe, parameters):
 def test_every_family_tells_what_its_items_hold(options):
     """On one tensor rank, and less on each of two."""
     one = config_of(**SMALL | options)
-    family, whole = family_of(one), memory_of_items(one, family_of(one), boundary_of(one))
+    family, whole = family_of(one), item_memories(one, family_of(one), boundary_of(one))
     assert set(whole) == {item.name for item in family.items}
     if options.get("family") == "ict":
         return
     halved = config_of(Facts(world_size=2), **SMALL | options | {"tensor_model_parallel_size": 2})
-    parts = memory_of_items(halved, family_of(halved), boundary_of(halved))
+    parts = item_memories(halved, family_of(halved), boundary_of(halved))
     assert set(parts) == set(whole)
-    assert all(parts[name].kept < whole[name].kept for name in whole if name.endswith(("attention", "mlp")))
+    assert all(parts[name].saved < whole[name].saved for name in whole if name.endswith(("attention", "mlp")))
 
 
 def test_what_follows_the_data_is_taken_for_granted():
     """Of BERT's head what the share of hidden words takes; nothing where it depends on more than that."""
     few, many = (config_of(**SMALL, family="bert", mask_prob=share) for share in (0.1, 0.9))
-    few_bytes, many_bytes = (memory_of_items(c, family_of(c), boundary_of(c))["head"].kept for c in (few, many))
+    few_bytes, many_bytes = (item_memories(c, family_of(c), boundary_of(c))["head"].saved for c in (few, many))
     assert few_bytes < many_bytes
     balanced = config_of(**SMALL, num_experts=4, moe_routing="balanced")
-    memories = memory_of_items(balanced, family_of(balanced), boundary_of(balanced))
+    memories = item_memories(balanced, family_of(balanced), boundary_of(balanced))
     assert "layers.0.attention" in memories
     assert "layers.0.mlp" not in memories
     assert dry_run(balanced, "cpu").peak_memory_bytes[0] > 0

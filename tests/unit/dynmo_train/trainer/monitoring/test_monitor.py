@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.trainer.monitoring.monitor import curve, document_of, format_status, read_run_status, watch
+from dynmo_train.trainer.monitoring.monitor import format_status, read_run_status, sparkline, status_document, watch
 
 
 def write(path, *records):
@@ -57,7 +57,7 @@ def test_a_run_in_progress(tmp_path):
     ):
         assert part in text
     assert "saved step-00000003" in text
-    assert json.loads(json.dumps(document_of(view)))["loads"] == [0.9, 0.5]
+    assert json.loads(json.dumps(status_document(view)))["loads"] == [0.9, 0.5]
 
 
 def test_watching_ends_with_the_run(tmp_path, capsys):
@@ -73,11 +73,11 @@ def test_a_run_that_has_only_begun(tmp_path):
 
 
 def test_another_directory_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is not the directory of a run"):
+    with pytest.raises(UsageError, match="is not a run directory"):
         read_run_status(tmp_path)
 
 
 def test_a_curve_goes_from_the_lowest_to_the_highest():
-    assert curve([1, 2, 3]) == "▁▅█"
-    assert curve([2, 2]) == "▁▁"
-    assert curve([]) == ""
+    assert sparkline([1, 2, 3]) == "▁▅█"
+    assert sparkline([2, 2]) == "▁▁"
+    assert sparkline([]) == ""
