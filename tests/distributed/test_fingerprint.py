@@ -123,7 +123,9 @@ def test_one_other_token_of_large_data_is_found_by_sidecars(tmp_path):
     places = write_two(tmp_path, (64 << 20) + 1)
     assert run_workers(compare_data, 2, *map(str, places)) == ["same", "same"]
     facts = config_facts(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))
-    assert fingerprint.sampled_warning(facts).startswith("--data-path: hosts compare only 256 blocks of a file above 64 MiB")
+    assert fingerprint.sampled_warning(facts).startswith(
+        "--data-path: hosts compare only 256 blocks of a file above 64 MiB"
+    )
     for place in places:
         write_sidecar(place)
     first, second = run_workers(compare_data, 2, *map(str, places))
