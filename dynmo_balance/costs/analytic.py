@@ -1,20 +1,25 @@
-"""The analytic cost model: the time and memory of each item from its shape and a device.
+"""The analytic cost model: time and memory of each item from its shape and a device.
 
-Operations of a microbatch of ``b`` samples of ``s`` tokens, hidden size ``h``, ``a`` heads of size ``d``, ``t``
+Notation: a microbatch of ``b`` samples with ``s`` tokens, hidden size ``h``, ``a`` heads of size ``d``, ``t``
 tensor-parallel ranks (Narayanan et al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198,
-equations 1 to 6):
+equations 1 to 6).
 
-* a matrix of ``n`` weights costs ``2 b s n`` forward, as much for the input gradient, as much for the weight gradient;
-* the scores and the weighted sum of attention cost ``4 b s^2 (a d)`` forward and twice that for the input gradient;
-* activations of a block are ``s b h (10 + 24 / t) + 5 a b s^2 / t`` bytes at two bytes a number; sequence parallelism
-  divides the 10 by ``t`` as well; selective recomputation drops the last term, full recomputation keeps ``2 s b h``.
+* A matrix of ``n`` weights takes ``2 b s n`` operations forward, and the same number for the input and for the
+  weight gradient.
+* The attention scores and their weighted sum take ``4 b s^2 (a d)`` operations forward, and twice that for the input
+  gradient.
+* A block stores ``s b h (10 + 24 / t) + 5 a b s^2 / t`` bytes of activations at two bytes per number. Sequence
+  parallelism also divides the 10 by ``t``. Selective recomputation drops the last term, full recomputation stores
+  ``2 s b h``.
 
-Worked number: h = 1024, 4 h^2 + 8 h^2 weights a block, b s = 4096: 24 * 4096 * 1024^2 = 103 GFLOP forward.
+Worked example: h = 1024 has 4 h^2 + 8 h^2 weights per block; with b s = 4096, 24 * 4096 * 1024^2 = 103 GFLOP forward.
 
-Norms, dropout, residuals, activations and softmax are bound by memory: the numbers that they read and write are
-counted (the constants below) over the memory bandwidth. Tensor parallelism reduces the block's output once forward
-and once backward for each of attention and MLP. Attention is unfused unless said otherwise: its scores go through
-memory. Fused attention keeps and moves no scores and computes them again in the backward.
+Norms, dropout, residuals, activations and softmax are memory-bound: the numbers that they read and write (the
+constants
+below) are divided by the memory bandwidth. Tensor parallelism reduces the output of attention and MLP once forward
+and
+once backward. Attention is unfused by default: its scores pass through memory. Fused attention stores and moves no
+scores, and recomputes them in the backward pass.
 """
 
 from __future__ import annotations
@@ -30,26 +35,26 @@ from .devices import BYTES_PER_NUMBER, Device
 
 RECOMPUTE = ("none", "selective", "full")
 STREAM = (5.5, 8.5)
-"""Numbers a token and unit of width that norm, dropout and residual of an item touch, forward and backward."""
+"""Memory accesses per token and hidden unit of norm, dropout and residual, forward and backward."""
 INNER = (3.0, 4.0)
-"""The same of what lies between an item's matrices: transposes, or bias and activation."""
+"""The same between the matrices of an item: transposes, or bias and activation."""
 SCORES = (6.5, 9.5)
-"""Times that the scores go through memory: product, scale and mask, softmax, dropout, and the weighted sum."""
+"""Memory accesses per score: product, scale and mask, softmax, dropout, weighted sum."""
 LOGITS = (5.0, 3.0)
-"""The same of the logits, in four bytes a number: cast, maximum, exponents, sum, and the gradient."""
+"""Memory accesses per logit, at four bytes each: cast, maximum, exponents, sum, and the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an item computes in a microbatch, on each tensor-parallel rank.
+    """What an item computes in a microbatch on each tensor-parallel rank.
 
     Attributes:
-        weights: the sizes of its matrices that a token meets (of an expert model, of the experts that it meets).
-        score_flops: forward operations of attention beyond its matrices.
-        score_bytes: what the scores move, forward and backward.
-        stream_bytes: what it reads and writes beside its matrices and scores, forward and backward.
-        reduce_bytes: what tensor parallelism reduces, forward and again backward.
-        activation_bytes: kept from forward to backward.
+        weights: the sizes of the matrices that a token uses (for experts, of the experts that it is routed to).
+        score_flops: forward operations of attention apart from its matrices.
+        score_bytes: memory traffic of the scores, forward and backward.
+        stream_bytes: memory traffic apart from matrices and scores, forward and backward.
+        reduce_bytes: bytes that tensor parallelism reduces, forward and again backward.
+        activation_bytes: stored from forward to backward.
     """
 
     weights: tuple[int, ...]
@@ -62,7 +67,18 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The microbatch and how it is run."""
+    """The microbatch and how it is computed.
+
+    Attributes:
+        tokens: samples times sequence length of a microbatch.
+        sequence: sequence length.
+        hidden: hidden size.
+        dtype: of matrix products.
+        tensor_parallel: number of ranks.
+        sequence_parallel: whether norms and dropouts are sharded over the tensor-parallel ranks.
+        recompute: ``none``, ``selective`` or ``full``.
+        fused_attention: whether scores stay out of memory.
+    """
 
     tokens: int
     sequence: int
@@ -75,7 +91,7 @@ class Shape:
 
 
 def item_times(work: Work, shape: Shape, device: Device) -> tuple[int, int, int]:
-    """Forward, input-gradient and weight-gradient time of one item in ns."""
+    """Forward, input-gradient and weight-gradient time of one item, in ns."""
     products = sum(device.product_ns(2 * shape.tokens * n, shape.dtype) for n in work.weights)
     scores = device.product_ns(work.score_flops, shape.dtype)
     moved = [device.touch_ns(size) for size in work.score_bytes]
@@ -104,13 +120,14 @@ def work_of_item(
     """The work of one item, from its kind and its number of parameters.
 
     Args:
-        item: the item; its ``param_count`` is of one tensor-parallel rank.
+        item: its ``param_count`` is that of one tensor-parallel rank.
         shape: the microbatch.
-        heads: attention heads; the score terms need them.
-        weights: its matrices where they are known better than as one (the experts that a token meets, say).
-        attention: heads times their size; the hidden size where not given.
-        keys: the most tokens that a token attends to; all of the sequence where not given.
-        width: numbers a token between its matrices; three times the hidden size for attention, four for an MLP.
+        heads: number of attention heads; the score terms need them.
+        weights: sizes of its matrices; default: one matrix of ``param_count``.
+        attention: heads times head size; default: the hidden size.
+        keys: maximum number of tokens that a token attends to; default: the sequence length.
+        width: numbers per token between its matrices; default: three times the hidden size for attention, four for an
+            MLP.
     """
     number = BYTES_PER_NUMBER[shape.dtype]
     t, s = shape.tensor_parallel, keys or shape.sequence
@@ -147,26 +164,30 @@ def work_of_item(
 
 
 def _activation_bytes(kind: str, shape: Shape, score_bytes: float, wider: float = 1.0) -> int:
-    """What a part of a block keeps, after Korthikanti et al.; halves of it for attention and MLP.
+    """Stored activations of a part of a block, after Korthikanti et al.; half of a block for attention and MLP.
 
-    ``wider`` is the width between its matrices against the usual one.
+    ``wider`` is the width between its matrices relative to the default.
     """
     number = BYTES_PER_NUMBER[shape.dtype]
     outer, inner = {"mlp": (5, 18), "layer": (10, 24)}.get(kind, (5, 6))
     t = shape.tensor_parallel
     width = shape.tokens * shape.hidden * number
     if shape.recompute == "full":
-        # The input of the block is kept once; the MLP of a block in two items is recomputed from the same input.
-        kept = 0.0 if kind == "mlp" else width / (t if shape.sequence_parallel else 1)
-        return round(kept)
-    kept = width / 2 * ((outer / t if shape.sequence_parallel else outer) + wider * inner / t)
+        # The input of the block is stored once: the MLP is recomputed from the same input as attention.
+        stored = 0.0 if kind == "mlp" else width / (t if shape.sequence_parallel else 1)
+        return round(stored)
+    stored = width / 2 * ((outer / t if shape.sequence_parallel else outer) + wider * inner / t)
     if shape.recompute == "none" and not shape.fused_attention:
-        kept += 5 * score_bytes / 2
-    return round(kept)
+        stored += 5 * score_bytes / 2
+    return round(stored)
 
 
 def costs_of(works: Sequence[Work], shape: Shape, device: Device) -> ItemCosts:
-    """The costs of all items."""
+    """The costs of all items.
+
+    Raises:
+        UsageError: the device has no rate for the dtype, or the recomputation is unknown.
+    """
     if shape.dtype not in device.flops_per_s:
         raise UsageError(f"--dtype {shape.dtype}: {device.name} has {', '.join(device.flops_per_s)}")
     if shape.recompute not in RECOMPUTE:
@@ -186,7 +207,7 @@ def costs_of(works: Sequence[Work], shape: Shape, device: Device) -> ItemCosts:
 
 
 def whole(value: object, name: str) -> int:
-    """An optional key of a header, which the format does not check, as a whole number."""
+    """A value of an optional ``x_`` key of a header, which the format does not check, as a non-negative integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UsageError(
             f"the header's x_ value of {name} must be a whole number of at least 0, is {short_repr(value)}"
@@ -195,10 +216,11 @@ def whole(value: object, name: str) -> int:
 
 
 def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
-    """The work of a profile's items before anything was measured.
+    """The work of the items of a profile without measurements.
 
-    A tied head has the weights of the item that it is tied to. Where the header does not say it in its optional keys,
-    the heads are taken as hidden size over 64 and a token meets all parameters of an item.
+    A tied head has the weights of the item that it is tied to. Without the optional keys, the number of heads is the
+    hidden
+    size over 64, and a token uses all parameters of an item.
     """
     stated = header.model.x_num_attention_heads
     heads = max(1, header.model.hidden_size // 64 if stated is None else whole(stated, "model.num_attention_heads"))
@@ -206,17 +228,17 @@ def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
     works = []
     for item in header.items:
         stated = item.x_active_param_count
-        met = item.param_count if stated is None else whole(stated, f"{item.name}.active_param_count")
+        used = item.param_count if stated is None else whole(stated, f"{item.name}.active_param_count")
         if item.kind == "head":
-            met = max(met, params.get(item.tied_to or "", 0))
-        works.append(work_of_item(item, shape, heads, (met,)))
+            used = max(used, params.get(item.tied_to or "", 0))
+        works.append(work_of_item(item, shape, heads, (used,)))
     return tuple(works)
 
 
 def costs_of_header(
     header: Header, device: Device, dtype: str, recompute: str = "none", *, fused_attention: bool = False
 ) -> ItemCosts:
-    """The costs of a profile's items before anything was measured, for a dry run."""
+    """The costs of the items of a profile without measurements, for a dry run."""
     shape = Shape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,
@@ -227,17 +249,17 @@ def costs_of_header(
         fused_attention=fused_attention,
     )
     costs = costs_of(header_works(header, shape), shape, device)
-    kept = zip(costs.activation_bytes, header.items, strict=True)
+    pairs = zip(costs.activation_bytes, header.items, strict=True)
     return replace(
         costs,
         activation_bytes=tuple(
             size if item.x_activation_bytes is None else whole(item.x_activation_bytes, f"{item.name}.activation_bytes")
-            for size, item in kept
+            for size, item in pairs
         ),
     )
 
 
 def step_flops(header: Header, works: Sequence[Work], shape: Shape) -> float:
-    """Useful operations of one step on all tensor-parallel ranks of one replica: forward and twice that backward."""
+    """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward."""
     forward = sum(2 * shape.tokens * sum(work.weights) + work.score_flops for work in works)
     return 3.0 * forward * header.microbatches * header.tensor_parallel_size

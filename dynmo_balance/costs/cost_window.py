@@ -1,4 +1,4 @@
-"""From the step records of a profile to one integer cost per item: the median of a window, gaps carried forward."""
+"""From step records to one integer cost per item: the median over a window, with gaps carried forward."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from ..formats.profile import Header, Samples, Step
 
 SPEED_UNIT = 1_000_000
-"""Speeds are integer parts in a million of the normal speed, so that solvers stay exact."""
+"""Speeds are integers in parts per million of the normal speed, so that solvers are exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemCosts:
-    """What each item costs in one microbatch on a worker of normal speed, in the header's order.
+    """The costs of each item in one microbatch on a worker of normal speed, in the header's order.
 
-    Where the profile does not split the backward, ``split`` is false, ``backward_input_ns`` holds all of it and
-    ``backward_weight_ns`` is zero.
+    Attributes:
+        forward_ns: forward time.
+        backward_input_ns: time of the input gradient, or of the full backward pass if it is not split.
+        backward_weight_ns: time of the weight gradient; 0 if the backward pass is not split.
+        activation_bytes: stored from forward to backward.
+        split: whether the backward pass is split.
+        records: number of step records; 0 for computed costs.
+        from_step, to_step: the steps of the records.
     """
 
     forward_ns: tuple[int, ...]
@@ -31,29 +37,30 @@ class ItemCosts:
 
     @property
     def total_ns(self) -> tuple[int, ...]:
-        """Forward and backward of each item together."""
+        """Forward plus backward time of each item."""
         return tuple(map(sum, zip(self.forward_ns, self.backward_input_ns, self.backward_weight_ns, strict=True)))
 
 
 def median(values: Sequence[int]) -> int:
-    """The median, of an even number the lower-rounded mean of the middle two."""
+    """The median; of an even number of values, the mean of the middle two, rounded down."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) // 2
 
 
 def normal_speed(samples: Samples, speeds_ppm: Sequence[int]) -> Samples:
-    """What the samples would be at normal speed: an item measured on a worker of half the speed counts half."""
+    """The samples at normal speed: time measured on a worker of half the speed counts half."""
     return tuple(
         None if ns is None else ns * speed // SPEED_UNIT for ns, speed in zip(samples, speeds_ppm, strict=True)
     )
 
 
 class CostWindow:
-    """The last records of a run, and of each item the last known sample.
+    """The last step records of a run, and the last known sample of each item.
 
-    ``expire`` is for events that make earlier costs void; ``renew`` starts a new window but keeps what is known of
-    items that the new window has not sampled yet.
+    ``expire`` clears both when events make earlier costs void. ``renew`` starts a new window, but keeps the last
+    known
+    samples of items that the new window has not sampled yet.
     """
 
     def __init__(self, items: int, size: int) -> None:
@@ -71,16 +78,16 @@ class CostWindow:
         return tuple(self._records)
 
     def expire(self) -> None:
-        """Forget everything: the model changed."""
+        """Clear everything, because the model changed."""
         self._records.clear()
         self._known.clear()
 
     def renew(self) -> None:
-        """Start a new window: the partition changed, the model did not."""
+        """Start a new window, because the partition changed but not the model."""
         self._records.clear()
 
     def add(self, step: Step) -> None:
-        """Take in the next record."""
+        """Add the next record."""
         self._records.append(step)
         for name in ("forward_ns", "activation_bytes", "backward_ns", "backward_input_ns", "backward_weight_ns"):
             samples = getattr(step, name)
@@ -102,13 +109,13 @@ class CostWindow:
         return tuple(result)
 
     def unsampled(self) -> int:
-        """The number of items of which no forward or backward time is known yet."""
+        """The number of items without a known forward or backward time."""
         names = [name for name in ("backward_ns", "backward_input_ns", "backward_weight_ns") if name in self._known]
         lists = [self._known.get("forward_ns", [None] * self._items), *(self._known[name] for name in names)]
         return sum(any(column[i] is None for column in lists) for i in range(self._items))
 
     def works(self, speeds_ppm: Sequence[int]) -> list[tuple[int, ...]]:
-        """Forward and backward of each item in each record of the window; gaps are the last known sample."""
+        """Forward plus backward time of each item in each record of the window; gaps have the last known sample."""
         known: list[int] | None = None
         result = []
         for record in self._records:
@@ -127,10 +134,10 @@ class CostWindow:
         return result
 
     def costs(self, speeds_ppm: Sequence[int] | None = None, parity: int | None = None) -> ItemCosts | None:
-        """The costs, or None while some item has no sample.
+        """The costs, or None while an item has no sample.
 
         Args:
-            speeds_ppm: the speed of the worker that each item was measured on; normal where not given.
+            speeds_ppm: speed of the worker that each item was measured on; default: normal.
             parity: 0 or 1 to use only every second record, for out-of-sample checks.
         """
         records = [r for i, r in enumerate(self._records) if parity is None or i % 2 == parity]
@@ -140,7 +147,7 @@ class CostWindow:
         names = ("backward_input_ns", "backward_weight_ns") if split else ("backward_ns",)
         times = [self._medians(name, records) for name in ("forward_ns", *names)]
         if any(None in column for column in times):
-            return None  # the run changed from split to whole backward within the window
+            return None  # the run changed between split and full backward passes within the window
         if speeds_ppm is not None:
             times = [normal_speed(column, speeds_ppm) for column in times]
         forward, first, second = (*times, (0,) * self._items)[:3]
@@ -167,7 +174,7 @@ def _certain(samples: Samples) -> tuple[int, ...]:
 
 
 def scaled(costs: ItemCosts, factors: Sequence[float], kinds: tuple[str, ...] = ("forward", "backward")) -> ItemCosts:
-    """The costs with each item's times multiplied by its factor, rounded to whole nanoseconds."""
+    """The costs with the times of each item multiplied by its factor, rounded to whole nanoseconds."""
 
     def times(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(round(value * factor) for value, factor in zip(values, factors, strict=True))
@@ -184,27 +191,27 @@ def scaled(costs: ItemCosts, factors: Sequence[float], kinds: tuple[str, ...] = 
 
 
 SPLIT_SCHEDULES = ("zero-bubble", "zb-v", "custom")
-"""The schedules that do the weight gradient as an operation of its own."""
+"""The schedules with a separate operation for the weight gradient."""
 
 
 def split_in_half(costs: ItemCosts) -> ItemCosts:
-    """Costs whose backward was measured whole, with half of it taken for the weight gradient."""
+    """Costs with half of a backward pass that was measured whole as the weight gradient."""
     halves = [backward // 2 for backward in costs.backward_input_ns]
     rest = tuple(b - h for b, h in zip(costs.backward_input_ns, halves, strict=True))
     return replace(costs, backward_input_ns=rest, backward_weight_ns=tuple(halves), split=True)
 
 
 def costs_for(schedule: str, costs: ItemCosts) -> ItemCosts:
-    """The costs as a schedule needs them: one that splits the backward takes half of a whole one for each part."""
+    """The costs for a schedule: if it splits the backward pass, a backward time measured whole is divided in half."""
     return costs if costs.split or schedule not in SPLIT_SCHEDULES else split_in_half(costs)
 
 
 def speed_ppm(relative_speed: float) -> int:
-    """A relative speed as an integer, at least one part in a million."""
+    """A relative speed in parts per million, at least 1."""
     return max(1, round(relative_speed * SPEED_UNIT))
 
 
 def speeds_of_items(header: Header, owner: dict[str, int]) -> tuple[int, ...]:
-    """The speed of the worker that each item is on, for ``normal_speed``."""
+    """The speed of each item's worker in parts per million, for ``normal_speed``."""
     speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
     return tuple(speeds.get(owner.get(item.name, -1), SPEED_UNIT) for item in header.items)

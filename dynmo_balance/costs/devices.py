@@ -1,10 +1,9 @@
 """Devices for analytic profiles: peak rates, memory, links; presets, or a TOML file with the same fields.
 
 The peaks are the vendors' data-sheet figures for dense matrices (H100 and H200 SXM, A100 SXM 80GB, one direction of
-their links). ``half_flops`` is the size of a matrix product that reaches half of ``max_efficiency``:
-efficiency(x) = max_efficiency * x / (x + half). The efficiencies of products, memory and links were chosen on the
-A100 by the times of a layer and of a step that Korthikanti et al. 2022 (arXiv 2205.05198) publish in tables 4 and 5;
-a test holds what they give within 10 % of all of them.
+their links). A matrix product of ``x`` operations reaches efficiency(x) = max_efficiency * x / (x + half_flops). The
+efficiencies of products, memory and links were fitted on the A100 to the layer and step times that Korthikanti et al.
+2022 (arXiv 2205.05198) publish in tables 4 and 5; a test checks that the model is within 10 % of all of them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,20 @@ BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator or processor, and the links to its neighbours.
+    """One accelerator or processor, and the links to its neighbors.
 
     Attributes:
+        name: of the device.
+        kind: ``cuda`` or ``cpu``.
         flops_per_s: peak of matrix products, by dtype.
-        link_bandwidth_bytes_per_s, link_latency_ns: to a neighbour in the same node.
-        node_size: devices of a node.
-        network_bandwidth_bytes_per_s, network_latency_ns: of one device to another node; None is as within the node.
-        max_efficiency, memory_efficiency, link_efficiency: the shares of the peaks that are reached at best.
-        half_flops: the product that reaches half of that.
-        operation_ns: launching one operation.
+        memory_bandwidth_bytes_per_s: peak of memory accesses.
+        memory_bytes: memory size.
+        link_bandwidth_bytes_per_s, link_latency_ns: to a neighbor in the same node.
+        node_size: devices per node.
+        network_bandwidth_bytes_per_s, network_latency_ns: per device, to another node; None is as within the node.
+        max_efficiency, memory_efficiency, link_efficiency: maximum share of the peaks that is reached.
+        half_flops: the matrix product that reaches half of ``max_efficiency``, in operations.
+        operation_ns: launch time of one operation.
     """
 
     name: str
@@ -51,20 +54,22 @@ class Device:
     operation_ns: int = 5_000
 
     def product_ns(self, flops: float, dtype: str) -> float:
-        """The time of one matrix product of so many floating-point operations."""
+        """The time in ns of one matrix product of ``flops`` floating-point operations."""
         if flops <= 0:
             return 0.0
         efficiency = self.max_efficiency * flops / (flops + self.half_flops)
         return 1e9 * flops / (self.flops_per_s[dtype] * efficiency)
 
     def touch_ns(self, size_bytes: float) -> float:
-        """The time to read or write so many bytes of memory."""
+        """The time in ns to read or write ``size_bytes`` of memory."""
         return 1e9 * size_bytes / (self.memory_bandwidth_bytes_per_s * self.memory_efficiency)
 
     def reduce_ns(self, size_bytes: float, ranks: int) -> float:
-        """A ring all-reduce within a node: ``2 (t - 1) / t`` of the bytes over the link, and its latency.
+        """The time in ns of a ring all-reduce within a node.
 
-        A reduce-scatter and an all-gather, as sequence parallelism has them, take as long together.
+        It moves ``2 (t - 1) / t`` of the bytes over the link, and adds its latency. A reduce-scatter followed by an
+        all-gather,
+        as in sequence parallelism, takes the same time.
         """
         if ranks == 1:
             return 0.0
@@ -72,10 +77,14 @@ class Device:
         return 2 * (ranks - 1) / ranks * 1e9 * size_bytes / rate + 2 * self.link_latency_ns
 
     def stage_link(self, devices: int, tensor_parallel: int) -> tuple[int, int]:
-        """Bandwidth and latency between neighbouring stages when the pipeline spans so many devices.
+        """The link between neighboring stages of a pipeline on ``devices`` devices.
 
-        Within a node each stage sends over one link. Beyond a node the tensor-parallel ranks of a stage send a share
-        each over the network and gather it in their node, as Megatron does; the slowest hop stands for all.
+        Within a node each stage sends over one link. Between nodes the tensor-parallel ranks of a stage each send a
+        share over
+        the network and gather it within the node, as in Megatron. The slowest hop determines the result.
+
+        Returns:
+            bandwidth in bytes per second, and latency in ns.
         """
         if devices <= self.node_size or self.network_bandwidth_bytes_per_s is None:
             return round(self.link_bandwidth_bytes_per_s * self.link_efficiency), self.link_latency_ns
@@ -117,19 +126,23 @@ PRESETS: Mapping[str, Device] = {
 
 
 def load_device(name: str) -> Device:
-    """A preset by name, or a device from a TOML file; raises ``UsageError`` where it is neither."""
+    """A preset by name, or a device from a TOML file.
+
+    Raises:
+        UsageError: the name is neither, or the file is invalid.
+    """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"unknown device {name!r}: use one of {', '.join(PRESETS)} or a TOML file")
+        raise UsageError(f"unknown device {name!r}: choose one of {', '.join(PRESETS)} or a TOML file")
     try:
         content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from error
     known = {field.name for field in fields(Device)}
     if unknown := sorted(content.keys() - known):
-        raise UsageError(f"{name}: unknown fields {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        raise UsageError(f"{name}: unknown fields {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
     missing = sorted(field.name for field in fields(Device) if field.default is MISSING and field.name not in content)
     problems = [f"{name} is missing" for name in missing if name != "name"]
     for key, value in content.items():
@@ -140,7 +153,7 @@ def load_device(name: str) -> Device:
 
 
 def _field_problems(key: str, value: object) -> list[str]:
-    """What is wrong with a field of a device's file."""
+    """The problems of a field in a device's TOML file."""
     if key == "name":
         return [] if isinstance(value, str) else ["name must be a string"]
     if key == "kind":

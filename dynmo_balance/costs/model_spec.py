@@ -1,7 +1,9 @@
-"""The shape of a transformer: sizes of its blocks, embedding and head, and what each token computes there.
+"""The shape of a transformer: sizes of its blocks, embedding and head, and the work of a token in each.
 
-``modelconfig`` reads it from configurations. Parameter counts are exact, with biases, norms, positions, routers and the
-extra layers of each family's head; tests hold them against published counts and against transformers' own models.
+``inputs.model_config`` reads it from configurations. Parameter counts are exact, with biases, norms, positions,
+routers
+and the extra layers of each family's head. Tests compare them with published counts and with transformers' own
+models.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): sizes of the latents and heads.
 
     Attributes:
-        query_rank: of the queries' latent; 0 where queries are projected at once.
+        query_rank: of the queries' latent; 0 if queries are projected directly.
         kv_rank: of the latent of keys and values.
         nope, rope: widths of the parts of a head's query and key without and with rotary positions.
         value: width of a head's value.
@@ -47,31 +49,31 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What the costs of a transformer depend on.
+    """The sizes that the costs of a transformer depend on.
 
     Attributes:
-        layers: blocks; for an encoder-decoder model those of the decoder.
-        encoder_layers: blocks of the encoder, 0 where there is none.
-        ffn: width inside a dense MLP, and of each expert where ``expert_ffn`` is 0.
-        gated: whether an MLP has three matrices (SwiGLU and its kin) instead of two.
+        layers: number of blocks; of an encoder-decoder model, those of the decoder.
+        encoder_layers: number of blocks of the encoder; 0 without one.
+        ffn: hidden size of a dense MLP, and of each expert if ``expert_ffn`` is 0.
+        gated: whether an MLP has three matrices (such as SwiGLU) instead of two.
         experts, experts_per_token: 1 and 1 for a dense model.
-        expert_ffn, shared_ffn: width inside an expert, and inside all shared experts together.
+        expert_ffn, shared_ffn: hidden size of an expert, and of all shared experts together.
         first_dense, sparse_step, dense_only: a block has experts from ``first_dense`` on, each ``sparse_step``-th one,
             except for ``dense_only``.
         norm_biases: whether norms have biases (LayerNorm instead of RMSNorm).
         query_biases, output_biases: of the attention's projections in, and of the one out.
         mlp_biases, expert_biases, router_biases: of the matrices of dense MLPs, of experts, of routers.
-        block_norms: norms of the attention, and as many of the MLP.
+        block_norms: number of norms of attention, and of the MLP.
         qk_norm: weights of the norms of queries and keys.
-        sinks: whether each head has a logit of its own in the softmax (GPT-OSS).
+        sinks: whether each head has an extra logit in the softmax (GPT-OSS).
         latent: of multi-head latent attention.
-        window: tokens that a local block attends to; ``local_layers`` says which blocks are (repeated).
-        positions: rows of a learned position table; 0 where there is none.
-        token_types: rows of a table of token types; 0 where there is none.
-        relative_buckets: of T5's relative positions, kept by the first block of each stack.
+        window: tokens that a local block attends to; ``local_layers`` lists the local blocks (repeated).
+        positions: rows of a learned position table; 0 without one.
+        token_types: rows of a token-type table; 0 without one.
+        relative_buckets: of T5's relative positions, in the first block of each stack.
         head_transform: whether the head has a dense layer and a norm before the vocabulary (BERT).
         pooler: whether the head has a pooler and a binary classifier.
-        left_out: parts of the model that are not modelled because training does without them, in words.
+        left_out: descriptions of parts that are not modelled, because training does not use them.
     """
 
     family: str
@@ -154,7 +156,7 @@ class ModelSpec:
         return min(self.window, sequence) if self.window is not None and local else sequence
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the block has experts in place of a dense MLP."""
+        """Whether the block has experts instead of a dense MLP."""
         chosen = layer >= self.first_dense and (layer + 1) % self.sparse_step == 0
         return self.experts > 1 and chosen and layer not in self.dense_only
 

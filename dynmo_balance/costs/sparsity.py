@@ -1,13 +1,14 @@
-"""What pruning does to an item's cost: the stated model behind ``--vary sparsity``.
+"""The effect of pruning on an item's cost: the model behind ``--vary sparsity``.
 
-Below a threshold the sparse form does not pay and the dense one runs, so the cost is the dense cost. Above it the cost
-is a fixed overhead plus a part proportional to the nonzeros that are left, continuous at the threshold:
+Below a threshold the sparse format is slower than the dense one, so the dense cost applies. From the threshold on,
+the
+cost is a fixed overhead plus a part proportional to the remaining nonzeros, continuous at the threshold:
 
     cost(s) / dense = 1                                                     for s <  t
                     = overhead + (1 - overhead) * (1 - s) / (1 - t)         for s >= t
 
-Worked number: threshold 0.85 and overhead 0.15 give at sparsity 0.9 a cost of 0.15 + 0.85 * 0.10 / 0.15 = 0.717.
-Embedding and head are not pruned. The activations kept do not change.
+Worked example: threshold 0.85 and overhead 0.15 give 0.15 + 0.85 * 0.10 / 0.15 = 0.717 at sparsity 0.9. Embedding and
+head are not pruned. Stored activations do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ PRUNED_KINDS = ("attention", "cross_attention", "mlp", "layer")
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityModel:
-    """The threshold from which sparse products run, and the share of the dense cost that never goes away."""
+    """The cost of sparse products.
+
+    Attributes:
+        threshold: sparsity from which sparse products are used.
+        overhead: share of the dense cost that remains at sparsity 1.
+    """
 
     threshold: float = 0.85
     overhead: float = 0.15

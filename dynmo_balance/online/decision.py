@@ -1,4 +1,4 @@
-"""One decision of the online planner: from the state of a run to a plan or none. No clock, no files."""
+"""One decision of the online planner: from the state of a run to a plan or none. Pure: no clock, no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,21 @@ from .run_state import RunState
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """How to decide; the command's help says what each option means."""
+    """How to decide; the help of ``dynmo-plan watch`` describes each option.
+
+    Attributes:
+        balancer, policy, granularity, objective: names.
+        settings: thresholds of the policies.
+        window: number of step records that costs are the median of.
+        min_records: minimum number of records after a cost change.
+        every: steps between decisions.
+        horizon: steps that a plan is expected to last.
+        min_layers: minimum number of units per stage.
+        memory_bytes: per worker; None is as in the profile.
+        lockstep: whether to decide only on plan requests.
+        pack_to: release workers down to this number.
+        min_throughput_fraction: release workers while this share of the throughput is kept.
+    """
 
     balancer: str = "exact"
     policy: str = "threshold"
@@ -43,7 +57,7 @@ class WatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do now: a plan to write, or none; the line for the log; and what the policy remembers."""
+    """A plan to publish or None, the log line, and the state of the policy for the next decision."""
 
     plan: Plan | None
     line: str
@@ -51,7 +65,7 @@ class Decision:
 
 
 def problem_of(header: Header, state: RunState, base: Plan, options: WatchOptions) -> PartitionProblem | None:
-    """What to partition now, on the workers that are left; None while items are not sampled."""
+    """The problem to partition now, on the workers of the base plan; None while items are not sampled."""
     costs = state.window.costs(speeds_of_items(header, base.owner))
     if costs is None:
         return None
@@ -86,7 +100,17 @@ def evaluate_move(
     policy_state: PolicyState,
     speeds_of: SpeedsOfPlan,
 ) -> tuple[Proposal, Evidence, PolicyState]:
-    """What to go to, the numbers for and against it, and what the policy remembers."""
+    """The partition to move to, the evidence for and against it, and the new policy state.
+
+    Args:
+        problem: on the active workers.
+        base: the active plan.
+        state: of the run.
+        options: how to decide.
+        feedback: on the last move.
+        policy_state: from the previous decision.
+        speeds_of: speeds of the items' workers under a plan.
+    """
     pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
     works = state.trace.works(speeds_of)
     due = state.next_event_step
@@ -107,21 +131,23 @@ def evaluate_move(
         )
     now_ns, then_ns = predict(problem, base.boundaries).step_ns, proposal.timeline.step_ns
     if options.policy == "threshold" and options.balancer == "exact" and problem.virtual_stages == 1:
-        long = solve(problem, forecast_work(works, 0)).boundaries
+        long_boundaries = solve(problem, forecast_work(works, 0)).boundaries
         window_selection = policy_state.window_selection.after(
             problem,
             state.trace,
             works,
-            (proposal.solution.boundaries, long),
+            (proposal.solution.boundaries, long_boundaries),
             window=options.window,
             min_gain=options.settings.min_gain,
             pause_ns=pause_ns,
         )
         policy_state = replace(policy_state, window_selection=window_selection)
         if window_selection.uses_long:
-            proposal, horizon = _proposal_for(problem, long, base, state), min(horizon, len(works))
-            now_ns, then_ns = (round(step_times(problem, works, each).mean()) for each in (base.boundaries, long))
-    penalty = 1.0 if options.policy == "regret" else feedback.penalty  # its gain is measured, not promised
+            proposal, horizon = _proposal_for(problem, long_boundaries, base, state), min(horizon, len(works))
+            now_ns, then_ns = (
+                round(step_times(problem, works, each).mean()) for each in (base.boundaries, long_boundaries)
+            )
+    penalty = 1.0 if options.policy == "regret" else feedback.penalty  # its gain is measured, not predicted
     evidence = Evidence(
         step=state.last_step,
         current_step_ns=now_ns,
@@ -143,7 +169,7 @@ def _proposal_for(problem: PartitionProblem, boundaries: tuple[int, ...], base: 
 
 
 def find_packing(problem: PartitionProblem, options: WatchOptions) -> Packing | None:
-    """The release of workers that the options ask for and the costs allow now; None where there is none."""
+    """The release of workers that the options permit with the current costs; None if there is none."""
     if options.pack_to is None and options.min_throughput_fraction is None:
         return None
     keep = options.min_throughput_fraction if options.min_throughput_fraction is not None else 1e-9
@@ -162,14 +188,14 @@ def decide(
     policy_state: PolicyState | None = None,
     previous: Plan | None = None,
 ) -> Decision:
-    """Weigh a move now; an ask is always answered with a plan, if need be to keep the partition.
+    """Decide on a move now; a plan request is always answered with a plan, if necessary with ``keep``.
 
     Args:
         state: of the run.
         base: the active plan.
         options: how to decide.
-        policy_state: of the policy, from the decision before.
-        previous: the plan that was in force before ``base``, to go back to if the last move disappointed.
+        policy_state: from the previous decision.
+        previous: the plan that was active before ``base``, for a rollback if the last move did harm.
     """
     header = state.header
     request_step = state.requested_step
@@ -185,7 +211,7 @@ def decide(
         return Decision(plan=plan, line=line, policy_state=policy_state)
 
     def move(proposal: Proposal, balancer: str, reason: str, policy_state: PolicyState) -> Decision:
-        # The evidence may be of the long view; a plan's gain compares both steps on the costs that it records.
+        # The evidence may use the long window; the gain of a plan compares both steps on the costs that it records.
         base_step_ns = predict(proposal.problem, base.boundaries).step_ns
         plan = to_plan(
             proposal,
@@ -201,7 +227,7 @@ def decide(
         )
 
     if header is None or len(state.window) < options.min_records:
-        return keep(f"{len(state.window)} of {options.min_records} step records since the last change of costs")
+        return keep(f"{len(state.window)} of {options.min_records} step records since the last cost change")
     problem = problem_of(header, state, base, options)
     if problem is None:
         return keep(f"{state.window.unsampled()} items are not sampled yet")
@@ -230,7 +256,9 @@ def decide(
         return keep(f"no partition: {error}")
     blocked_until = policy_state.blocked_until(proposal.solution.boundaries)
     if state.last_step < blocked_until:
-        return keep(f"the partition was rolled back; not proposed again before step {blocked_until}", policy_state)
+        return keep(
+            f"the partition was rolled back; it is not proposed again before step {blocked_until}", policy_state
+        )
     verdict, policy_state = verdict_of(evidence, options, policy_state)
     if not verdict.move:
         return keep(verdict.reason, policy_state)
@@ -238,5 +266,5 @@ def decide(
 
 
 def verdict_of(evidence: Evidence, options: WatchOptions, policy_state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """The policy's verdict."""
+    """The verdict of the policy."""
     return POLICIES[options.policy](evidence, options.settings, policy_state)

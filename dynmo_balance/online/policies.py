@@ -1,8 +1,8 @@
-"""When a better partition is worth its move: pure functions from the numbers of a decision to a verdict.
+"""The policies: pure functions from the evidence of a decision to a verdict.
 
-``regret`` is the ski-rental rule: what staying has cost so far is added up, and the move is made when that outweighs
-what the move costs. So no change of the model costs much more than twice what hindsight would have paid for it. What it
-adds up is measured out of sample (``regret``) and counts less its standard error.
+``regret`` is the ski-rental rule: the cost of keeping the partition accumulates, and the move is made when this cost
+exceeds the cost of the move. So no change of the model costs much more than twice the offline optimum.
+The regret is measured out of sample (``online.regret``), less its standard error.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from dataclasses import dataclass, field, replace
 from .regret import RegretState
 from .window_selection import WindowSelection
 
-FEWEST = 8
-"""No gain decides before it was seen in so many steps."""
+MIN_STEPS = 8
+"""Minimum number of measured steps before a gain decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The numbers that a decision rests on.
+    """The numbers that a decision is based on.
 
     Attributes:
         step: of the decision.
         current_step_ns, proposed_step_ns: simulated with the same costs.
-        regret_ns: what staying has cost in ``regret_steps`` steps, out of sample and less its standard error.
-        pause_ns: what the migration is expected to cost, with the penalty for earlier disappointments.
-        horizon_steps: for how many steps the proposal is expected to hold.
-        next_event_known: whether that is because the profile said when the costs change next.
-        moves: how many items move.
+        regret_ns: what keeping the partition has cost in ``regret_steps`` steps, out of sample, less its standard
+            error.
+        pause_ns: expected cost of the migration, with the penalty for moves that gained less than predicted.
+        horizon_steps: the number of steps that the proposal is expected to last.
+        next_event_known: whether the horizon ends at a cost change that the profile announced.
+        moves: number of items that move.
     """
 
     step: int
@@ -43,7 +44,7 @@ class Evidence:
 
     @property
     def gain_ns(self) -> int:
-        """What a step is expected to gain."""
+        """The expected gain per step in ns."""
         return self.current_step_ns - self.proposed_step_ns
 
     @property
@@ -54,7 +55,12 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """The thresholds of the policies."""
+    """The thresholds of the policies.
+
+    Attributes:
+        min_gain: minimum gain of ``threshold``, as a share of the step time.
+        margin: share of the pause at which ``regret`` moves.
+    """
 
     min_gain: float = 0.02
     margin: float = 0.5
@@ -62,11 +68,11 @@ class PolicySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyState:
-    """What a policy carries from one decision to the next.
+    """The state of a policy between decisions.
 
     Attributes:
-        regret_state: what staying has missed.
-        window_selection: the short and the long view of the past.
+        regret_state: of the policy ``regret``.
+        window_selection: the short and the long window of ``threshold``.
         blocked: boundaries that were rolled back, and the step before which they are not proposed again.
     """
 
@@ -75,22 +81,22 @@ class PolicyState:
     blocked: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def after_move(self) -> PolicyState:
-        """The same at the beginning of another partition."""
+        """The state at the start of another partition."""
         return replace(self, regret_state=self.regret_state.after_move())
 
     def block(self, boundaries: tuple[int, ...], until: int) -> PolicyState:
-        """The same with boundaries that are not proposed before step ``until``."""
+        """The state with boundaries that are not proposed before step ``until``."""
         others = tuple(entry for entry in self.blocked if entry[0] != boundaries)
         return replace(self, blocked=(*others, (boundaries, until)))
 
     def blocked_until(self, boundaries: tuple[int, ...]) -> int:
-        """The step from which on these boundaries may be proposed; 0 where they were not rolled back."""
+        """The step from which these boundaries may be proposed; 0 if they were not rolled back."""
         return dict(self.blocked).get(boundaries, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether to move, and why in one sentence with its numbers."""
+    """Whether to move, and the reason in one sentence with its numbers."""
 
     move: bool
     reason: str
@@ -104,56 +110,56 @@ def _gain_text(evidence: Evidence) -> str:
 
 
 def never(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """Keep what is in force."""
+    """Keep the active partition."""
     return Verdict(move=False, reason=f"policy never: {_gain_text(evidence)}"), state
 
 
 def always(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """Take the balancer's answer whenever it differs."""
+    """Move whenever the balancer's partition differs."""
     return Verdict(move=evidence.moves > 0, reason=f"policy always: {_gain_text(evidence)}"), state
 
 
 def threshold(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """Move when the gain is large enough and, over the horizon, outweighs the pause."""
+    """Move if the gain is large enough and, over the horizon, exceeds the pause."""
     text = _gain_text(evidence)
     if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the partition in force is the balancer's answer: {text}"), state
+        return Verdict(move=False, reason=f"the active partition is the balancer's: {text}"), state
     if evidence.gain_fraction < settings.min_gain:
         return Verdict(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), state
     saved = evidence.gain_ns * evidence.horizon_steps
     if saved <= evidence.pause_ns:
-        reason = f"{evidence.horizon_steps} steps would save {saved / 1e6:.0f} ms, less than the pause: {text}"
+        reason = f"gain over the horizon {saved / 1e6:.0f} ms, less than the pause: {text}"
         return Verdict(move=False, reason=reason), state
     steps = -(-evidence.pause_ns // evidence.gain_ns) if evidence.gain_ns > 0 else 0
-    return Verdict(move=True, reason=f"pays within {steps} steps: {text}"), state
+    return Verdict(move=True, reason=f"breaks even after {steps} step{'' if steps == 1 else 's'}: {text}"), state
 
 
 def regret(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """Move when what staying has certainly missed outweighs the pause.
+    """Move if the regret, less its standard error, exceeds the pause.
 
-    What was missed starts again at 0 when the plan is taken, not here: a plan may be refused.
-
-    Where the profile says when the costs change next, what would be missed until then decides at once; where nobody
-    says, a gain so large that it pays three times within the horizon does.
+    The regret is reset when the plan is applied, not here, because a plan may be refused. If the profile announces
+    the next
+    cost change, the regret expected until then decides now. Otherwise a gain that breaks even three times within the
+    horizon does.
     """
     text = _gain_text(evidence)
     if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the partition in force is the one foreseen as best: {text}"), state
+        return Verdict(move=False, reason=f"the active partition is the forecast optimum: {text}"), state
     regret_ns, needed = evidence.regret_ns, settings.margin * evidence.pause_ns
     until_event = regret_ns / max(1, evidence.regret_steps) * evidence.horizon_steps
     if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
-        reason = f"pays twice before the next event in {evidence.horizon_steps} steps: {text}"
+        reason = f"breaks even twice before the next event in {evidence.horizon_steps} steps: {text}"
         return Verdict(move=True, reason=reason), state
     if (
-        evidence.regret_steps >= FEWEST
+        evidence.regret_steps >= MIN_STEPS
         and regret_ns / evidence.regret_steps * evidence.horizon_steps > 3 * evidence.pause_ns
     ):
-        reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
+        reason = f"breaks even three times within {evidence.horizon_steps} steps: {text}"
         return Verdict(move=True, reason=reason), state
-    regret = f"regret {max(0.0, regret_ns) / 1e6:.0f} ms of {evidence.regret_steps} steps"
+    regret_text = f"regret {max(0.0, regret_ns) / 1e6:.0f} ms of {evidence.regret_steps} steps"
     if regret_ns <= needed:
-        return Verdict(move=False, reason=f"{regret}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), state
-    return Verdict(move=True, reason=f"{regret} outweighs {needed / 1e6:.0f} ms: {text}"), state
+        return Verdict(move=False, reason=f"{regret_text} does not exceed {needed / 1e6:.0f} ms: {text}"), state
+    return Verdict(move=True, reason=f"{regret_text} exceeds {needed / 1e6:.0f} ms: {text}"), state
 
 
 POLICIES: Mapping[str, Callable[[Evidence, PolicySettings, PolicyState], tuple[Verdict, PolicyState]]] = {

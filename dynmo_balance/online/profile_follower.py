@@ -1,7 +1,7 @@
-"""Follows a growing profile: only complete lines, only what is new, across rotation of the file.
+"""Follows a growing profile: complete lines only, new lines only, across rotation of the file.
 
-A profile may be renamed and begun anew, or copied and cut to nothing (``copytruncate``). What follows goes on where the
-file before ended, unless it tells another run; then all starts anew.
+A profile may be renamed and restarted, or copied and truncated (``copytruncate``). The next file continues where the
+previous one ended, unless its lines belong to another run; then the state is reset.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from .._common.document import Problem, UnreadableError, open_regular
 from ..formats.profile import Header, LineParser, Record, Step
 
 MARK_BYTES = 64
-"""So many bytes before the place read to are compared, to see a file that was cut and has grown past it since."""
+"""Bytes before the read position that are compared, to detect a file that was truncated and has grown past it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailUpdate:
-    """What a poll found.
+    """The result of a poll.
 
     Attributes:
-        restarted: the file tells another run or the same anew, so all earlier state is void.
+        restarted: whether the file belongs to another run, or repeats the same one from the start; earlier state is
+            void.
         records: the new valid records, in order.
-        problems: the faults of lines that were skipped.
+        problems: the problems of lines that were skipped.
     """
 
     restarted: bool = False
@@ -42,7 +43,7 @@ class _UpdateBuilder:
 
 
 class _OpenFile:
-    """A file that is held open, so that it can be read to its end after it was renamed, and how far it is read."""
+    """An open file, which can be read to its end after it was renamed, and the position up to which it was read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -62,11 +63,11 @@ class _OpenFile:
         return _identity(status) == self._identity
 
     def is_truncated(self) -> bool:
-        """Whether what was read is no longer there."""
+        """Whether the bytes that were read last are no longer there."""
         return os.pread(self.fd, len(self._mark), self.offset - len(self._mark)) != self._mark
 
     def read(self) -> tuple[list[bytes], bytes]:
-        """The new complete lines, and what follows the last of them."""
+        """The new complete lines, and the incomplete line after them."""
         parts = []
         at = self.offset
         while part := os.pread(self.fd, 1 << 24, at):
@@ -88,11 +89,11 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class ProfileFollower:
-    """Reads a profile bit by bit. A poll without news costs one ``stat()``.
+    """Reads a profile incrementally; a poll without new data costs one ``stat()``.
 
     Args:
         path: of the profile.
-        beat: called before each line, as a poll of a long profile takes seconds.
+        beat: called before each line, because a poll of a long profile takes seconds.
     """
 
     def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None) -> None:
@@ -111,7 +112,7 @@ class ProfileFollower:
             if self._file is None:
                 return TailUpdate()
             file = self._file
-            status = os.fstat(file.fd)  # renamed; its writer may go on with it until it begins the next
+            status = os.fstat(file.fd)  # renamed; its writer may continue it until it starts the next one
         rotated = not file.same_file(status) and status.st_size > 0
         if not rotated:
             status = status if file.same_file(status) else os.fstat(file.fd)
@@ -123,10 +124,10 @@ class ProfileFollower:
         if rotated:
             if rest.strip():
                 place = f"line {self._parser.lines + 1}"
-                update.problems.append(Problem(place, "json", "the file was rotated away before the line was complete"))
+                update.problems.append(Problem(place, "json", "the file was rotated before the line was complete"))
             try:
                 self._file = _OpenFile(self._path)
-            except FileNotFoundError:  # rotated once more just now; the next poll finds what follows
+            except FileNotFoundError:  # rotated once more; the next poll finds the next file
                 return TailUpdate(records=tuple(update.records), problems=tuple(update.problems))
             self._begin()
             self._read(self._file, update)
@@ -147,7 +148,7 @@ class ProfileFollower:
         return rest
 
     def _begin(self) -> None:
-        """A file begins; whether it goes on with the one before is seen from its first lines."""
+        """Start a file; its first lines show whether it continues the previous one."""
         self._parser.lines, self._repeated = 0, None
         self._is_undecided = self._parser.header is not None
 
@@ -158,13 +159,13 @@ class ProfileFollower:
             update.records.append(record)
 
     def _place(self, line: bytes, update: _UpdateBuilder) -> None:
-        """Take a line of a file that may go on with the one before, or tell another run."""
+        """Parse a line of a file that may continue the previous one or belong to another run."""
         before = self._parser.header
         probe = LineParser()
         probe.header = before
         record, _ = probe.parse(line)
         if record is None:
-            probe.header = None  # a header that does not follow on the one before is one all the same
+            probe.header = None  # accept a header that does not continue the previous one
             record, _ = probe.parse(line)
         if record is None or before is None:
             self._parse(line, update)
@@ -182,7 +183,7 @@ class ProfileFollower:
         else:
             self._is_undecided = False
             if record.run_id == before.run_id and record.segment > before.segment:
-                self._parser = LineParser()  # segments between may have come and gone with a file that was never seen
+                self._parser = LineParser()  # a file with the segments between may have been rotated away unread
             else:
                 self._restart(update)
             self._parse(line, update)

@@ -1,10 +1,17 @@
-"""What staying has missed, measured out of sample, and which partition the next while asks for.
+"""Regret of keeping the partition, measured out of sample, and a forecast of the best partition.
 
-A partition chosen by noisy costs looks better on these than it is (the winner's curse), and one that suits the last
-steps may not suit those to come. So several *views* of the past (the mean of a short or a long window; a trend, drawn
-out farther where moves are dear) each name a partition at every decision, and what they named before is measured on the
-steps since: the view whose partitions have done best is followed, and what staying has missed is the difference between
-the partition in force and the one that this view had named a while ago. On noise alone it is not above zero.
+A partition that was chosen by noisy costs looks better on these than it is (the winner's curse), and one that fits
+the
+last steps may not fit the next ones. So several *forecasts* (the mean over a short or a long window, or a trend that
+is
+extrapolated further the more expensive moves are) each name a candidate partition at every decision::
+
+    decision k      forecast f names candidate c[f, k] from the records so far
+    steps k..k+1    scores[f] += step time under candidates that f named 1, lag / 2 and lag decisions ago
+    decision k+1    best forecast b = argmin scores;  regret += step(active) - step(c[b, k + 1 - lag])
+
+The best forecast is followed, and the regret is the difference between the active partition and a candidate that this
+forecast named some decisions ago. On noise alone it does not become positive.
 """
 
 from __future__ import annotations
@@ -25,22 +32,22 @@ from ..partition.registry import run_balancer
 
 Works = npt.NDArray[np.float64]
 FORECASTS = ((40, 0.0), (160, 0.0), (80, 0.5), (160, 1.0))
-"""Records that a view looks at, and how far it draws out their trend, in times of the horizon."""
+"""For each forecast: the number of records, and how far their trend is extrapolated, in units of the horizon."""
 MAX_FORECAST_RECORDS = max(records for records, _ in FORECASTS)
 TRACE_RECORDS = 4 * MAX_FORECAST_RECORDS
-"""Records that are kept: several periods of costs that oscillate, so that their mean is that of no single phase."""
+"""Length of the trace: several periods of oscillating costs, so that the mean is not that of a single phase."""
 MAX_HORIZON_STEPS = 400
-"""Steps; no trend is drawn out, and no partition tried, for longer."""
+"""Maximum number of steps of an extrapolated trend, and of remembered candidates."""
 DRIFT_PER_STEP = 1e-4
-"""The share of a step that a partition is taken to lose with each step of drift: it makes pauses into horizons."""
+"""Assumed loss per step of drift, as a share of the step; converts pauses into horizons."""
 SCORE_DECAY = 0.98
-"""What is left of a view's earlier scores at each decision."""
+"""Factor on the earlier scores at each decision."""
 SLOPE_CONFIDENCE = 4.0
-"""A slope counts as far as its square is above so many times its variance."""
+"""A slope is shrunk by this multiple of its variance over its square."""
 
 
 def work_of(step: Step) -> Works:
-    """Forward and backward of each item in a record, ``[items]`` in ns as measured; NaN where it was not sampled."""
+    """Forward plus backward time of each item in a record, ``[items]`` in ns as measured; NaN if it was not sampled."""
     parts = [step.forward_ns]
     if step.backward_ns is not None:
         parts.append(step.backward_ns)
@@ -51,11 +58,11 @@ def work_of(step: Step) -> Works:
 
 
 SpeedsOfPlan = Callable[[int], Sequence[int]]
-"""From the number of a plan to the speed, in parts per million, of the worker that each item is on under it."""
+"""From a plan id to the speed, in parts per million, of each item's worker under that plan."""
 
 
 class WorkTrace:
-    """The work of each item in the last records, in ns, gaps filled with what was known before."""
+    """The work of each item in the last records, in ns; gaps are filled with the last known value."""
 
     def __init__(self, size: int = TRACE_RECORDS) -> None:
         self._rows: deque[tuple[int, Works]] = deque(maxlen=size)
@@ -63,13 +70,13 @@ class WorkTrace:
         self.generation = 0
 
     def expire(self) -> None:
-        """Forget everything: the model changed."""
+        """Clear the trace, because the model changed."""
         self._rows.clear()
         self.records = 0
         self.generation += 1
 
     def add(self, step: Step) -> None:
-        """Take in the next record."""
+        """Append a record."""
         row = work_of(step)
         if self._rows:
             row = np.where(np.isnan(row), self._rows[-1][1], row)
@@ -77,10 +84,10 @@ class WorkTrace:
         self.records += 1
 
     def works(self, speeds_of: SpeedsOfPlan) -> Works:
-        """``[records, items]`` at normal speed; items that were never sampled count nothing.
+        """The work in ns at normal speed, ``[records, items]``; items that were never sampled count 0.
 
         Args:
-            speeds_of: a record is measured on the workers of the plan that was active then, not of today's.
+            speeds_of: speeds by plan, because a record was measured on the workers of the plan that was active then.
         """
         if not self._rows:
             return np.zeros((0, 0))
@@ -91,14 +98,16 @@ class WorkTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class RegretState:
-    """What a decision leaves for the next.
+    """The state of the policy ``regret`` between decisions.
 
     Attributes:
-        generation, records: of the trace, at the last decision.
-        candidates: for each view the partitions that it named, newest last.
-        scores: for each view the mean step that its partitions took, with ``weight`` decisions in it.
-        regret_ns, variance: what staying has missed since the last move, and how uncertain that is, in ns and ns^2.
-        steps: over how many steps.
+        generation, records: of the trace at the last decision.
+        candidates: for each forecast the partitions that it named, newest last.
+        scores: for each forecast the decayed sum of the mean step in ns of its candidates.
+        weight: the decayed number of decisions in the scores.
+        regret_ns: cost of keeping the partition since the last move.
+        variance: of the regret, in ns^2.
+        steps: number of steps in the regret.
     """
 
     generation: int = -1
@@ -112,16 +121,25 @@ class RegretState:
 
     @property
     def confident_ns(self) -> float:
-        """What has been missed, less one standard error."""
+        """The regret in ns, less one standard error."""
         return self.regret_ns - math.sqrt(self.variance)
 
     def after_move(self) -> RegretState:
-        """The same at the beginning of another partition."""
+        """The state at the start of another partition."""
         return replace(self, regret_ns=0.0, variance=0.0, steps=0)
 
 
 def step_times(problem: PartitionProblem, works: Works, boundaries: Sequence[int]) -> Works:
-    """The step of each record under a partition: all stages once, the slowest ``M - 1`` times more, in ns."""
+    """The step of each record under a partition, in ns: all stages once, and the slowest ``M - 1`` times more.
+
+    Args:
+        problem: workers and microbatches.
+        works: ``[records, items]`` in ns at normal speed.
+        boundaries: item positions.
+
+    Returns:
+        ``[records]``.
+    """
     prefix = np.concatenate([np.zeros((len(works), 1)), np.cumsum(works, axis=1)], axis=1)
     stages = np.diff(prefix[:, list(boundaries)], axis=1)
     speeds = np.array([problem.slot(stage).speed_ppm for stage in range(problem.num_stages)]) / SPEED_UNIT
@@ -132,14 +150,22 @@ def step_times(problem: PartitionProblem, works: Works, boundaries: Sequence[int
 
 
 def horizon_steps(pause_ns: float, step_ns: float) -> float:
-    """Half of how long a move takes to pay where costs drift: the dearer moves, the longer a partition must hold."""
+    """Half of the steps until a move breaks even while costs drift: longer pauses need longer horizons."""
     if step_ns <= 0:
         return 1.0
     return min(float(MAX_HORIZON_STEPS), 0.5 * math.sqrt(2 * pause_ns / (step_ns * DRIFT_PER_STEP)))
 
 
 def forecast_work(works: Works, ahead_steps: float) -> list[int]:
-    """The work of each item so many steps from now: the mean, and the trend as far as it is certain."""
+    """The work of each item ``ahead_steps`` from now: the mean, plus the significant part of the trend.
+
+    Args:
+        works: ``[records, items]`` in ns.
+        ahead_steps: 0 for the mean alone.
+
+    Returns:
+        ``[items]`` in ns.
+    """
     mean = works.mean(axis=0)
     count = len(works)
     if ahead_steps and count >= 8:
@@ -162,16 +188,16 @@ def update_regret(
     pause_ns: float,
     balancer: str = "exact",
 ) -> tuple[RegretState, tuple[int, ...]]:
-    """What has been missed up to now, and the partition to go to if it is enough.
+    """The new regret, and the partition to move to if it is large enough.
 
     Args:
-        before: what the decision before has left.
-        problem: what to partition; its own costs are not looked at by the exact balancer.
-        current: the boundaries in force.
-        trace: the records, and ``works`` as it gives them.
-        works: ``[records, items]``, the newest last.
-        pause_ns: what a move costs.
-        balancer: another than ``exact`` has one view only, its own answer.
+        before: state after the previous decision.
+        problem: the exact balancer ignores its costs.
+        current: boundaries of the active partition.
+        trace: the records.
+        works: ``trace.works``, ``[records, items]`` in ns, newest last.
+        pause_ns: cost of a move.
+        balancer: a balancer other than ``exact`` has one forecast only, its own partition.
     """
     exact = balancer == "exact" and problem.virtual_stages == 1
     forecasts = FORECASTS if exact else FORECASTS[:1]
@@ -187,36 +213,37 @@ def update_regret(
     horizon = max(float(len(fresh)), horizon_steps(pause_ns, float(staying.mean())))
     lag = max(1, int(horizon / len(fresh)))
     after = _scored(before, problem, fresh, lag)
-    best = min(range(len(forecasts)), key=lambda view: after.scores[view])
+    best = min(range(len(forecasts)), key=after.scores.__getitem__)
     if exact:
         candidates = [
             solve(problem, forecast_work(works[-size:], ahead * horizon)).boundaries for size, ahead in forecasts
         ]
     else:
         candidates = [run_balancer(problem, balancer)]
-    kept = MAX_HORIZON_STEPS
     after = replace(
         after,
         records=trace.records,
-        candidates=tuple((*old, new)[-kept:] for old, new in zip(after.candidates, candidates, strict=True)),
+        candidates=tuple(
+            (*old, new)[-MAX_HORIZON_STEPS:] for old, new in zip(after.candidates, candidates, strict=True)
+        ),
     )
     if before.candidates[best]:
         history = before.candidates[best]
         gain = staying - step_times(problem, fresh, history[max(0, len(history) - lag)])
         total_ns = after.regret_ns + float(gain.sum())
         variance = after.variance + len(gain) * float(gain.var())
-        lost = total_ns < 0
+        is_negative = total_ns < 0
         after = replace(
             after,
-            regret_ns=0.0 if lost else total_ns,
-            variance=0.0 if lost else variance,
-            steps=0 if lost else after.steps + len(gain),
+            regret_ns=0.0 if is_negative else total_ns,
+            variance=0.0 if is_negative else variance,
+            steps=0 if is_negative else after.steps + len(gain),
         )
     return after, candidates[best]
 
 
 def _scored(before: RegretState, problem: PartitionProblem, fresh: Works, lag: int) -> RegretState:
-    """The scores with how the partitions named one, half a lag and a lag ago have done on the new records."""
+    """The scores with the step times, on the new records, of candidates named one, half a lag and a lag ago."""
     if not before.candidates[0]:
         return before
     count = len(before.candidates[0])

@@ -1,15 +1,16 @@
-"""Whether the last move kept its promise: the old and the new partition compared on the costs since the move.
+"""Whether the last move realized its predicted gain: both partitions compared on the costs since the move.
 
-A raw comparison of step times before and after a move blames the move for whatever the model did meanwhile. So the
-question is what the steps since would have taken under the *old* partition. The cost model answers it from the item
-times measured since; what the model leaves out (transfers, optimizer, schedule) is taken from the steps before::
+Comparing step times before and after a move would blame the move for unrelated changes of the model. So the question
+is how long the steps since the move would have taken under the *old* partition. The cost model answers it from the
+item
+times measured since. What the model leaves out (transfers, optimizer, schedule) is calibrated on the steps before::
 
-    before the move   measured / modelled(old)  = r              what the model leaves out, as a factor
-    since the move    staying  = r x modelled(old, new costs)    against measured
-                      expected = r x modelled(new, new costs)    against measured
+    before the move   measured / modelled(old)  = r              factor for what the model leaves out
+    since the move    staying  = r x modelled(old, new costs)    compared with measured
+                      expected = r x modelled(new, new costs)    compared with measured
 
-Where steps are longer than ``staying``, the move did harm. Only where they are also longer than ``expected`` is that
-harm one that the model does not see, and a reason to roll back; else it is a change of costs, and the policy decides.
+If steps are longer than ``staying``, the move did harm. Only if they are also longer than ``expected`` is the harm
+outside the model and a reason for a rollback. Otherwise costs have changed, and the policy decides.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ from .regret import SpeedsOfPlan, Works, step_times, work_of
 from .run_state import RunState
 
 MIN_REALIZED_SHARE = 0.5
-"""A move that realises less than this share of its predicted gain doubles the price of the next."""
+"""A move that realizes less than this share of its predicted gain doubles the cost of the next."""
 MIN_HARM = 0.02
-"""A move is rolled back only where steps became longer by this share and by more than their noise."""
+"""A move is rolled back only if steps became longer by this share and by more than their noise."""
 WAIT_STEPS = 200
-"""For this many steps after a rollback the partition that was rolled back is not proposed again."""
+"""Number of steps after a rollback in which the partition is not proposed again."""
 MIN_RECORDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feedback:
-    """What the last move teaches.
+    """The evaluation of the last move.
 
     Attributes:
-        penalty: a factor on the price of the next move.
-        roll_back: whether to go back to the partition before the move.
-        blocked: boundaries that are not proposed before step ``blocked_until``; None where there are none.
+        penalty: factor on the pause of the next move.
+        roll_back: whether to return to the partition before the move.
+        blocked: boundaries that are not proposed before step ``blocked_until``; None if there are none.
+        blocked_until: see ``blocked``.
         reason: of a rollback, in one sentence.
     """
 
@@ -59,14 +61,15 @@ def evaluate_last_move(
 ) -> Feedback:
     """Compare the partition before the last move with the active one, on the costs since the move.
 
-    Nothing is concluded before as many records came after the move as the window holds, nor where the model changed
-    between the two, items are not sampled, or the number of workers changed with the move.
+    There is no conclusion before the window is full of records after the move, or if the model changed between the
+    two,
+    items are not sampled, or the number of workers changed with the move.
 
     Args:
         state: of the run.
         base: the active plan.
-        previous: the plan that was active before it, where it is known.
-        problem: for the workers' speeds and the microbatches; on the workers of ``base``.
+        previous: the plan that was active before it, if known.
+        problem: on the workers of ``base``; gives speeds and microbatches.
         speeds_of: speeds of the items' workers under a plan.
     """
     if base.balancer == "manual":

@@ -1,6 +1,6 @@
-"""The state of a run from its profile: header, active plan, cost window, what is asked and answered.
+"""The state of a run, from its profile: header, active plan, cost window, open plan request, results.
 
-Feeding the same records always gives the same state, so a planner that was killed rebuilds it by reading again.
+The same records always give the same state, so a planner that was killed rebuilds it by reading the profile again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ LEARNING_RATE = 0.5
 
 @dataclass(kw_only=True)
 class RunState:
-    """What is known after the records fed so far; everything but the answers is reset by each header.
+    """The state after the records so far; each header resets everything but ``results`` and ``base_pause_ns``.
 
     Attributes:
-        window_size: how many step records the cost window holds.
+        window_size: number of step records in the cost window.
+        header: of the segment.
+        window: the last records, for costs.
+        trace: the work of the items in more records, for the policies.
+        last_step: the last step.
         active_plan_id: the active plan, as last reported by a step or a result; None until then.
-        requested_step: the step of an ask that nothing after it has settled.
-        results: the plans that have a result.
-        before_move: the last records before the move to the active plan; empty where the model has changed since.
-        after_move: the last records since the move, and ``first_after`` the first of them.
-        refusals: how many plans in a row were refused or rolled back.
-        base_pause_ns: measured pause of moves beyond their transfer time, smoothed; None until there was one.
-        next_event_step: when the costs are next expected to change; None where nobody said.
+        previous: the plan that was active before it.
+        requested_step: the step of an open plan request; None if there is none.
+        results: result by plan id.
+        refusals: number of consecutive plans that were refused or rolled back.
+        base_pause_ns: measured pause of moves apart from transfers, smoothed; None before the first move.
+        before_move: the last records before the move to the active plan; empty if the model has changed since.
+        after_move: the last records since the move.
+        first_after: the first records since the move.
+        expected: for each event kind, the step at which the next one is due.
     """
 
     window_size: int
@@ -50,12 +56,12 @@ class RunState:
 
     @property
     def next_event_step(self) -> int | None:
-        """The next step at which the costs are expected to change, after the last step."""
+        """The next step at which a cost change is due; None if unknown."""
         due = [step for step in self.expected.values() if step is not None and step > self.last_step]
         return min(due, default=None)
 
     def feed(self, record: Record) -> None:
-        """Take in the next record of the profile."""
+        """Add the next record of the profile."""
         match record:
             case Header():
                 self._start(record)
@@ -87,14 +93,14 @@ class RunState:
         self.last_step = step.step
         if self.requested_step is not None and step.step > self.requested_step:
             self.requested_step = None
-        self._enter(step.plan_id)
+        self._activate(step.plan_id)
         self.window.add(step)
         self.trace.add(step)
         self.after_move.append(step)
         if len(self.first_after) < self.window_size:
             self.first_after.append(step)
 
-    def _enter(self, plan_id: int) -> None:
+    def _activate(self, plan_id: int) -> None:
         if self.active_plan_id != plan_id:
             if self.active_plan_id is not None:
                 self.window.renew()
@@ -111,10 +117,10 @@ class RunState:
             self.refusals += 1
         if result.result == "applied":
             self.refusals = 0
-            self._enter(result.plan_id)
+            self._activate(result.plan_id)
             self._learn(result)
         elif result.result == "rolled_back" and result.plan_id == self.active_plan_id and self.previous is not None:
-            self._enter(self.previous)
+            self._activate(self.previous)
 
     def _learn(self, result: PlanResult) -> None:
         link = self.header.link if self.header is not None else None

@@ -1,7 +1,22 @@
-"""The online planner: follows a run's profile and writes a plan when one pays.
+"""The online planner: follows the profile of a run and publishes a plan when it is worth moving.
 
-It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, writes only ``RUN/plans``, and keeps nothing else: killed and
-after a restart it resumes from what is there.
+::
+
+    RUN/profile.jsonl --ProfileFollower.poll--> records --RunState.feed--> costs, active plan, request, results
+                                                                              |
+    RUN/plans/plan-000000.json ... --_find_base--> base plan                  | _is_due
+                 ^                                    |                       v
+                 |                                    +-------------->  decision.decide (pure)
+                 +------------------ publish (link) ------------------- Decision: plan or None, log line, PolicyState
+
+It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, and writes only ``RUN/plans``. It stores nothing else: a
+planner
+that was killed reads both again, repeats the past decisions of its policy, and makes the same plans. Invariants:
+
+* A plan request is always answered, if necessary with a plan that keeps the partition.
+* Without a request, no plan is published while one of this segment and base has no result.
+* After each refusal the planner waits twice as long.
+* Time and policy state of a decision depend on the records alone, not on where a poll ended.
 """
 
 from __future__ import annotations
@@ -24,23 +39,25 @@ from .profile_follower import ProfileFollower
 from .run_state import RunState
 
 MAX_DOUBLINGS = 10
-"""After each refused plan the planner waits twice as long, up to a thousandfold."""
+"""After each refused plan the planner waits twice as long, up to 1024 times."""
 
 MAX_REPLAYED_RECORDS = 10_000
-"""The newest records of a poll for which a policy's past decisions are repeated; a record takes about 1.5 ms.
+"""The newest records of a poll for which past decisions are repeated; each record takes about 1.5 ms.
 
-Scores keep 0.98 of themselves at each decision, so little is left of older ones. Only a start, or a planner that was
-stopped for long, reads more at once. Older records count as costs, without a decision.
+Scores decay by 0.98 at each decision, so older decisions have little influence. Only a start, or a planner that was
+stopped for long, reads more records in one poll. Older records only contribute costs.
 """
 
 
 class Watcher:
-    """The thin shell around ``decide``: polls, keeps time, writes.
+    """The shell around ``decide``: polls, keeps time, writes.
 
     Args:
         run: run directory.
+        options: how to decide.
         beat: called before each line that is read and each record that is processed. A start may read a long profile
-            and repeat many decisions; a supervisor must not take that for a planner that hangs.
+            and
+            repeat many decisions; a supervisor must not mistake that for a planner that hangs.
     """
 
     def __init__(self, run: Path, options: WatchOptions, *, beat: Callable[[], None] = lambda: None) -> None:
@@ -52,15 +69,18 @@ class Watcher:
         self._base: Plan | None = None
         self._decided_at = -1
         self._last_warning = ""
-        self._memory = PolicyState()
-        self._has_warned = False
-        self._published: dict[int, tuple[int | None, object, int]] = {}  # number: base, segment and step of a plan
+        self._policy_state = PolicyState()
+        self._has_warned_of_units = False
+        self._published: dict[int, tuple[int | None, object, int]] = {}  # plan id: base, segment and step
 
     def poll(self, *, decides: bool = False) -> bool:
-        """Read what is new and decide if it is time; whether there was anything new.
+        """Read new records, and decide if a decision is due.
 
         Args:
-            decides: decide after the last record also where the next decision is not due yet.
+            decides: whether to decide after the last record even if no decision is due.
+
+        Returns:
+            whether there was anything new.
         """
         news = self._tail.poll()
         if news.restarted:
@@ -76,37 +96,45 @@ class Watcher:
             self._beat()
             if isinstance(record, Header):
                 headers -= 1
-                self._base, self._decided_at, self._memory, self._has_warned = None, -1, PolicyState(), False
-            elif isinstance(record, Step) and not self._has_warned:
-                self._has_warned = warn_of_units(self._profile, [record])
+                self._base, self._decided_at, self._policy_state, self._has_warned_of_units = (
+                    None,
+                    -1,
+                    PolicyState(),
+                    False,
+                )
+            elif isinstance(record, Step) and not self._has_warned_of_units:
+                self._has_warned_of_units = warn_of_units(self._profile, [record])
             active_plan_id = self._state.active_plan_id
             self._state.feed(record)
             if self._state.active_plan_id != active_plan_id:
-                self._memory = self._memory.after_move()
+                self._policy_state = self._policy_state.after_move()
                 overdue = False
             is_replayed = 0 < left <= MAX_REPLAYED_RECORDS
-            if is_replayed and not headers and self._is_stateful and self._due():  # a header voids what is remembered
+            if is_replayed and not headers and self._is_stateful and self._is_due():  # a header resets the policy state
                 overdue = self._decide(publishing=False)
-        if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
+        if (news.records or self._waiting_for_base()) and (
+            self._is_due() or (decides and self._state.header is not None)
+        ):
             self._decide()
         elif overdue and not self._options.lockstep:
             self._decide_overdue()
         return bool(news.records or news.problems)
 
     def _decide_overdue(self) -> None:
-        """Publish what was due within the records of a poll, by the newest costs.
+        """Publish a decision that became due within the records of a poll, with the newest costs.
 
-        Time and memory stay those of the decision that was due: they depend on the records alone, not on where polls
-        ended, so that they are the same after a restart.
+        Time and policy state remain those of the decision that was due. They depend on the records alone, not on
+        where polls
+        ended, so they are the same after a restart.
         """
-        decided_at, memory = self._decided_at, self._memory
+        decided_at, memory = self._decided_at, self._policy_state
         self._decide()
-        self._decided_at, self._memory = decided_at, memory
+        self._decided_at, self._policy_state = decided_at, memory
 
     def _waiting_for_base(self) -> bool:
         return self._state.requested_step is not None and self._base is None
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         state = self._state
         if state.header is None:
             return False
@@ -119,18 +147,18 @@ class Watcher:
 
     @property
     def _is_stateful(self) -> bool:
-        """Whether the policy adds up over decisions, so that those of the past are made again after a restart."""
+        """Whether the policy has state over decisions, so that past decisions are repeated after a restart."""
         return self._options.policy in ("regret", "threshold")
 
     def _decide(self, publishing: bool = True) -> bool:
-        """Decide now; whether that asks for a plan which was not published and is not among the plans either."""
+        """Decide now; returns whether the decision made a plan that was neither published now nor before."""
         base = self._find_base()
         now = max(self._state.last_step, self._state.requested_step or 0)
-        # The past is decided again after a restart, while the plans of this decision and of later ones are there.
+        # After a restart past decisions are repeated, although the plans of this and of later decisions exist.
         if base is None or self._has_pending_plan(base, now if publishing else now - 1):
             return False
-        decision = decide(self._state, base, self._options, self._memory, self._previous())
-        self._decided_at, self._memory = self._state.last_step, decision.policy_state
+        decision = decide(self._state, base, self._options, self._policy_state, self._previous())
+        self._decided_at, self._policy_state = self._state.last_step, decision.policy_state
         if not publishing:
             return decision.plan is not None and not self._was_published(base)
         written = ""
@@ -151,7 +179,7 @@ class Watcher:
             try:
                 plan = read_plan(plan_path(self._plans, number))
             except DynmoError as error:
-                self._warn_once(f"plan {number} cannot be used: {error}")
+                self._warn_once(f"plan {number} is invalid: {error}")
                 continue
             if state.active_plan_id is None and plan.balancer != "initial":
                 continue
@@ -165,7 +193,7 @@ class Watcher:
         return None
 
     def _previous(self) -> Plan | None:
-        """The plan that was active before this one, where it can be read."""
+        """The plan that was active before this one, if it can be read."""
         number = self._state.previous
         if number is None:
             return None
@@ -175,7 +203,7 @@ class Watcher:
             return None
 
     def _has_pending_plan(self, base: Plan, last_step: int) -> bool:
-        """Whether a plan of this segment, based on the active plan, made up to a step, still waits for its result."""
+        """Whether a plan of this segment and base, made up to ``last_step``, has no result yet."""
         state = self._state
         for number, read_to_step in self._plans_after(base):
             if number in state.results:
@@ -185,11 +213,11 @@ class Watcher:
         return False
 
     def _was_published(self, base: Plan) -> bool:
-        """Whether a plan of this segment, based on the active plan, was made at this step or later."""
+        """Whether a plan of this segment and base was made at this step or later."""
         return any(read_to_step >= self._state.last_step for _, read_to_step in self._plans_after(base))
 
     def _plans_after(self, base: Plan) -> Iterator[tuple[int, int]]:
-        """Number and step of the plans of this segment that are based on the active plan, the newest first."""
+        """Number and step of the plans of this segment that are based on the active plan, newest first."""
         segment = self._state.header.segment if self._state.header is not None else 0
         for number in reversed(plan_numbers(self._plans)):
             if number <= base.plan_id:
@@ -198,7 +226,7 @@ class Watcher:
                 try:
                     plan = read_plan(plan_path(self._plans, number))
                 except DynmoError:
-                    continue  # not ours; the trainer refuses it
+                    continue  # not written by the planner; the trainer refuses it
                 self._published[number] = (plan.base_plan_id, (plan.extra or {}).get(SEGMENT_KEY), plan.read_to_step)
             base_plan_id, of_segment, read_to_step = self._published[number]
             if base_plan_id == base.plan_id and of_segment == segment:
@@ -215,10 +243,11 @@ def _with_segment(plan: Plan, segment: int) -> Plan:
 
 
 class Heartbeat:
-    """Lines on a descriptor by which a supervisor distinguishes a planner that hangs from an idle one.
+    """Lines on a file descriptor, by which a supervisor distinguishes a planner that hangs from an idle one.
 
-    The loop that decides writes them, not a thread of its own: a loop that hangs must fall silent. A pipe that nobody
-    empties must not block the planner, so the descriptor is non-blocking and a full pipe loses lines.
+    The decision loop writes them, not a separate thread: a loop that hangs must stop writing. A full pipe must not
+    block
+    the planner, so the descriptor is non-blocking, and lines are dropped while the pipe is full.
     """
 
     def __init__(self, descriptor: int, every_s: float) -> None:
@@ -244,9 +273,18 @@ def watch(
     parent_pid: int | None,
     heartbeat: Heartbeat | None = None,
 ) -> None:
-    """Watch a run until it is killed, its parent is gone, or - with ``once`` - what is there has been read."""
+    """Watch a run until it is killed, its parent process ends, or, with ``once``, all present records are read.
+
+    Args:
+        run: run directory.
+        options: how to decide.
+        once: whether to read what is present, decide once, and return.
+        poll_s: seconds between polls.
+        parent_pid: return when this process has ended; None never.
+        heartbeat: where to write heartbeats; None writes none.
+    """
     watcher = Watcher(run, options, beat=heartbeat.beat) if heartbeat is not None else Watcher(run, options)
-    say(f"watching {run} with balancer {options.balancer}, policy {options.policy}")
+    say(f"watching {run} | balancer: {options.balancer} | policy: {options.policy}")
     is_child = os.getppid() == parent_pid
     while True:
         news = watcher.poll(decides=once)
@@ -255,14 +293,14 @@ def watch(
         if once:
             return
         if parent_pid is not None and not _is_alive(parent_pid, is_child):
-            say(f"process {parent_pid} is gone: ending")
+            say(f"process {parent_pid} has ended: exiting")
             return
         if not news:
             time.sleep(poll_s)
 
 
 def _is_alive(pid: int, is_child: bool) -> bool:
-    """Whether the process exists; a parent that ended shows as another parent even while nobody has reaped it."""
+    """Whether the process exists; for a child, whether it still has this parent, which may be an unreaped zombie."""
     if is_child:
         return os.getppid() == pid
     try:

@@ -1,14 +1,16 @@
-"""Short view or long view: which past predicts the next steps' costs better, measured out of sample.
+"""Short or long window: which past predicts the next steps' costs better, measured out of sample.
 
-The mean of the last few records follows a change of costs at once. Where costs oscillate faster than that, it is always
-one phase late: a policy that follows it moves layers in every phase, and loses by each move. So two views of the past,
-the window and all records that are kept, each follow a partition of their own; the steps that come measure both, pauses
-included; and the view that did better is followed::
+The mean over the last few records follows a cost change quickly. If costs oscillate faster than that, it is always
+one
+phase late: a policy that follows it moves layers in every phase, and loses by each move. So two windows, the short
+one
+and all records of the trace, each follow a partition of their own. The next steps measure both, pauses included, and
+the better one is used::
 
-    decision k      short view follows S, long view follows L
+    decision k      short window follows S, long window follows L
     steps k..k+1    modelled step time under S, and under L, on the costs of these steps
-    decision k+1    scores = 0.98 x scores + these times; a view is left for a clearly lower score
-                    a view goes to another partition where its own past promises the least gain, and pays a pause
+    decision k+1    scores = 0.98 x scores + these times; the other window is used if its score is clearly lower
+                    a window changes its partition if its own past predicts the minimum gain, and a pause is added
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from ..partition.problem import PartitionProblem
 from .regret import Works, WorkTrace, step_times
 
 DECAY = 0.98
-"""The share of the earlier scores that is left at each decision."""
-FEWEST = 3
-"""Decisions that must be measured before the long view can be followed."""
+"""Factor on the earlier scores at each decision."""
+MIN_DECISIONS = 3
+"""Minimum number of measured decisions before the long window can be used."""
 LONG_THRESHOLD, SHORT_THRESHOLD = 0.99, 0.97
-"""A view is left for one whose score is below this share of its own: within a phase either is ahead by turns."""
+"""The other window is used if its score is below this share; within a phase the two alternate."""
 
 Boundaries = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowScore:
-    """One view of the past.
+    """One window and the partition that it follows.
 
     Attributes:
-        follows: the partition that it would have now; empty before its first decision.
-        due_ns: the pause of its last change, not in its score yet.
-        score: the decayed sum, over decisions, of the mean steps in ns that its partitions took.
+        follows: boundaries of the partition; empty before the first decision.
+        due_ns: the pause of its last change, if not in the score yet.
+        score: the decayed sum over decisions of the mean step in ns under its partitions.
     """
 
     follows: Boundaries = ()
@@ -44,14 +46,14 @@ class WindowScore:
     score: float = 0.0
 
     def measured(self, problem: PartitionProblem, fresh: Works) -> WindowScore:
-        """The view with its partition measured on new records, ``[records, items]``."""
+        """The window with its partition measured on new records, ``[records, items]``."""
         mean = float(step_times(problem, fresh, self.follows).mean())
         return replace(self, score=DECAY * self.score + mean + self.due_ns / len(fresh), due_ns=0.0)
 
     def decided(
         self, problem: PartitionProblem, past: Works, proposed: Boundaries, *, min_gain: float, pause_ns: float
     ) -> WindowScore:
-        """The view after it has weighed a partition by its own past."""
+        """The window after it has compared a proposed partition on its own past, ``[records, items]``."""
         if not self.follows:
             return replace(self, follows=proposed)
         now, then = (float(step_times(problem, past, each).mean()) for each in (self.follows, proposed))
@@ -60,13 +62,13 @@ class WindowScore:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSelection:
-    """What a decision leaves for the next.
+    """The state of both windows between decisions.
 
     Attributes:
-        generation, records: of the trace, up to which the views are measured.
-        short, long: the views.
-        decisions: that have been measured.
-        uses_long: whether the long view is followed.
+        generation, records: of the trace, up to which the windows are measured.
+        short, long: the windows.
+        decisions: number of decisions that have been measured.
+        uses_long: whether the long window is used.
     """
 
     generation: int = 0
@@ -87,16 +89,16 @@ class WindowSelection:
         min_gain: float,
         pause_ns: float,
     ) -> WindowSelection:
-        """The views after a decision.
+        """The state after a decision.
 
         Args:
             problem: on the active workers.
-            trace: the records, and ``works`` as it gives them.
-            works: ``[records, items]``, the newest last.
-            proposed: the partitions that the short and the long past ask for.
-            window: records of the short past.
-            min_gain: the least gain for which a view changes its partition.
-            pause_ns: what a change costs.
+            trace: the records.
+            works: ``trace.works``, ``[records, items]`` in ns, newest last.
+            proposed: the partitions that the short and the long past propose.
+            window: number of records of the short past.
+            min_gain: minimum gain for which a window changes its partition.
+            pause_ns: cost of a change.
         """
         if self.generation != trace.generation:
             fresh_start = WindowSelection(generation=trace.generation)
@@ -106,21 +108,21 @@ class WindowSelection:
         fresh = min(trace.records - self.records, len(works))
         short, long, decisions = self.short, self.long, self.decisions
         if fresh > 0 and short.follows and long.follows:
-            short, long = (view.measured(problem, works[-fresh:]) for view in (short, long))
+            short, long = (one.measured(problem, works[-fresh:]) for one in (short, long))
             decisions += 1
         pasts = (works[-window:], works)
         short, long = (
-            view.decided(problem, past, boundaries, min_gain=min_gain, pause_ns=pause_ns)
-            for view, past, boundaries in zip((short, long), pasts, proposed, strict=True)
+            one.decided(problem, past, boundaries, min_gain=min_gain, pause_ns=pause_ns)
+            for one, past, boundaries in zip((short, long), pasts, proposed, strict=True)
         )
         limit = SHORT_THRESHOLD if self.uses_long else LONG_THRESHOLD
         followed, other = (long, short) if self.uses_long else (short, long)
-        is_left = decisions >= FEWEST and other.score < limit * followed.score
+        is_switched = decisions >= MIN_DECISIONS and other.score < limit * followed.score
         return replace(
             self,
             records=trace.records,
             short=short,
             long=long,
             decisions=decisions,
-            uses_long=self.uses_long != is_left,
+            uses_long=self.uses_long != is_switched,
         )

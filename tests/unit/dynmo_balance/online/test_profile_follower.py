@@ -131,7 +131,7 @@ def test_a_line_torn_by_the_rotation_is_told(profile, tail):
     news = tail.poll()
     assert told(news) == [4]
     assert [problem.path for problem in news.problems] == ["line 4"]
-    assert "rotated away" in news.problems[0].message
+    assert "rotated before" in news.problems[0].message
 
 
 def test_places_of_problems_count_from_the_file_they_are_in(profile, tail):

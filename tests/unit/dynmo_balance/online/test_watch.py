@@ -226,7 +226,7 @@ def test_items_never_sampled_make_no_plan(run, capfd):
 def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
     append(run, step(4, back=2), event(4, following=6), step(5, back=2))
     Watcher(run, WatchOptions(min_records=1)).poll()
-    assert "1 steps would save 47 ms, less than the pause" in capfd.readouterr().err
+    assert "gain over the horizon 47 ms, less than the pause" in capfd.readouterr().err
     assert plan_numbers(run / "plans") == [0]
 
 

@@ -98,7 +98,7 @@ def test_memory_of_split_backward_is_kept_until_weight_gradient():
 
 def test_an_order_that_waits_for_itself_is_refused():
     order = ((Operation(0, Kind.BACKWARD, 0), Operation(0, Kind.FORWARD, 0)),)
-    with pytest.raises(UsageError, match="waits for itself: worker 0 never gets to 0B0"):
+    with pytest.raises(UsageError, match="deadlocks: worker 0 never reaches 0B0"):
         run(order, uniform(1))
 
 
