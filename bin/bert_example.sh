@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trains BERT with gradual pruning on a pipeline that the planner keeps in balance:
+# Trains BERT with gradual pruning on a pipeline that the planner keeps balanced:
 #
 #   bin/bert_example.sh LAYERS BALANCER WORKERS_PER_NODE NODES [options of dynmo-train pretrain bert]
 #   bin/bert_example.sh 24 diffusion 4 1
 #
 # BALANCER   diffusion, diffusion_param, deepspeed, deepspeed_param, deepspeed_static, exact, time, parameters, uniform; off
-# NODES      above 1 the same line runs on each node, with NODE_RANK and MASTER_ADDR in the environment
+# NODES      above 1: run the same command on each node, with NODE_RANK and MASTER_ADDR in the environment
 #
-# From the environment, with what holds otherwise:
-# PACK_TO            release workers until so many are left (none)
+# Environment variables, with their defaults:
+# PACK_TO            release workers down to this number (none)
 # HIDDEN_SIZE 1024   ATTENTION_HEADS 16   SEQ_LENGTH 512   MICRO_BATCH_SIZE 8   GLOBAL_BATCH_SIZE 64
 # TRAIN_ITERS 10000  PRUNING_START 2      PRUNING_END 10   PRUNING_FREQ 2
-# DATA_PATH          data set of sentences, with TOKENIZER (a tokenizer.json) or VOCAB_FILE (one token a line); where it is not
-#                    given, one is made of the text of the installed Python's documentation (CORPUS_BYTES 0: all of it)
-# DYNMO_BERT_DIR     where everything is written (runs/bert_example in the project); a run that is there is gone on with
+# DATA_PATH          data set of sentences, with TOKENIZER (a tokenizer.json) or VOCAB_FILE (one token a line); the default
+#                    is built from the documentation of the installed Python (CORPUS_BYTES 0: all of it)
+# DYNMO_BERT_DIR     output directory (runs/bert_example in the project); an existing run is resumed
 # DYNMO_VENV, PYTHON see bin/environment.sh
 set -euo pipefail
 

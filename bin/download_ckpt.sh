@@ -19,7 +19,7 @@ fi
 fetch "$url" "$archive" "${CKPT_SHA256:-}"
 python=${PYTHON:-python3}
 if ! "$python" -m zipfile --test "$archive" >/dev/null; then
-  echo "$0: $archive is no archive, or a damaged one; remove it and run this again" >&2
+  echo "$0: $archive is not an archive, or is damaged; remove it and run this script again" >&2
   exit 1
 fi
 "$python" -m zipfile --extract "$archive" "$folder"

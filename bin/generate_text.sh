@@ -2,7 +2,7 @@
 # Generates text with the GPT of 345M parameters, as Megatron-DeepSpeed's examples/generate_text.sh:
 #
 #   bin/generate_text.sh [options of dynmo-train generate, which go before those below]
-#   bin/generate_text.sh --sample-input-file prompts.txt    # goes on with each line of the file
+#   bin/generate_text.sh --sample-input-file prompts.txt    # continues each line of the file
 #
 # CHECKPOINT_PATH checkpoints/gpt2_345m (a run, or a checkpoint of Megatron or Hugging Face)
 # VOCAB_FILE gpt2-vocab.json    MERGE_FILE gpt2-merges.txt

@@ -1,4 +1,4 @@
-"""Puts the figures of one quickstart together: called by bin/quickstart at its end, with the folder that it wrote."""
+"""Prints the summary of a quickstart; bin/quickstart calls it at its end with its output directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def comparison(work: Path) -> dict[str, Any]:
-    """What ``dynmo-train compare`` says of the two runs; its exit code 1 (they differ) is part of what it says."""
+    """The report of ``dynmo-train compare`` on the two runs; exit code 1 (they differ) is a valid result."""
     command = ["dynmo-train", "compare", str(work / "static"), str(work / "balanced"), "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode > 1:
@@ -48,7 +48,7 @@ def logits_difference(run: Path, hf: Path) -> float:
 
 
 def main() -> int:
-    """Print the summary; the exit code says whether everything that must hold does."""
+    """Print the summary; exit with 1 where bits, logits or the loss are not as required."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
@@ -61,7 +61,7 @@ def main() -> int:
     settled = runs["settled_ms"]
     same = "identical, bit for bit" if runs["identical"] else f"DIFFERENT from step {runs['first_difference']}"
     rows = [
-        ("documents in / kept", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
+        ("documents in / out", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
         ("tokens/s, balanced", f"{runs['tokens_per_s']:,.0f}"),
         ("training loss, first / last", f"{runs['loss_first']:.3f} / {runs['loss_last']:.3f}"),
         ("held-out loss, first / last", f"{runs['validation_first']:.3f} / {runs['validation_last']:.3f}"),
@@ -81,7 +81,7 @@ def main() -> int:
     sys.stdout.write("\n== Summary\n")
     for name, value in rows:
         sys.stdout.write(f"  {name:<30}{value}\n")
-    sys.stdout.write(f"\nEverything lies in {work}. Where to go next: README.md, 'Where to go next'.\n")
+    sys.stdout.write(f"\nAll output is in {work}. Where to go next: README.md, 'Where to go next'.\n")
     return 0 if runs["identical"] and logits < 1e-4 and runs["loss_last"] < runs["loss_first"] else 1
 
 

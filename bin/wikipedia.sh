@@ -8,7 +8,7 @@
 # gpt     documents (VOCAB_FILE gpt2-vocab.json, MERGE_FILE gpt2-merges.txt), FOLDER/wiki_text_document
 # WORKERS (cores)    LANGUAGE en    MIN_TOKENS 0 (shorter pages are left out)    EXECUTOR local, ray or slurm
 #
-# A dump that is not there is fetched from DUMP_URL (https://dumps.wikimedia.org/enwiki/latest). Run again, it goes on.
+# A missing dump is downloaded from DUMP_URL (https://dumps.wikimedia.org/enwiki/latest). A second run resumes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || [[ ${3:-bert} != @(bert|gpt) ]]; then

@@ -1,15 +1,15 @@
-# Sourced by the scripts of this folder that download: fetch URL FILE [SHA256].
+# Sourced by the download scripts: fetch URL FILE [SHA256].
 
-# Downloads to FILE.part, going on where it stopped, and gives the file its name when it is whole. A file that is there
-# with the right checksum is left as it is; without a checksum, one that is there is.
+# Downloads to FILE.part, resuming a partial download, and renames it when it is complete. An existing file
+# with the right checksum is not downloaded again, nor is any existing file if no checksum is given.
 fetch() {
   local url=$1 file=$2 sum=${3:-} found
   if [ -f "$file" ]; then
     if [ -z "$sum" ] || [ "$(sha256 "$file")" = "$sum" ]; then
-      echo "$file is there"
+      echo "$file exists"
       return
     fi
-    echo "$0: $file is there, but has not the SHA-256 $sum; remove it to fetch it again" >&2
+    echo "$0: $file exists, but its SHA-256 is not $sum; remove it to download it again" >&2
     return 1
   fi
   mkdir -p "$(dirname "$file")"
@@ -24,7 +24,7 @@ fetch() {
   found=$(sha256 "$file.part")
   if [ -n "$sum" ] && [ "$found" != "$sum" ]; then
     rm -f "$file.part"
-    echo "$0: $url has the SHA-256 $found, expected $sum: the file was cut off or is another one; nothing was kept" >&2
+    echo "$0: $url has the SHA-256 $found, expected $sum: the download was truncated or the file has changed; it was removed" >&2
     return 1
   fi
   mv "$file.part" "$file"
@@ -32,7 +32,7 @@ fetch() {
 }
 
 failed() {
-  echo "$0: cannot fetch $1 (exit code $2 of the download); what has come is kept, run this again to go on" >&2
+  echo "$0: cannot download $1 (exit code $2 of the download); run this script again to resume" >&2
   exit 1
 }
 
@@ -40,10 +40,10 @@ sha256() {
   sha256sum "$1" | cut -d ' ' -f 1
 }
 
-# help "$@": shows the comment at the head of the script where an option stands for the folder.
+# help "$@": prints the comment at the head of the script for -h and --help; refuses other options.
 help() {
   case ${1:-} in
     -h | --help) sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
-    -*) echo "$0: $1 is no folder; see $0 --help" >&2; exit 2 ;;
+    -*) echo "$0: $1 is not a folder; see $0 --help" >&2; exit 2 ;;
   esac
 }

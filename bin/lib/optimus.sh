@@ -12,7 +12,7 @@ usage() {
   exit 2
 }
 
-# model SIZE: sets `model` to the words of its shape.
+# model SIZE: sets `model` to the options of its shape.
 model() {
   case ${1:-} in
     335M) model=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16) ;;
@@ -22,7 +22,7 @@ model() {
   esac
 }
 
-# scheme NAME: sets `scheme` to the words of compressed backpropagation (CB) with or without lazy error propagation
+# scheme NAME: sets `scheme` to the options of compressed backpropagation (CB) with or without lazy error propagation
 # (LEP), fused embedding synchronization (FE) and selective stage compression (SC).
 scheme() {
   local cb=(--inter_grad_comp --inter_grad_comp_rank "${CB_RANK:-16}" --inter_grad_comp_epilogue_only)

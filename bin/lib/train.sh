@@ -1,9 +1,9 @@
-# Sourced by the scripts of this folder that train or evaluate: how the command is started, and the published sizes.
+# Sourced by the scripts of this folder that train or evaluate: how the command is launched, and the published sizes.
 #
 # GPUS_PER_NODE    processes on each machine (1)
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
-#                  several machines: the same script on each of them with its own NODE_RANK (1, 0, localhost, 6000)
-# DYNMO_LAUNCH     another way to start it, as words for `dynmo-train launch`: "slurm --nodes 4 --gpus 8 --time 24:00:00",
+#                  several machines: run the same script on each with its own NODE_RANK (1, 0, localhost, 6000)
+# DYNMO_LAUNCH     another launcher, as arguments of `dynmo-train launch`: "slurm --nodes 4 --gpus 8 --time 24:00:00",
 #                  "hostfile -H hostfile", "lsf --nodes 4 --image dynmo.sif", "kubernetes --image IMAGE --nodes 2"
 # DYNMO_VENV, PYTHON, DYNMO_SETUP
 #                  see bin/environment.sh
@@ -29,11 +29,11 @@ readable() {
   fi
 }
 
-# start COMMAND...: runs a command of dynmo-train in as many processes as the variables say. With --dry-run, that of
-# pretrain, one process tells what all of them would need.
+# start COMMAND...: runs a command of dynmo-train in the number of processes that the variables set. With --dry-run (of
+# pretrain), one process reports the memory and time of all of them.
 start() {
   local nproc=${GPUS_PER_NODE:-1} nodes=${NNODES:-1} word how=()
-  [ -n "${RANK:-}" ] || unset WORLD_SIZE # the classic scripts set it for themselves; it is the launcher's to say
+  [ -n "${RANK:-}" ] || unset WORLD_SIZE # the classic scripts set it; the launcher sets its own
   for word in "$@"; do
     if [ "$word" = --dry-run ]; then
       exec dynmo-train "$@" --dry-run-processes "${DRY_RUN_PROCESSES:-$((nproc * nodes))}"

@@ -41,12 +41,12 @@ def test_the_base_is_pinned_to_a_torch_that_is_supported():
 
 
 def test_what_is_copied_is_there_and_not_ignored():
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     sources = [word for line in of("COPY") for word in line.split()[:-1]]
     assert {source for source in sources if not (ROOT / source).exists()} == set()
-    assert {source.rstrip("/") for source in sources} == kept
+    assert {source.rstrip("/") for source in sources} == copied
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.rstrip("*") for name in packages} <= kept
+    assert {name.rstrip("*") for name in packages} <= copied
 
 
 def test_dockerfile_constraints_keep_torch_and_numpy_of_the_base(tmp_path):
@@ -69,7 +69,7 @@ def test_dockerfile_constraints_keep_torch_and_numpy_of_the_base(tmp_path):
     assert pins == {name: pin for name, pin in tested.items() if name not in ("torch", "numpy", "typing_extensions")}
 
 
-def test_the_command_is_one_of_ours_and_the_scripts_take_the_environment_as_it_is():
+def test_dockerfile_command_exists_and_scripts_use_the_active_environment():
     (command,) = of("CMD")
     assert command == '["dynmo-train", "--help"]'
     assert "dynmo-train" in project()["scripts"]

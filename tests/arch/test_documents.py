@@ -71,7 +71,7 @@ def test_tests_that_documents_name_exist():
         ("see tests/arch, `tests/unit/dynmo_train*` and test_documents.py", []),
         ("see `tests/dist`.", ["tests/dist"]),
         ("see tests/arch/test_documents.py::test_none", ["tests/arch/test_documents.py::test_none"]),
-        ("see test_none_such.py", ["test_none_such.py"]),
+        ("see test_missing.py", ["test_missing.py"]),
     ],
 )
 def test_missing_tests_are_found(text, expected):

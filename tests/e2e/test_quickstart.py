@@ -84,7 +84,7 @@ def test_the_whole_main_job(quickstart):
     assert float(difference[1]) < 1e-4
     first, last = re.search(r"training loss, first / last\s+(\S+) / (\S+)", summary).groups()
     assert float(last) < float(first)
-    assert re.search(r"documents in / kept\s+[\d,]+ / [\d,]+ \([\d,]+ tokens\)", summary)
+    assert re.search(r"documents in / out\s+[\d,]+ / [\d,]+ \([\d,]+ tokens\)", summary)
     assert re.search(r"layers moved\s+[1-9]\d* parts of layers", summary)
     assert "plan 1 applied after iteration" in out
     assert re.search(r"clean: .* documents in .* kept; .* dropped", out + talk)

@@ -24,7 +24,7 @@ NAMES = tuple(item.name for item in PLAIN.family().items)
 
 
 def play(scenario, device):
-    """Losses and the digests of what this process holds, on the device of its own rank."""
+    """Losses and the digests of the weights and optimizer state of this process, on the device of its rank."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     world = init_world(device)
     try:
@@ -34,8 +34,8 @@ def play(scenario, device):
             engine.after_step(step)
             if step in dict(scenario.moves):
                 engine.repartition(dict(scenario.moves)[step])
-        held = {name: engine.item_store.export(name).tensors for name in engine.local_names}
-        return losses, {name: digest(t.cpu()) for tensors in held.values() for name, t in tensors.items()}
+        state = {name: engine.item_store.export(name).tensors for name in engine.local_names}
+        return losses, {name: digest(t.cpu()) for tensors in state.values() for name, t in tensors.items()}
     finally:
         destroy_world()
 
@@ -73,7 +73,7 @@ def test_two_devices_and_a_move_give_the_same_bits():
     [(losses, weights)] = run_workers(play, 1, scenario, "cuda", joins=False)
     moved = replace(scenario, moves=((2, Partition(stages=(NAMES[:3], NAMES[3:]), workers=2)),))
     results = run_workers(play, 2, moved, "cuda", joins=False)
-    assert [told for told, _ in results] == [losses, losses]
+    assert [reported for reported, _ in results] == [losses, losses]
     assert results[0][1] | results[1][1] == weights
 
 
