@@ -1,6 +1,6 @@
 """Times ``--help`` of every command of the four programs, each in a new process.
 
-Run: ``nice -n -10 python tests/benchmarks/help_latency.py --repeats 7``. The programs are those beside the interpreter.
+Run: ``nice -n -10 python tests/benchmarks/help_latency.py --repeats 7``. The programs lie next to the interpreter.
 """
 
 from __future__ import annotations

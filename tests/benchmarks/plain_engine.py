@@ -1,4 +1,4 @@
-"""A plain engine over a small GPT and random batches, as several benchmarks train them beside other programs."""
+"""A plain engine over a small GPT and random batches, which several benchmarks train next to other programs."""
 
 from __future__ import annotations
 

@@ -236,9 +236,9 @@ class Run:
             self.gradients(self._samples(tokens[:cut], count, generator), step)
             nn.utils.clip_grad_norm_(parameters.values(), 1.0)
             optimizer.step()
-        held = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            losses = [float(self.loss(self._samples(tokens[cut:], 128, held), {})) for _ in range(20)]
+            losses = [float(self.loss(self._samples(tokens[cut:], 128, generator), {})) for _ in range(20)]
         return statistics.fmean(losses)
 
     def _samples(self, tokens: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -261,9 +261,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tokens(texts: list[Path], kept: Path | None) -> torch.Tensor:
-    """Their tokens; kept beside the results."""
-    cache = kept.with_suffix(".tokens.npy") if kept is not None else None
+def _tokens(texts: list[Path], results: Path | None) -> torch.Tensor:
+    """Tokens of the texts, cached next to the results."""
+    cache = results.with_suffix(".tokens.npy") if results is not None else None
     if cache is not None and cache.exists():
         return torch.from_numpy(np.load(cache))
     with tempfile.TemporaryDirectory() as place:
@@ -275,31 +275,31 @@ def _tokens(texts: list[Path], kept: Path | None) -> torch.Tensor:
 
 
 def main() -> None:
-    told = _arguments()
+    options = _arguments()
     torch.set_num_threads(1)
     began = time.monotonic()
-    tokens = _tokens(told.text, told.results)
-    recipe = replace(Recipe(), steps=told.steps, rate=told.lr, microbatches=told.microbatches)
+    tokens = _tokens(options.text, options.results)
+    recipe = replace(Recipe(), steps=options.steps, rate=options.lr, microbatches=options.microbatches)
     done: list[dict[str, Any]] = []
-    if told.results is not None and told.results.exists():
-        done = [json.loads(line) for line in told.results.read_text().splitlines()]
-    names = told.schemes.split(";")
-    for seed in (int(word) for word in told.seeds.split(",")):
+    if options.results is not None and options.results.exists():
+        done = [json.loads(line) for line in options.results.read_text().splitlines()]
+    names = options.schemes.split(";")
+    for seed in (int(word) for word in options.seeds.split(",")):
         for name in names:
-            key = [name, seed, told.rank, told.steps, told.lr, told.microbatches]
-            if any(one["key"] == key for one in done) or time.monotonic() - began > told.seconds:
+            key = [name, seed, options.rank, options.steps, options.lr, options.microbatches]
+            if any(one["key"] == key for one in done) or time.monotonic() - began > options.seconds:
                 continue
             scheme = SCHEMES[name]
-            scheme = replace(scheme, rank=told.rank) if scheme.rank else scheme
+            scheme = replace(scheme, rank=options.rank) if scheme.rank else scheme
             done.append({"key": key, "loss": Run(recipe, scheme, seed).train(tokens)})
             sys.stderr.write(f"{key} {done[-1]['loss']:.4f}\n")
-            if told.results is not None:
-                with told.results.open("a") as lines:
+            if options.results is not None:
+                with options.results.open("a") as lines:
                     lines.write(json.dumps(done[-1]) + "\n")
-    _tell(done, names, [told.rank, told.steps, told.lr, told.microbatches])
+    report(done, names, [options.rank, options.steps, options.lr, options.microbatches])
 
 
-def _tell(done: list[dict[str, Any]], names: list[str], rest: list[Any]) -> None:
+def report(done: list[dict[str, Any]], names: list[str], rest: list[Any]) -> None:
     emit("| scheme | validation loss, mean of seeds | against the baseline of each seed | mean |")
     emit("|---|---|---|---|")
     for name in names:

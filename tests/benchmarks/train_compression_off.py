@@ -29,7 +29,7 @@ from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.plain_stage import PlainEngine
 from tests.distributed.workers import run_workers
 
-SETTLING_PAIRS = 4
+WARM_UP_PAIRS = 4
 NORMAL_95 = 1.96
 
 
@@ -41,8 +41,8 @@ def paired(world: World, pairs: int, width: int, swapped: bool) -> list[tuple[fl
     # Which of them is made first decides where its memory lies
     made = {kind: engine_on(world, layout, kind=kind) for kind in ((PlainEngine, Engine)[:: -1 if swapped else 1])}
     engines = [made[Engine], made[PlainEngine]]
-    told = []
-    for pair in range(1, pairs + SETTLING_PAIRS + 1):
+    pairs_ns = []
+    for pair in range(1, pairs + WARM_UP_PAIRS + 1):
         batch = scenario.batch_of(pair)
         times, losses = [(0.0, 0.0), (0.0, 0.0)], [0.0, 0.0]
         for at in (0, 1) if pair % 2 else (1, 0):
@@ -51,9 +51,9 @@ def paired(world: World, pairs: int, width: int, swapped: bool) -> list[tuple[fl
             times[at] = (time.perf_counter() - begun, time.process_time() - working)
         if losses[0] != losses[1]:
             raise SystemExit(f"losses differ in step {pair}: {losses}")
-        if pair > SETTLING_PAIRS:
-            told.append((*times[0], *times[1]))
-    return told
+        if pair > WARM_UP_PAIRS:
+            pairs_ns.append((*times[0], *times[1]))
+    return pairs_ns
 
 
 def main() -> None:
@@ -67,12 +67,12 @@ def main() -> None:
     everything: list[tuple[float, float, float, float]] = []
     for repeat in range(given.repeats):
         found = run_workers(paired, 2, given.pairs, given.width, bool(repeat % 2))[0]
-        _tell(found, str(repeat + 1))
+        report(found, str(repeat + 1))
         everything += found
-    _tell(everything, "all")
+    report(everything, "all")
 
 
-def _tell(found: list[tuple[float, float, float, float]], run: str) -> None:
+def report(found: list[tuple[float, float, float, float]], run: str) -> None:
     for name, with_code, without in (("step", 0, 2), ("processor", 1, 3)):
         base = statistics.fmean(row[without] for row in found)
         differences = [(row[with_code] - row[without]) / base for row in found]

@@ -38,14 +38,14 @@ MODEL = {
 
 def articles(paths: list[Path]) -> Iterator[str]:
     """The articles of WikiText: a line `` = Title = `` begins one."""
-    kept: list[str] = []
+    article: list[str] = []
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith(" = ") and not line.startswith(" = = ") and kept:
-                yield "\n".join(kept)
-                kept = []
-            kept.append(line)
-    yield "\n".join(kept)
+            if line.startswith(" = ") and not line.startswith(" = = ") and article:
+                yield "\n".join(article)
+                article = []
+            article.append(line)
+    yield "\n".join(article)
 
 
 def _run(*command: str) -> None:
@@ -86,16 +86,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", default="1234")
     parser.add_argument("--schemes", default="")
-    told = parser.parse_args()
-    wanted, known = told.schemes.split(",") if told.schemes else [], schemes(told.rank)
-    chosen = {name: flags for name, flags in known.items() if not wanted or name in wanted}
+    given = parser.parse_args()
+    names, known = given.schemes.split(",") if given.schemes else [], schemes(given.rank)
+    chosen = {name: flags for name, flags in known.items() if not names or name in names}
     emit("| seed | scheme | validation loss | against baseline | perplexity |")
     emit("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
-        data = prepare(told.text, Path(place))
-        options = {**MODEL, "train-iters": str(told.steps), "eval-interval": str(told.steps)}
+        data = prepare(given.text, Path(place))
+        options = {**MODEL, "train-iters": str(given.steps), "eval-interval": str(given.steps)}
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        for seed in told.seeds.split(","):
+        for seed in given.seeds.split(","):
             base = None
             for name, flags in chosen.items():
                 run = Path(place) / f"run-{seed}-{name.replace(' ', '-')}"

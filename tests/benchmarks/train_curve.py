@@ -1,4 +1,4 @@
-"""The loss curve of a small GPT or Llama beside transformers' own model, from the same weights on the same batches.
+"""Loss curves of a small GPT or Llama, ours and transformers', from the same weights on the same batches.
 
     python tests/benchmarks/train_curve.py TEXT [--family gpt] [--steps 200] [--tokenizer tokenizer.json]
 
@@ -224,12 +224,12 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     ids, vocabulary = read_ids(given.text, given.tokenizer)
-    told = curves(given.family, ids, Sizes(vocabulary=vocabulary), given.steps)
+    losses = curves(given.family, ids, Sizes(vocabulary=vocabulary), given.steps)
     sys.stdout.write("| step | ours | transformers | difference |\n|---|---|---|---|\n")
     for step in sorted({1, 10, 50, 100, 150, given.steps} & set(range(given.steps + 1))):
-        mine, other = told[step - 1]
+        mine, other = losses[step - 1]
         sys.stdout.write(f"| {step} | {mine:.6f} | {other:.6f} | {abs(mine - other):.1e} |\n")
-    worst = max(abs(mine - other) for mine, other in told)
+    worst = max(abs(mine - other) for mine, other in losses)
     sys.stdout.write(f"largest difference in {given.steps} steps: {worst:.2e} (goal: below {given.tolerance:.0e})\n")
     return 0 if worst < given.tolerance else 1
 

@@ -16,11 +16,11 @@ beat and over all work shared evenly.
     python tests/benchmarks/train_emulated.py --packing [--recipe NAME ...] [--layers 32] [--workers 8]
 
 packs the technique: the fewest workers that keep the throughput of the even split on all of them
-(``dynmo-plan repack --reference static --keep 1`` on the profile of a run), then a run that is told to go there
-(``--pack-to``): workers leave, and its steps behind are compared with what the plan said of them.
+(``dynmo-plan repack --reference static --keep 1`` on the profile of a run), then a run that goes there
+(``--pack-to``): workers leave, and its later steps are compared with the prediction of the plan.
 
 "balancing only" is the technique on the even split over the technique as the planner balanced it, "technique and
-balancing" the baseline on the even split over the same; "said" is what the simulator said of both.
+balancing" the baseline on the even split over the same; "predicted" is the simulated value of both.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
             "--technique-steps",
             str(BEFORE + AFTER),
         )
-        said = json.loads(run(*command, "--format", "json"))[0]
+        predicted = json.loads(run(*command, "--format", "json"))[0]
         header, first = map(json.loads, trace.read_text().splitlines()[:2])
         options = [
             *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
@@ -102,8 +102,8 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
     after = seconds(lines, BASELINE + BEFORE + 1, BASELINE + BEFORE + AFTER)
     figures = [
         *(recipe, str(layers), str(workers), f"{dense:.2f}", f"{even:.2f}", f"{after:.2f}"),
-        *(f"{even / after:.2f}", f"{said['balancing_only']:.2f}"),
-        *(f"{dense / after:.2f}", f"{said['technique_and_balancing']:.2f}", f"{said['published']:.2f}"),
+        *(f"{even / after:.2f}", f"{predicted['balancing_only']:.2f}"),
+        *(f"{dense / after:.2f}", f"{predicted['technique_and_balancing']:.2f}", f"{predicted['published']:.2f}"),
         *(str(sum(len(event["moves"]) for event in taken)), f"{sum(event['pause_ns'] for event in taken) / 1e6:.0f}"),
     ]
     return f"| {' | '.join(figures)} |"
@@ -167,8 +167,8 @@ def packing(recipe: str, layers: int, workers: int, dense_s: float) -> str:
         ]
         even = train(folder / "even", layers, workers, [*common, "--balance-policy", "never"], 1 + BEFORE)
         options = ["--reference", "static", "--keep", "1", "--format", "json", "--window", str(BEFORE)]
-        said = json.loads(run("dynmo_balance", "repack", str(folder / "even" / "run"), *options))
-        fewest = workers_of(said)
+        predicted = json.loads(run("dynmo_balance", "repack", str(folder / "even" / "run"), *options))
+        fewest = workers_of(predicted)
         packed = train(folder / "packed", layers, workers, [*common, "--pack-to", str(fewest)], 1 + BEFORE + AFTER)
         plans = [json.loads(path.read_text()) for path in sorted((folder / "packed" / "run" / "plans").glob("*.json"))]
         plan = next(plan for plan in reversed(plans) if plan["released_workers"])
@@ -200,13 +200,13 @@ def main() -> None:
     given = parser.parse_args()
     function, columns = one, ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s"]
     if given.distance:
-        function, columns = distance, ["recipe", "layers", "workers", "1F1B said x bound", "x bound", "x work"]
-        columns += ["found said x bound", "x bound", "x work", "found"]
+        function, columns = distance, ["recipe", "layers", "workers", "1F1B predicted x bound", "x bound", "x work"]
+        columns += ["found predicted x bound", "x bound", "x work", "found"]
     elif given.packing:
         function, columns = packing, ["recipe", "layers", "workers", "packed on", "even split s", "packed s"]
         columns += ["throughput kept", "predicted s", "measured throughput / predicted"]
     else:
-        columns += ["balancing only", "said", "technique and balancing", "said", "published"]
+        columns += ["balancing only", "predicted", "technique and balancing", "predicted", "published"]
         columns += ["items moved", "pause ms"]
     cases = itertools.product(given.recipe or RECIPES, given.layers.split(","))
     table(columns, (function(recipe, int(layers), given.workers, given.seconds) for recipe, layers in cases))

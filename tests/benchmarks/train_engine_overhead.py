@@ -3,7 +3,7 @@
     python tests/benchmarks/train_engine_overhead.py operation
     python tests/benchmarks/train_engine_overhead.py pipeline
 
-``operation``: one step of 1F1B on two processes, per operation of the schedule: the engine's stages beside plain
+``operation``: one step of 1F1B on two processes, per operation of the schedule: the engine's stages next to plain
 ``PipelineStage``s over the same items and weights, in the same processes, in turns. ``pipeline``: whole training steps
 of a GPT with 16 microbatches on two processes with a thread each, on one process with one thread, and on one with two.
 """
@@ -148,8 +148,10 @@ def whole_steps(
         batch = batch_of(index + 1, sizes, microbatches)
         results: list[Any] = []
         times.append(timed(lambda batch=batch, r=results: r.append(engine.train_step(batch, sampled=True))))  # type: ignore[misc]
-        told = results[0].costs
-        costs = [ns for one in told for ns in map(sum, zip(one["forward_ns"], one["backward_ns"], strict=True))]
+        costs_of_ranks = results[0].costs
+        costs = [
+            ns for one in costs_of_ranks for ns in map(sum, zip(one["forward_ns"], one["backward_ns"], strict=True))
+        ]
     return statistics.median(times[1:]), costs
 
 
@@ -184,7 +186,7 @@ def processes(function: Callable[..., Any], size: int, threads: int, *given: Any
     return result
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """A line of the result."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -205,7 +207,7 @@ def main() -> None:
         for label, sizes in (("small", SMALL), ("large", LARGE)):
             rounds = what.rounds or (25 if label == "small" else 4)
             ours, bare = processes(operation, 2, 1, sizes, 8, rounds)
-            say(f"{label}: engine {ours:.0f} us, bare schedule {bare:.0f} us an operation, ratio {ours / bare:.3f}")
+            log(f"{label}: engine {ours:.0f} us, bare schedule {bare:.0f} us an operation, ratio {ours / bare:.3f}")
         return
     rounds = what.rounds or 3
     one, costs = processes(whole_steps, 1, 1, LARGE, 16, rounds, None)
@@ -213,8 +215,8 @@ def main() -> None:
     two, _ = processes(whole_steps, 2, 1, LARGE, 16, rounds, cut)
     threads, _ = processes(whole_steps, 1, 2, LARGE, 16, rounds, None)
     ideal = sum(costs) / max(sum(costs[:cut]), sum(costs[cut:])) * 16 / 17
-    say(f"one process, one thread {one:.3f} s; two processes {two:.3f} s: {one / two:.2f} x (ideal {ideal:.2f});")
-    say(f"one process, two threads {threads:.3f} s: {one / threads:.2f} x")
+    log(f"one process, one thread {one:.3f} s; two processes {two:.3f} s: {one / two:.2f} x (ideal {ideal:.2f});")
+    log(f"one process, two threads {threads:.3f} s: {one / threads:.2f} x")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens per second of greedy generation on CPU with a key-value cache, beside transformers on the same weights.
+"""Tokens per second of greedy generation on CPU with a key-value cache: ours and transformers', in the same run.
 
 Both continue the same prompts by the same number of tokens in this process, taking turns; reading the prompt counts.
 
@@ -78,35 +78,37 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
-    model = reference(told.model)
-    ids = torch.randint(5, 30000, (told.batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = reference(options.model)
+    ids = torch.randint(5, 30000, (options.batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
     def theirs(ids: torch.Tensor) -> list[list[int]]:
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=told.new, do_sample=False, use_cache=True
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.new, do_sample=False, use_cache=True
             )
         return out[:, ids.shape[1] :].tolist()
 
     with tempfile.TemporaryDirectory() as folder:
-        run = ours(model, Path(folder), told.new)
+        run = ours(model, Path(folder), options.new)
     rates: dict[str, list[float]] = {"dynmo-train": [], "transformers": []}
     texts = {}
-    for turn in range(told.repeats + 1):
+    for turn in range(options.repeats + 1):
         for name, go in (("dynmo-train", run), ("transformers", theirs)):
             started = time.perf_counter()
             texts[name] = go(ids)
             elapsed = time.perf_counter() - started
             if turn:  # the first turn warms up
-                rates[name].append(told.batch * told.new / elapsed)
+                rates[name].append(options.batch * options.new / elapsed)
     same = sum(a == b for a, b in zip(texts["dynmo-train"], texts["transformers"], strict=True))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, values in rates.items():
-        emit(f"{told.model} batch {told.batch} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
+        emit(f"{options.model} batch {options.batch} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
     ratio = medians["dynmo-train"] / medians["transformers"]
-    emit(f"{told.model} batch {told.batch}: ratio of medians {ratio:.2f}; {same} of {told.batch} texts identical")
+    emit(
+        f"{options.model} batch {options.batch}: ratio of medians {ratio:.2f}; {same} of {options.batch} texts identical"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One device: a GPT's training in bfloat16 beside the device's own ceiling and nanoGPT's model, compiled.
+"""One device: a GPT's training in bfloat16, the device's own ceiling, and nanoGPT's compiled model.
 
 The ceiling is the fastest of a few large matrix products, measured in the same run. Model operations are those of
 ``dynmo_train.models.flops``, of every program alike. Goals on an NVIDIA H200: 60 % of the ceiling, 1.05 x nanoGPT's
@@ -52,7 +52,7 @@ SHAPES = {
 RATE, DECAY, CLIP = 2e-4, 0.1, 1.0
 
 
-def settle(device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
     """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,10 +64,10 @@ def seconds_of(run: Callable[[], Any], device: torch.device, times: int, warm: i
         run()
     taken = []
     for _ in range(times):
-        settle(device)
+        warm_up(device)
         begin = time.perf_counter()
         run()
-        settle(device)
+        warm_up(device)
         taken.append(time.perf_counter() - begin)
     return statistics.median(taken)
 
@@ -171,23 +171,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="run the engine with --torch-compile")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here; --shape tiny --device cpu tries the script alone")
-    shape, device = SHAPES[asked.shape], torch.device(asked.device)
+    shape, device = SHAPES[options.shape], torch.device(options.device)
     limit = ceiling(shape, device)
-    step, operations = ours(shape, device, compiled=asked.compile)
-    programs: dict[str, Callable[[], float]] = {"ours, compiled" if asked.compile else "ours": step}
-    if (Path(asked.nanogpt) / "model.py").is_file():
-        programs["nanoGPT's model, compiled"] = nanogpt(shape, device, asked.nanogpt)
+    step, operations = ours(shape, device, compiled=options.compile)
+    programs: dict[str, Callable[[], float]] = {"ours, compiled" if options.compile else "ours": step}
+    if (Path(options.nanogpt) / "model.py").is_file():
+        programs["nanoGPT's model, compiled"] = nanogpt(shape, device, options.nanogpt)
     else:
         sys.stderr.write("nanoGPT is left out: --nanogpt names no directory with its model.py\n")
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(asked.repeats):
+    for _ in range(options.repeats):
         for name, run in programs.items():
-            taken[name].append(seconds_of(run, device, asked.steps))
+            taken[name].append(seconds_of(run, device, options.steps))
     sys.stdout.write(f"ceiling: {limit / 1e12:.2f} TFLOP/s; a step: {operations / 1e12:.4f} model TFLOP\n\n")
-    sys.stdout.write(f"| {asked.shape}, {asked.device} | tokens/s | share of the ceiling |\n|---|---|---|\n")
+    sys.stdout.write(f"| {options.shape}, {options.device} | tokens/s | share of the ceiling |\n|---|---|---|\n")
     for name, rounds in taken.items():
         rates = ", ".join(f"{shape.step_tokens / each:.0f}" for each in rounds)
         shares = ", ".join(f"{operations / each / limit:.3f}" for each in rounds)

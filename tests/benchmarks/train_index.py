@@ -137,10 +137,10 @@ def main() -> None:
                 results = []
                 for repeat in range(arguments.repeats):
                     cache = folder / (f"cache-{what}" if state == "filled" else f"cache-{what}-{repeat}")
-                    told = [str(folder / "data"), str(arguments.documents), str(samples), str(cache)]
+                    command = [str(folder / "data"), str(arguments.documents), str(samples), str(cache)]
                     if state == "filled" and repeat == 0:
-                        measure(what, told, arguments.peer)
-                    results.append(measure(what, told, arguments.peer))
+                        measure(what, command, arguments.peer)
+                    results.append(measure(what, command, arguments.peer))
                     if state == "empty":
                         shutil.rmtree(cache, ignore_errors=True)
                 seconds = ", ".join(f"{each:.2f}" for each, _ in results)

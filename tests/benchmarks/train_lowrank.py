@@ -1,4 +1,4 @@
-"""Rate of the low-rank compression beside that of its three bare matrix products, and of torch's own orthogonalisation.
+"""Rate of the low-rank compression, of its three bare matrix products, and of torch's own orthogonalisation.
 
 On CUDA where there is one, with all shapes of Optimus-CC's figure 14, else on one core with the first of them.
 
@@ -70,19 +70,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192, help="microbatch x sequence: 8 x 1024 in the paper")
     parser.add_argument("--models", help=f"comma-separated, of {', '.join(WIDTHS)}; all on cuda, the first on cpu")
     parser.add_argument("--repeats", type=int, default=3)
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
-    device = torch.device(told.device)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
     emit("| model | rank | bare products ms | compress + decompress ms | rate | GB/s | torch's PowerSGD ms |")
     emit("|---|---|---|---|---|---|---|")
-    models = (told.models or (",".join(WIDTHS) if device.type == "cuda" else "2.5B")).split(",")
+    models = (options.models or (",".join(WIDTHS) if device.type == "cuda" else "2.5B")).split(",")
     if unknown := [name for name in models if name not in WIDTHS]:
         parser.error(f"--models {','.join(unknown)}: known are {', '.join(WIDTHS)}")
     for model in models:
         generator = torch.Generator().manual_seed(1)
-        matrix_ND = torch.randn(told.rows, WIDTHS[model], generator=generator).to(device)
+        matrix_ND = torch.randn(options.rows, WIDTHS[model], generator=generator).to(device)
         for rank in RANKS:
-            for _ in range(told.repeats):
+            for _ in range(options.repeats):
                 bare, ours, peer = (best_ms(run, device) for run in _contestants(matrix_ND, rank))
                 rate = matrix_ND.numel() * 4 / ours / 1e6
                 emit(f"| {model} | {rank} | {bare:.2f} | {ours:.2f} | {bare / ours:.3f} | {rate:.2f} | {peer:.2f} |")

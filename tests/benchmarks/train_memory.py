@@ -1,6 +1,6 @@
-"""Peak memory of training on CPU beside the figure that ``--dry-run`` prints.
+"""Peak memory of training on CPU against the figure that ``--dry-run`` prints.
 
-Each case runs some whole steps of the engine in processes of its own. Measured is what a process holds at its highest
+Each case runs some whole steps of the engine in processes of its own. Measured is the peak resident memory of a process
 above what it held before the model was built (resident memory; freed memory is returned at once). Goal: within 10 %.
 
     python tests/benchmarks/train_memory.py [--case NAME ...] [--repeats 3]
@@ -155,7 +155,7 @@ def measure(case: str) -> None:
         data=parallel.data_parallel_size,
     )
     world = init_world("cpu", dims=dims)
-    # What the libraries take when they first run is no part of the figure.
+    # The figure excludes what libraries allocate at first use.
     _train(config_of_case(case, num_layers=2, hidden_size=48, vocab_size=128, seq_length=16), world)
     gc.collect()
     before = resident("VmRSS")
@@ -184,11 +184,11 @@ def measured(case: str) -> list[int]:
         running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     peaks: dict[int, int] = {}
     for process in running:
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         if process.returncode:
             raise SystemExit(f"{case}: a process ended with {process.returncode}")
-        told = json.loads(said.splitlines()[-1])
-        peaks[told["worker"]] = max(peaks.get(told["worker"], 0), told["bytes"])
+        predicted_bytes = json.loads(output.splitlines()[-1])
+        peaks[predicted_bytes["worker"]] = max(peaks.get(predicted_bytes["worker"], 0), predicted_bytes["bytes"])
     return [peaks[worker] for worker in sorted(peaks)]
 
 
@@ -197,21 +197,21 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.run:
-        measure(asked.run)
+    options = parser.parse_args()
+    if options.run:
+        measure(options.run)
         return
     from dynmo_train.trainer.dryrun.report import dry_run
 
     sys.stdout.write("| case | worker | measured MiB | --dry-run MiB | dry run / measured |\n|---|---|---|---|---|\n")
-    for case in asked.case:
+    for case in options.case:
         predicted = dry_run(config_of_case(case), "cpu").peak_memory_bytes
-        rounds = [measured(case) for _ in range(asked.repeats)]
-        for worker, told in enumerate(predicted):
-            seen = [peaks[worker] for peaks in rounds]
-            ratios = ", ".join(f"{told / each:.3f}" for each in seen)
-            figures = ", ".join(f"{each / MIB:.0f}" for each in seen)
-            sys.stdout.write(f"| {case} | {worker} | {figures} | {told / MIB:.0f} | {ratios} |\n")
+        rounds = [measured(case) for _ in range(options.repeats)]
+        for worker, predicted_bytes in enumerate(predicted):
+            measured = [peaks[worker] for peaks in rounds]
+            ratios = ", ".join(f"{predicted_bytes / each:.3f}" for each in measured)
+            figures = ", ".join(f"{each / MIB:.0f}" for each in measured)
+            sys.stdout.write(f"| {case} | {worker} | {figures} | {predicted_bytes / MIB:.0f} | {ratios} |\n")
             sys.stdout.flush()
 
 

@@ -59,7 +59,7 @@ MODEL = {
     "eval-iters": "0",
     "log-interval": "1",
 }
-SETTLING_STEPS = 2
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +121,12 @@ def _remove() -> None:
 
 def _sent(ranks: int) -> list[int]:
     """Bytes that each host has sent."""
-    told = []
+    options = []
     for rank in range(ranks):
         command = ["ip", "-n", _host(rank), "-s", "-j", "link", "show", "eth0"]
         shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        told.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
-    return told
+        options.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
+    return options
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -170,13 +170,13 @@ def run(layout: Layout, data: Path, folder: Path, flags: list[str], steps: int) 
         time.sleep(0.02)
     if any(process.returncode for process in processes):
         raise SystemExit("\n".join((folder / f"rank{rank}.log").read_text() for rank in range(layout.ranks)))
-    told = [line for line in _lines(metrics) if "step_ns" in line]
-    first = min(at for at in counted if at >= SETTLING_STEPS)
+    options = [line for line in _lines(metrics) if "step_ns" in line]
+    first = min(at for at in counted if at >= WARM_UP_STEPS)
     last = max(at for at in counted if at <= steps)
     pairs = zip(counted[last], counted[first], strict=True)
     sent = [(after - before) / (last - first) / 1e6 for after, before in pairs]
-    step_s = statistics.median(line["step_ns"] for line in told[SETTLING_STEPS:]) / 1e9
-    return step_s, told[-1]["tokens"], sent
+    step_s = statistics.median(line["step_ns"] for line in options[WARM_UP_STEPS:]) / 1e9
+    return step_s, options[-1]["tokens"], sent
 
 
 def _plan(*words: str) -> Any:
@@ -185,7 +185,7 @@ def _plan(*words: str) -> Any:
 
 
 def calibrated(profile: Path) -> float:
-    """Microseconds an operation takes beside the items' arithmetic, from the run without a limit.
+    """Microseconds of overhead per operation, without the items' arithmetic, from the run without a limit.
 
     Ranks that share the cores of this machine wait for each other there as well: this is what a slow link adds to.
     """
@@ -219,7 +219,7 @@ def measured(
     return {"step_s": step_s, "tokens": tokens, "sent": sent, "expected_s": expected}
 
 
-def tell(rows: list[dict[str, Any]], rates: list[int], schemes: list[str]) -> None:
+def report(rows: list[dict[str, Any]], rates: list[int], schemes: list[str]) -> None:
     """Of each case the median of its repetitions, which stand behind it."""
     emit(
         "| Mbit/s | scheme | step ms (each) | tokens/s | x baseline | predicted ms | measured/predicted | MB by rank |"
@@ -253,33 +253,33 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, help="a folder; what stands in it is not run again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run behind these")
-    told = parser.parse_args()
-    layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
-    rates, schemes = [int(word) for word in told.mbit.split(",") if word], told.schemes.split(",")
+    options = parser.parse_args()
+    layout = Layout(pipeline=options.pipeline, data=options.data, microbatches=options.microbatches)
+    rates, schemes = [int(word) for word in options.mbit.split(",") if word], options.schemes.split(",")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        kept = told.results or Path(place) / "results"
-        profile, lines = kept / "unlimited", kept / "rows.jsonl"
+        results = options.results or Path(place) / "results"
+        profile, lines = results / "unlimited", results / "rows.jsonl"
         data = write_data(Path(place) / "data")
         if not (profile / "run" / "done").exists():
             shutil.rmtree(profile, ignore_errors=True)
             profile.mkdir(parents=True)
             with network(layout.ranks, None):
-                step_s, _, _ = run(layout, data, profile, [], 3 * told.steps)
+                step_s, _, _ = run(layout, data, profile, [], 3 * options.steps)
             (profile / "run" / "done").touch()
             emit(f"without a limit: {step_s * 1e3:.0f} ms a step")
         overhead_us = calibrated(profile / "run")
         done = _lines(lines)
-        # The repetitions lie far apart in time, so that a disturbance meets one of each
-        for repeat, mbit, scheme in product(range(told.repeats), rates, schemes):
+        # The repetitions lie far apart in time, so that a disturbance affects one of each
+        for repeat, mbit, scheme in product(range(options.repeats), rates, schemes):
             case = [mbit, scheme, repeat]
-            if time.monotonic() - begun > told.seconds or any(row["case"] == case for row in done):
+            if time.monotonic() - begun > options.seconds or any(row["case"] == case for row in done):
                 continue
-            row = measured(layout, data, profile, overhead_us, (mbit, scheme), told.steps)
+            row = measured(layout, data, profile, overhead_us, (mbit, scheme), options.steps)
             done.append({"case": case, **row})
             with lines.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
-        tell(done, rates, schemes)
+        report(done, rates, schemes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/train_overhead.py [--width 256 --steps 80]
 
-One run on two processes, online, with the planner beside it under the policy ``never``: every other step is
+One run on two processes, online, with the planner under the policy ``never``: every other step is
 sampled and written to the profile, every tenth boundary looks for plans, as by default; the steps between are as with
 ``--balance off``. Both kinds alternate, so that whatever else the machine does falls on both. Seconds are from the
 begin of the step to the end of its boundary: those of rank 0 by the clock, and those that the processors of both ranks
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train_engine_overhead import say
+from train_engine_overhead import log
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_train.config import Facts, resolve
@@ -107,7 +107,7 @@ def main() -> None:
     clock = [seconds for seconds, _ in ranks[0][0]]
     work = [sum(each) for each in zip(*([seconds for _, seconds in times] for times, _ in ranks), strict=True)]
     figures = [str(given.width), *share_of(clock), *share_of(work), f"{ranks[0][1]:.2%}"]
-    say(f"| {' | '.join(figures)} |")
+    log(f"| {' | '.join(figures)} |")
 
 
 def share_of(times: list[float]) -> list[str]:

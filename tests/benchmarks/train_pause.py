@@ -1,11 +1,11 @@
-"""How long a re-balance stands in the way, beside a bare gloo transfer of the same bytes over the same link.
+"""Pause of a migration, against a bare gloo transfer of the same bytes over the same link.
 
     python tests/benchmarks/train_pause.py [--layers 8 --width 512 --moved 4 --rounds 3]
 
 Two processes hold a GPT with Adam's moments; some blocks move from worker 0 to worker 1 and back, as at a step
 boundary: announcement, transfer, checksums, commit, new stages and schedule. The pause is the longer of both processes'
-times; the bare transfer is one isend and irecv of as many bytes between the same processes, in memory that both have
-used before.
+times; the bare transfer is one isend and irecv of the same number of bytes between the same processes, in memory that
+both have used before.
 Goal: 1.2 x the bare transfer + 50 ms.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from train_engine_overhead import Sizes, batch_of, engine_of, processes, say
+from train_engine_overhead import Sizes, batch_of, engine_of, log, processes
 
 from dynmo_train.launch.node_agent import KEEP_MEMORY
 from dynmo_train.parallel.process_groups import World, all_gather_objects
@@ -55,7 +55,7 @@ def pauses(world: World, sizes: Sizes, moved: int, rounds: int) -> list[Row]:
 
 
 def bare(world: World, size: int, *, backwards: bool) -> float:
-    """Seconds that so many bytes take from one process to the other; median of 3 behind a first one."""
+    """Seconds that this number of bytes takes from one process to the other; median of 3 after a warm-up."""
     block = torch.ones(size, dtype=torch.uint8)
     sends = world.rank == (1 if backwards else 0)
 
@@ -85,12 +85,12 @@ def main() -> None:
         os.environ.setdefault(name, text)
     sizes = {"layers": given.layers, "width": given.width, "heads": 8}
     sizes |= {"tokens": 16, "vocabulary": 1024, "micro_batch": 1}
-    say("| MB | pause ms | bare transfer ms | goal ms | |")
-    say("|---|---|---|---|---|")
+    log("| MB | pause ms | bare transfer ms | goal ms | |")
+    log("|---|---|---|---|---|")
     for size, pause, plain in processes(pauses, 2, 1, sizes, given.moved, given.rounds):
         goal = 1.2 * plain + 0.05
-        met = "met" if pause <= goal else "missed"
-        say(f"| {size / 1e6:.1f} | {pause * 1e3:.1f} | {plain * 1e3:.1f} | {goal * 1e3:.1f} | {met} |")
+        verdict = "reached" if pause <= goal else "not reached"
+        log(f"| {size / 1e6:.1f} | {pause * 1e3:.1f} | {plain * 1e3:.1f} | {goal * 1e3:.1f} | {verdict} |")
 
 
 if __name__ == "__main__":

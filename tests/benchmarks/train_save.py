@@ -1,7 +1,7 @@
-"""How long training stands still for a checkpoint: written at the boundary, or aside from a copy of the state.
+"""Pause of training for a checkpoint: written at the boundary, or asynchronously from a copy of the state.
 
-Beside each: a copy of the same state into memory that was used before, and a plain synced write of the same bytes.
-While a checkpoint is written aside the training goes on, so that its whole time is not the disk's alone.
+In the same run: a copy of the same state into memory that was used before, and a plain synced write of the same bytes.
+Training continues during an asynchronous write, so its duration is not that of the disk alone.
 
 python tests/benchmarks/train_save.py [--layers 12] [--width 512] [--repeats 3]
 """

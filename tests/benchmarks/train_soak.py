@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from train_engine_overhead import processes, say
+from train_engine_overhead import log, processes
 
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.mixture_of_depths import DepthSettings
@@ -47,8 +47,8 @@ def scenario(steps: int) -> Scenario:
     return Scenario(steps=steps, dynamic=dynamic, moe=MoeShape(num_experts=4, top_k=2), freeze=freeze)
 
 
-def held_open() -> dict[str, int]:
-    """What this process holds: file descriptors, process groups, resident bytes."""
+def open_resources() -> dict[str, int]:
+    """Resources of this process: file descriptors, process groups, resident bytes."""
     with open("/proc/self/statm", encoding="ascii") as pages:
         resident = int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     groups = dist.distributed_c10d._world.pg_map
@@ -75,16 +75,16 @@ def play(world: World, steps: int, every: int) -> dict[str, Any]:
             report = engine.repartition(Partition(stages=stages, workers=world.size))
             moved, moved_bytes = moved + len(report.moves), moved_bytes + report.total_bytes
         if step == steps // 5:
-            before = held_open()
-    held_out = engine.evaluate([batch_of(10**6)])
-    figures.update(repr(held_out).encode())
+            before = open_resources()
+    validation = engine.evaluate([batch_of(10**6)])
+    figures.update(repr(validation).encode())
     return {
         "digest": figures.hexdigest(),
         "loss": result.loss,
         "moved": moved,
         "bytes": moved_bytes,
         "before": before,
-        "after": held_open(),
+        "after": open_resources(),
     }
 
 
@@ -100,12 +100,12 @@ def main() -> None:
         results[workers] = processes(play, workers, 1, given.steps, given.every)
         seconds = time.perf_counter() - started
         result = results[workers]
-        say(f"{workers} workers: {given.steps} steps in {seconds:.0f} s, last loss {result['loss']!r},")
-        say(f"  {result['moved']} items, {result['bytes'] / 1e6:.1f} MB moved; digest {result['digest'][:16]}")
+        log(f"{workers} workers: {given.steps} steps in {seconds:.0f} s, last loss {result['loss']!r},")
+        log(f"  {result['moved']} items, {result['bytes'] / 1e6:.1f} MB moved; digest {result['digest'][:16]}")
         for name in ("files", "groups", "resident"):
-            say(f"  {name}: {result['before'][name]} after a fifth of the steps, {result['after'][name]} at the end")
+            log(f"  {name}: {result['before'][name]} after a fifth of the steps, {result['after'][name]} at the end")
     same = results[1]["digest"] == results[given.workers]["digest"]
-    say(f"losses and gradient norms {'identical, bit for bit' if same else 'DIFFER'}")
+    log(f"losses and gradient norms {'identical, bit for bit' if same else 'DIFFER'}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Each technique on two stages: Megatron's uniform split against the exact plan, and what that plan predicts.
 
 For a technique: a static run on the uniform split, ``dynmo-plan`` on its profile, and the same run on the exact plan.
-The measured ratio of step times is set beside the predicted one, and the losses of both runs must be the same bits. The
+The measured ratio of step times is compared with the prediction, and the losses of both runs must be the same bits. The
 technique ``none`` is the plain model, to see what each saves.
 
     python tests/benchmarks/train_techniques.py [--technique NAME ...] [--repeats 3] [--steps 14] [OPTIONS]
 
-``OPTIONS`` go to the trainer behind the benchmark's own, to change the model: ``--seq-length 4096``, say.
+``OPTIONS`` are passed to the trainer after the benchmark's own, for example ``--seq-length 4096``.
 """
 
 from __future__ import annotations

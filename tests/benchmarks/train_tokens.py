@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory of training a small GPT in one CPU process, beside nanoGPT and transformers.
+"""Tokens per second and peak memory of training a small GPT in one CPU process: ours, nanoGPT, transformers.
 
 Each program trains the same model (learned positions, tied embeddings, no dropout, float32, AdamW, clipping) on the
 same batches in a process of its own; they take turns. Peak memory is the process's largest resident set.
@@ -159,26 +159,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    shape = SHAPES[asked.shape]
-    if asked.run:
-        run_one(asked.run, shape, asked.threads, asked.steps, asked.nanogpt)
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    if options.run:
+        run_one(options.run, shape, options.threads, options.steps, options.nanogpt)
         return
     programs = ["ours", "transformers"]
-    if (Path(asked.nanogpt) / "model.py").is_file():
+    if (Path(options.nanogpt) / "model.py").is_file():
         programs.insert(1, "nanogpt")
     else:
         sys.stderr.write("nanoGPT is left out: --nanogpt names no directory with its model.py\n")
     results: dict[str, list[dict]] = {program: [] for program in programs}
-    for _ in range(asked.repeats):
+    for _ in range(options.repeats):
         for program in programs:
-            command = [sys.executable, __file__, "--run", program, "--shape", asked.shape]
-            command += ["--threads", str(asked.threads), "--steps", str(asked.steps), "--nanogpt", asked.nanogpt]
+            command = [sys.executable, __file__, "--run", program, "--shape", options.shape]
+            command += ["--threads", str(options.threads), "--steps", str(options.steps), "--nanogpt", options.nanogpt]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stderr)
             results[program].append(json.loads(done.stdout.splitlines()[-1]))
-    lines = [f"| {asked.shape}, {asked.threads} threads | tokens/s | peak MB | loss after {asked.steps + 1} steps |"]
+    lines = [
+        f"| {options.shape}, {options.threads} threads | tokens/s | peak MB | loss after {options.steps + 1} steps |"
+    ]
     lines.append("|---|---|---|---|")
     for program, rows in results.items():
         rates = ", ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
