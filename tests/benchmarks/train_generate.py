@@ -107,7 +107,8 @@ def main() -> None:
         emit(f"{options.model} batch {options.batch} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
     ratio = medians["dynmo-train"] / medians["transformers"]
     emit(
-        f"{options.model} batch {options.batch}: ratio of medians {ratio:.2f}; {same} of {options.batch} texts identical"
+        f"{options.model} batch {options.batch}: ratio of medians {ratio:.2f};"
+        f" {same} of {options.batch} texts identical"
     )
 
 

@@ -23,7 +23,7 @@ from random_batches import random_rows
 
 from dynmo_train.data.batch import Batch
 from dynmo_train.parallel.process_groups import destroy_world, init_world
-from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer, Saved
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata
 from dynmo_train.trainer.engine import Engine
 
@@ -72,7 +72,7 @@ def main() -> None:
         out("|---|---|---|---|---|---|---|\n")
         copies = [tensor.clone() for tensor in tensors]
         for aside in (False, True):
-            saved: list[Saved] = []
+            saved: list[SavedCheckpoint] = []
             saver = Checkpointer(
                 engine, folder / "checkpoints", aside=aside, on_saved=saved.append, on_failure=lambda *_: None
             )

@@ -1,0 +1,28 @@
+"""Benchmarks are not run here; what they import exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+
+import pytest
+
+from tests.paths import ROOT
+
+BENCHMARKS = sorted((ROOT / "tests" / "benchmarks").glob("*.py"))
+PROJECT = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt", "tests")
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_benchmark_imports_names_that_exist(path):
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PROJECT:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                if not hasattr(module, alias.name):
+                    try:
+                        importlib.import_module(f"{node.module}.{alias.name}")
+                    except ModuleNotFoundError:
+                        missing.append(f"{node.module}.{alias.name}")
+    assert missing == []
