@@ -1,1 +1,1 @@
-"""What a run trains on: indexed data sets, the order of samples, tokenizers."""
+"""Data sets, sample order, batches and tokenizers."""

@@ -1,4 +1,4 @@
-"""The samples of one training step: what a data loader hands to the pipeline."""
+"""The batch of one step, which data loading passes to the pipeline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step, as every process reads them.
+    """The samples of one step, for all data-parallel replicas; every rank reads the same batch.
 
     Attributes:
-        inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
-        first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
-        step: of the run; seeds the random numbers.
-        microbatches: the number in this batch; None where all steps of the run have the same number.
-        tokens: the length of a sample, where the run's samples grow; None where all have the same length.
+        inputs: tensors by the names in ``ItemSpec.inputs``, each ``[replicas * microbatches * B, ...]`` on CPU; token
+            ids and labels are int64, attention masks are bool.
+        first_microbatch: index of the first microbatch, counted over the run: samples before it / micro-batch size.
+        step: step of the run; it seeds random numbers.
+        microbatches: microbatches per replica; None where all steps of the run have the same number.
+        tokens: tokens per sample, where sequence-length warm-up changes them; None where all samples are equally long.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -27,7 +28,7 @@ class Batch:
     tokens: int | None = None
 
     def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
-        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
+        """The contiguous shard of one replica, which has ``microbatches`` microbatches."""
         return replace(
             self,
             inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},

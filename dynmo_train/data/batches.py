@@ -1,4 +1,10 @@
-"""Training and validation batches of a run."""
+"""Training, validation and test batches of a run, as functions of the consumed samples and the step.
+
+    --data-path, --split --open_split--> Dataset or BlendedDataset --batch(range)--> rows --to_tensors--> Batch
+
+Every rank reads the whole batch, and the engine takes its replica's shard. There is no state: a resumed run, or one on
+another number of ranks, continues with the same samples.
+"""
 
 from __future__ import annotations
 
@@ -9,66 +15,72 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..config import Config
-from ..config.batch_schedule import BatchSizes, Curriculum
 from ..config.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from .batch import Batch
-from .blend import BlendedDataset, Dataset, samples_needed
-from .gpt_dataset import PARTS, Part
+from .blend import BlendedDataset, samples_per_dataset
 from .provenance import check_vocabulary
-from .registry import BuildPart, PartWanted, Tensors, part_builder, tensors_of
+from .registry import sample_format
+from .sample_format import SPLITS, Dataset, Split, SplitBuilder, SplitRequest
 
-WHOLE = (1.0, 0.0, 0.0)
+ALL_DOCUMENTS = (1.0, 0.0, 0.0)
+OpenSource = Callable[[str], IndexedDataset]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
-    """Training and held-out batches as pure functions of the consumed samples and the step.
+class RunData:
+    """The data sets of a run.
 
-    ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
-    microbatch, ``replicas`` the number of those who share a batch. ``no_test`` is why the test part of the split,
-    which has a share, is not evaluated.
+    Attributes:
+        config: the run's options.
+        train: training samples.
+        valid: validation samples; None without ``--eval-iters``.
+        test: test samples; None where no test is configured or possible.
+        no_test: why the test split, which has a share of ``--split``, makes no batch.
     """
 
+    config: Config
     train: Dataset
     valid: Dataset | None
     test: Dataset | None
-    tensors: Tensors
-    sizes: BatchSizes
-    curriculum: Curriculum | None
-    micro_batch: int
-    replicas: int
     no_test: str | None = None
 
-    def training(self, consumed: int, step: int) -> Batch:
-        """The batch of a training step, after ``consumed`` samples."""
-        tokens = self.curriculum.at(step) if self.curriculum is not None else None
-        return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+    def train_batch(self, consumed: int, step: int) -> Batch:
+        """The batch of training step ``step``, after ``consumed`` samples."""
+        curriculum = self.config.curriculum
+        tokens = curriculum.at(step) if curriculum is not None else None
+        return self._batch(self.train, consumed, self.config.batch_sizes.at(consumed), step, tokens)
 
-    def places(self, consumed: int) -> list[list[dict[str, Any]]]:
-        """Where the tokens of the batch after ``consumed`` samples lie, sample by sample; see ``Dataset.places``."""
-        return self.train.places(range(consumed, consumed + self.sizes.at(consumed)))
+    def token_ranges(self, consumed: int) -> list[list[dict[str, Any]]]:
+        """Where each sample of the batch after ``consumed`` samples comes from; see ``Dataset.token_ranges``."""
+        return self.train.token_ranges(range(consumed, consumed + self.config.batch_sizes.at(consumed)))
 
-    def held_out(self, part: Part, consumed: int, step: int) -> Batch:
-        """A batch of the validation or the test, after ``consumed`` samples of it: full size, whole samples.
+    def eval_batch(self, split: Split, consumed: int, step: int) -> Batch:
+        """A validation or test batch after ``consumed`` samples of the split: final batch size, full sequence length.
 
-        Behind the last whole batch comes the first one again.
+        After the last complete batch the first one follows again.
+
+        Raises:
+            UsageError: the run has no data for the split.
         """
-        data = {"train": self.train, "valid": self.valid, "test": self.test}[part]
+        data = {"train": self.train, "valid": self.valid, "test": self.test}[split]
         if data is None:
-            raise UsageError(f"there are no data for the {part} part; write --eval-iters 0")
-        size = self.sizes.final
+            raise UsageError(f"no data for the {split} split; give --{split}-data-path, or --eval-iters 0")
+        size = self.config.batch_sizes.final
         begin = consumed % (len(data) // size * size)
-        begin -= begin % size  # the batch size may have been another one in an earlier start
+        begin -= begin % size  # an earlier start of the run may have had another batch size
         return self._batch(data, begin, size, step, None)
 
-    def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
-        rows = part.batch(range(begin, begin + size))
+    def _batch(self, data: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
+        rows_NC = data.batch(range(begin, begin + size))
+        if tokens is not None:
+            rows_NC = rows_NC[:, : tokens + 1]
+        micro_batch = self.config.training.micro_batch_size
         return Batch(
-            inputs=self.tensors(rows if tokens is None else rows[:, : tokens + 1]),
-            first_microbatch=begin // self.micro_batch,
+            inputs=sample_format(self.config).to_tensors(self.config, rows_NC),
+            first_microbatch=begin // micro_batch,
             step=step,
-            microbatches=size // (self.micro_batch * self.replicas),
+            microbatches=size // (micro_batch * self.config.parallel.data_parallel_size),
             tokens=tokens,
         )
 
@@ -77,61 +89,66 @@ def open_source(config: Config, prefix: str) -> IndexedDataset:
     """Open one data set.
 
     Raises:
-        UsageError: it is not one, not of the form of ``--data-impl``, or was made with another vocabulary.
+        UsageError: it is not a data set, not of the format of ``--data-impl``, or was made with another vocabulary.
     """
     check_vocabulary(config, prefix)
-    source, wanted = open_indexed(prefix), config.data.data_impl
-    if wanted != "infer":
+    source, data_impl = open_indexed(prefix), config.data.data_impl
+    if data_impl != "infer":
         with open(f"{source.prefix}.idx", "rb") as handle:
-            head = handle.read(len(MAGIC))
-        if not head.startswith(FORMS[wanted]):
-            other = "cached or lazy" if wanted == "mmap" else "mmap"
+            magic = handle.read(len(MAGIC))
+        if not magic.startswith(FORMS[data_impl]):
+            other = "cached or lazy" if data_impl == "mmap" else "mmap"
             raise UsageError(
-                f"{source.prefix}.idx is of the {other} form; leave --data-impl {wanted} out, the file says it"
+                f"--data-impl {data_impl}: {source.prefix}.idx is of the {other} format; leave --data-impl out, the"
+                " format is detected"
             )
     return source
 
 
-def cache_folder(config: Config) -> Path:
-    """Where the sample indices of large data sets lie: ``--data-cache-path``, else beside the first data set."""
+def cache_directory(config: Config) -> Path:
+    """Directory of cached sample indices: ``--data-cache-path``, by default ``cache`` next to the first data set."""
     if config.data.data_cache_path is not None:
         return Path(config.data.data_cache_path)
     first = next(blend[0][1] for blend in (config.data.blend, *config.data.part_blends) if blend)
     return Path(first).parent / "cache"
 
 
-def blend_of_part(config: Config, part: Part) -> tuple[Blend, tuple[float, float, float], Part]:
-    """The data sets of a part, the split that they are under, and the part of that split."""
-    own = config.data.part_blends[PARTS.index(part)]
+def split_blend(config: Config, split: Split) -> tuple[Blend, tuple[float, float, float], Split]:
+    """The data sets of a split, the shares that they are split by, and which of their splits is used."""
+    own = config.data.part_blends[SPLITS.index(split)]
     if own or not config.data.blend:
-        return own, WHOLE, "train"
-    return config.data.blend, config.data.split_shares, part
+        return own, ALL_DOCUMENTS, "train"
+    return config.data.blend, config.data.split_shares, split
 
 
-def open_part(
-    config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
-) -> Dataset:
-    """The first ``num_samples`` samples of a part of the run's data, each data set's made by ``build``.
+def open_split(config: Config, split: Split, num_samples: int, open_one: OpenSource, build: SplitBuilder) -> Dataset:
+    """The first ``num_samples`` samples of a split.
+
+    Args:
+        config: the run's options.
+        split: which split.
+        num_samples: number of samples over the whole run.
+        open_one: opens a data set by its prefix.
+        build: makes the samples of one data set.
 
     Raises:
-        UsageError: there are no data for it, or fewer samples than a batch.
+        UsageError: there are no data for the split, or fewer samples than a batch.
     """
-    blend, shares, inner = blend_of_part(config, part)
+    blend, shares, inner = split_blend(config, split)
     if not blend:
-        raise UsageError(f"there are no data for the {part} part: give --{part}-data-path, or write --eval-iters 0")
+        raise UsageError(f"no data for the {split} split; give --{split}-data-path, or --eval-iters 0")
     weights = [weight for weight, _ in blend]
-    counts = samples_needed(weights, num_samples) if len(blend) > 1 else [num_samples]
-    batch = config.training.global_batch_size
+    counts = samples_per_dataset(weights, num_samples) if len(blend) > 1 else [num_samples]
     parts = [
         build(
-            PartWanted(
+            SplitRequest(
                 source=open_one(prefix),
-                part=inner,
+                split=inner,
                 shares=shares,
                 num_samples=count,
-                # Of several data sets, each must hold a sample; a batch may come from all of them.
-                batch_size=batch if len(blend) == 1 else 1,
-                cache=cache_folder(config),
+                # A batch of a blend takes samples of any data set, so each needs only one.
+                batch_size=config.training.global_batch_size if len(blend) == 1 else 1,
+                cache=cache_directory(config),
             )
         )
         for (_, prefix), count in zip(blend, counts, strict=True)
@@ -139,36 +156,40 @@ def open_part(
     return parts[0] if len(parts) == 1 else BlendedDataset(parts=parts, weights=weights, length=num_samples)
 
 
-def held_out_targets(config: Config) -> tuple[int, int]:
-    """Samples that a run takes of the validation, whose evaluations go on where the last one ended, and of the test."""
+def eval_samples(config: Config) -> tuple[int, int]:
+    """Samples that a run evaluates on: validation, where each evaluation continues after the last one, and test."""
     training = config.training
-    once = training.eval_iters * training.global_batch_size
+    samples = training.eval_iters * training.global_batch_size
     evaluations = training.train_iters // training.eval_interval + 1
-    return once * evaluations, once
+    return samples * evaluations, samples
 
 
 def _open_test(
-    config: Config, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+    config: Config, num_samples: int, open_one: OpenSource, build: SplitBuilder
 ) -> tuple[Dataset | None, str | None]:
-    """The test part, or why its documents make no batch; neither where nothing asks for a test."""
+    """The test split, or why it makes no batch; (None, None) where no test is configured."""
     named, shares = config.data.test_data_path is not None, config.data.split_shares
-    if not named and not (config.data.blend and shares[PARTS.index("test")]):
+    if not named and not (config.data.blend and shares[SPLITS.index("test")]):
         return None, None
     try:
-        return open_part(config, "test", num_samples, open_one, build), None
+        return open_split(config, "test", num_samples, open_one, build), None
     except UsageError as error:
         if named:
             raise
         return None, str(error)
 
 
-def open_samples(config: Config, step: int = 0, consumed: int = 0) -> Samples:
-    """Open the data of a run, after ``step`` steps and ``consumed`` samples.
+def open_run_data(config: Config, step: int = 0, consumed: int = 0) -> RunData:
+    """Open the data sets of a run.
+
+    Args:
+        config: the run's options.
+        step: step to resume after.
+        consumed: samples consumed up to that step.
 
     Raises:
-        UsageError: it is not a data set, or holds too few samples.
+        UsageError: a data set cannot be used, or has too few samples.
     """
-    training = config.training
     opened: dict[str, IndexedDataset] = {}
 
     def open_one(prefix: str) -> IndexedDataset:
@@ -176,18 +197,15 @@ def open_samples(config: Config, step: int = 0, consumed: int = 0) -> Samples:
             opened[prefix] = open_source(config, prefix)
         return opened[prefix]
 
-    build = part_builder(config)
-    valid, test_samples = held_out_targets(config)
+    build = sample_format(config).builder(config)
+    valid_samples, test_samples = eval_samples(config)
     test, no_test = _open_test(config, test_samples, open_one, build) if test_samples else (None, None)
-    wanted = config.batch_sizes.consumed_after(max(0, training.train_iters - step), consumed)
-    return Samples(
-        train=open_part(config, "train", wanted, open_one, build),
-        valid=open_part(config, "valid", valid, open_one, build) if valid else None,
+    remaining_steps = max(0, config.training.train_iters - step)
+    train_samples = config.batch_sizes.consumed_after(remaining_steps, consumed)
+    return RunData(
+        config=config,
+        train=open_split(config, "train", train_samples, open_one, build),
+        valid=open_split(config, "valid", valid_samples, open_one, build) if valid_samples else None,
         test=test,
         no_test=no_test,
-        tensors=tensors_of(config),
-        sizes=config.batch_sizes,
-        curriculum=config.curriculum,
-        micro_batch=training.micro_batch_size,
-        replicas=config.parallel.data_parallel_size,
     )

@@ -1,6 +1,8 @@
-"""BERT's samples: two segments of a document in order or swapped, with words hidden, as Megatron makes them.
+"""BERT's samples: two segments of a document, in order or swapped, with masked tokens, as Megatron makes them.
 
-Each sample is a pure function of the data, the seed and its number.
+    sentences --split in two, swap by chance, truncate--> [CLS] A [SEP] B [SEP] --mask--> ids, labels
+
+Each sample is a function of the data, the seed and its number. Shapes in names: N samples, C columns, T tokens.
 """
 
 from __future__ import annotations
@@ -13,33 +15,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .._common.errors import UsageError
+from ..config import Config
 from ..formats.indexed import IndexedDataset
-from .masking import positions_to_hide, sample_random
-from .sentence_spans import Runs
-from .vocabulary import Vocabulary
+from .masking import masked_positions, sample_random
+from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
+from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
+from .vocabulary import Vocabulary, run_vocabulary
 
-Int64Array = npt.NDArray[np.int64]
-SPECIAL_TOKENS = 3
-COLUMNS = ("ids", "types", "seen", "labels", "counts")
-
-
-def sentence_tokens(source: IndexedDataset, begin: int, end: int, vocab_size: int) -> list[Int64Array]:
-    """Token ids of some sequences that follow each other; raises ``UsageError`` for ids beyond the vocabulary."""
-    first = int(source.starts[begin])
-    lengths = np.asarray(source.lengths[begin:end], dtype=np.int64)
-    tokens: Int64Array = np.asarray(source.tokens[first : first + int(lengths.sum())], dtype=np.int64)
-    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-        bad = tokens.max() if tokens.max() >= vocab_size else tokens.min()
-        raise UsageError(
-            f"{source.prefix}.bin holds the token id {bad}; the tokenizer has the ids 0 to {vocab_size - 1}:"
-            " give the tokenizer that the data was made with"
-        )
-    return np.split(tokens, np.cumsum(lengths)[:-1])
+NUM_SPECIAL_TOKENS = 3
+COLUMNS = ("ids", "types", "attention_mask", "labels", "loss_mask")
 
 
-def two_segments(random: np.random.RandomState, sentences: Sequence[Int64Array]) -> tuple[Int64Array, Int64Array, bool]:
-    """The sentences cut into two segments at a random place; by chance swapped, which the third value tells."""
+def split_segments(
+    random: np.random.RandomState, sentences: Sequence[Int64Array]
+) -> tuple[Int64Array, Int64Array, bool]:
+    """Split the sentences into two segments at a random sentence, and swap them with probability 1/2.
+
+    Returns:
+        First segment, second segment, and whether they are swapped.
+    """
     cut = int(random.randint(1, len(sentences))) if len(sentences) > 2 else 1
     first, second = np.concatenate(sentences[:cut]), np.concatenate(sentences[cut:])
     if random.random_sample() < 0.5:
@@ -47,98 +41,135 @@ def two_segments(random: np.random.RandomState, sentences: Sequence[Int64Array])
     return first, second, False
 
 
-def truncated(
-    random: np.random.RandomState, first: Int64Array, second: Int64Array, most: int
+def truncate_segments(
+    random: np.random.RandomState, first: Int64Array, second: Int64Array, max_tokens: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Both segments without what is beyond ``most`` tokens: from either end, by chance, of whichever is longer."""
-    excess = len(first) + len(second) - most
+    """Drop tokens until both segments have ``max_tokens`` together: of the longer one, from a random end."""
+    excess = len(first) + len(second) - max_tokens
     if excess <= 0:
         return first, second
-    spans = [[0, len(first)], [0, len(second)]]
+    bounds = [[0, len(first)], [0, len(second)]]
     for from_front in (random.random_sample(excess) < 0.5).tolist():
-        longer = spans[0] if spans[0][1] - spans[0][0] > spans[1][1] - spans[1][0] else spans[1]
+        longer = bounds[0] if bounds[0][1] - bounds[0][0] > bounds[1][1] - bounds[1][0] else bounds[1]
         if from_front:
             longer[0] += 1
         else:
             longer[1] -= 1
-    (a, b), (c, d) = spans
+    (a, b), (c, d) = bounds
     return first[a:b], second[c:d]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MaskedDataset:
-    """BERT's samples of one part of a data set.
+class BertDataset:
+    """BERT's samples of one split; see ``Dataset``.
 
     Attributes:
-        seq_length: tokens of a sample, special ones and padding included.
-        binary: whether a sample has two segments.
-        share: of tokens that are hidden.
-        whole_words: whether the pieces of a word are hidden together.
-        part: number of the part.
+        source: the data set, of one sentence per sequence.
+        spans: the sentences of each sample.
+        vocabulary: the tokenizer's.
+        seq_length: tokens of a sample, with special tokens and padding.
+        is_pair: whether a sample has two segments.
+        mask_prob: share of the tokens that are masked.
+        whole_words: whether all tokens of a word are masked together.
+        seed: seed of the run.
+        split_index: number of the split.
     """
 
     source: IndexedDataset
-    runs: Runs
+    spans: SentenceSpans
     vocabulary: Vocabulary
     seq_length: int
-    binary: bool
-    share: float
+    is_pair: bool
+    mask_prob: float
     whole_words: bool
     seed: int
-    part: int
+    split_index: int
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Several samples, one a row: ``COLUMNS`` of ``seq_length`` each, then whether the segments were swapped."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(wanted), len(COLUMNS) * self.seq_length + 1), dtype=np.int64)
-        for row_C, index in zip(rows_NC, wanted.tolist(), strict=True):
+        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped."""
+        requested = np.asarray(indices, dtype=np.int64)
+        rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length + 1), dtype=np.int64)
+        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
             self._fill(row_C, index)
         return rows_NC
 
-    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset.places``."""
-        return self.runs.places(self.source, indices)
+    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``."""
+        return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, row_C: Int64Array, index: int) -> None:
-        random = sample_random(self.seed, self.part, index)
-        begin, end = int(self.runs.begins[index]), int(self.runs.ends[index])
+        random = sample_random(self.seed, self.split_index, index)
+        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
         sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
         cls, sep, mask, pad = self.vocabulary.special("cls", "sep", "mask", "pad")
-        most = int(self.runs.targets[index])
-        if self.binary:
-            first, second, swapped = two_segments(random, sentences)
-            first, second = truncated(random, first, second, most)
+        max_tokens = int(self.spans.targets[index])
+        if self.is_pair:
+            first, second, swapped = split_segments(random, sentences)
+            first, second = truncate_segments(random, first, second, max_tokens)
             tokens = np.concatenate([[cls], first, [sep], second, [sep]])
         else:
             swapped = False
-            first, second = np.concatenate(sentences)[:most], np.zeros(0, dtype=np.int64)
+            first = np.concatenate(sentences)[:max_tokens]
             tokens = np.concatenate([[cls], first, [sep]])
         special = np.zeros(len(tokens), dtype=np.bool_)
         special[[0, len(first) + 1, len(tokens) - 1]] = True
         continues = self.vocabulary.continues[tokens] if self.whole_words else np.zeros_like(special)
-        hidden = positions_to_hide(random, special, continues, self.share)
-        ids_T, types_T, seen_T, labels_T, counts_T = row_C[:-1].reshape(len(COLUMNS), self.seq_length)
+        masked = masked_positions(random, special, continues, self.mask_prob)
+        ids_T, types_T, attention_mask_T, labels_T, loss_mask_T = row_C[:-1].reshape(len(COLUMNS), self.seq_length)
         ids_T[:] = labels_T[:] = pad
         ids_T[: len(tokens)] = tokens
-        ids_T[hidden] = self._in_place_of(random, tokens[hidden], mask)
+        ids_T[masked] = self._replacements(random, tokens[masked], mask)
         types_T[len(first) + 2 : len(tokens)] = 1
-        seen_T[: len(tokens)] = 1
-        labels_T[hidden] = tokens[hidden]
-        counts_T[hidden] = 1
+        attention_mask_T[: len(tokens)] = 1
+        labels_T[masked] = tokens[masked]
+        loss_mask_T[masked] = 1
         row_C[-1] = swapped
 
-    def _in_place_of(self, random: np.random.RandomState, true: Int64Array, mask: int) -> Int64Array:
-        """Eight in ten become the mask token, one in ten stays, one in ten becomes any token."""
-        drawn = random.random_sample(len(true))
-        anything = random.randint(0, self.vocabulary.size, size=len(true))
-        return np.where(drawn < 0.8, mask, np.where(drawn < 0.9, true, anything))
+    def _replacements(self, random: np.random.RandomState, tokens: Int64Array, mask: int) -> Int64Array:
+        """Replace 80 % by the mask token, keep 10 %, replace 10 % by a random token."""
+        drawn = random.random_sample(len(tokens))
+        random_tokens = random.randint(0, self.vocabulary.size, size=len(tokens))
+        return np.where(drawn < 0.8, mask, np.where(drawn < 0.9, tokens, random_tokens))
 
 
-def masked_tensors(rows_NC: Int64Array) -> dict[str, Any]:
-    """The named tensors of rows as ``MaskedDataset.batch`` makes them."""
-    columns = torch.from_numpy(rows_NC[:, :-1].reshape(len(rows_NC), len(COLUMNS), -1))
-    tensors = {name: columns[:, place].contiguous() for place, name in enumerate(COLUMNS)}
-    return {**tensors, "seen": tensors["seen"].bool(), "order": torch.from_numpy(rows_NC[:, -1].copy())}
+def bert_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
+    """``COLUMNS`` as tensors ``[N, T]``, and ``order`` ``[N]``: 1 where the segments are swapped; int64, masks bool."""
+    return {**columns_to_tensors(rows_NC[:, :-1], COLUMNS), "order": torch.from_numpy(rows_NC[:, -1].copy())}
+
+
+def _builder(config: Config) -> SplitBuilder:
+    vocabulary = run_vocabulary(config)
+    vocabulary.special("cls", "sep", "mask", "pad")
+    is_pair = not config.model.bert_no_binary_head
+
+    def build(request: SplitRequest) -> Dataset:
+        settings = SpanSettings(
+            tokens=config.model.seq_length - NUM_SPECIAL_TOKENS,
+            min_sentences=2 if is_pair else 1,
+            short_probability=config.data.short_seq_prob,
+            seed=config.training.seed,
+            split_index=request.split_index,
+        )
+        return BertDataset(
+            source=request.source,
+            spans=build_sentence_spans(request, settings),
+            vocabulary=vocabulary,
+            seq_length=config.model.seq_length,
+            is_pair=is_pair,
+            mask_prob=config.data.mask_prob,
+            whole_words=config.data.whole_word_masking,
+            seed=config.training.seed,
+            split_index=request.split_index,
+        )
+
+    return build
+
+
+FORMAT = SampleFormat(
+    builder=_builder,
+    to_tensors=lambda _config, rows: bert_tensors(rows),
+    num_columns=lambda config: len(COLUMNS) * config.model.seq_length + 1,
+)

@@ -1,8 +1,8 @@
-"""Several data sets as one, mixed by weights: which sample of which set comes when, as a pure function of its number.
+"""Mixes several data sets by weights, as a pure function of the sample number.
 
-Sample ``k`` of a set with weight ``w`` stands at the time ``(k + 1/2) / w``; the blend is all samples in order of time.
-So after any number of samples each set has given its share to within one sample for each set, and no index is built:
-the samples from ``i`` on are found from ``i`` alone.
+Sample ``k`` of a data set with weight ``w`` has the time ``(k + 1/2) / w``; the blend is all samples in order of time.
+After any number of samples, each data set has contributed its share to within one sample per data set. No index is
+built: the samples from ``i`` on are computed from ``i`` alone.
 """
 
 from __future__ import annotations
@@ -10,50 +10,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
-
-
-class Dataset(Protocol):
-    """What a blend mixes."""
-
-    def __len__(self) -> int:
-        """Samples that there are."""
-
-    def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Token ids of several samples."""
-
-    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """For each of several samples the pieces of data sets that it is made of.
-
-        A piece has ``prefix``, ``sequences`` (``[begin, end)``) and ``tokens`` (``[begin, end)``, counted from the
-        first token of the ``.bin`` file).
-        """
+from .sample_format import Dataset, Int64Array
 
 
 def _margin(weights: Sequence[float]) -> int:
-    """By how many samples a set's count may be off its share: half a sample for each set, and rounding."""
+    """Upper bound of the difference between a data set's count and its share: half a sample each, and rounding."""
     return len(weights) + 2
 
 
 def blend(weights: Sequence[float], begin: int, end: int) -> tuple[Int64Array, Int64Array]:
-    """For the samples ``begin`` to ``end`` of the blend: the number of the set, and the sample of that set.
+    """The data set, and the sample of that data set, for samples ``[begin, end)`` of the blend.
 
     Args:
-        weights: above 0; need not add up to 1. By 3 and 1: sets 0, 0, 1, 0, 0, 0, 1, 0, ...
+        weights: positive, in any scale. Weights 3 and 1 give the data sets 0, 0, 1, 0, 0, 0, 1, 0, ...
+        begin: first sample of the blend.
+        end: sample after the last.
+
+    Returns:
+        Data set indices and sample indices, int64 ``[end - begin]`` each.
     """
     total, margin = math.fsum(weights), _margin(weights)
     sets, samples, times = [], [], []
     skipped = 0
     for number, weight in enumerate(weights):
         first = max(0, math.floor(weight / total * begin) - margin)
-        beyond = math.ceil(weight / total * end) + margin
+        last = math.ceil(weight / total * end) + margin
         skipped += first
-        candidates = np.arange(first, beyond, dtype=np.int64)
+        candidates = np.arange(first, last, dtype=np.int64)
         sets.append(np.full(len(candidates), number, dtype=np.int64))
         samples.append(candidates)
         times.append((candidates + 0.5) / weight)
@@ -62,15 +50,15 @@ def blend(weights: Sequence[float], begin: int, end: int) -> tuple[Int64Array, I
     return set_of[order], sample_of[order]
 
 
-def samples_needed(weights: Sequence[float], count: int) -> list[int]:
-    """How many samples of each set the first ``count`` of the blend can take at most."""
+def samples_per_dataset(weights: Sequence[float], count: int) -> list[int]:
+    """Upper bound of the samples of each data set among the first ``count`` of the blend."""
     total = math.fsum(weights)
     return [math.ceil(weight / total * count) + _margin(weights) for weight in weights]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlendedDataset:
-    """Data sets mixed by ``weights``; ``length`` samples are served."""
+    """Data sets mixed by ``weights``; has ``length`` samples."""
 
     parts: Sequence[Dataset]
     weights: Sequence[float]
@@ -80,24 +68,27 @@ class BlendedDataset:
         return self.length
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Token ids of several samples with ascending numbers behind each other: [samples, seq_length + 1]."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        set_of, sample_of = blend(self.weights, int(wanted[0]), int(wanted[-1]) + 1)
-        set_of, sample_of = set_of[wanted - wanted[0]], sample_of[wanted - wanted[0]]
+        """Rows of samples with consecutive ascending indices, int64 ``[samples, columns]``."""
+        set_of, sample_of = self._locate(indices)
         rows: list[Int64Array] = []
-        places: list[Int64Array] = []
+        positions: list[Int64Array] = []
         for number, part in enumerate(self.parts):
             mine = np.flatnonzero(set_of == number)
             if len(mine):
                 rows.append(part.batch(sample_of[mine]))
-                places.append(mine)
+                positions.append(mine)
         joined = np.concatenate(rows)
-        tokens_BT = np.empty_like(joined)
-        tokens_BT[np.concatenate(places)] = joined
-        return tokens_BT
+        rows_NC = np.empty_like(joined)
+        rows_NC[np.concatenate(positions)] = joined
+        return rows_NC
 
-    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; the samples have ascending numbers behind each other."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        set_of, sample_of = blend(self.weights, int(wanted[0]), int(wanted[-1]) + 1)
-        return [self.parts[number].places([sample])[0] for number, sample in zip(set_of, sample_of, strict=True)]
+    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``; the indices are consecutive and ascending."""
+        set_of, sample_of = self._locate(indices)
+        return [self.parts[number].token_ranges([sample])[0] for number, sample in zip(set_of, sample_of, strict=True)]
+
+    def _locate(self, indices: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        requested = np.asarray(indices, dtype=np.int64)
+        first = int(requested[0])
+        set_of, sample_of = blend(self.weights, first, int(requested[-1]) + 1)
+        return set_of[requested - first], sample_of[requested - first]

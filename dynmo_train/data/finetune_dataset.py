@@ -1,6 +1,7 @@
-"""Fine-tuning samples of BERT: pairs of texts with a label (MNLI), and questions with choices (RACE).
+"""Fine-tuning samples of BERT, as Megatron builds them: pairs of texts with a label (MNLI), questions (RACE).
 
-As Megatron builds them. A sample is one or more rows of tokens, all of one length, and a label.
+A sample is one row of tokens (MNLI), or one row per choice (RACE), and a label.
+Shapes in names: N samples, R = N * rows per sample, T tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Int64Array = npt.NDArray[np.int64]
 MNLI_LABELS: Mapping[str, int] = {"contradiction": 0, "entailment": 1, "neutral": 2}
 RACE_CHOICES = 4
 QUESTION_TOKENS = 128
-# Columns of the GLUE files, where a header names none of these.
+# Default columns of GLUE files, where the header does not name these.
 _GLUE_COLUMNS = {"sentence1": 8, "sentence2": 9}
 _TEST_COLUMNS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A row before it is cut into tokens: what stands before the separator, and what behind it."""
+    """The two texts of a row, before and after the separator token."""
 
     first: str
     second: str
@@ -42,14 +43,14 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A sample: its rows, and which class, or which row, is right."""
+    """A sample: its rows, and the index of the correct class or row."""
 
     rows: tuple[Text, ...]
     label: int
 
 
 def clean_text(text: str) -> str:
-    """White space as single spaces, and no space before the end of a sentence."""
+    """Collapse white space, and remove the space before a full stop."""
     text = re.sub(r"\s+", " ", text.replace("\n", " "))
     for _ in range(3):
         text = text.replace(" . ", ". ")
@@ -64,16 +65,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def read_mnli(path: Path) -> list[Example]:
-    """The pairs of a tab-separated file of GLUE: a header, texts by their names, else in columns 8 and 9, label last.
+    """Read the pairs of a tab-separated GLUE file: the texts by header, else columns 8 and 9; the label is last.
 
-    A file of ten columns has no labels (GLUE's test); they count as contradictions then, as in Megatron.
+    A file of ten columns has no labels (GLUE's test set); as in Megatron, the label is then ``contradiction``.
 
     Raises:
-        UsageError: the file cannot be read, or a line has too few columns or another label; names the line.
+        UsageError: the file cannot be read, or a line has too few columns or an unknown label; names the line.
     """
     rows = [row for row in csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
     if len(rows) < 2:
-        raise UsageError(f"{path}: holds no pairs; a header and tab-separated lines are expected")
+        raise UsageError(f"{path}: contains no pairs; must have a header and tab-separated lines")
     header = rows[0]
     at = {name: header.index(name) if name in header else column for name, column in _GLUE_COLUMNS.items()}
     labelled = len(header) != _TEST_COLUMNS
@@ -81,7 +82,7 @@ def read_mnli(path: Path) -> list[Example]:
     for number, row in enumerate(rows[1:], 2):
         if len(row) <= max(at.values()):
             raise UsageError(
-                f"{path}:{number}: has {len(row)} columns; the texts are in the columns {at['sentence1']} and"
+                f"{path}:{number}: has {len(row)} columns; the texts must be in columns {at['sentence1']} and"
                 f" {at['sentence2']}, counted from 0"
             )
         label = row[-1].strip() if labelled else "contradiction"
@@ -93,10 +94,10 @@ def read_mnli(path: Path) -> list[Example]:
 
 
 def read_race(path: Path) -> list[Example]:
-    """The questions of a directory of RACE: files ``*.txt``, in order of name, with a JSON object a line.
+    """Read the questions of a RACE directory: files ``*.txt``, sorted by name, with one JSON object per line.
 
     Raises:
-        UsageError: no such directory or files, or a line that is no such object; names the line.
+        UsageError: there are no such files, or a line is not such an object; names the line.
     """
     files = sorted(path.glob("*.txt")) if path.is_dir() else []
     if not files:
@@ -113,9 +114,9 @@ def _race_examples(line: str, where: str) -> list[Example]:
     try:
         document = parse_any_json(line)
         article = clean_text(document["article"])
-        asked = list(zip(document["questions"], document["options"], document["answers"], strict=True))
+        questions = list(zip(document["questions"], document["options"], document["answers"], strict=True))
         examples = []
-        for question, options, answer in asked:
+        for question, options, answer in questions:
             if len(options) != RACE_CHOICES or answer not in "ABCD" or len(answer) != 1:
                 raise ValueError(f"a question has {len(options)} options and the answer {short_repr(answer)}")
             full = (question.replace("_", each) if "_" in question else f"{question} {each}" for each in options)
@@ -130,9 +131,13 @@ def _race_examples(line: str, where: str) -> list[Example]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFormat:
-    """A task's head and its data: how a path is read, and how many tokens of a row's first text count at most.
+    """A fine-tuning task.
 
-    ``class_names`` are the labels in the order of the logits; empty for choices, which have no names.
+    Attributes:
+        head: the model's head.
+        read: reads a data set.
+        first_tokens: limit of the tokens of a row's first text; None is no limit.
+        class_names: labels in the order of the logits; empty for multiple choice.
     """
 
     head: TaskHead
@@ -142,7 +147,7 @@ class TaskFormat:
 
     @property
     def rows(self) -> int:
-        """Rows of a sample."""
+        """Rows per sample."""
         return self.head.num_classes if self.head.kind == "multichoice" else 1
 
 
@@ -161,9 +166,18 @@ TASKS: Mapping[str, TaskFormat] = {
 def pair_tokens(
     first: Sequence[int], second: Sequence[int], length: int, *, cls: int, sep: int, pad: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """``[CLS] first [SEP] second [SEP]``, cut behind ``length`` tokens or filled up to them: ids, types, 1 for tokens.
+    """Encode ``[CLS] first [SEP] second [SEP]``, truncated or padded to ``length`` tokens; a separator always ends it.
 
-    A cut sequence ends in a separator as well.
+    Args:
+        first: token ids of the first text.
+        second: token ids of the second text.
+        length: tokens of the row.
+        cls: id of the first token.
+        sep: id of the separator.
+        pad: id of the padding.
+
+    Returns:
+        Token ids, token types and attention mask, int64 ``[length]`` each.
     """
     tokens = [cls, *first, sep, *second]
     types = [0] * (len(first) + 2) + [1] * len(second)
@@ -177,12 +191,21 @@ def pair_tokens(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairData:
-    """A data set of a task as tensors: ids, types and presence ``[samples * rows, T]``, labels ``[samples]``."""
+    """A tokenized data set of a task.
+
+    Attributes:
+        name: the data set, as Megatron's log names it.
+        ids: token ids, int64 ``[R, T]``.
+        types: token types, int64 ``[R, T]``.
+        attention_mask: 1 for tokens, 0 for padding, int64 ``[R, T]``.
+        labels: index of the correct class or row, int64 ``[N]``.
+        rows: rows per sample.
+    """
 
     name: str
     ids: Int64Array
     types: Int64Array
-    seen: Int64Array
+    attention_mask: Int64Array
     labels: Int64Array
     rows: int
 
@@ -190,55 +213,74 @@ class PairData:
         return len(self.labels)
 
     def tensors(self, samples: Sequence[int], size: int | None = None) -> dict[str, torch.Tensor]:
-        """The named tensors of some samples; filled up to ``size`` with the first one, without a label."""
-        wanted = np.asarray([*samples, *[0] * ((size or len(samples)) - len(samples))], np.int64)
-        at = (wanted[:, None] * self.rows + np.arange(self.rows)).reshape(-1)
-        labels = self.labels[wanted]
+        """The inputs of some samples, padded to ``size`` with unlabelled copies of the first sample of the data set.
+
+        Args:
+            samples: indices of samples.
+            size: number of samples to return, N; by default all of ``samples``.
+
+        Returns:
+            ``ids``, ``types`` (int64) and ``attention_mask`` (bool), ``[N * rows, T]``; ``labels``, int64 ``[N]``.
+        """
+        chosen = np.asarray([*samples, *[0] * ((size or len(samples)) - len(samples))], np.int64)
+        at = (chosen[:, None] * self.rows + np.arange(self.rows)).reshape(-1)
+        labels = self.labels[chosen]
         labels[len(samples) :] = NO_LABEL
         return {
             "ids": torch.from_numpy(self.ids[at]),
             "types": torch.from_numpy(self.types[at]),
-            "seen": torch.from_numpy(self.seen[at]).bool(),
+            "attention_mask": torch.from_numpy(self.attention_mask[at]).bool(),
             "labels": torch.from_numpy(labels),
         }
 
 
 def build_pairs(task: str, path: str, tokenizer: Tokenizer, length: int) -> PairData:
-    """Read a data set of ``task`` and cut it into tokens.
+    """Read and tokenize a data set of ``task``.
+
+    Args:
+        task: a key of ``TASKS``.
+        path: file or directory.
+        tokenizer: the model's.
+        length: tokens of a row.
 
     Raises:
-        UsageError: the data is not of the task's form, or the tokenizer has not the special tokens of BERT.
+        UsageError: the data is not in the task's format, or the tokenizer lacks the special tokens of BERT.
     """
-    form = TASKS[task]
-    examples = form.read(Path(path))
+    task_format = TASKS[task]
+    examples = task_format.read(Path(path))
     vocabulary = make_vocabulary("the tokenizer", tokenizer.vocabulary(), tokenizer.vocab_size)
     cls, sep, pad = vocabulary.special("cls", "sep", "pad")
-    known: dict[str, list[int]] = {}
+    cache: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:
-        if text not in known:
-            known[text] = tokenizer.encode(text)
-        return known[text]
+        if text not in cache:
+            cache[text] = tokenizer.encode(text)
+        return cache[text]
 
-    made = [
-        pair_tokens(encode(row.first)[: form.first_tokens], encode(row.second), length, cls=cls, sep=sep, pad=pad)
+    encoded = [
+        pair_tokens(
+            encode(row.first)[: task_format.first_tokens], encode(row.second), length, cls=cls, sep=sep, pad=pad
+        )
         for example in examples
         for row in example.rows
     ]
-    ids, types, seen = (np.stack(parts) for parts in zip(*made, strict=True))
+    ids, types, mask = (np.stack(parts) for parts in zip(*encoded, strict=True))
     labels = np.array([example.label for example in examples], np.int64)
-    return PairData(name=data_name(task, path), ids=ids, types=types, seen=seen, labels=labels, rows=form.rows)
+    return PairData(
+        name=data_name(task, path), ids=ids, types=types, attention_mask=mask, labels=labels, rows=task_format.rows
+    )
 
 
 def join_pairs(parts: Sequence[PairData]) -> PairData:
-    """Several data sets as one."""
+    """Concatenate data sets."""
     arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "types", "seen", "labels")
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("ids", "types", "attention_mask", "labels")
     }
     return PairData(name=" ".join(part.name for part in parts), rows=parts[0].rows, **arrays)
 
 
 def data_name(task: str, path: str) -> str:
-    """What Megatron calls a data set in its log: what stands in its path behind the task's own folder."""
+    """The name of a data set in Megatron's log: its path below the folder of the task, without extension."""
     tail = path.split(task.upper())[-1].removesuffix(".tsv").strip("/")
     return tail.replace("_" if task == "mnli" else "/", "-")

@@ -1,6 +1,6 @@
-"""Samples of the inverse cloze task: a sentence, and the block of sentences that it is from, as Megatron makes them.
+"""Samples of the inverse cloze task: a sentence as the query, and its block of sentences, as Megatron makes them.
 
-Each sample is a pure function of the data, the seed and its number.
+Each sample is a function of the data, the seed and its number. Shapes in names: N samples, C columns, T tokens.
 """
 
 from __future__ import annotations
@@ -13,93 +13,137 @@ import numpy.typing as npt
 import torch
 
 from .._common.errors import UsageError
-from ..formats.indexed import IndexedDataset
-from .bert_dataset import sentence_tokens
+from ..config import Config
+from ..formats.indexed import IndexedDataset, open_indexed
 from .masking import sample_random
-from .sentence_spans import Runs
-from .vocabulary import Vocabulary
+from .provenance import check_vocabulary
+from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
+from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
+from .vocabulary import Vocabulary, run_vocabulary
 
-Int64Array = npt.NDArray[np.int64]
 # [CLS] title [SEP] block [SEP]
-SPECIAL_TOKENS = 3
-COLUMNS = ("query_ids", "query_seen", "context_ids", "context_seen")
+NUM_SPECIAL_TOKENS = 3
+COLUMNS = ("query_ids", "query_attention_mask", "context_ids", "context_attention_mask")
 
 
 def check_titles(source: IndexedDataset, titles: IndexedDataset) -> None:
     """Raise ``UsageError`` unless there is one title for each document."""
     if len(titles.lengths) != source.num_documents:
         raise UsageError(
-            f"{titles.prefix} has {len(titles.lengths)} titles, and {source.prefix} {source.num_documents} documents:"
-            " --titles-data-path needs one sequence for each document"
+            f"--titles-data-path {titles.prefix}: must have one sequence per document; it has {len(titles.lengths):,},"
+            f" and {source.prefix} has {source.num_documents:,} documents"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BlockDataset:
-    """Pairs of a query and its block, of one part of a data set.
+class IctDataset:
+    """Pairs of a query and its block, of one split; see ``Dataset``.
 
     Attributes:
-        seq_length: tokens of a query and of a block, special ones and padding included.
-        titles: one sequence for each document; None puts no title before a block.
-        stay: share of the queries that stay in their block.
-        part: number of the part.
+        source: the data set, of one sentence per sequence.
+        titles: one sequence per document; None puts no title before a block.
+        spans: the sentences of each block.
+        vocabulary: the tokenizer's.
+        seq_length: tokens of a query and of a block, with special tokens and padding.
+        query_in_block_prob: probability that the query stays in its block.
+        seed: seed of the run.
+        split_index: number of the split.
     """
 
     source: IndexedDataset
     titles: IndexedDataset | None
-    runs: Runs
+    spans: SentenceSpans
     vocabulary: Vocabulary
     seq_length: int
-    stay: float
+    query_in_block_prob: float
     seed: int
-    part: int
+    split_index: int
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Several samples, one a row: ``COLUMNS`` of ``seq_length`` each."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(wanted), len(COLUMNS) * self.seq_length), dtype=np.int64)
-        for row_C, index in zip(rows_NC, wanted.tolist(), strict=True):
+        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each."""
+        requested = np.asarray(indices, dtype=np.int64)
+        rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length), dtype=np.int64)
+        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
             self._fill(row_C.reshape(len(COLUMNS), self.seq_length), index)
         return rows_NC
 
-    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset.places``."""
-        return self.runs.places(self.source, indices)
+    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``."""
+        return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, columns_4T: Int64Array, index: int) -> None:
-        random = sample_random(self.seed, self.part, index)
-        begin, end = int(self.runs.begins[index]), int(self.runs.ends[index])
+        random = sample_random(self.seed, self.split_index, index)
+        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
         sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
         chosen = int(random.randint(0, len(sentences)))
         query = sentences[chosen]
-        if random.random_sample() >= self.stay:
+        if random.random_sample() >= self.query_in_block_prob:
             del sentences[chosen]
         cls, sep, pad = self.vocabulary.special("cls", "sep", "pad")
         head = [cls] if self.titles is None else [cls, *self._title(begin), sep]
-        # Blocks end with the sentence that makes them long enough: what is beyond is cut off.
+        # A span ends with the sentence that reaches its target, so its last tokens may not fit.
         room = self.seq_length - len(head) - 1
         block = np.concatenate([*sentences, np.zeros(0, dtype=np.int64)])[:room]
         texts = ([cls, *query[: self.seq_length - 2], sep], [*head, *block, sep])
-        for place, tokens in enumerate(texts):
-            ids_T, seen_T = columns_4T[2 * place], columns_4T[2 * place + 1]
+        for position, tokens in enumerate(texts):
+            ids_T, attention_mask_T = columns_4T[2 * position], columns_4T[2 * position + 1]
             ids_T[:] = pad
             ids_T[: len(tokens)] = tokens
-            seen_T[: len(tokens)] = 1
+            attention_mask_T[: len(tokens)] = 1
 
     def _title(self, sequence: int) -> list[int]:
         if self.titles is None:
             return []
         document = int(np.searchsorted(self.source.documents, sequence, side="right")) - 1
         title = sentence_tokens(self.titles, document, document + 1, self.vocabulary.size)[0]
-        kept: list[int] = title[: self.seq_length - SPECIAL_TOKENS].tolist()
-        return kept
+        truncated: list[int] = title[: self.seq_length - NUM_SPECIAL_TOKENS].tolist()
+        return truncated
 
 
-def block_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
-    """The named tensors of rows as ``BlockDataset.batch`` makes them."""
-    columns = torch.from_numpy(rows_NC.reshape(len(rows_NC), len(COLUMNS), -1))
-    tensors = {name: columns[:, place].contiguous() for place, name in enumerate(COLUMNS)}
-    return {name: each.bool() if name.endswith("_seen") else each for name, each in tensors.items()}
+def ict_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
+    """``COLUMNS`` as tensors ``[N, T]``: ids int64, attention masks bool."""
+    return columns_to_tensors(rows_NC, COLUMNS)
+
+
+def _builder(config: Config) -> SplitBuilder:
+    vocabulary = run_vocabulary(config)
+    vocabulary.special("cls", "sep", "pad")
+    options = config.ict
+    if options.titles_data_path is not None:
+        check_vocabulary(config, options.titles_data_path)
+    titles = open_indexed(options.titles_data_path) if options.titles_data_path is not None else None
+    min_sentences = 1 if options.use_one_sent_docs else 2
+
+    def build(request: SplitRequest) -> Dataset:
+        if titles is not None:
+            check_titles(request.source, titles)
+        settings = SpanSettings(
+            tokens=config.model.seq_length - NUM_SPECIAL_TOKENS,
+            min_sentences=min_sentences,
+            short_probability=0.0,
+            seed=config.training.seed,
+            split_index=request.split_index,
+            min_remaining=min_sentences,
+        )
+        return IctDataset(
+            source=request.source,
+            titles=titles,
+            spans=build_sentence_spans(request, settings, titles),
+            vocabulary=vocabulary,
+            seq_length=config.model.seq_length,
+            query_in_block_prob=options.query_in_block_prob,
+            seed=config.training.seed,
+            split_index=request.split_index,
+        )
+
+    return build
+
+
+FORMAT = SampleFormat(
+    builder=_builder,
+    to_tensors=lambda _config, rows: ict_tensors(rows),
+    num_columns=lambda config: len(COLUMNS) * config.model.seq_length,
+)

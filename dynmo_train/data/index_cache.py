@@ -1,4 +1,4 @@
-"""Arrays that take long to build, kept in a folder and read from there as they are touched."""
+"""A directory of arrays that take long to build; cached arrays are memory-mapped."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ import numpy.typing as npt
 from .._common.document import DocumentError, read_any_json
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-SMALL_BYTES = 1 << 20
+# Smaller arrays are built in less time than they are read.
+MIN_CACHED_BYTES = 1 << 20
 
 
-def file_facts(prefix: str) -> dict[str, Any]:
-    """How a data set is known again: its path, and its index's bytes and time."""
+def index_facts(prefix: str) -> dict[str, Any]:
+    """Identity of a data set in a cache key: absolute path, and size (bytes) and time (ns) of its ``.idx`` file."""
     stat = os.stat(f"{prefix}.idx") if os.path.exists(f"{prefix}.idx") else None
     return {"prefix": os.path.abspath(prefix), "index_file": [stat.st_size, stat.st_mtime_ns] if stat else None}
 
 
 def cached_arrays(cache: Path | None, facts: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """What ``build`` gives, out of the cache where it lies there for the same facts, else built and put there.
+    """Return the arrays of ``build``, from the cache where it has them for the same facts.
 
-    Less than a mebibyte is built in less time than it is read, and never put into a cache. A cache that cannot be
-    written is no fault: the arrays are then held in memory.
+    Arrays below ``MIN_CACHED_BYTES`` are not cached. A cache that cannot be written is not an error: the arrays then
+    stay in memory.
 
     Args:
-        cache: folder; None keeps them in memory.
-        facts: all that the arrays depend on; can be written as JSON.
+        cache: directory; None does not cache.
+        facts: everything that the arrays depend on, as JSON values.
+        build: makes the arrays by name.
     """
     if cache is None:
         return build()
@@ -41,7 +43,7 @@ def cached_arrays(cache: Path | None, facts: Mapping[str, Any], build: Callable[
     if (found := _read(stem)) is not None:
         return found
     built = build()
-    if sum(array.nbytes for array in built.values()) < SMALL_BYTES:
+    if sum(array.nbytes for array in built.values()) < MIN_CACHED_BYTES:
         return built
     try:
         _write(stem, built, facts)
@@ -59,7 +61,7 @@ def _read(stem: Path) -> Arrays | None:
 
 
 def _write(stem: Path, arrays: Arrays, facts: Mapping[str, Any]) -> None:
-    """Each file under a free name first, then put in place whole: several processes may do this at once."""
+    """Write each file under a unique name, then rename it: several processes may write the same index."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     ending = f".tmp-{secrets.token_hex(4)}"
     for name, array in arrays.items():

@@ -1,7 +1,7 @@
-"""Which tokens of a sample are hidden: whole words, or runs of a few words, drawn until the share is reached.
+"""Chooses the tokens of a sample to mask: spans of whole words, drawn until a share of the tokens is reached.
 
-Devlin et al. 2018 (arXiv:1810.04805, section 3.1); runs of words after Joshi et al. 2019 (arXiv:1907.10529, section
-3.1), as Megatron's data sets draw them.
+Devlin et al. 2018 (arXiv:1810.04805, section 3.1); spans of words follow Joshi et al. 2019 (arXiv:1907.10529, section
+3.1), as in Megatron's data sets. Shapes in names: T tokens, W words.
 """
 
 from __future__ import annotations
@@ -14,106 +14,117 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 
-def sample_random(seed: int, part: int, sample: int) -> np.random.RandomState:
-    """The generator of one sample; numpy keeps this generator's stream for ever."""
-    return np.random.RandomState([seed % 2**32, part, sample % 2**32, sample >> 32])
+def sample_random(seed: int, split_index: int, sample: int) -> np.random.RandomState:
+    """The generator of one sample; ``RandomState`` is frozen by numpy's compatibility policy (NEP 19)."""
+    return np.random.RandomState([seed % 2**32, split_index, sample % 2**32, sample >> 32])
 
 
-def words_of(special: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
-    """Begin and end of each word: positions that are not special, joined with those behind them that go on.
+def word_bounds(special_T: npt.NDArray[np.bool_], continues_T: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int64Array]:
+    """First and end position of each word, int64 ``[W]`` each.
 
     Args:
-        special: positions that are never hidden.
-        continues: positions whose token goes on with the word before it; all false to take each token by itself.
+        special_T: special tokens, which belong to no word.
+        continues_T: tokens that continue the word before them; all false makes each token a word.
     """
-    after_special = np.concatenate([[True], special[:-1]])
-    starts = ~special & (~continues | after_special)
+    after_special = np.concatenate([[True], special_T[:-1]])
+    starts = ~special_T & (~continues_T | after_special)
     begins = np.flatnonzero(starts)
-    borders = np.flatnonzero(starts | special)
-    place = np.searchsorted(borders, begins, side="right")
-    ends = np.concatenate([borders, [len(special)]])[place]
+    borders = np.flatnonzero(starts | special_T)
+    position = np.searchsorted(borders, begins, side="right")
+    ends = np.concatenate([borders, [len(special_T)]])[position]
     return begins, ends
 
 
-def bert_run_lengths(random: np.random.RandomState, count: int) -> Int64Array:
-    """Runs of 1, 2 or 3 words with odds of 1, 1/2 and 1/3."""
+def ngram_lengths(random: np.random.RandomState, count: int) -> Int64Array:
+    """BERT: 1, 2 or 3 words, with odds 1, 1/2 and 1/3; int64 ``[count]``."""
     odds = 1.0 / np.arange(1, 4)
     return random.choice(3, size=count, p=odds / odds.sum()) + 1
 
 
 def span_lengths(random: np.random.RandomState, count: int) -> Int64Array:
-    """Runs of words with a geometric length, 0.2 to end after each, at most 10."""
+    """T5: a geometric number of words with p = 0.2, at most 10; int64 ``[count]``."""
     return np.minimum(random.geometric(0.2, size=count), 10)
 
 
-def choose_runs(
+def choose_spans(
     order: Sequence[int], lengths: Sequence[int], begins: Sequence[int], ends: Sequence[int], budget: int
 ) -> list[tuple[int, int]]:
-    """The words to hide, as (begin, end) of positions, in order of position.
+    """Spans of words to mask, as ``(first word, end word)``, ascending.
 
-    Words are tried in ``order`` as the first of a run of ``lengths`` words. A run that is too long for what is left of
-    the budget is shortened, one that meets a hidden word is left out.
+    Words are tried in ``order`` as the first word of a span. A span that exceeds the remaining budget is shortened; one
+    that overlaps a masked word is skipped.
 
     Args:
-        budget: positions to hide at most.
+        order: word numbers.
+        lengths: length of the span that begins at each word, in words.
+        begins: first position of each word.
+        ends: end position of each word.
+        budget: maximum number of masked positions.
     """
-    hidden = [False] * len(begins)
+    masked = [False] * len(begins)
     chosen: list[tuple[int, int]] = []
-    left = budget
+    remaining = budget
     for word in order:
-        if left <= 0:
+        if remaining <= 0:
             break
-        if hidden[word]:
+        if masked[word]:
             continue
         until = min(word + lengths[word], len(begins))
-        # Positions between words (a separator) are no part of a run: count word by word.
-        while until > word and sum(ends[at] - begins[at] for at in range(word, until)) > left:
+        # Count word by word: special tokens between words are not masked.
+        while until > word and sum(ends[at] - begins[at] for at in range(word, until)) > remaining:
             until -= 1
-        if until == word or any(hidden[word:until]):
+        if until == word or any(masked[word:until]):
             continue
-        hidden[word:until] = [True] * (until - word)
+        masked[word:until] = [True] * (until - word)
         for at in range(word, until):
-            left -= ends[at] - begins[at]
+            remaining -= ends[at] - begins[at]
         chosen.append((word, until))
     return sorted(chosen)
 
 
-def positions_to_hide(
+def masked_positions(
     random: np.random.RandomState,
-    special: npt.NDArray[np.bool_],
-    continues: npt.NDArray[np.bool_],
-    share: float,
+    special_T: npt.NDArray[np.bool_],
+    continues_T: npt.NDArray[np.bool_],
+    mask_prob: float,
 ) -> Int64Array:
-    """The positions of a BERT sample that are hidden, ascending: at least one, ``share`` of all tokens."""
-    begins, ends = words_of(special, continues)
-    budget = max(1, round(len(special) * share))
+    """Positions of a BERT sample to mask, ascending int64: at least one, and a share ``mask_prob`` of all tokens."""
+    begins, ends = word_bounds(special_T, continues_T)
+    budget = max(1, round(len(special_T) * mask_prob))
     order = random.permutation(len(begins)).tolist()
-    lengths = bert_run_lengths(random, len(begins)).tolist()
-    first, beyond = begins.tolist(), ends.tolist()
-    runs = choose_runs(order, lengths, first, beyond, budget)
-    positions = [at for begin, end in runs for word in range(begin, end) for at in range(first[word], beyond[word])]
+    lengths = ngram_lengths(random, len(begins)).tolist()
+    first, end = begins.tolist(), ends.tolist()
+    spans = choose_spans(order, lengths, first, end, budget)
+    positions = [at for begin, until in spans for word in range(begin, until) for at in range(first[word], end[word])]
     return np.asarray(positions, dtype=np.int64)
 
 
-def spans_to_hide(
-    random: np.random.RandomState, continues: npt.NDArray[np.bool_], share: float, most_spans: int, most_tokens: int
+def masked_spans(
+    random: np.random.RandomState,
+    continues_T: npt.NDArray[np.bool_],
+    mask_prob: float,
+    max_spans: int,
+    max_tokens: int,
 ) -> list[tuple[int, int]]:
-    """The spans of a T5 sample that are hidden, as (begin, end) of positions, ascending.
+    """Spans of a T5 sample to mask, as ``(begin, end)`` of positions, ascending.
 
     Args:
-        most_spans: there are that many sentinels.
-        most_tokens: that hidden tokens and one sentinel for each span may take together.
+        random: generator of the sample.
+        continues_T: tokens that continue the word before them.
+        mask_prob: share of the tokens to mask.
+        max_spans: number of sentinel tokens.
+        max_tokens: limit of the masked tokens plus one sentinel per span.
     """
-    begins, ends = words_of(np.zeros(len(continues), dtype=np.bool_), continues)
-    budget = max(1, round(len(continues) * share))
+    begins, ends = word_bounds(np.zeros(len(continues_T), dtype=np.bool_), continues_T)
+    budget = max(1, round(len(continues_T) * mask_prob))
     order = random.permutation(len(begins)).tolist()
     lengths = span_lengths(random, len(begins)).tolist()
-    first, beyond = begins.tolist(), ends.tolist()
+    first, end = begins.tolist(), ends.tolist()
     spans: list[tuple[int, int]] = []
-    left = most_tokens
-    for begin, end in choose_runs(order, lengths, first, beyond, budget):
-        size = beyond[end - 1] - first[begin] + 1
-        if len(spans) < most_spans and size <= left:
-            spans.append((first[begin], beyond[end - 1]))
-            left -= size
+    remaining = max_tokens
+    for word, until in choose_spans(order, lengths, first, end, budget):
+        size = end[until - 1] - first[word] + 1
+        if len(spans) < max_spans and size <= remaining:
+            spans.append((first[word], end[until - 1]))
+            remaining -= size
     return spans

@@ -1,4 +1,4 @@
-"""Refuses a data set that was made with another vocabulary than the run's, as far as its sidecar states one."""
+"""Checks that a data set was made with the vocabulary of the run, where its sidecar states one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 def check_vocabulary(config: Config, prefix: str) -> None:
     """Compare the vocabulary of a data set with the run's tokenizer and ``--vocab-size``.
 
-    ``prefix`` may also name the ``.bin`` or ``.idx``, see :func:`prefix_of`. A data set without a sidecar, or of an
-    unknown tokenizer, passes.
+    A data set without a sidecar, or with an unknown tokenizer, passes.
+
+    Args:
+        config: the run's options.
+        prefix: the data set, or its ``.bin`` or ``.idx`` file.
 
     Raises:
         UsageError: the run's tokenizer has another vocabulary, or the model has fewer rows than the data set has ids.
@@ -37,11 +40,11 @@ def check_vocabulary(config: Config, prefix: str) -> None:
         if digest not in (None, tokenizer["vocab_sha256"]):
             raise UsageError(
                 f"{prefix} was made with {made_by}; the run's tokenizer, {source}, has another vocabulary: give the"
-                " data set's tokenizer, or binarize the text again with this one"
+                " data set's tokenizer, or binarize the text with this one"
             )
     if config.model.vocab_size < tokenizer["vocab_size"]:
         raise UsageError(
-            f"{prefix} was made with {made_by}; --vocab-size {config.model.vocab_size} has too few rows: give"
+            f"{prefix} was made with {made_by}; --vocab-size {config.model.vocab_size} is too small: give"
             f" --vocab-size {tokenizer['vocab_size']} or the data set's tokenizer"
         )
 
@@ -55,7 +58,7 @@ def _describe(tokenizer: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _digest_of(kind: str, files: tuple[tuple[str, Path], ...]) -> str | None:
-    """The digest of a tokenizer's vocabulary, once for all data sets; None without the library that reads it."""
+    """Digest of a tokenizer's vocabulary, cached over data sets; None where the tokenizer's library is missing."""
     try:
         return digest_vocabulary(open_tokenizer(TokenizerFiles(kind=kind, files=dict(files))).vocabulary())
     except MissingExtraError:

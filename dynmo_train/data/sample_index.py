@@ -1,8 +1,8 @@
-"""Which tokens make which sample: the documents strung together, and the order of the samples. Values in, values out.
+"""The order of samples in a stream of concatenated documents, as pure functions of arrays.
 
-Two orders. ``stable`` shuffles the documents and the samples of each epoch by themselves, so that a longer run begins
-with the samples of a shorter one. ``megatron`` is Megatron's ``GPTDataset`` to the last sample: all epochs but a short
-last one are shuffled together, so that the order changes with the number of samples that a run asks for.
+Two orders. ``stable`` shuffles the documents and the samples of each epoch separately, so that a longer run begins with
+the samples of a shorter one. ``megatron`` is that of Megatron's ``GPTDataset``, sample for sample: all epochs but an
+incomplete last one are shuffled together, so the order changes with the number of samples that a run asks for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.indexed import IndexedDataset
-from .index_cache import cached_arrays, file_facts
+from .index_cache import cached_arrays, index_facts
 
 VERSION = 1
+# Keys of the shuffles: documents and samples of one epoch are shuffled independently.
 _DOCUMENTS, _SAMPLES = 0, 1
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -27,10 +28,12 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleIndex:
-    """The documents strung together, and the places of the samples in them.
+    """The stream of concatenated documents, and the positions of the samples in it.
 
-    ``pieces`` are sequence numbers, over all epochs; ``ends[k]`` is the number of tokens up to and with piece ``k``;
-    ``order[i]`` is the place of sample ``i`` in the stream, in units of the sample length.
+    Attributes:
+        pieces: sequence number of each piece of the stream, over all epochs, int32.
+        ends: number of stream tokens up to and including each piece, int64.
+        order: position of each sample in the stream, in units of the sequence length, uint32 or int64.
     """
 
     pieces: IntArray
@@ -44,32 +47,43 @@ class SampleIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What an index is built for.
+class SampleIndexSpec:
+    """What determines an index, apart from the data set; all fields are part of the cache key.
 
     Attributes:
-        low, high: the documents, ``[low, high)``.
-        part: number of the part of the data set; the stable order is shuffled by it.
-        seq_length: tokens that a sample feeds to the model.
-        samples: how many are wanted.
+        first_document: first document of the split.
+        end_document: document after the last one of the split.
+        split_index: number of the split; the stable order is shuffled by it.
+        seq_length: tokens that the model reads of a sample.
+        seed: seed of the shuffles.
+        num_samples: number of samples.
+        order: ``stable`` or ``megatron``.
     """
 
-    low: int
-    high: int
-    part: int
+    first_document: int
+    end_document: int
+    split_index: int
     seq_length: int
     seed: int
-    samples: int
+    num_samples: int
     order: str
 
 
-def shuffled(count: int, *key: int) -> Int64Array:
-    """A permutation of ``range(count)`` drawn for ``key``; numpy keeps this generator's stream for ever."""
+def permutation(count: int, *key: int) -> Int64Array:
+    """A permutation of ``range(count)`` for ``key``, int64 ``[count]``.
+
+    ``RandomState`` is frozen by numpy's compatibility policy (NEP 19); ``Generator`` is not.
+    """
     return np.random.RandomState(list(key)).permutation(count)
 
 
 def sequences_of(documents: IntArray, chosen: IntArray) -> IntArray:
-    """The sequences of the ``chosen`` documents, in that order; ``documents`` is the document index."""
+    """Sequence numbers of the ``chosen`` documents, in that order, int32.
+
+    Args:
+        documents: first sequence of each document, and the number of sequences at the end.
+        chosen: document numbers.
+    """
     begins = documents[chosen]
     counts = documents[chosen + 1] - begins
     if (counts == 1).all():
@@ -78,33 +92,33 @@ def sequences_of(documents: IntArray, chosen: IntArray) -> IntArray:
     return (np.repeat(begins - before, counts) + np.arange(counts.sum())).astype(np.int32)
 
 
-def epoch_tokens(source: IndexedDataset, low: int, high: int) -> int:
-    """Tokens of the documents ``[low, high)``."""
-    return int(source.lengths[source.documents[low] : source.documents[high]].sum(dtype=np.int64))
+def count_tokens(source: IndexedDataset, begin: int, end: int) -> int:
+    """Number of tokens of the documents ``[begin, end)``."""
+    return int(source.lengths[source.documents[begin] : source.documents[end]].sum(dtype=np.int64))
 
 
-def stable_index(source: IndexedDataset, wanted: Wanted) -> SampleIndex:
-    """Every epoch shuffled by itself. A sample belongs to the epoch in which its first token lies."""
-    tokens = epoch_tokens(source, wanted.low, wanted.high)
+def stable_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex:
+    """Shuffle every epoch separately. A sample belongs to the epoch of its first token."""
+    tokens = count_tokens(source, spec.first_document, spec.end_document)
     order: list[IntArray] = []
-    placed = epochs = 0
-    while placed < max(1, wanted.samples):
-        beyond = -(-(epochs + 1) * tokens // wanted.seq_length)
-        order.append(placed + shuffled(beyond - placed, wanted.seed, wanted.part, epochs, _SAMPLES))
-        placed, epochs = beyond, epochs + 1
-    count = wanted.high - wanted.low
+    samples = epochs = 0
+    while samples < max(1, spec.num_samples):
+        after_epoch = -(-(epochs + 1) * tokens // spec.seq_length)
+        order.append(samples + permutation(after_epoch - samples, spec.seed, spec.split_index, epochs, _SAMPLES))
+        samples, epochs = after_epoch, epochs + 1
+    count = spec.end_document - spec.first_document
 
     def documents(epoch: int) -> IntArray:
-        return wanted.low + shuffled(count, wanted.seed, wanted.part, epoch, _DOCUMENTS)
+        return spec.first_document + permutation(count, spec.seed, spec.split_index, epoch, _DOCUMENTS)
 
     pieces = [sequences_of(source.documents, documents(epoch)) for epoch in range(epochs)]
-    # The last sample may run over the end: into the first documents of one epoch more.
-    pieces.append(_first_tokens(source, documents(epochs), wanted.seq_length))
-    return _index(source, np.concatenate(pieces), np.concatenate(order)[: wanted.samples])
+    # The last sample may extend into the first documents of one more epoch.
+    pieces.append(_leading_sequences(source, documents(epochs), spec.seq_length))
+    return _make_index(source, np.concatenate(pieces), np.concatenate(order)[: spec.num_samples])
 
 
-def _first_tokens(source: IndexedDataset, documents: IntArray, tokens: int) -> IntArray:
-    """The sequences of so many of the first documents that they hold ``tokens``, or all of them."""
+def _leading_sequences(source: IndexedDataset, documents: IntArray, tokens: int) -> IntArray:
+    """Sequences of the first documents that have at least ``tokens`` tokens together, or of all documents."""
     count = 64
     while True:
         sequences = sequences_of(source.documents, documents[:count])
@@ -113,54 +127,54 @@ def _first_tokens(source: IndexedDataset, documents: IntArray, tokens: int) -> I
         count *= 4
 
 
-def megatron_index(source: IndexedDataset, wanted: Wanted) -> SampleIndex:
-    """The order of Megatron's ``GPTDataset`` for a data set whose documents are one sequence each.
+def megatron_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex:
+    """The order of Megatron's ``GPTDataset``, for a data set whose documents are one sequence each.
 
-    One generator draws the documents, then the samples. The last epoch is shuffled apart where less than 0.8 of it is
-    used.
+    One generator shuffles the documents, then the samples. The last epoch is shuffled separately where less than 0.8 of
+    it is used.
     """
-    tokens, length = epoch_tokens(source, wanted.low, wanted.high), wanted.seq_length
+    tokens, length = count_tokens(source, spec.first_document, spec.end_document), spec.seq_length
     epochs = 1
-    while (epochs * tokens - 1) // length < wanted.samples:
+    while (epochs * tokens - 1) // length < spec.num_samples:
         epochs += 1
     before_last = ((epochs - 1) * tokens - 1) // length if epochs > 1 else 0
-    apart = epochs > 1 and wanted.samples - before_last < int(0.8 * ((tokens - 1) // length))
-    random = np.random.RandomState(wanted.seed)
-    documents = (
-        [_tiled(wanted, epochs - 1, random), _tiled(wanted, 1, random)] if apart else [_tiled(wanted, epochs, random)]
-    )
+    separate = epochs > 1 and spec.num_samples - before_last < int(0.8 * ((tokens - 1) // length))
+    random = np.random.RandomState(spec.seed)
+    documents = [_shuffled_documents(spec, count, random) for count in ((epochs - 1, 1) if separate else (epochs,))]
     total = (epochs * tokens - 1) // length
-    first = before_last if apart else total
+    first = before_last if separate else total
     order = [np.arange(0, first, dtype=np.int64), np.arange(first, total, dtype=np.int64)]
-    for part in order[: 2 if apart else 1]:
+    for part in order[: 2 if separate else 1]:
         random.shuffle(part)
     pieces = sequences_of(source.documents, np.concatenate(documents))
-    return _index(source, pieces, np.concatenate(order)[: wanted.samples])
+    return _make_index(source, pieces, np.concatenate(order)[: spec.num_samples])
 
 
-def _tiled(wanted: Wanted, epochs: int, random: np.random.RandomState) -> IntArray:
-    documents = np.tile(np.arange(wanted.low, wanted.high, dtype=np.int32), epochs)
+def _shuffled_documents(spec: SampleIndexSpec, epochs: int, random: np.random.RandomState) -> IntArray:
+    documents = np.tile(np.arange(spec.first_document, spec.end_document, dtype=np.int32), epochs)
     random.shuffle(documents)
     return documents
 
 
-def _index(source: IndexedDataset, pieces: IntArray, order: IntArray) -> SampleIndex:
+def _make_index(source: IndexedDataset, pieces: IntArray, order: IntArray) -> SampleIndex:
     ends = np.cumsum(source.lengths[pieces], dtype=np.int64)
     small = order.size == 0 or int(order.max()) < 2**32
     return SampleIndex(pieces=pieces, ends=ends, order=order.astype(np.uint32) if small else order)
 
 
-BUILDERS: Mapping[str, Callable[[IndexedDataset, Wanted], SampleIndex]] = {
+ORDERS: Mapping[str, Callable[[IndexedDataset, SampleIndexSpec], SampleIndex]] = {
     "stable": stable_index,
     "megatron": megatron_index,
 }
 
 
-def build_index(source: IndexedDataset, wanted: Wanted, cache: Path | None) -> SampleIndex:
-    """The index, out of the cache where it lies there, else built and put there; see ``cached_arrays``.
+def build_sample_index(source: IndexedDataset, spec: SampleIndexSpec, cache: Path | None) -> SampleIndex:
+    """Read the index from the cache, or build and cache it; see ``cached_arrays``.
 
     Args:
-        cache: folder of indices; None keeps them in memory.
+        source: the data set.
+        spec: what determines the index.
+        cache: directory of indices; None does not cache.
     """
-    facts = {"version": VERSION, **file_facts(source.prefix), "sequences": len(source.lengths), **vars(wanted)}
-    return SampleIndex(**cached_arrays(cache, facts, lambda: vars(BUILDERS[wanted.order](source, wanted))))
+    facts = {"version": VERSION, **index_facts(source.prefix), "sequences": len(source.lengths), **vars(spec)}
+    return SampleIndex(**cached_arrays(cache, facts, lambda: vars(ORDERS[spec.order](source, spec))))

@@ -1,14 +1,13 @@
-"""Which sentences make which sample: runs of a document's sentences, as Megatron's BERT and T5 data sets take them.
+"""Spans of consecutive sentences of a document, which become samples, as in Megatron's BERT and T5 data sets.
 
-A document is walked from its beginning: a sample is as many sentences as reach its length, but the last sample of a
-document takes what is left. Every epoch is drawn and shuffled by itself, so that a longer run begins with the samples
-of a shorter one, and nothing depends on the number of processes.
+A document is split from its beginning: a sample has as many sentences as reach its target length, and the last sample
+of a document has the rest. Every epoch is drawn and shuffled separately, so that a longer run begins with the samples
+of a shorter one. Nothing depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,42 +15,46 @@ import numpy.typing as npt
 
 from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
-from .gpt_dataset import PARTS, Part, split_bounds
-from .index_cache import Arrays, cached_arrays, file_facts
-from .sample_index import shuffled
+from .index_cache import Arrays, cached_arrays, index_facts
+from .sample_format import Int64Array, SplitRequest
+from .sample_index import permutation
 
 VERSION = 1
-# Megatron leaves out documents with a sentence longer than this: they are hardly ever text.
-LONG_SENTENCE_TOKENS = 512
+# As in Megatron, documents with a longer sentence are skipped: they are rarely prose.
+MAX_SENTENCE_TOKENS = 512
 _SAMPLES = 1
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How runs of sentences are taken.
+class SpanSettings:
+    """How documents are split into spans; all fields are part of the cache key.
 
     Attributes:
-        tokens: the length that a run is to reach.
-        min_sentences: sentences of a run at least; 2 where two segments are made of it.
-        short_probability: of a shorter length, drawn evenly from 2 to ``tokens``.
-        seed: of the draws and of the shuffles.
-        part: number of the part of the data set.
-        min_left: sentences that may be left of a document behind a run; fewer go with it.
+        tokens: target length of a span, in tokens.
+        min_sentences: minimum sentences of a span; 2 where it becomes two segments.
+        short_probability: probability of a shorter target, uniform from 2 to ``tokens``.
+        seed: seed of the targets and of the shuffles.
+        split_index: number of the split.
+        min_remaining: minimum sentences that may remain of a document after a span; fewer join the span.
     """
 
     tokens: int
     min_sentences: int
     short_probability: float
     seed: int
-    part: int
-    min_left: int = 2
+    split_index: int
+    min_remaining: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Runs:
-    """Samples in the order of a training run: sequences ``begins[i]`` up to ``ends[i]``, of ``targets[i]`` tokens."""
+class SentenceSpans:
+    """Samples in the order of a run; the three arrays are int32 or int64, ``[samples]``.
+
+    Attributes:
+        begins: first sequence of each sample.
+        ends: sequence after the last one of each sample.
+        targets: maximum number of tokens of each sample.
+    """
 
     begins: npt.NDArray[np.integer[Any]]
     ends: npt.NDArray[np.integer[Any]]
@@ -60,19 +63,47 @@ class Runs:
     def __len__(self) -> int:
         return len(self.begins)
 
-    def places(self, source: IndexedDataset, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """The sentences of several samples, as ``Dataset.places`` gives them."""
-        places = []
+    def token_ranges(self, source: IndexedDataset, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """The sentences of several samples, as ``Dataset.token_ranges`` returns them."""
+        ranges = []
         for index in np.asarray(indices, dtype=np.int64):
             begin, end = int(self.begins[index]), int(self.ends[index])
             after = int(source.starts[end - 1]) + int(source.lengths[end - 1])
             tokens = [int(source.starts[begin]), after]
-            places.append([{"prefix": str(source.prefix), "sequences": [begin, end], "tokens": tokens}])
-        return places
+            ranges.append([{"prefix": str(source.prefix), "sequences": [begin, end], "tokens": tokens}])
+        return ranges
+
+
+def sentence_tokens(source: IndexedDataset, begin: int, end: int, vocab_size: int) -> list[Int64Array]:
+    """Token ids of the sequences ``[begin, end)``, int64 ``[length]`` each.
+
+    Raises:
+        UsageError: an id is not below ``vocab_size``.
+    """
+    first = int(source.starts[begin])
+    lengths = np.asarray(source.lengths[begin:end], dtype=np.int64)
+    tokens: Int64Array = np.asarray(source.tokens[first : first + int(lengths.sum())], dtype=np.int64)
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        bad = tokens.max() if tokens.max() >= vocab_size else tokens.min()
+        raise UsageError(
+            f"{source.prefix}.bin contains the token id {bad}; the tokenizer has the ids 0 to {vocab_size - 1}:"
+            " give the tokenizer that the data was made with"
+        )
+    return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
 def hashed_uniform(keys: Int64Array, *salt: int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each key, always the same one (splitmix64, Steele et al. 2014, figure 17)."""
+    """A uniform number in [0, 1) for each key, a function of key and salt.
+
+    The hash is splitmix64 (Steele et al. 2014, figure 17), so all spans of an epoch are drawn without a generator.
+
+    Args:
+        keys: non-negative, int64 ``[n]``.
+        salt: further keys.
+
+    Returns:
+        float64 ``[n]``.
+    """
     state = keys.astype(np.uint64)
     for each in (*salt, 0x5EED):
         state = state + np.uint64((each + 1) * 0x9E3779B97F4A7C15 % 2**64)
@@ -82,45 +113,49 @@ def hashed_uniform(keys: Int64Array, *salt: int) -> npt.NDArray[np.float64]:
     return (state >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
-def runs_of_epoch(
+def epoch_spans(
     source: IndexedDataset,
-    low: int,
-    high: int,
-    settings: RunSettings,
+    documents: tuple[int, int],
+    settings: SpanSettings,
     epoch: int,
-    taken: Int64Array | None = None,
+    title_tokens: Int64Array | None = None,
 ) -> Arrays:
-    """The runs of the documents ``[low, high)``, document after document.
+    """The spans of one epoch, document by document: int64 arrays ``begins``, ``ends`` and ``targets``.
 
-    All documents are walked at once, each by one run a round, so that there are as many rounds as the longest
-    document has runs.
+    All documents are split in parallel, one span of each per iteration, so that the number of iterations is that of the
+    spans of the longest document.
 
     Args:
-        taken: tokens of a run that something else takes (a title), for each document of the data set.
+        source: the data set.
+        documents: the documents ``[begin, end)`` of the split.
+        settings: how documents are split.
+        epoch: number of the epoch.
+        title_tokens: tokens of each document's title, which shorten its spans; int64 ``[documents of the data set]``.
     """
+    low, high = documents
     first, last = int(source.documents[low]), int(source.documents[high])
     lengths = np.asarray(source.lengths[first:last], dtype=np.int64)
     until = np.cumsum(lengths)
     begin_of = np.asarray(source.documents[low:high], dtype=np.int64) - first
     end_of = np.asarray(source.documents[low + 1 : high + 1], dtype=np.int64) - first
-    longs = np.concatenate([[0], np.cumsum(lengths > LONG_SENTENCE_TOKENS)])
+    longs = np.concatenate([[0], np.cumsum(lengths > MAX_SENTENCE_TOKENS)])
     count = end_of - begin_of
     usable = (count >= settings.min_sentences) & ((longs[end_of] == longs[begin_of]) | (count == 1))
     at, end = begin_of[usable], end_of[usable]
-    less = np.zeros(len(at), dtype=np.int64) if taken is None else taken[low:high][usable]
+    reserved = np.zeros(len(at), dtype=np.int64) if title_tokens is None else title_tokens[low:high][usable]
     begins, ends, targets = [], [], []
     while len(at):
-        target = _targets(at + first, settings, epoch) - less
+        target = span_targets(at + first, settings, epoch) - reserved
         before = until[at] - lengths[at]
         reached = np.searchsorted(until, before + target, side="left") + 1
         stop = np.maximum(reached, at + settings.min_sentences)
-        # A document of BERT never ends with a run of a single sentence.
-        stop = np.where(stop > end - settings.min_left, end, stop)
+        # A document never ends with a span of too few sentences.
+        stop = np.where(stop > end - settings.min_remaining, end, stop)
         begins.append(at)
         ends.append(stop)
         targets.append(target)
-        going_on = stop < end
-        at, end, less = stop[going_on], end[going_on], less[going_on]
+        unfinished = stop < end
+        at, end, reserved = stop[unfinished], end[unfinished], reserved[unfinished]
     if not begins:
         empty = np.zeros(0, dtype=np.int64)
         return {"begins": empty, "ends": empty, "targets": empty}
@@ -133,89 +168,83 @@ def runs_of_epoch(
     }
 
 
-def _targets(starts: Int64Array, settings: RunSettings, epoch: int) -> Int64Array:
-    """The length of the run that begins at each start: the whole one, or a shorter one by chance."""
-    whole = np.full(len(starts), settings.tokens, dtype=np.int64)
+def span_targets(starts: Int64Array, settings: SpanSettings, epoch: int) -> Int64Array:
+    """Target length of the span that begins at each start, in tokens, int64 ``[n]``.
+
+    Args:
+        starts: first sequence of each span, int64 ``[n]``.
+        settings: how documents are split.
+        epoch: number of the epoch.
+    """
+    full = np.full(len(starts), settings.tokens, dtype=np.int64)
     if settings.short_probability == 0 or settings.tokens <= 2:
-        return whole
-    short = hashed_uniform(starts, settings.seed, settings.part, epoch, 0) < settings.short_probability
-    drawn = hashed_uniform(starts, settings.seed, settings.part, epoch, 1)
-    return np.where(short, 2 + (drawn * (settings.tokens - 1)).astype(np.int64), whole)
+        return full
+    key = (settings.seed, settings.split_index, epoch)
+    is_short = hashed_uniform(starts, *key, 0) < settings.short_probability
+    drawn = hashed_uniform(starts, *key, 1)
+    return np.where(is_short, 2 + (drawn * (settings.tokens - 1)).astype(np.int64), full)
 
 
-def _small(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.astype(np.int32) if not len(array) or int(array.max()) < 2**31 else array
 
 
-def build_runs(
-    source: IndexedDataset,
-    *,
-    part: Part,
-    shares: tuple[float, float, float],
-    settings: RunSettings,
-    num_samples: int,
-    batch_size: int,
-    cache: Path | None,
-    titles: IndexedDataset | None = None,
-) -> Runs:
-    """The first ``num_samples`` runs of a part, over as many epochs as they take.
+def build_sentence_spans(
+    request: SplitRequest, settings: SpanSettings, titles: IndexedDataset | None = None
+) -> SentenceSpans:
+    """The spans of a split, over as many epochs as they need.
 
     Args:
-        shares: fractions of the documents for training, validation and test.
-        batch_size: runs that one epoch must hold at least.
-        cache: folder of indices; None keeps them in memory.
-        titles: a sequence for each document, whose tokens its runs leave room for.
+        request: which samples.
+        settings: how documents are split.
+        titles: a sequence for each document; its tokens shorten the document's spans.
 
     Raises:
-        UsageError: an epoch has fewer runs than a batch.
+        UsageError: an epoch has fewer spans than a batch.
     """
-    number = PARTS.index(part)
-    bounds = split_bounds(source.num_documents, shares)
-    low, high = bounds[number], bounds[number + 1]
-    taken = None if titles is None else np.asarray(titles.lengths, dtype=np.int64)
+    source, documents = request.source, request.documents
+    title_tokens = None if titles is None else np.asarray(titles.lengths, dtype=np.int64)
 
     def build() -> Arrays:
         epochs: list[Arrays] = []
-        placed = 0
-        while placed < max(1, num_samples):
-            runs = runs_of_epoch(source, low, high, settings, len(epochs), taken)
-            found = len(runs["begins"])
-            if found < max(1, batch_size):
-                raise _too_few(source, part, high - low, found, settings, max(1, batch_size))
-            order = shuffled(found, settings.seed, number, len(epochs), _SAMPLES)
-            epochs.append({name: array[order] for name, array in runs.items()})
-            placed += found
+        samples = 0
+        while samples < max(1, request.num_samples):
+            spans = epoch_spans(source, documents, settings, len(epochs), title_tokens)
+            count = len(spans["begins"])
+            if count < max(1, request.batch_size):
+                raise _too_few_samples(request, settings, count)
+            order = permutation(count, settings.seed, request.split_index, len(epochs), _SAMPLES)
+            epochs.append({name: array[order] for name, array in spans.items()})
+            samples += count
         return {
-            name: _small(np.concatenate([runs[name] for runs in epochs])[:num_samples])
+            name: _narrow(np.concatenate([spans[name] for spans in epochs])[: request.num_samples])
             for name in ("begins", "ends", "targets")
         }
 
     facts = {
         "kind": "sentences",
         "version": VERSION,
-        **file_facts(source.prefix),
+        **index_facts(source.prefix),
         "sequences": len(source.lengths),
-        "documents": [low, high],
-        "samples": num_samples,
+        "documents": list(documents),
+        "samples": request.num_samples,
         **asdict(settings),
-        **({} if titles is None else {f"titles_{name}": fact for name, fact in file_facts(titles.prefix).items()}),
+        **({} if titles is None else {f"titles_{name}": fact for name, fact in index_facts(titles.prefix).items()}),
     }
-    return Runs(**cached_arrays(cache, facts, build))
+    return SentenceSpans(**cached_arrays(request.cache, facts, build))
 
 
-def _too_few(
-    source: IndexedDataset, part: Part, documents: int, found: int, settings: RunSettings, needed: int
-) -> UsageError:
+def _too_few_samples(request: SplitRequest, settings: SpanSettings, samples: int) -> UsageError:
+    source, (begin, end) = request.source, request.documents
     sentences = len(source.lengths) / max(1, source.num_documents)
     hint = ""
     if settings.min_sentences > sentences:
         hint = (
-            f"; its documents have {sentences:.1f} sequences on average, and a sample takes {settings.min_sentences}:"
+            f"; its documents have {sentences:.1f} sequences on average, and a sample needs {settings.min_sentences}:"
             " make it with dynmo-prep binarize --split-sentences"
         )
     return UsageError(
-        f"the {part} part of {source.prefix} is too small: {documents} documents make {found} samples of"
-        f" {settings.tokens} tokens, and a batch needs {needed}; add text, lower the batch size or change --split"
-        + ("" if part == "train" else ", or write --eval-iters 0")
-        + hint
+        f"the {request.split} split of {source.prefix} is too small: {end - begin:,} documents make {samples:,}"
+        f" samples of {settings.tokens} tokens, and a batch needs {max(1, request.batch_size):,}; add text, lower the"
+        " batch size or change --split" + ("" if request.split == "train" else ", or give --eval-iters 0") + hint
     )

@@ -1,6 +1,7 @@
-"""T5's samples: spans of a text hidden behind sentinels, which the decoder writes out (Raffel et al. 2020, 3.1.4).
+"""T5's samples: spans of a text are replaced by sentinels, and the decoder writes the spans.
 
-Each sample is a pure function of the data, the seed and its number.
+Raffel et al. 2020 (arXiv:1910.10683, section 3.1.4). Each sample is a function of the data, the seed and its number.
+Shapes in names: N samples, C columns, T tokens of the encoder, U tokens of the decoder.
 """
 
 from __future__ import annotations
@@ -13,101 +14,151 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .._common.errors import UsageError
+from ..config import Config
 from ..formats.indexed import IndexedDataset
-from .bert_dataset import sentence_tokens
-from .masking import sample_random, spans_to_hide
-from .sentence_spans import Runs
-from .vocabulary import Vocabulary
+from .masking import masked_spans, sample_random
+from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
+from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
+from .vocabulary import Vocabulary, run_vocabulary
 
-Int64Array = npt.NDArray[np.int64]
+ENCODER_COLUMNS = ("encoder_ids", "encoder_attention_mask")
+DECODER_COLUMNS = ("decoder_ids", "labels", "loss_mask")
 
 
-def corrupted(
+def corrupt_spans(
     tokens: Int64Array, spans: Sequence[tuple[int, int]], sentinels: Sequence[int]
 ) -> tuple[Int64Array, Int64Array]:
-    """What the encoder reads, and what the decoder is to write without its end: each span behind its sentinel.
+    """Encoder input and decoder output (without its end) of a text with masked spans, int64.
 
     ``a b c d`` with the span ``b c`` and the sentinel ``X`` gives ``a X d`` and ``X b c``.
+
+    Args:
+        tokens: the text, int64.
+        spans: ``(begin, end)`` positions, ascending.
+        sentinels: one id per span.
     """
-    read: list[npt.ArrayLike] = []
-    written: list[npt.ArrayLike] = []
+    encoder: list[npt.ArrayLike] = []
+    decoder: list[npt.ArrayLike] = []
     at = 0
     for (begin, end), sentinel in zip(spans, sentinels, strict=False):
-        read += [tokens[at:begin], [sentinel]]
-        written += [[sentinel], tokens[begin:end]]
+        encoder += [tokens[at:begin], [sentinel]]
+        decoder += [[sentinel], tokens[begin:end]]
         at = end
-    read.append(tokens[at:])
+    encoder.append(tokens[at:])
     empty = np.zeros(0, dtype=np.int64)
-    return np.concatenate([empty, *read]), np.concatenate([empty, *written])
+    return np.concatenate([empty, *encoder]), np.concatenate([empty, *decoder])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpanDataset:
-    """T5's samples of one part of a data set.
+class T5Dataset:
+    """T5's samples of one split; see ``Dataset``.
 
     Attributes:
-        seq_length: tokens that the encoder reads, padding included.
-        answer_length: tokens that the decoder writes, its end and padding included.
-        share: of tokens that are hidden.
-        whole_words: whether the pieces of a word are hidden together.
-        sentinels: ids, one for each span at most.
-        part: number of the part.
+        source: the data set, of one sentence per sequence.
+        spans: the sentences of each sample.
+        vocabulary: the tokenizer's.
+        seq_length: tokens that the encoder reads, with padding.
+        decoder_seq_length: tokens that the decoder writes, with its end and padding.
+        mask_prob: share of the tokens that are masked.
+        whole_words: whether all tokens of a word are masked together.
+        sentinels: sentinel ids; their number limits that of masked spans.
+        seed: seed of the run.
+        split_index: number of the split.
     """
 
     source: IndexedDataset
-    runs: Runs
+    spans: SentenceSpans
     vocabulary: Vocabulary
     seq_length: int
-    answer_length: int
-    share: float
+    decoder_seq_length: int
+    mask_prob: float
     whole_words: bool
     sentinels: Sequence[int]
     seed: int
-    part: int
+    split_index: int
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Several samples, one a row: ids and seen of the encoder, ids, labels and counts of the decoder."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(wanted), 2 * self.seq_length + 3 * self.answer_length), dtype=np.int64)
-        for row_C, index in zip(rows_NC, wanted.tolist(), strict=True):
+        """Rows of several samples: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``."""
+        requested = np.asarray(indices, dtype=np.int64)
+        rows_NC = np.zeros((len(requested), _num_columns(self.seq_length, self.decoder_seq_length)), dtype=np.int64)
+        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
             self._fill(row_C, index)
         return rows_NC
 
-    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset.places``."""
-        return self.runs.places(self.source, indices)
+    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``."""
+        return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, row_C: Int64Array, index: int) -> None:
-        random = sample_random(self.seed, self.part, index)
-        begin, end = int(self.runs.begins[index]), int(self.runs.ends[index])
+        random = sample_random(self.seed, self.split_index, index)
+        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
         sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
-        pad, first, last = self.vocabulary.special("pad", "begin", "end")
-        tokens = np.concatenate(sentences)[: int(self.runs.targets[index])]
+        pad, bos, eos = self.vocabulary.special("pad", "begin", "end")
+        tokens = np.concatenate(sentences)[: int(self.spans.targets[index])]
         continues = self.vocabulary.continues[tokens] if self.whole_words else np.zeros(len(tokens), dtype=np.bool_)
-        spans = spans_to_hide(random, continues, self.share, len(self.sentinels), self.answer_length - 1)
-        read, written = corrupted(tokens, spans, self.sentinels)
-        encoder, decoder = row_C[: 2 * self.seq_length], row_C[2 * self.seq_length :]
-        ids_T, seen_T = encoder.reshape(2, -1)
-        answer_T, labels_T, counts_T = decoder.reshape(3, -1)
-        ids_T[:], answer_T[:], labels_T[:] = pad, pad, pad
-        ids_T[: len(read)], seen_T[: len(read)] = read, 1
-        size = len(written) + 1
-        answer_T[0], answer_T[1:size] = first, written
-        labels_T[: size - 1], labels_T[size - 1] = written, last
-        counts_T[:size] = 1
+        masked = masked_spans(random, continues, self.mask_prob, len(self.sentinels), self.decoder_seq_length - 1)
+        encoder, decoder = corrupt_spans(tokens, masked, self.sentinels)
+        border = len(ENCODER_COLUMNS) * self.seq_length
+        ids_T, attention_mask_T = row_C[:border].reshape(len(ENCODER_COLUMNS), -1)
+        decoder_ids_U, labels_U, loss_mask_U = row_C[border:].reshape(len(DECODER_COLUMNS), -1)
+        ids_T[:], decoder_ids_U[:], labels_U[:] = pad, pad, pad
+        ids_T[: len(encoder)], attention_mask_T[: len(encoder)] = encoder, 1
+        size = len(decoder) + 1
+        decoder_ids_U[0], decoder_ids_U[1:size] = bos, decoder
+        labels_U[: size - 1], labels_U[size - 1] = decoder, eos
+        loss_mask_U[:size] = 1
 
 
-def span_tensors(rows_NC: Int64Array, seq_length: int) -> dict[str, Any]:
-    """The named tensors of rows as ``SpanDataset.batch`` makes them."""
-    encoder = torch.from_numpy(rows_NC[:, : 2 * seq_length].reshape(len(rows_NC), 2, -1))
-    decoder = torch.from_numpy(rows_NC[:, 2 * seq_length :].reshape(len(rows_NC), 3, -1))
-    return {
-        "encoder_ids": encoder[:, 0].contiguous(),
-        "encoder_seen": encoder[:, 1].bool(),
-        "decoder_ids": decoder[:, 0].contiguous(),
-        "labels": decoder[:, 1].contiguous(),
-        "counts": decoder[:, 2].contiguous(),
-    }
+def _num_columns(seq_length: int, decoder_seq_length: int) -> int:
+    return len(ENCODER_COLUMNS) * seq_length + len(DECODER_COLUMNS) * decoder_seq_length
+
+
+def t5_tensors(rows_NC: Int64Array, seq_length: int) -> dict[str, torch.Tensor]:
+    """``ENCODER_COLUMNS`` ``[N, T]`` and ``DECODER_COLUMNS`` ``[N, U]``, int64; the attention mask is bool."""
+    border = len(ENCODER_COLUMNS) * seq_length
+    return columns_to_tensors(rows_NC[:, :border], ENCODER_COLUMNS) | columns_to_tensors(
+        rows_NC[:, border:], DECODER_COLUMNS
+    )
+
+
+def _builder(config: Config) -> SplitBuilder:
+    vocabulary = run_vocabulary(config)
+    vocabulary.special("pad", "begin", "end")
+    if not config.data.vocab_extra_ids:
+        raise UsageError("--vocab-extra-ids 0: pretrain t5 needs a sentinel token for each masked span; give 100")
+    sentinels = vocabulary.sentinels(config.data.vocab_extra_ids)
+
+    def build(request: SplitRequest) -> Dataset:
+        settings = SpanSettings(
+            # As in Megatron, two tokens fewer than fit.
+            tokens=config.model.seq_length - 2,
+            min_sentences=1,
+            short_probability=config.data.short_seq_prob,
+            seed=config.training.seed,
+            split_index=request.split_index,
+        )
+        return T5Dataset(
+            source=request.source,
+            spans=build_sentence_spans(request, settings),
+            vocabulary=vocabulary,
+            seq_length=config.model.seq_length,
+            decoder_seq_length=config.model.decoder_seq_length,
+            mask_prob=config.data.mask_prob,
+            whole_words=config.data.whole_word_masking,
+            sentinels=sentinels,
+            seed=config.training.seed,
+            split_index=request.split_index,
+        )
+
+    return build
+
+
+FORMAT = SampleFormat(
+    builder=_builder,
+    to_tensors=lambda config, rows: t5_tensors(rows, config.model.seq_length),
+    num_columns=lambda config: _num_columns(config.model.seq_length, config.model.decoder_seq_length),
+)

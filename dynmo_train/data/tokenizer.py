@@ -1,4 +1,4 @@
-"""Tokenizers of the field from their own files: how many ids they have, and text to ids and back."""
+"""Reads tokenizers from their own files (Hugging Face, GPT-2 BPE, WordPiece, SentencePiece, words)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .._common.errors import MissingExtraError, UsageError
 from ..config.data import default_tokenizer_type
 from ..formats.os_errors import reason
 
-# Names under which tokenizers of the field know the token that ends a document.
+# Names of the end-of-document token, in order of preference.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")
 UNKNOWN_WORD = "<unk>"
-# Names in a checkpoint's folder ``tokenizer``, by which a folder of files is known again.
+# File name in a checkpoint's ``tokenizer`` folder -> option, by tokenizer type; identifies the type of a folder.
 FOLDER_NAMES = {
     "HuggingFaceTokenizer": {"tokenizer.json": "--tokenizer-model"},
     "GPT2BPETokenizer": {"vocab.json": "--vocab-file", "merges.txt": "--merge-file"},
@@ -31,25 +31,30 @@ FOLDER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """The kind of a tokenizer, and its files by the names that a checkpoint gives them."""
+    """The files of a tokenizer.
+
+    Attributes:
+        kind: the tokenizer type, a key of ``FOLDER_NAMES``.
+        files: file name in a checkpoint -> path.
+    """
 
     kind: str
     files: Mapping[str, Path]
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> TokenizerFiles | None:
-        """What the options (``tokenizer_type``, ``tokenizer_model``, ...) name; None where they name no file.
+        """The tokenizer of the options ``tokenizer_type``, ``tokenizer_model``, ...; None where they name no file.
 
         Raises:
-            UsageError: the type needs a file that is not named, or reads none of those that are.
+            UsageError: a file that the type needs is not named, or only files are that it does not read.
         """
         kind = values.get("tokenizer_type") or default_tokenizer_type(values)
         named = {name: values[flag[2:].replace("-", "_")] for name, flag in FOLDER_NAMES[kind].items()}
         if not any(named.values()):
             if kind == "HuggingFaceTokenizer" and values["vocab_file"]:
                 raise UsageError(
-                    f"--vocab-file {values['vocab_file']} alone does not say what it is: give --merge-file with it"
-                    " (GPT2BPETokenizer), or --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase or"
+                    f"--vocab-file {values['vocab_file']}: several tokenizer types read such a file; give --merge-file"
+                    " too (GPT2BPETokenizer), or --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase or"
                     " WhitespaceVocab"
                 )
             return None
@@ -60,19 +65,23 @@ class TokenizerFiles:
 
     @staticmethod
     def of_folder(folder: Path) -> TokenizerFiles:
-        """What lies in a folder, such as a checkpoint's; raises ``UsageError`` where there is no tokenizer."""
+        """The tokenizer in a folder, such as a checkpoint's; raises ``UsageError`` where there is none."""
         for kind, names in FOLDER_NAMES.items():
             if names and all((folder / name).is_file() for name in names):
                 return TokenizerFiles(kind=kind, files={name: folder / name for name in names})
-        raise UsageError(f"no tokenizer in {folder}; --tokenizer-model takes the path of a tokenizer.json")
+        raise UsageError(f"no tokenizer in {folder}; give the path of a tokenizer.json with --tokenizer-model")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
+    """Encodes text to token ids, and decodes them.
 
-    ``vocab_size`` is one above the highest id, added tokens included; ``eod`` is the id that ends a document, None
-    where the tokenizer has none of the usual tokens for it. ``vocabulary`` gives the ids of all tokens.
+    Attributes:
+        to_ids: text to token ids, without special tokens.
+        to_text: token ids to text, without special tokens.
+        vocab_size: highest id + 1, with added tokens.
+        eod: id of the end-of-document token; None where the tokenizer has none of ``END_OF_DOCUMENT``.
+        vocabulary: returns the ids of all tokens.
     """
 
     to_ids: Callable[[str], list[int]]
@@ -82,11 +91,11 @@ class Tokenizer:
     vocabulary: Callable[[], Mapping[str, int]]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without special tokens around it."""
+        """Token ids of ``text``, without special tokens."""
         return self.to_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out."""
+        """The text of ``ids``, without special tokens."""
         return self.to_text(list(ids))
 
 
@@ -94,8 +103,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Read a ``tokenizer.json``, a SentencePiece ``*.model``, or the files in a directory.
 
     Raises:
-        UsageError: no such file, or not a tokenizer.
-        MissingExtraError: a library that the tokenizer needs is not installed.
+        UsageError: the file does not exist, or is not a tokenizer.
+        MissingExtraError: the library of the tokenizer is not installed.
     """
     place = Path(path)
     if place.is_dir():
@@ -106,7 +115,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def open_tokenizer(named: TokenizerFiles) -> Tokenizer:
-    """The tokenizer of these files; raises as ``load_tokenizer``."""
+    """Read the tokenizer of some files; raises as :func:`load_tokenizer`."""
     for path in named.files.values():
         if not path.is_file():
             raise UsageError(f"no tokenizer at {path}; {named.kind} reads {', '.join(FOLDER_NAMES[named.kind])}")
@@ -183,15 +192,15 @@ def _words(path: Path) -> dict[str, int]:
         or not words
         or not all(type(value) is int and value >= 0 for value in words.values())
     ):
-        raise UsageError(f"{path} is not a JSON vocabulary: it must be an object of words and their ids")
+        raise UsageError(f"{path} is not a JSON vocabulary: must be an object of words and ids")
     return words
 
 
 def _whitespace(path: Path) -> Tokenizer:
-    """Words between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
+    """Words separated by white space, with ids from a JSON vocabulary; unknown words get that of ``<unk>``."""
     ids = _words(path)
     if UNKNOWN_WORD not in ids:
-        raise UsageError(f"{path}: has no {UNKNOWN_WORD}, which stands for unknown words")
+        raise UsageError(f"{path}: must have an id for {UNKNOWN_WORD}, the token of unknown words; add one")
     words = {number: word for word, number in ids.items()}
     return Tokenizer(
         to_ids=lambda text: [ids.get(word, ids[UNKNOWN_WORD]) for word in text.split()],
@@ -205,10 +214,13 @@ def _whitespace(path: Path) -> Tokenizer:
 
 
 def count_pieces(model: bytes) -> int:
-    """The number of pieces of a SentencePiece model, without its library: the entries of field 1 of its protobuf.
+    """Count the pieces of a SentencePiece model without its library: the entries of field 1 of the protobuf message.
+
+    Args:
+        model: bytes of the model file.
 
     Raises:
-        ValueError: not such a message.
+        ValueError: the bytes are not such a message.
     """
 
     def varint(at: int) -> tuple[int, int]:
@@ -225,21 +237,25 @@ def count_pieces(model: bytes) -> int:
         while at < len(model):
             key, at = varint(at)
             if key & 7 != 2:
-                raise ValueError(f"a field of the wire type {key & 7} stands at byte {at}")
+                raise ValueError(f"unexpected wire type {key & 7} at byte {at}")
             length, at = varint(at)
             at += length
             pieces += key >> 3 == 1
     except IndexError as error:
         raise ValueError("it ends within a field") from error
     if at != len(model) or not pieces:
-        raise ValueError("it holds no pieces, or ends within one")
+        raise ValueError("it has no pieces, or ends within one")
     return pieces
 
 
 def read_vocab_size(values: Mapping[str, Any]) -> int | None:
-    """Number of token ids of the tokenizer that the options name, with those that ``--vocab-extra-ids`` puts behind it.
+    """The number of ids of the tokenizer of the options, with the ids that ``--vocab-extra-ids`` appends.
 
-    None where the options name no tokenizer. Raises ``UsageError``.
+    Returns:
+        The number of ids; None where the options name no tokenizer.
+
+    Raises:
+        UsageError: the tokenizer cannot be read.
     """
     named = TokenizerFiles.of(values)
     if named is None:

@@ -127,7 +127,7 @@ def _batches(
             end = sequence.length
             ids_NT[row, :end], labels_NT[row, :end] = sequence.tokens[:-1], sequence.tokens[1:]
             counts_NT[row, sequence.first_scored - 1 : end] = 1
-        inputs = {"ids": ids_NT, "labels": labels_NT, "counts": counts_NT}
+        inputs = {"ids": ids_NT, "labels": labels_NT, "loss_mask": counts_NT}
         yield (
             chosen,
             Batch(

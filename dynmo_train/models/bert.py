@@ -146,8 +146,8 @@ class Bert(EncoderFamily[BertShape]):
             self.shape.num_layers,
             tied=True,
             embedding_inputs=("ids", "types") if self.shape.num_tokentypes else ("ids",),
-            attention_inputs=("seen",),
-            head_inputs=("labels", "counts", "order") if binary else ("labels", "counts"),
+            attention_inputs=("attention_mask",),
+            head_inputs=("labels", "loss_mask", "order") if binary else ("labels", "loss_mask"),
             head_metrics=(("lm_loss", 1), ("sop_loss", 1)) if binary else (("lm_loss", 1),),
         )
 

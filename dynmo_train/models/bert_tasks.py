@@ -83,7 +83,7 @@ class BertTask:
             self.shape.num_layers,
             tied=False,
             embedding_inputs=("ids", "types") if self.shape.num_tokentypes else ("ids",),
-            attention_inputs=("seen",),
+            attention_inputs=("attention_mask",),
             head_inputs=("labels",),
             head_metrics=(("accuracy", 1),),
         )

@@ -154,7 +154,7 @@ class Ict(EncoderFamily[IctShape]):
         ]
         for index in range(self.shape.num_layers):
             layer = f"{tower}.layers.{index}"
-            for kind, inputs in (("attention", (f"{tower}_seen",)), ("mlp", ())):
+            for kind, inputs in (("attention", (f"{tower}_attention_mask",)), ("mlp", ())):
                 items.append(
                     ItemSpec(
                         name=f"{layer}.{kind}",

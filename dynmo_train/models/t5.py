@@ -84,7 +84,7 @@ class T5(Family[T5Shape]):
                     layer=layer,
                     kind="attention",
                     reads=(ENCODER,),
-                    inputs=("encoder_seen",),
+                    inputs=("encoder_attention_mask",),
                     tied_to="encoder.layers.0.attention" if self.shape.is_relative and index else None,
                     **common,
                 )
@@ -121,7 +121,7 @@ class T5(Family[T5Shape]):
                     layer=layer,
                     kind="cross_attention",
                     reads=(DECODER, ENCODER),
-                    inputs=("encoder_seen",),
+                    inputs=("encoder_attention_mask",),
                     **common,
                 )
             )
@@ -134,7 +134,7 @@ class T5(Family[T5Shape]):
             tied_to=owner,
             reads=(DECODER,),
             writes=LOSS,
-            inputs=("labels", "counts"),
+            inputs=("labels", "loss_mask"),
         )
         return [*items, head]
 

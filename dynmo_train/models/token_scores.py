@@ -101,7 +101,7 @@ class ScoringFamily:
     def items(self) -> tuple[ItemSpec, ...]:
         """Those of the base; the head reads which tokens count as well."""
         *before, head = self.base.items
-        return (*before, replace(head, inputs=("labels", "counts")))
+        return (*before, replace(head, inputs=("labels", "loss_mask")))
 
     @property
     def ties(self) -> Mapping[str, str]:

@@ -35,7 +35,8 @@ import torch
 from .._common.console import say
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from ..config import Config
-from ..data.gpt_dataset import Part, TokenError
+from ..data.gpt_dataset import TokenError
+from ..data.sample_format import Split
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
@@ -90,7 +91,7 @@ class Trainer:
 
     def __init__(self, start: InitialState) -> None:
         self.config = config = start.config
-        self.engine, self.samples = start.engine, start.samples
+        self.engine, self.data = start.engine, start.data
         self.directory, self.logger = start.directory, start.logger
         self.step = start.step
         self.consumed_samples, self.consumed_valid_samples = start.consumed_samples, start.consumed_valid_samples
@@ -246,15 +247,15 @@ class Trainer:
 
     def _train_step(self) -> None:
         self.step += 1
-        batch = self._batch = self.samples.training(self.consumed_samples, self.step)
-        size = self.samples.sizes.at(self.consumed_samples)
+        batch = self._batch = self.data.train_batch(self.consumed_samples, self.step)
+        size = self.config.batch_sizes.at(self.consumed_samples)
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
         result = self.engine.train_step(batch, sampled=is_sampled, advance=size)
         before, self.consumed_samples = self.consumed_samples, self.consumed_samples + size
         self._log_step(result, size, batch.tokens or self.config.model.seq_length)
         problem = self._finite_check.after_step(self.step, result)
         if problem is not None and self.engine.world.is_rank0:
-            detail = batch_detail(before, size, self.samples.places(before))
+            detail = batch_detail(before, size, self.data.token_ranges(before))
             self.logger.log_event("not_finite", problem, step=self.step, **detail)
             self._log.line(f" {problem}")
         for event in self.engine.after_step(self.step):
@@ -298,22 +299,22 @@ class Trainer:
             self._log.devices = self.engine.world.size
 
     def _evaluate_validation(self) -> None:
-        if self.samples.valid is not None:
+        if self.data.valid is not None:
             self._evaluate_on("valid", "validation", self.consumed_valid_samples, f"iteration {self.step}")
-            self.consumed_valid_samples += self.config.training.eval_iters * self.samples.sizes.final
+            self.consumed_valid_samples += self.config.training.eval_iters * self.config.batch_sizes.final
 
     def _evaluate_test(self) -> None:
         """Evaluate on the test data, which is read once, after the last step."""
-        if self.samples.test is not None:
+        if self.data.test is not None:
             self._evaluate_on("test", "test", 0, "the end of training for test data")
 
     def _warn_without_test_data(self) -> None:
-        if self.samples.no_test is not None and self.engine.world.is_rank0:
-            say(f"warning: no evaluation on test data: {self.samples.no_test}")
+        if self.data.no_test is not None and self.engine.world.is_rank0:
+            say(f"warning: no evaluation on test data: {self.data.no_test}")
 
-    def _evaluate_on(self, part: Part, name: str, consumed: int, place: str) -> None:
-        size, count = self.samples.sizes.final, self.config.training.eval_iters
-        batches = (self.samples.held_out(part, consumed + number * size, self.step) for number in range(count))
+    def _evaluate_on(self, split: Split, name: str, consumed: int, place: str) -> None:
+        size, count = self.config.batch_sizes.final, self.config.training.eval_iters
+        batches = (self.data.eval_batch(split, consumed + number * size, self.step) for number in range(count))
         losses = self.engine.evaluate_losses(batches)
         loss = losses.pop("loss")
         fields = {f"{name}_loss": loss, **{f"{name}_{key}": value for key, value in losses.items()}}

@@ -6,7 +6,7 @@ What ``setup_run`` opens, in order, on every rank::
       | checkpoint_to_load ------- --load: the newest sound checkpoint, or None
       v
     completed steps, consumed samples
-      | open_samples ------------- rank 0 first: it writes the index caches that the others read
+      | open_run_data ------------- rank 0 first: it writes the index caches that the others read
       v
     Samples
       | engine_settings, initial_partition
@@ -34,7 +34,7 @@ from typing import Any
 from .._common.console import say
 from .._common.errors import UsageError
 from ..config import Config
-from ..data.batches import Samples, open_samples
+from ..data.batches import RunData, open_run_data
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from ..formats.plan import initial_plan, plan_ids, write_plan
 from ..formats.profile import Layout, ModelInfo
@@ -64,7 +64,7 @@ class InitialState:
     Attributes:
         config: configuration of the run; with ``--train-samples`` its ``train_iters`` follows from the samples left.
         engine: engine with the weights that the run starts from.
-        samples: training, validation and test data.
+        data: training, validation and test data.
         directory: run directory.
         logger: writer of profile, metrics and events.
         checkpoint: checkpoint that the run resumes from or took its weights from; None without one.
@@ -76,7 +76,7 @@ class InitialState:
 
     config: Config
     engine: Engine
-    samples: Samples
+    data: RunData
     directory: RunDirectory
     logger: RunLogger
     checkpoint: Checkpoint | None
@@ -113,7 +113,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     require_same(world, checkpoint_facts(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
-    samples = rank0_first(world, lambda: open_samples(config, step, consumed))
+    data = rank0_first(world, lambda: open_run_data(config, step, consumed))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
@@ -177,7 +177,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     return InitialState(
         config=config,
         engine=engine,
-        samples=samples,
+        data=data,
         directory=directory,
         logger=logger,
         checkpoint=checkpoint,

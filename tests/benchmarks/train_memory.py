@@ -113,7 +113,7 @@ def _values(name: str, like: Any, rows: int, config: Any, generator: Any) -> Any
     shape = (rows, *like.shape[1:])
     if like.dtype == torch.bool:
         return torch.ones(shape, dtype=torch.bool)
-    if name == "counts":
+    if name == "loss_mask":
         return (torch.rand(shape, generator=generator) < config.data.mask_prob).long()
     return torch.randint(0, 2 if name in ("types", "order") else config.model.vocab_size, shape, generator=generator)
 
@@ -123,7 +123,7 @@ def _train(config: Any, world: Any) -> None:
     import torch
 
     from dynmo_train.data.batch import Batch
-    from dynmo_train.data.registry import shapes_of
+    from dynmo_train.data.registry import zero_microbatch
     from dynmo_train.models.registry import family_of
     from dynmo_train.trainer.engine import Engine
     from dynmo_train.trainer.settings_from_config import engine_settings, initial_partition
@@ -134,7 +134,7 @@ def _train(config: Any, world: Any) -> None:
     rows = config.training.global_batch_size
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
-        inputs = {name: _values(name, each, rows, config, generator) for name, each in shapes_of(config).items()}
+        inputs = {name: _values(name, each, rows, config, generator) for name, each in zero_microbatch(config).items()}
         first = (step - 1) * rows // config.training.micro_batch_size
         engine.train_step(Batch(inputs=inputs, first_microbatch=first, step=step), sampled=False)
 

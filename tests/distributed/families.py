@@ -70,9 +70,9 @@ def _masked(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         "ids": _ids(rows, TOKENS, generator),
         "types": torch.randint(0, 2, (rows, TOKENS), generator=generator),
-        "seen": seen,
+        "attention_mask": seen,
         "labels": _ids(rows, TOKENS, generator),
-        "counts": ((torch.rand(rows, TOKENS, generator=generator) < 0.2) & seen).long(),
+        "loss_mask": ((torch.rand(rows, TOKENS, generator=generator) < 0.2) & seen).long(),
         "order": torch.randint(0, 2, (rows,), generator=generator),
     }
 
@@ -81,10 +81,10 @@ def _spans(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     answers = _ids(rows, ANSWERS + 1, generator)
     return {
         "encoder_ids": _ids(rows, TOKENS, generator),
-        "encoder_seen": _seen(rows, TOKENS, generator),
+        "encoder_attention_mask": _seen(rows, TOKENS, generator),
         "decoder_ids": answers[:, :-1].contiguous(),
         "labels": answers[:, 1:].contiguous(),
-        "counts": _seen(rows, ANSWERS, generator).long(),
+        "loss_mask": _seen(rows, ANSWERS, generator).long(),
     }
 
 
@@ -92,7 +92,7 @@ def _blocks(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         f"{tower}_{name}": make(rows, TOKENS, generator)
         for tower in (QUERY, CONTEXT)
-        for name, make in (("ids", _ids), ("seen", _seen))
+        for name, make in (("ids", _ids), ("attention_mask", _seen))
     }
 
 

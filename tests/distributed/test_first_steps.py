@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers as tf
 from typer.testing import CliRunner
 
-from dynmo_train.data.batches import Samples
+from dynmo_train.data.batches import RunData
 from dynmo_train.parallel.process_groups import destroy_world
 from tests.distributed.sentences import write_sentences
 from tests.distributed.whole_runs import figures, run_command, write_data
@@ -84,13 +84,13 @@ def data(tmp_path_factory):
 def batches(monkeypatch):
     """Step -> the tensors of the batch that a run in this process takes."""
     seen = {}
-    own = Samples.training
+    own = RunData.train_batch
 
     def training(self, consumed, step):
         seen[step] = own(self, consumed, step)
         return seen[step]
 
-    monkeypatch.setattr(Samples, "training", training)
+    monkeypatch.setattr(RunData, "train_batch", training)
     return seen
 
 
@@ -120,15 +120,15 @@ def loss_of(model, batch):
     """What transformers makes of a batch of ours: the loss, and the norm of its gradients over all parameters."""
     given = batch.inputs
     if "decoder_ids" in given:
-        read = {"input_ids": given["encoder_ids"], "attention_mask": given["encoder_seen"].long()}
+        read = {"input_ids": given["encoder_ids"], "attention_mask": given["encoder_attention_mask"].long()}
         logits = model(**read, decoder_input_ids=given["decoder_ids"]).logits
-    elif "seen" in given:
-        both = {"attention_mask": given["seen"].long(), "token_type_ids": given["types"]}
+    elif "attention_mask" in given:
+        both = {"attention_mask": given["attention_mask"].long(), "token_type_ids": given["types"]}
         logits = model(given["ids"], **both).prediction_logits
     else:
         logits = model(given["ids"]).logits
     losses = F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), reduction="none")
-    counts = given["counts"].flatten() if "counts" in given else torch.ones_like(losses)
+    counts = given["loss_mask"].flatten() if "loss_mask" in given else torch.ones_like(losses)
     loss = (losses * counts).sum() / counts.sum()
     model.zero_grad()
     loss.backward()

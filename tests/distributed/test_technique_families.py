@@ -57,7 +57,7 @@ def batch(model: str):
 
 
 def seen_of(model: str, inputs, shape) -> torch.Tensor:
-    return inputs["seen"].bool() if model == "bert" else torch.ones(shape, dtype=torch.bool)
+    return inputs["attention_mask"].bool() if model == "bert" else torch.ones(shape, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -82,7 +82,7 @@ def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
     x, left = values["hidden"].detach(), values["left"].bool()
     assert 0 < float(left.float().mean()) < 1
     attention, mlp = (changed.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
-    inner = attention(x, values["left"], *([inputs["seen"]] if model == "bert" else []))
+    inner = attention(x, values["left"], *([inputs["attention_mask"]] if model == "bert" else []))
     got = mlp(inner.output, values["left"]).output
     plain_attention, plain_mlp = (changed.base.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
     seen = seen_of(model, inputs, x.shape[:2])

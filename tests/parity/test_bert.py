@@ -51,9 +51,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {
         "ids": ids,
         "types": (torch.arange(20) > 8).long().expand(3, 20).contiguous(),
-        "seen": seen,
+        "attention_mask": seen,
         "labels": torch.randint(0, SHAPE.vocab_size, (3, 20), generator=generator),
-        "counts": (torch.rand(3, 20, generator=generator) < 0.3).long() * seen,
+        "loss_mask": (torch.rand(3, 20, generator=generator) < 0.3).long() * seen,
         "order": torch.tensor([0, 1, 1]),
     }
 
@@ -67,16 +67,18 @@ def test_logits_losses_and_gradients():
     values = run(family, modules, inputs)
     head, last = modules["head"], values["before.hidden"]
     words, order = head.logits(last), head.order_logits(head.norm(last))
-    labels = inputs["labels"].masked_fill(inputs["counts"] == 0, -100)
+    labels = inputs["labels"].masked_fill(inputs["loss_mask"] == 0, -100)
     expected = theirs(
         inputs["ids"],
-        attention_mask=inputs["seen"].long(),
+        attention_mask=inputs["attention_mask"].long(),
         token_type_ids=inputs["types"],
         labels=labels,
         next_sentence_label=inputs["order"],
     )
     assert expected.prediction_logits.std() > 0.3
-    torch.testing.assert_close(words[inputs["seen"]], expected.prediction_logits[inputs["seen"]], **TOLERANCE)
+    torch.testing.assert_close(
+        words[inputs["attention_mask"]], expected.prediction_logits[inputs["attention_mask"]], **TOLERANCE
+    )
     torch.testing.assert_close(order, expected.seq_relationship_logits, **TOLERANCE)
     torch.testing.assert_close(values["loss"], expected.loss, rtol=0, atol=1e-5)
     values["loss"].backward()
@@ -90,7 +92,7 @@ def test_without_the_second_head_the_loss_is_the_words():
     assert not [name for name in parameters(modules) if "pooler" in name or "binary" in name or "tokentype" in name]
     inputs = batch()
     values = run(family, modules, inputs)
-    told = modules["head"](values["before.hidden"], inputs["labels"], inputs["counts"])
+    told = modules["head"](values["before.hidden"], inputs["labels"], inputs["loss_mask"])
     assert isinstance(told, ItemOutput)
     assert set(told.metrics) == {"lm_loss"}
     assert told.output == told.metrics["lm_loss"]

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import MegatronBertModel
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data.ict_dataset import BlockDataset, block_tensors, check_titles
-from dynmo_train.data.sentence_spans import RunSettings, build_runs
+from dynmo_train.data.ict_dataset import IctDataset, check_titles, ict_tensors
+from dynmo_train.data.sample_format import SplitRequest
+from dynmo_train.data.sentence_spans import SpanSettings, build_sentence_spans
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
 from dynmo_train.models.ict import Ict, IctShape
@@ -61,8 +62,8 @@ class Towers(nn.Module):
         self.context = self.query if shared else Tower()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        query = self.query(batch["query_ids"], batch["query_seen"])
-        return query @ self.context(batch["context_ids"], batch["context_seen"]).T / SHAPE.hidden_size**0.5
+        query = self.query(batch["query_ids"], batch["query_attention_mask"])
+        return query @ self.context(batch["context_ids"], batch["context_attention_mask"]).T / SHAPE.hidden_size**0.5
 
 
 def renamed(values: dict[str, torch.Tensor], *, shared: bool) -> dict[str, torch.Tensor]:
@@ -95,32 +96,29 @@ def some_documents() -> list[list[list[int]]]:
     ]
 
 
-def blocks_of(source: IndexedDataset, titles: IndexedDataset | None = None, **options) -> BlockDataset:
+def blocks_of(source: IndexedDataset, titles: IndexedDataset | None = None, **options) -> IctDataset:
     sentences = options.pop("sentences", 2)
     names = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, **{f"w{n}": n for n in range(4, 101)}}
-    settings = RunSettings(
-        tokens=TOKENS - 3, min_sentences=sentences, short_probability=0.0, seed=7, part=0, min_left=sentences
+    settings = SpanSettings(
+        tokens=TOKENS - 3,
+        min_sentences=sentences,
+        short_probability=0.0,
+        seed=7,
+        split_index=0,
+        min_remaining=sentences,
     )
-    runs = build_runs(
-        source,
-        part="train",
-        shares=(1.0, 0.0, 0.0),
-        settings=settings,
-        num_samples=60,
-        batch_size=4,
-        cache=None,
-        titles=titles,
-    )
-    options = {"stay": 0.1, "seed": 7, "part": 0, "seq_length": TOKENS} | options
-    return BlockDataset(
-        source=source, titles=titles, runs=runs, vocabulary=make_vocabulary("names", names, 101), **options
+    request = SplitRequest(source=source, split="train", shares=(1.0, 0.0, 0.0), num_samples=60, batch_size=4)
+    spans = build_sentence_spans(request, settings, titles)
+    options = {"query_in_block_prob": 0.1, "seed": 7, "split_index": 0, "seq_length": TOKENS} | options
+    return IctDataset(
+        source=source, titles=titles, spans=spans, vocabulary=make_vocabulary("names", names, 101), **options
     )
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_scores_loss_and_gradients(tmp_path, shared):
     """From sentences on disk to gradients."""
-    batch = block_tensors(blocks_of(write_indexed(tmp_path / "data", some_documents())).batch(range(5)))
+    batch = ict_tensors(blocks_of(write_indexed(tmp_path / "data", some_documents())).batch(range(5)))
     family = Ict(replace(SHAPE, shared_towers=shared))
     modules = build_all(family)
     for copy, owner in family.ties.items():
@@ -143,9 +141,9 @@ def test_scores_loss_and_gradients(tmp_path, shared):
         assert told[f"top{k}_acc"].item() == pytest.approx(100 * sum(found) / 5)
 
 
-def tokens_of(ids: torch.Tensor, seen: torch.Tensor) -> list[int]:
-    assert (ids[~seen] == PAD).all()
-    return ids[seen].tolist()
+def tokens_of(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
+    assert (ids[~mask] == PAD).all()
+    return ids[mask].tolist()
 
 
 @pytest.mark.parametrize("stay", [0.0, 1.0])
@@ -153,15 +151,18 @@ def test_a_query_is_a_sentence_of_its_block(tmp_path, stay):
     documents = some_documents()
     titles = [[[90 + number % 10, number % 80 + 5]] for number in range(30)]
     dataset = blocks_of(
-        write_indexed(tmp_path / "data", documents), write_indexed(tmp_path / "titles", titles), stay=stay
+        write_indexed(tmp_path / "data", documents),
+        write_indexed(tmp_path / "titles", titles),
+        query_in_block_prob=stay,
     )
-    rows = block_tensors(dataset.batch(range(40)))
-    again = block_tensors(dataset.batch([17]))
+    rows = ict_tensors(dataset.batch(range(40)))
+    again = ict_tensors(dataset.batch([17]))
     assert all(torch.equal(rows[name][17], again[name][0]) for name in rows)
     documents_seen = set()
     for n in range(40):
-        query, block = (tokens_of(rows[f"{side}_ids"][n], rows[f"{side}_seen"][n]) for side in ("query", "context"))
-        begin, end = int(dataset.runs.begins[n]), int(dataset.runs.ends[n])
+        query = tokens_of(rows["query_ids"][n], rows["query_attention_mask"][n])
+        block = tokens_of(rows["context_ids"][n], rows["context_attention_mask"][n])
+        begin, end = int(dataset.spans.begins[n]), int(dataset.spans.ends[n])
         number = int(np.searchsorted(dataset.source.documents, begin, side="right")) - 1
         documents_seen.add(number)
         first = begin - int(dataset.source.documents[number])
@@ -182,11 +183,12 @@ def test_blocks_cover_documents_and_leave_room_for_titles(tmp_path):
     documents = [[[5, 6, 7, 8]] * 10]
     plain = blocks_of(write_indexed(tmp_path / "data", documents * 4))
     # 21 tokens take six sentences of four; the four that are left are enough for a block.
-    assert sorted({(int(e - b)) for b, e in zip(plain.runs.begins, plain.runs.ends, strict=True)}) == [4, 6]
+    assert sorted({(int(e - b)) for b, e in zip(plain.spans.begins, plain.spans.ends, strict=True)}) == [4, 6]
     titles = write_indexed(tmp_path / "titles", [[[9] * 12]] * 4)
     short = blocks_of(write_indexed(tmp_path / "data", documents * 4), titles)
-    assert {int(e - b) for b, e in zip(short.runs.begins, short.runs.ends, strict=True)} == {3, 4}
-    alone = blocks_of(write_indexed(tmp_path / "one", [[[5, 6, 7]]] * 8), sentences=1, stay=0.0)
-    assert tokens_of(*(block_tensors(alone.batch([0]))[f"context_{name}"][0] for name in ("ids", "seen"))) == [CLS, SEP]
-    with pytest.raises(UsageError, match=r"4 titles, and .* 8 documents"):
+    assert {int(e - b) for b, e in zip(short.spans.begins, short.spans.ends, strict=True)} == {3, 4}
+    alone = blocks_of(write_indexed(tmp_path / "one", [[[5, 6, 7]]] * 8), sentences=1, query_in_block_prob=0.0)
+    tensors = ict_tensors(alone.batch([0]))
+    assert tokens_of(tensors["context_ids"][0], tensors["context_attention_mask"][0]) == [CLS, SEP]
+    with pytest.raises(UsageError, match=r"has 4, and .* 8 documents"):
         check_titles(alone.source, titles)

@@ -180,10 +180,10 @@ def test_logits_loss_and_gradients(kind):
     seen[2, 17:] = False
     batch = {
         "encoder_ids": ids,
-        "encoder_seen": seen,
+        "encoder_attention_mask": seen,
         "decoder_ids": answers[:, :-1],
         "labels": answers[:, 1:],
-        "counts": torch.ones(3, 14, dtype=torch.long),
+        "loss_mask": torch.ones(3, 14, dtype=torch.long),
     }
     values = run(family, modules, batch)
     logits = modules["head"].logits(values["before.decoder"])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import Config
-from ...data.registry import shapes_of
+from ...data.registry import zero_microbatch
 from ...models.bert import BertHead
 from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
@@ -51,7 +51,7 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
 
     Items whose memory depends on data in other ways than :class:`DataAssumptions` are not included.
     """
-    inputs = shapes_of(config)
+    inputs = zero_microbatch(config)
     run = recompute_runner(config.training.recompute_granularity)
     known: dict[Any, ItemMemory | None] = {}
     keys: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._common.console import emit
 from ...config import Config, config_document
-from ...data.batches import held_out_targets
+from ...data.batches import eval_samples
 from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
@@ -366,5 +366,5 @@ def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequ
         f"building {MODEL_NAMES[config.model.base_family]} ...",
         *parameter_lines(counts),
         "> building train, validation, and test datasets ...",
-        *target_lines(config.batch_sizes.consumed_after(training.train_iters), *held_out_targets(config)),
+        *target_lines(config.batch_sizes.consumed_after(training.train_iters), *eval_samples(config)),
     ]

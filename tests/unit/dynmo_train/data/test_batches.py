@@ -1,4 +1,4 @@
-"""Which samples evaluations take: the validation goes on where it stopped, the test is taken once, both begin again."""
+"""Samples of evaluations: validation continues after the last evaluation, and starts over after the last batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
-from dynmo_train.data.batches import held_out_targets, open_samples
+from dynmo_train.data.batches import eval_samples, open_run_data
 
 
 def write_numbers(prefix: Path, documents: int) -> Path:
@@ -48,30 +48,30 @@ def config(prefix: Path, **more):
     )
 
 
-def test_evaluations_go_on_and_begin_again(tmp_path):
-    given = config(write_numbers(tmp_path / "data", 100))
-    assert held_out_targets(given) == (3 * 2 * 4, 2 * 4)
-    samples = open_samples(given)
-    taken = [samples.held_out("valid", 4 * number, 2).inputs["ids"] for number in range(7)]
-    seen = [tuple(batch.flatten().tolist()) for batch in taken]
-    assert len(set(seen[:6])) == 6, "no batch comes twice while there are others"
-    assert seen[6] == seen[0]
-    assert all(50 <= number < 90 for batch in seen for number in batch)
-    first, second = (samples.held_out("test", consumed, 5).inputs["ids"] for consumed in (0, 4))
+def test_eval_batches_continue_and_start_over(tmp_path):
+    options = config(write_numbers(tmp_path / "data", 100))
+    assert eval_samples(options) == (3 * 2 * 4, 2 * 4)
+    data = open_run_data(options)
+    inputs = [data.eval_batch("valid", 4 * number, 2).inputs["ids"] for number in range(7)]
+    batches = [tuple(batch.flatten().tolist()) for batch in inputs]
+    assert len(set(batches[:6])) == 6, "no batch comes twice while there are others"
+    assert batches[6] == batches[0]
+    assert all(50 <= number < 90 for batch in batches for number in batch)
+    first, second = (data.eval_batch("test", consumed, 5).inputs["ids"] for consumed in (0, 4))
     assert min(first.min(), second.min()) >= 90
     assert not first.equal(second)
 
 
-def test_a_test_part_that_makes_no_batch_is_left_out_unless_it_is_named(tmp_path):
+def test_too_small_test_split_is_skipped_unless_it_is_named(tmp_path):
     data = write_numbers(tmp_path / "data", 100)
-    share = open_samples(config(data, split="60,39,1"))
+    share = open_run_data(config(data, split="60,39,1"))
     assert share.test is None
-    assert "the test part of" in share.no_test
+    assert "the test split of" in share.no_test
     assert "a batch needs 4" in share.no_test
-    nothing = open_samples(config(data, split="60,40,0"))
+    nothing = open_run_data(config(data, split="60,40,0"))
     assert (nothing.test, nothing.no_test) == (None, None)
     small = write_numbers(tmp_path / "small", 1)
     parts = {"train_data_path": str(data), "valid_data_path": str(data), "data_path": None}
-    assert open_samples(config(data, **parts)).test is None
+    assert open_run_data(config(data, **parts)).test is None
     with pytest.raises(UsageError, match="too small"):
-        open_samples(config(data, **parts, test_data_path=str(small)))
+        open_run_data(config(data, **parts, test_data_path=str(small)))

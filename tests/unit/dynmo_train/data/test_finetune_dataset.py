@@ -93,7 +93,7 @@ def test_tensors(tmp_path, tokenizer):
     assert tensors["labels"].tolist() == [2, NO_LABEL]
     # A question has a limit of its own; the article follows.
     assert tensors["ids"][0, QUESTION_TOKENS + 1 :].tolist() == [3, 5, 6, 3, *[0] * 7]
-    assert tensors["seen"].sum().item() == 8 * (QUESTION_TOKENS + 5)
+    assert tensors["attention_mask"].sum().item() == 8 * (QUESTION_TOKENS + 5)
     assert len(join_pairs([data, data])) == 2
 
 
@@ -119,7 +119,7 @@ def test_every_epoch_has_every_sample():
 @pytest.mark.parametrize(
     ("reader", "text", "words"),
     [
-        (read_mnli, "a\tb\n", "holds no pairs"),
+        (read_mnli, "a\tb\n", "contains no pairs"),
         (read_mnli, "a\tb\nc\td\n", "x:2: has 2 columns"),
         (read_mnli, "h\n" + "\t".join(glue_row("a", "b", "maybe")), "x:2: the label must be one of"),
         (read_race, None, "must be a directory of RACE"),

@@ -1,4 +1,4 @@
-"""Samples of a causal language model, against a slow walk over Python lists."""
+"""Samples of a causal language model, compared with a plain implementation on Python lists."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.data.blend import BlendedDataset
-from dynmo_train.data.gpt_dataset import build_gpt_dataset, split_bounds
-from dynmo_train.data.sample_index import sequences_of, shuffled
+from dynmo_train.data.gpt_dataset import build_gpt_dataset
+from dynmo_train.data.sample_format import SplitRequest, split_bounds
+from dynmo_train.data.sample_index import permutation, sequences_of
 from dynmo_train.formats.indexed import IndexedDataset
 
 ALL = (1.0, 0.0, 0.0)
@@ -42,16 +43,10 @@ def corpus(count=13, *, seed=0, gap=0):
 
 
 def build(source, **changes):
-    wanted = {
-        "part": "train",
-        "shares": ALL,
-        "seq_length": 5,
-        "seed": 3,
-        "num_samples": 50,
-        "batch_size": 4,
-        "vocab_size": 10_000,
-    }
-    return build_gpt_dataset(source, **wanted | changes)
+    options = {"seq_length": 5, "seed": 3, "vocab_size": 10_000}
+    options |= {name: changes.pop(name) for name in options if name in changes}
+    request = {"split": "train", "shares": ALL, "num_samples": 50, "batch_size": 4} | changes
+    return build_gpt_dataset(SplitRequest(source=source, **request), **options)
 
 
 def slow_samples(source, *, seq_length, seed, num_samples, low, high, number):
@@ -68,39 +63,38 @@ def slow_samples(source, *, seq_length, seed, num_samples, low, high, number):
     stream = []
     epochs = num_samples * seq_length // epoch_tokens + 3
     for epoch in range(epochs):
-        for document in shuffled(len(bodies), seed, number, epoch, 0):
+        for document in permutation(len(bodies), seed, number, epoch, 0):
             stream += bodies[document]
     starts_by_epoch = [[] for _ in range(epochs)]
     for start in range(0, len(stream), seq_length):
         starts_by_epoch[start // epoch_tokens].append(start)
     samples = []
     for epoch, starts in enumerate(starts_by_epoch):
-        places = shuffled(len(starts), seed, number, epoch, 1)
-        samples += [stream[starts[place] : starts[place] + seq_length + 1] for place in places]
+        order = permutation(len(starts), seed, number, epoch, 1)
+        samples += [stream[starts[at] : starts[at] + seq_length + 1] for at in order]
     return samples[:num_samples]
 
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("seq_length", [1, 5, 11])
-@pytest.mark.parametrize("part", ["train", "valid"])
-def test_samples_equal_the_slow_walk(gap, seq_length, part):
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_batch_equals_the_plain_implementation(gap, seq_length, split):
     source = corpus(30, gap=gap)
     shares = (0.5, 0.5, 0.0)
-    low, high = (0, 15) if part == "train" else (15, 30)
-    data = build(source, part=part, shares=shares, seq_length=seq_length, num_samples=150)
+    low, high = (0, 15) if split == "train" else (15, 30)
+    data = build(source, split=split, shares=shares, seq_length=seq_length, num_samples=150)
     slow = slow_samples(
-        source, seq_length=seq_length, seed=3, num_samples=150, low=low, high=high, number=int(part == "valid")
+        source, seq_length=seq_length, seed=3, num_samples=150, low=low, high=high, number=int(split == "valid")
     )
     assert data.batch(range(150)).tolist() == slow
-    assert [data.sample(index).tolist() for index in range(150)] == slow
 
 
 @pytest.mark.parametrize("gap", [0, 3])
-def test_gpt_places_are_where_the_tokens_lie(gap):
+def test_token_ranges_contain_the_tokens_of_each_sample(gap):
     source = corpus(30, gap=gap)
     data = build(source, num_samples=150)
     blended = BlendedDataset(parts=[data, build(source, seed=8)], weights=[2.0, 1.0], length=60)
-    for samples, found in ((data, data.places(range(150))), (blended, blended.places(range(20, 60)))):
+    for samples, found in ((data, data.token_ranges(range(150))), (blended, blended.token_ranges(range(20, 60)))):
         tokens = samples.batch(range(150) if samples is data else range(20, 60))
         for sample, pieces in zip(tokens.tolist(), found, strict=True):
             assert [id for piece in pieces for id in source.tokens[slice(*piece["tokens"])].tolist()] == sample
@@ -110,7 +104,7 @@ def test_gpt_places_are_where_the_tokens_lie(gap):
                 assert source.starts[sequence] <= begin < end <= source.starts[sequence] + source.lengths[sequence]
 
 
-def test_more_samples_leave_the_first_ones_as_they_are():
+def test_more_samples_begin_with_the_same_samples():
     source = corpus()
     few, many = build(source, num_samples=7), build(source, num_samples=300)
     assert (len(few), len(many)) == (7, 300)
@@ -124,12 +118,12 @@ def test_one_epoch_covers_every_token_once():
     assert sorted(data.batch(range(total))[:, 0].tolist()) == list(range(1, total + 1))
 
 
-def test_the_seed_changes_the_order():
+def test_another_seed_gives_another_order():
     source = corpus()
     assert build(source, seed=3).batch(range(9)).tolist() != build(source, seed=4).batch(range(9)).tolist()
 
 
-def test_epochs_are_shuffled_apart():
+def test_epochs_are_shuffled_separately():
     source = corpus()
     total = int(source.lengths.sum())
     data = build(source, seq_length=1, num_samples=2 * total)
@@ -139,15 +133,15 @@ def test_epochs_are_shuffled_apart():
     assert first != second
 
 
-def test_parts_do_not_share_documents():
+def test_splits_do_not_share_documents():
     source = corpus(40)
-    seen = []
-    for part in ("train", "valid", "test"):
-        data = build(source, part=part, shares=(0.5, 0.25, 0.25), seq_length=2, num_samples=400)
-        seen.append(set(data.batch(range(400)).ravel().tolist()))
-    assert not seen[0] & seen[1]
-    assert not seen[0] & seen[2]
-    assert not seen[1] & seen[2]
+    tokens = []
+    for split in ("train", "valid", "test"):
+        data = build(source, split=split, shares=(0.5, 0.25, 0.25), seq_length=2, num_samples=400)
+        tokens.append(set(data.batch(range(400)).ravel().tolist()))
+    assert not tokens[0] & tokens[1]
+    assert not tokens[0] & tokens[2]
+    assert not tokens[1] & tokens[2]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +154,7 @@ def test_parts_do_not_share_documents():
         (0, (1.0, 0.0, 0.0), (0, 0, 0, 0)),
     ],
 )
-def test_split_bounds(count, shares, bounds):
+def test_split_bounds_equal_megatrons(count, shares, bounds):
     assert split_bounds(count, shares) == bounds
 
 
@@ -172,29 +166,29 @@ def test_split_bounds_are_in_order_and_complete(count, shares):
     assert (bounds[0], bounds[3]) == (0, count)
 
 
-def test_the_shuffle_is_frozen():
-    assert shuffled(8, 1234, 0, 0, 0).tolist() == [1, 7, 0, 5, 2, 3, 6, 4]
+def test_permutation_equals_a_stored_one():
+    assert permutation(8, 1234, 0, 0, 0).tolist() == [1, 7, 0, 5, 2, 3, 6, 4]
 
 
-def test_sequences_of_documents_keep_their_order():
+def test_sequences_of_documents_follow_their_order():
     documents = np.array([0, 2, 2, 3, 6])
     assert sequences_of(documents, np.array([3, 0, 1])).tolist() == [3, 4, 5, 0, 1]
 
 
-def test_too_little_text_is_one_clear_error():
+def test_too_little_text_is_refused():
     with pytest.raises(
-        UsageError, match=r"train part of memory is too small: 2 documents with 10 tokens make 1 samples"
+        UsageError, match=r"train split of memory is too small: 2 documents with 10 tokens make 1 samples"
     ):
         build(indexed([[[1] * 5], [[2] * 5]]), batch_size=2)
     with pytest.raises(UsageError, match="--eval-iters 0"):
-        build(corpus(), part="test", shares=(0.9, 0.1, 0.0))
+        build(corpus(), split="test", shares=(0.9, 0.1, 0.0))
 
 
-def test_exactly_enough_text_is_enough():
+def test_exactly_one_batch_of_text_is_accepted():
     assert len(build(indexed([[list(range(11))]]), batch_size=2, num_samples=2)) == 2
 
 
-def test_an_id_beyond_the_vocabulary_is_told():
+def test_token_id_beyond_the_vocabulary_is_refused():
     data = build(indexed([[[1, 2, 3, 4, 5, 99, 7, 8, 9, 10, 11]]]), vocab_size=99, batch_size=1, num_samples=20)
-    with pytest.raises(UsageError, match="holds the token id 99; the vocabulary has the ids 0 to 98"):
+    with pytest.raises(UsageError, match="contains the token id 99; the vocabulary has the ids 0 to 98"):
         data.batch(range(20))

@@ -1,4 +1,4 @@
-"""BERT's and T5's samples: shares, whole words, segments, spans, and that a sample depends on its number alone."""
+"""BERT's and T5's samples: masked share, whole words, segments, spans; a sample is a function of its number."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data.bert_dataset import MaskedDataset, masked_tensors, truncated, two_segments
-from dynmo_train.data.masking import choose_runs, positions_to_hide, sample_random, words_of
-from dynmo_train.data.sentence_spans import Runs
-from dynmo_train.data.t5_dataset import SpanDataset, corrupted, span_tensors
+from dynmo_train.data.bert_dataset import COLUMNS, BertDataset, bert_tensors, split_segments, truncate_segments
+from dynmo_train.data.masking import choose_spans, masked_positions, sample_random, word_bounds
+from dynmo_train.data.sentence_spans import SentenceSpans
+from dynmo_train.data.t5_dataset import T5Dataset, corrupt_spans, t5_tensors
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset
 
@@ -21,8 +21,8 @@ VOCABULARY = make_vocabulary("made", WORDS, len(WORDS))
 PAD, _, CLS, SEP, MASK = range(5)
 
 
-def source(count: int = 400) -> tuple[IndexedDataset, Runs]:
-    """Sentences of 3 to 20 tokens, five in a run of 64 tokens."""
+def source(count: int = 400) -> tuple[IndexedDataset, SentenceSpans]:
+    """Sentences of 3 to 20 tokens, five in a sample of 64 tokens."""
     random = np.random.default_rng(3)
     lengths = random.integers(3, 20, count).astype(np.int32)
     tokens = random.integers(5, 100, lengths.sum()).astype(np.int32)
@@ -34,74 +34,75 @@ def source(count: int = 400) -> tuple[IndexedDataset, Runs]:
         documents=np.array([0, count]),
     )
     begins = np.arange(0, count - 5, 5)
-    return indexed, Runs(begins=begins, ends=begins + 5, targets=np.full(len(begins), 61))
+    return indexed, SentenceSpans(begins=begins, ends=begins + 5, targets=np.full(len(begins), 61))
 
 
-def masked(**changes) -> MaskedDataset:
-    indexed, runs = source()
-    options = {"seq_length": 64, "binary": True, "share": 0.15, "whole_words": True, "seed": 5, "part": 0}
-    return MaskedDataset(source=indexed, runs=runs, vocabulary=VOCABULARY, **(options | changes))
+def bert_dataset(**changes) -> BertDataset:
+    indexed, spans_ = source()
+    options = {"seq_length": 64, "is_pair": True, "mask_prob": 0.15, "whole_words": True}
+    options |= {"seed": 5, "split_index": 0}
+    return BertDataset(source=indexed, spans=spans_, vocabulary=VOCABULARY, **(options | changes))
 
 
-def spans(**changes) -> SpanDataset:
-    indexed, runs = source()
-    options = {"seq_length": 64, "answer_length": 24, "share": 0.15, "whole_words": True, "seed": 5, "part": 0}
+def t5_dataset(**changes) -> T5Dataset:
+    indexed, spans_ = source()
+    options = {"seq_length": 64, "decoder_seq_length": 24, "mask_prob": 0.15, "whole_words": True}
+    options |= {"seed": 5, "split_index": 0}
     sentinels = VOCABULARY.sentinels(20)
-    return SpanDataset(
-        source=indexed, runs=runs, vocabulary=VOCABULARY, **({"sentinels": sentinels} | options | changes)
-    )
+    options |= {"sentinels": sentinels} | changes
+    return T5Dataset(source=indexed, spans=spans_, vocabulary=VOCABULARY, **options)
 
 
-def test_words_are_found():
+def test_word_bounds_join_continuations_and_skip_special_tokens():
     special = np.array([1, 0, 0, 0, 1, 0, 0, 1], dtype=bool)
     continues = np.array([0, 0, 1, 0, 0, 1, 1, 0], dtype=bool)
-    begins, ends = words_of(special, continues)
+    begins, ends = word_bounds(special, continues)
     assert list(zip(begins.tolist(), ends.tolist(), strict=True)) == [(1, 3), (3, 4), (5, 7)]
 
 
-def test_runs_are_shortened_to_the_budget_and_never_meet():
+def test_choose_spans_fit_the_budget_and_do_not_overlap():
     begins, ends = [0, 1, 3, 4, 5], [1, 3, 4, 5, 6]
-    assert choose_runs([1, 3, 0], [1, 3, 1, 3, 1], begins, ends, 3) == [(1, 3)]
-    assert choose_runs([1, 3, 0], [1, 1, 1, 3, 1], begins, ends, 3) == [(1, 2), (3, 4)]
-    assert choose_runs([0, 1, 2, 3, 4], [3, 3, 3, 3, 3], begins, ends, 100) == [(0, 3), (3, 5)]
+    assert choose_spans([1, 3, 0], [1, 3, 1, 3, 1], begins, ends, 3) == [(1, 3)]
+    assert choose_spans([1, 3, 0], [1, 1, 1, 3, 1], begins, ends, 3) == [(1, 2), (3, 4)]
+    assert choose_spans([0, 1, 2, 3, 4], [3, 3, 3, 3, 3], begins, ends, 100) == [(0, 3), (3, 5)]
 
 
-def test_the_share_is_hidden():
+def test_masked_positions_are_the_share_and_at_least_one():
     random = sample_random(1, 0, 0)
     special, continues = np.zeros(400, dtype=bool), np.zeros(400, dtype=bool)
-    counts = [len(positions_to_hide(random, special, continues, 0.15)) for _ in range(50)]
+    counts = [len(masked_positions(random, special, continues, 0.15)) for _ in range(50)]
     assert set(counts) == {60}
-    assert len(positions_to_hide(random, special[:3], continues[:3], 0.15)) == 1
+    assert len(masked_positions(random, special[:3], continues[:3], 0.15)) == 1
 
 
-def test_segments_are_cut_and_swapped_by_chance():
+def test_segments_are_split_anywhere_and_swapped_by_chance():
     sentences = [np.array([number]) for number in range(4)]
-    cuts = {tuple(map(len, two_segments(sample_random(0, 0, n), sentences)[:2])) for n in range(60)}
+    cuts = {tuple(map(len, split_segments(sample_random(0, 0, n), sentences)[:2])) for n in range(60)}
     assert cuts == {(1, 3), (2, 2), (3, 1)}
     for number in range(20):
-        first, second, swapped = two_segments(sample_random(0, 0, number), sentences)
+        first, second, swapped = split_segments(sample_random(0, 0, number), sentences)
         assert (first[0] > second[0]) == swapped
 
 
-def test_the_longer_segment_is_truncated():
-    first, second = truncated(sample_random(0, 0, 1), np.arange(50), np.arange(100, 110), 30)
+def test_truncate_segments_shortens_the_longer_one():
+    first, second = truncate_segments(sample_random(0, 0, 1), np.arange(50), np.arange(100, 110), 30)
     assert (len(first), len(second)) == (20, 10)
     assert np.array_equal(np.diff(first), np.ones(19))
     assert first[0] > 0
 
 
-def test_a_sample_is_well_formed_and_depends_on_its_number_alone():
-    data = masked()
+def test_bert_sample_is_well_formed_and_a_function_of_its_number():
+    data = bert_dataset()
     rows = data.batch(range(60))
-    np.testing.assert_array_equal(rows[[40, 7]], masked().batch([40, 7]))
-    tensors = {name: tensor.numpy() for name, tensor in masked_tensors(rows).items()}
+    np.testing.assert_array_equal(rows[[40, 7]], bert_dataset().batch([40, 7]))
+    tensors = {name: tensor.numpy() for name, tensor in bert_tensors(rows).items()}
     tokens = data.source.tokens
-    changed = kept = other = 0
+    replaced = unchanged = other = 0
     for index in range(60):
-        ids, types, seen, labels, counts = (tensors[n][index] for n in ("ids", "types", "seen", "labels", "counts"))
-        size = int(seen.sum())
-        true = np.where(counts == 1, labels, ids)
-        assert seen[:size].all()
+        ids, types, mask, labels, loss_mask = (tensors[name][index] for name in COLUMNS)
+        size = int(mask.sum())
+        true = np.where(loss_mask == 1, labels, ids)
+        assert mask[:size].all()
         assert (ids[size:] == PAD).all()
         assert true[0] == CLS
         assert (true[:size] == SEP).sum() == 2
@@ -109,11 +110,11 @@ def test_a_sample_is_well_formed_and_depends_on_its_number_alone():
         border = int(np.flatnonzero(true == SEP)[0])
         assert types[: border + 1].sum() == 0
         assert types[border + 1 : size].all()
-        assert counts.sum() <= max(1, round(size * 0.15))
-        assert not counts[[0, border, size - 1]].any()
-        # A piece that goes on with a word is hidden with the piece before it.
+        assert loss_mask.sum() <= max(1, round(size * 0.15))
+        assert not loss_mask[[0, border, size - 1]].any()
+        # A token that continues a word is masked with the token before it.
         inner = VOCABULARY.continues[true] & (np.roll(true, 1) != SEP) & (np.roll(true, 1) != CLS)
-        assert (counts[1:size][inner[1:size]] == counts[: size - 1][inner[1:size]]).all()
+        assert (loss_mask[1:size][inner[1:size]] == loss_mask[: size - 1][inner[1:size]]).all()
         first, second = true[1:border], true[border + 1 : size - 1]
         if tensors["order"][index]:
             first, second = second, first
@@ -121,36 +122,36 @@ def test_a_sample_is_well_formed_and_depends_on_its_number_alone():
         words = " ".join(map(str, text))
         assert " ".join(map(str, first)) in words
         assert " ".join(map(str, second)) in words
-        hidden = counts == 1
-        changed += (ids[hidden] == MASK).sum()
-        kept += (ids[hidden] == labels[hidden]).sum()
-        other += ((ids[hidden] != MASK) & (ids[hidden] != labels[hidden])).sum()
-    total = changed + kept + other
-    assert 0.7 < changed / total < 0.9
-    assert 0.04 < kept / total < 0.18
+        masked = loss_mask == 1
+        replaced += (ids[masked] == MASK).sum()
+        unchanged += (ids[masked] == labels[masked]).sum()
+        other += ((ids[masked] != MASK) & (ids[masked] != labels[masked])).sum()
+    total = replaced + unchanged + other
+    assert 0.7 < replaced / total < 0.9
+    assert 0.04 < unchanged / total < 0.18
     assert 0.04 < other / total < 0.18
 
 
-def test_without_two_segments_there_is_one_type():
-    tensors = masked_tensors(masked(binary=False, whole_words=False).batch(range(5)))
+def test_bert_sample_of_one_segment_has_one_type():
+    tensors = bert_tensors(bert_dataset(is_pair=False, whole_words=False).batch(range(5)))
     assert not tensors["types"].any()
     assert not tensors["order"].any()
 
 
-def test_spans_go_behind_sentinels():
-    read, written = corrupted(np.array([1, 2, 3, 4]), [(1, 3)], [90, 91])
-    assert read.tolist() == [1, 90, 4]
-    assert written.tolist() == [90, 2, 3]
+def test_corrupt_spans_moves_spans_behind_sentinels():
+    encoder, decoder = corrupt_spans(np.array([1, 2, 3, 4]), [(1, 3)], [90, 91])
+    assert encoder.tolist() == [1, 90, 4]
+    assert decoder.tolist() == [90, 2, 3]
 
 
-def test_encoder_and_decoder_together_hold_the_text():
-    data = spans()
+def test_t5_encoder_and_decoder_together_give_the_text():
+    data = t5_dataset()
     rows = data.batch(range(60))
-    tensors = {name: tensor.numpy() for name, tensor in span_tensors(rows, 64).items()}
+    tensors = {name: tensor.numpy() for name, tensor in t5_tensors(rows, 64).items()}
     sentinels = set(data.sentinels)
     for index in range(60):
-        read = tensors["encoder_ids"][index][tensors["encoder_seen"][index]].tolist()
-        size = int(tensors["counts"][index].sum())
+        read = tensors["encoder_ids"][index][tensors["encoder_attention_mask"][index]].tolist()
+        size = int(tensors["loss_mask"][index].sum())
         labels = tensors["labels"][index][:size].tolist()
         assert labels[-1] == SEP
         assert tensors["decoder_ids"][index][:size].tolist() == [CLS, *labels[:-1]]
@@ -168,19 +169,19 @@ def test_encoder_and_decoder_together_hold_the_text():
         assert sum(map(len, answers.values())) >= 1
 
 
-def test_a_short_decoder_gets_fewer_spans():
-    tensors = span_tensors(spans(answer_length=6).batch(range(60)), 64)
-    assert tensors["counts"].sum(1).max() <= 6
-    few = span_tensors(spans(sentinels=[100]).batch(range(60)), 64)
+def test_t5_short_decoder_has_fewer_spans():
+    tensors = t5_tensors(t5_dataset(decoder_seq_length=6).batch(range(60)), 64)
+    assert tensors["loss_mask"].sum(1).max() <= 6
+    few = t5_tensors(t5_dataset(sentinels=[100]).batch(range(60)), 64)
     assert (few["encoder_ids"] == 100).sum(1).max() == 1
 
 
-def test_a_vocabulary_without_the_tokens_is_refused():
+def test_vocabulary_without_the_special_tokens_is_refused():
     with pytest.raises(UsageError, match=r"cls \(\[CLS\].*mask"):
         make_vocabulary("made", {"a": 0}, 1).special("cls", "mask")
 
 
-def test_word_marks_of_three_kinds():
+def test_make_vocabulary_detects_marks_of_three_tokenizers():
     assert make_vocabulary("m", {"a": 0, "##b": 1}, 2).continues.tolist() == [False, True]
     assert make_vocabulary("m", {"\u2581a": 0, "b": 1, "</s>": 2}, 3).continues.tolist() == [False, True, False]
     assert not make_vocabulary("m", {"a": 0, "b": 1}, 2).continues.any()
@@ -188,8 +189,8 @@ def test_word_marks_of_three_kinds():
     assert make_vocabulary("m", {"b": 0}, 1).sentinels(2) == [1, 2]
 
 
-def test_ids_beyond_the_vocabulary_are_told():
-    data = masked()
+def test_token_id_beyond_the_vocabulary_is_refused():
+    data = bert_dataset()
     data.source.tokens[:] = 200
     with pytest.raises(UsageError, match="token id 200"):
         data.batch([0])

@@ -84,7 +84,7 @@ def test_data_set_named_by_a_file_of_another_vocabulary_is_refused(config, prefi
 
 
 def test_data_set_of_more_ids_than_rows_is_refused(config, prefix):
-    with pytest.raises(UsageError, match=r"--vocab-size 3 has too few rows: give --vocab-size 4"):
+    with pytest.raises(UsageError, match=r"--vocab-size 3 is too small: give --vocab-size 4"):
         open_source(config(vocab_size=3), prefix)
 
 

@@ -86,7 +86,7 @@ def test_no_file_names_no_tokenizer():
     [
         ({"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}, "needs --merge-file"),
         ({"vocab_file": "missing", "merge_file": "m"}, "is not a JSON vocabulary"),
-        ({"vocab_file": "v"}, "--vocab-file v alone does not say what it is: give --merge-file"),
+        ({"vocab_file": "v"}, "--vocab-file v: several tokenizer types read such a file; give --merge-file"),
         ({"tokenizer_model": "missing.json"}, "no tokenizer at missing.json"),
         ({"tokenizer_model": "missing", "tokenizer_type": "Llama2Tokenizer"}, "is not a SentencePiece model"),
     ],
