@@ -63,10 +63,10 @@ def test_both_towers_begin_as_a_bert(tmp_path):
             assert ict[f"{tower}.{name}"] == bert[name]
         assert ict[f"{end}.norm.weight"] == bert["head.norm.weight"]
     assert ict["query.pooler.projection.weight"] == ict["head.projection.weight"]
-    for wrong, told in (
+    for wrong, message in (
         ({"num_layers": "2"}, "num_layers is 1 there and 2 here"),
-        ({"bert_load": "/nowhere"}, "holds no"),
+        ({"bert_load": "/nowhere"}, "no BERT checkpoint"),
     ):
-        with pytest.raises(AssertionError, match=told) as error:
+        with pytest.raises(AssertionError, match=message) as error:
             train(data, "ict", tmp_path / "other", 1, **short, **still | wrong)
         assert "Traceback" not in str(error.value)
