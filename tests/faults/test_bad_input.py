@@ -32,7 +32,7 @@ CASES = {
     "ids beyond the vocabulary here and there": (
         lambda p: [with_high_id(p, position) for position in range(0, 10000, 50)],
         {},
-        "holds the token id 97; the vocabulary has the ids 0 to 96",
+        "contains the token id 97; the vocabulary has the ids 0 to 96",
     ),
     "every id is beyond the vocabulary": (None, {"vocab-size": "40"}, "--vocab-size"),
     "the tokens end too early": (lambda p: truncate(p.with_suffix(".bin"), 1000), {}, "the .bin has 20222 [length]"),
@@ -164,7 +164,7 @@ def test_an_id_met_in_mid_training_ends_all_processes(tmp_path):
     errors = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(errors) == 1, done.stderr
     assert errors[0].startswith("dynmo-train: error: ")
-    assert "x.bin holds the token id 97; the vocabulary has the ids 0 to 96" in errors[0]
+    assert "x.bin contains the token id 97; the vocabulary has the ids 0 to 96" in errors[0]
     assert "Traceback" not in done.stderr
     assert figures(run), "the id was met before the first step"
     assert (run / "planner.log").exists()
