@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..models.early_exit import LEFT
+from ..models.early_exit import EXITED
 from ..models.kv_cache import Cache, Decoder, is_ragged_safe, store_by_columns
 from .forward_engine import ForwardEngine
 from .sampling import Sampling, next_tokens
@@ -185,15 +185,15 @@ class TokenGenerator:
         engine = self.engine
         if self.recompute:
             batch.cache.tokens = 0
-            batch.cache.kept.clear()
+            batch.cache.by_item.clear()
         x = batch.ids_BT.to(engine.world.device)
-        left_BT = torch.zeros(x.shape, device=x.device, dtype=engine.dtype)
+        exited_BT = torch.zeros(x.shape, device=x.device, dtype=engine.dtype)
         hidden_BTD = torch.empty(*x.shape, self._width, device=x.device, dtype=engine.dtype) if engine.entering else x
         for name in engine.entering:
-            engine.receive(left_BT if name == LEFT else hidden_BTD, engine.world.pipeline_rank - 1)
-        x, left_BT = self.decoder.run(hidden_BTD, left_BT, batch.cache)
+            engine.receive(exited_BT if name == EXITED else hidden_BTD, engine.world.pipeline_rank - 1)
+        x, exited_BT = self.decoder.run(hidden_BTD, exited_BT, batch.cache)
         for name in engine.leaving:
-            engine.send(left_BT if name == LEFT else x, engine.world.pipeline_rank + 1)
+            engine.send(exited_BT if name == EXITED else x, engine.world.pipeline_rank + 1)
         if engine.leaving:
             return None
         drawn_B = next_tokens(x, self.sampling, batch.generators)

@@ -24,7 +24,7 @@ from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
-Waves = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -121,12 +121,12 @@ class SelfAttention(nn.Module):
         self.sparse: HashedAttention | None = None
 
     def project(
-        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0, waves: Waves | None = None
+        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0, cos_sin: CosSin | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
 
         Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``; who has
-        made the rotation's ``waves`` already gives them, and ``past`` is not read.
+        made the rotation's ``cos_sin`` already gives them, and ``past`` is not read.
         """
         per, K = self.queries_per_group, self.head_width
         rows_BTR = self.qkv(self.norm(x_BTD))
@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
             q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
             k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, past) if waves is None else self.rotary.turn(q, k, waves)
+            q, k = self.rotary(q, k, past) if cos_sin is None else self.rotary.apply_rotary(q, k, cos_sin)
         return q, k, v
 
     def attend(
@@ -158,21 +158,23 @@ class SelfAttention(nn.Module):
         return x_BGSK if self.queries_per_group == 1 else x_BGSK.repeat_interleave(self.queries_per_group, dim=1)
 
     def forward(
-        self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None, *, positions: torch.Tensor | None = None
+        self, x_BTD: torch.Tensor, key_mask_BS: torch.Tensor | None = None, *, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Apply the sublayer with its residual.
 
         Args:
-            seen_BS: true for tokens that may be attended to; None: all.
+            key_mask_BS: true for tokens that may be attended to; None: all.
             positions: ``[B, T]``, where the tokens are some of a longer sequence; None: 0, 1, 2, ...
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
         if self.sparse is not None:
             dropout = self.attention_dropout if self.training else 0.0
             k, v = self._for_each_head(k), self._for_each_head(v)
-            y_BHTK = self.sparse.attend(q, k, v, seen_BS, causal=self.causal, dropout=dropout, training=self.training)
+            y_BHTK = self.sparse.attend(
+                q, k, v, key_mask_BS, causal=self.causal, dropout=dropout, training=self.training
+            )
             return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        mask = None if seen_BS is None else seen_BS[:, None, None, :]
+        mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
@@ -194,18 +196,18 @@ class SelfAttention(nn.Module):
         return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
 
     def extend_into(
-        self, x_BTD: torch.Tensor, room: Room, mask: torch.Tensor | None, waves: Waves | None
+        self, x_BTD: torch.Tensor, kv_cache: KVCache, mask: torch.Tensor | None, cos_sin: CosSin | None
     ) -> torch.Tensor:
-        """New tokens behind those that ``room`` holds, which gets theirs as well; nothing is copied but them.
+        """New tokens behind those that ``kv_cache`` holds, which gets theirs as well; nothing is copied but them.
 
         Args:
             mask: true where a key is seen, ``[.., T, S]`` with all tokens up to now; None: all of them, or with
-                several new ones in an empty room those before each.
+                several new ones in an empty kv_cache those before each.
         """
-        q, k, v = self.project(x_BTD, waves=waves)
+        q, k, v = self.project(x_BTD, cos_sin=cos_sin)
         B, H, T, K = q.shape
         causal = mask is None and T > 1
-        k_BGSK, v_BGSK = room.extend(k, v)
+        k_BGSK, v_BGSK = kv_cache.extend(k, v)
         groups = k.shape[1]
         if groups < H and T == 1:
             # The queries of a group stand in the place of tokens: no key is written out for each of them.
@@ -217,7 +219,7 @@ class SelfAttention(nn.Module):
         return x_BTD + self.attend(q, k_BGSK, v_BGSK, mask, causal)
 
 
-class Room:
+class KVCache:
     """Keys and values of up to ``tokens`` tokens ``[B, G, S, K]``; the memory is taken once."""
 
     def __init__(self, tokens: int) -> None:
@@ -263,14 +265,14 @@ class CrossAttention(nn.Module):
         self.scale = None if scaled else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
 
-    def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, seen_BS: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual; ``seen_BS`` is true for memory tokens that may be attended to."""
+    def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, key_mask_BS: torch.Tensor) -> torch.Tensor:
+        """Apply the sublayer with its residual; ``key_mask_BS`` is true for memory tokens that may be attended to."""
         q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
         keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
         k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BHSK, v_BHSK, attn_mask=seen_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
+            q_BHTK, k_BHSK, v_BHSK, attn_mask=key_mask_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
         )
         y_BTD = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return x_BTD + F.dropout(y_BTD, self.dropout, self.training)

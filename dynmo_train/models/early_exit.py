@@ -19,9 +19,9 @@ from torch import nn
 
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .mixture_of_depths import RoutedBlock
-from .token_select import Chosen, choose
+from .token_select import TokenSelection, select_tokens
 
-LEFT = "left"
+EXITED = "exited"
 Measure = Literal["softmax", "saturation"]
 METRICS = (("exit_share", 1), ("exit_loss", 1))
 
@@ -81,21 +81,21 @@ class Exit(nn.Module):
         return (confidence_BC >= self.settings.threshold) & real_BC, loss
 
 
-def live_tokens(left_BT: torch.Tensor) -> Chosen:
+def active_tokens(exited_BT: torch.Tensor) -> TokenSelection:
     """The tokens that have not left."""
-    return choose(left_BT == 0)
+    return select_tokens(exited_BT == 0)
 
 
-class LiveTokens(nn.Module):
+class ActiveTokens(nn.Module):
     """Mixed into an item's module: it runs on the tokens that are left, and its child ``exit``, if any, behind it.
 
     Attributes:
-        reads_left: whether an exit stands before it; without one no token has left.
-        live_inputs: names of the batch's tensors that it is called with; ``labels`` goes to the exit.
+        reads_exited: whether an exit stands before it; without one no token has left.
+        active_inputs: names of the batch's tensors that it is called with; ``labels`` goes to the exit.
     """
 
-    reads_left: bool
-    live_inputs: tuple[str, ...]
+    reads_exited: bool
+    active_inputs: tuple[str, ...]
 
     def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | ItemOutput:
         """The item's own forward, on the tokens that it is given."""
@@ -103,48 +103,48 @@ class LiveTokens(nn.Module):
         return result
 
     def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> ItemOutput:
-        """Apply to the stream, then, with ``reads_left``, 1 where a token has left (``[B, T]``), then the inputs."""
-        left_BT = arguments[0] if self.reads_left else None
-        given = dict(zip(self.live_inputs, arguments[int(self.reads_left) :], strict=True))
-        chosen = None if left_BT is None else live_tokens(left_BT)
+        """Apply to the stream, then, with ``reads_exited``, 1 where a token has left (``[B, T]``), then the inputs."""
+        exited_BT = arguments[0] if self.reads_exited else None
+        given = dict(zip(self.active_inputs, arguments[int(self.reads_exited) :], strict=True))
+        selected = None if exited_BT is None else active_tokens(exited_BT)
         x_BCD = x_BTD
         extra: dict[str, Any] = {}
-        if chosen is not None:
-            x_BCD = chosen.take(x_BTD)
-            given = {name: chosen.take(value) for name, value in given.items()}
+        if selected is not None:
+            x_BCD = selected.take(x_BTD)
+            given = {name: selected.take(value) for name, value in given.items()}
         labels_BC = given.pop("labels", None)
-        if chosen is not None and hasattr(self, "qkv"):
+        if selected is not None and hasattr(self, "qkv"):
             # An attention's inputs say which tokens may be attended to.
-            given = {name: value.bool() & chosen.real_BC for name, value in given.items()}
-            extra["positions"] = chosen.index_BC
-        elif chosen is not None and issubclass(type(self), RoutedBlock):
-            extra = {"positions": chosen.index_BC, "real": chosen.real_BC}
+            given = {name: value.bool() & selected.real_BC for name, value in given.items()}
+            extra["positions"] = selected.index_BC
+        elif selected is not None and issubclass(type(self), RoutedBlock):
+            extra = {"positions": selected.index_BC, "real": selected.real_BC}
         result = super().forward(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
-        output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)
+        output = y_BCD if selected is None else selected.put(x_BTD, y_BCD)
         told = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
         exit_ = self._modules.get("exit")
         if not isinstance(exit_, Exit):
             return ItemOutput(output, metrics=told.metrics, losses=told.losses)
-        if left_BT is None or chosen is None:
-            left_BT = x_BTD.new_zeros(x_BTD.shape[:2])
-            chosen = choose(left_BT == 0)
-        leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, chosen.real_BC)
-        left_BT = left_BT.scatter_add(1, chosen.index_BC, leaves_BC.to(left_BT.dtype))
+        if exited_BT is None or selected is None:
+            exited_BT = x_BTD.new_zeros(x_BTD.shape[:2])
+            selected = select_tokens(exited_BT == 0)
+        leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, selected.real_BC)
+        exited_BT = exited_BT.scatter_add(1, selected.index_BC, leaves_BC.to(exited_BT.dtype))
         return ItemOutput(
             output,
-            metrics={**told.metrics, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
+            metrics={**told.metrics, "exit_share": exited_BT.float().mean(), "exit_loss": loss.detach()},
             losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
-            side={LEFT: left_BT},
+            side={EXITED: exited_BT},
         )
 
 
-def make_live(module: nn.Module, spec: ItemSpec) -> None:
-    """Mix ``LiveTokens`` into the module of an item that reads or writes which tokens have left.
+def run_on_active_tokens(module: nn.Module, spec: ItemSpec) -> None:
+    """Mix ``ActiveTokens`` into the module of an item that reads or writes which tokens have left.
 
     Its parameters keep their names and its class its kind, which a module around it would change.
     """
     kind = type(module)
-    module.__class__ = type(f"Live{kind.__name__}", (LiveTokens, kind), {})
-    module.reads_left = LEFT in spec.reads  # type: ignore[assignment]
-    module.live_inputs = spec.inputs  # type: ignore[assignment]
+    module.__class__ = type(f"Live{kind.__name__}", (ActiveTokens, kind), {})
+    module.reads_exited = EXITED in spec.reads  # type: ignore[assignment]
+    module.active_inputs = spec.inputs  # type: ignore[assignment]

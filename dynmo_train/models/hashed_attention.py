@@ -37,7 +37,7 @@ class HashMask:
         causal: whether a key ahead of its query is never seen.
         q_order_PT, k_order_PT: position of each sorted query and key.
         q_bucket_PT, k_bucket_PT: their buckets, ascending.
-        seen_PT: false for sorted keys that nobody may attend to.
+        key_mask_PT: false for sorted keys that nobody may attend to.
         blocks_PQJ: whether a block is computed.
     """
 
@@ -47,7 +47,7 @@ class HashMask:
     k_order_PT: torch.Tensor
     q_bucket_PT: torch.Tensor
     k_bucket_PT: torch.Tensor
-    seen_PT: torch.Tensor
+    key_mask_PT: torch.Tensor
     blocks_PQJ: torch.Tensor
 
     @property
@@ -60,7 +60,7 @@ class HashMask:
         same = self.q_bucket_PT[p, query] == self.k_bucket_PT[p, key]
         if self.causal:
             same = same & (self.q_order_PT[p, query] >= self.k_order_PT[p, key])
-        return same & self.seen_PT[p, key]
+        return same & self.key_mask_PT[p, key]
 
     def flex_mask(self, batch: int, heads: int) -> Any:
         """The same mask for ``torch.nn.attention.flex_attention``."""
@@ -77,13 +77,13 @@ class HashMask:
 
 
 def hash_mask(
-    q_bucket_PT: torch.Tensor, k_bucket_PT: torch.Tensor, seen_PT: torch.Tensor, *, block: int, causal: bool
+    q_bucket_PT: torch.Tensor, k_bucket_PT: torch.Tensor, key_mask_PT: torch.Tensor, *, block: int, causal: bool
 ) -> HashMask:
     """Sort by bucket and position, and find the blocks in which a query meets a key of its bucket.
 
     Args:
         q_bucket_PT, k_bucket_PT: buckets by position, T a multiple of ``block``.
-        seen_PT: false for keys that nobody may attend to, by position.
+        key_mask_PT: false for keys that nobody may attend to, by position.
     """
     P = len(q_bucket_PT)
     # A stable sort by bucket keeps positions ascending within a bucket.
@@ -104,7 +104,7 @@ def hash_mask(
         k_order_PT=k_order,
         q_bucket_PT=q_sorted,
         k_bucket_PT=k_sorted,
-        seen_PT=seen_PT.gather(1, k_order),
+        key_mask_PT=key_mask_PT.gather(1, k_order),
         blocks_PQJ=meets,
     )
 
@@ -179,7 +179,13 @@ class HashedAttention:
         return whole.chunk(self.parts)[self.part].to(device)
 
     def mask(
-        self, q_BHTK: torch.Tensor, k_BHTK: torch.Tensor, seen_BT: torch.Tensor | None, *, causal: bool, training: bool
+        self,
+        q_BHTK: torch.Tensor,
+        k_BHTK: torch.Tensor,
+        key_mask_BT: torch.Tensor | None,
+        *,
+        causal: bool,
+        training: bool,
     ) -> HashMask:
         """The mask of these queries and keys; draws the axes."""
         B, H, T, K = q_BHTK.shape
@@ -189,16 +195,16 @@ class HashedAttention:
             F.pad(hash_directions(x, rotation_HKR), (0, extra), value=self.buckets).flatten(0, 1)
             for x in (q_BHTK, k_BHTK)
         )
-        seen = torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if seen_BT is None else seen_BT.bool()
-        seen_PT = F.pad(seen, (0, extra)).repeat_interleave(H, dim=0)
-        return hash_mask(q_bucket, k_bucket, seen_PT, block=self.block, causal=causal)
+        seen = torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if key_mask_BT is None else key_mask_BT.bool()
+        key_mask_PT = F.pad(seen, (0, extra)).repeat_interleave(H, dim=0)
+        return hash_mask(q_bucket, k_bucket, key_mask_PT, block=self.block, causal=causal)
 
     def attend(
         self,
         q_BHTK: torch.Tensor,
         k_BHTK: torch.Tensor,
         v_BHTK: torch.Tensor,
-        seen_BT: torch.Tensor | None,
+        key_mask_BT: torch.Tensor | None,
         *,
         causal: bool,
         dropout: float,
@@ -209,7 +215,7 @@ class HashedAttention:
         FlexAttention runs on CUDA where no attention weight is dropped (it has no dropout, and no backward on CPU).
         """
         B, H, T, K = q_BHTK.shape
-        mask = self.mask(q_BHTK, k_BHTK, seen_BT, causal=causal, training=training)
+        mask = self.mask(q_BHTK, k_BHTK, key_mask_BT, causal=causal, training=training)
         extra = -T % self.block
 
         def sorted_rows(x_BHTK: torch.Tensor, order_PT: torch.Tensor) -> torch.Tensor:

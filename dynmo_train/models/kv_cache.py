@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import Embedding, Head, Room, SelfAttention, Waves
-from .early_exit import LEFT, Exit, LiveTokens, live_tokens
+from .blocks import CosSin, Embedding, Head, KVCache, SelfAttention
+from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
@@ -33,7 +33,7 @@ class Cache:
     capacity: int | None = None
     padding: torch.Tensor | None = None
     tokens: int = 0
-    kept: dict[str, Any] = field(default_factory=dict)
+    by_item: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Places:
     positions_BT: torch.Tensor
     past: int | torch.Tensor
     mask: torch.Tensor | None
-    waves: Waves | None
+    cos_sin: CosSin | None
 
 
 class Decoder:
@@ -74,14 +74,14 @@ class Decoder:
 
         Tokens that leave at an exit are not computed by the items behind it.
         """
-        left_BT = torch.zeros(ids_BT.shape, device=ids_BT.device)
-        return self.run(ids_BT, left_BT, cache)[0]
+        exited_BT = torch.zeros(ids_BT.shape, device=ids_BT.device)
+        return self.run(ids_BT, exited_BT, cache)[0]
 
     @torch.inference_mode()
-    def run(self, x: torch.Tensor, left_BT: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, x: torch.Tensor, exited_BT: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """The stage's items on new tokens: ids ``[B, T]`` or the stream before it, to the stream behind or the logits.
 
-        ``left_BT`` is 1 where a token has left, before and behind.
+        ``exited_BT`` is 1 where a token has left, before and behind.
         """
         places = self._places(x, cache)
         for item in self.items:
@@ -90,17 +90,17 @@ class Decoder:
                 x = module.embed(x, past=places.past)
             elif isinstance(module, Head):
                 x = last_logits(module, x)
-            elif LEFT in item.reads:
-                x, left_BT = self._read_live(item, x, left_BT, places.positions_BT, cache)
+            elif EXITED in item.reads:
+                x, exited_BT = self._read_active(item, x, exited_BT, places.positions_BT, cache)
             elif type(module) is SelfAttention:
-                room = cache.kept.setdefault(item.name, Room(cache.capacity or self.max_tokens))
-                x = module.extend_into(x, room, places.mask, places.waves)
+                kv_cache = cache.by_item.setdefault(item.name, KVCache(cache.capacity or self.max_tokens))
+                x = module.extend_into(x, kv_cache, places.mask, places.cos_sin)
             else:
                 before = x
-                x, cache.kept[item.name] = _extend(module, x, cache.kept.get(item.name), places.positions_BT)
-                left_BT = _after_exit(module, before, x, left_BT)
+                x, cache.by_item[item.name] = _extend(module, x, cache.by_item.get(item.name), places.positions_BT)
+                exited_BT = _after_exit(module, before, x, exited_BT)
         cache.tokens += places.positions_BT.shape[1]
-        return x, left_BT
+        return x, exited_BT
 
     def _places(self, x: torch.Tensor, cache: Cache) -> _Places:
         new, past, device = x.shape[1], cache.tokens, x.device
@@ -114,36 +114,36 @@ class Decoder:
         else:
             padding_B1 = cache.padding.to(device)[:, None]
             positions = positions_BT = (steps_T - padding_B1).clamp(min=0)
-            seen_BS = torch.arange(past + new, device=device) >= padding_B1
+            key_mask_BS = torch.arange(past + new, device=device) >= padding_B1
             causal_TS = torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past)
             # A filling token sees itself: a row without any key has no softmax.
             itself_TS = F.pad(torch.eye(new, dtype=torch.bool, device=device), (past, 0))
-            mask = ((seen_BS[:, None] & causal_TS) | itself_TS)[:, None] if new > 1 else seen_BS[:, None, None]
-        waves = None
+            mask = ((key_mask_BS[:, None] & causal_TS) | itself_TS)[:, None] if new > 1 else key_mask_BS[:, None, None]
+        cos_sin = None
         if self._rotary is not None:
             weight = next(iter(next(iter(self.modules.values())).parameters()))
-            waves = self._rotary.waves(positions, new, device, weight.dtype)
-        return _Places(positions_BT=positions_BT, past=positions, mask=mask, waves=waves)
+            cos_sin = self._rotary.cos_sin(positions, new, device, weight.dtype)
+        return _Places(positions_BT=positions_BT, past=positions, mask=mask, cos_sin=cos_sin)
 
-    def _read_live(
-        self, item: ItemSpec, x_BTD: torch.Tensor, left_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+    def _read_active(
+        self, item: ItemSpec, x_BTD: torch.Tensor, exited_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One item on the tokens that are left, sequence by sequence: each has read another number of tokens."""
-        kept = cache.kept.setdefault(item.name, [None] * len(x_BTD))
+        past = cache.by_item.setdefault(item.name, [None] * len(x_BTD))
         module = self.modules[item.name]
-        rows, lefts = [], []
-        for number, (x_1TD, left_1T) in enumerate(zip(x_BTD.split(1), left_BT.split(1), strict=True)):
-            if bool((left_1T == 0).any()):
-                chosen = live_tokens(left_1T)
-                x_1CD = chosen.take(x_1TD)
-                places = chosen.take(positions_BT[number : number + 1])
-                y_1CD, kept[number] = _extend(module, x_1CD, kept[number], places)
-                leaves_1C = _after_exit(module, x_1CD, y_1CD, torch.zeros_like(places, dtype=left_1T.dtype))
-                x_1TD = chosen.put(x_1TD, y_1CD)
-                left_1T = left_1T.scatter_add(1, chosen.index_BC, leaves_1C)
+        rows, exited_rows = [], []
+        for number, (x_1TD, exited_1T) in enumerate(zip(x_BTD.split(1), exited_BT.split(1), strict=True)):
+            if bool((exited_1T == 0).any()):
+                selected = active_tokens(exited_1T)
+                x_1CD = selected.take(x_1TD)
+                places = selected.take(positions_BT[number : number + 1])
+                y_1CD, past[number] = _extend(module, x_1CD, past[number], places)
+                leaves_1C = _after_exit(module, x_1CD, y_1CD, torch.zeros_like(places, dtype=exited_1T.dtype))
+                x_1TD = selected.put(x_1TD, y_1CD)
+                exited_1T = exited_1T.scatter_add(1, selected.index_BC, leaves_1C)
             rows.append(x_1TD)
-            lefts.append(left_1T)
-        return torch.cat(rows), torch.cat(lefts)
+            exited_rows.append(exited_1T)
+        return torch.cat(rows), torch.cat(exited_rows)
 
 
 def store_by_columns(module: nn.Module) -> None:
@@ -159,7 +159,7 @@ def store_by_columns(module: nn.Module) -> None:
 
 def is_ragged_safe(family: ModelFamily) -> bool:
     """Whether sequences of different lengths may share a batch: no item decides which tokens go through it."""
-    return all(item.kind != "layer" and LEFT not in (*item.reads, *item.side) for item in family.items)
+    return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in family.items)
 
 
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -175,22 +175,22 @@ def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
     return head.region.all_reduce(whole_VB)[: head.vocabulary].t().contiguous()
 
 
-def _extend(module: nn.Module, x_BTD: torch.Tensor, kept: Any, positions_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _extend(module: nn.Module, x_BTD: torch.Tensor, past: Any, positions_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """An item on new tokens, and what it keeps of all."""
     if isinstance(module, SelfAttention | RoutedBlock):
-        extended: tuple[torch.Tensor, Any] = module.extend(x_BTD, kept, positions_BT)
+        extended: tuple[torch.Tensor, Any] = module.extend(x_BTD, past, positions_BT)
         return extended
-    run = module.plain if isinstance(module, LiveTokens) else module
+    run = module.plain if isinstance(module, ActiveTokens) else module
     y_BTD: torch.Tensor = output_of(run(x_BTD))
     return y_BTD, None
 
 
 def _after_exit(
-    module: nn.Module, before_BTD: torch.Tensor, after_BTD: torch.Tensor, left_BT: torch.Tensor
+    module: nn.Module, before_BTD: torch.Tensor, after_BTD: torch.Tensor, exited_BT: torch.Tensor
 ) -> torch.Tensor:
-    """``left_BT`` with the tokens that leave at the item's exit, where it has one."""
+    """``exited_BT`` with the tokens that leave at the item's exit, where it has one."""
     exit_ = module._modules.get("exit")
     if not isinstance(exit_, Exit):
-        return left_BT
-    leaves_BT: torch.Tensor = exit_(before_BTD, after_BTD, None, left_BT == 0)[0]
-    return left_BT + leaves_BT.to(left_BT.dtype)
+        return exited_BT
+    leaves_BT: torch.Tensor = exit_(before_BTD, after_BTD, None, exited_BT == 0)[0]
+    return exited_BT + leaves_BT.to(exited_BT.dtype)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .sparse_formats import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, kept_lines
+from .sparse_formats import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, unpruned_lines
 
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 
@@ -170,7 +170,7 @@ class PrunableLinear(nn.Module):
         self.mask = mask_OI
         self.weights_changed()
         if table.structured:
-            self.rows, self.columns = kept_lines(mask_OI)
+            self.rows, self.columns = unpruned_lines(mask_OI)
             return
         self.form = table.form(mask_OI, self.weight.device.type)
         self._pattern = csr_pattern(mask_OI) if self.form == CSR else None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .layer_list import ItemOutput, output_of
-from .token_select import Chosen, choose, choose_top
+from .token_select import TokenSelection, select_tokens, select_top
 
 METRICS = (("depth_share", 1), ("depth_agreement", 1))
 
@@ -48,9 +48,9 @@ class DepthSettings:
 
 
 class RoutedBlock(nn.Module):
-    """A block behind a router: ``x + sigmoid(score) (block(x) - x)`` for the chosen tokens, ``x`` for the others.
+    """A block behind a router: ``x + sigmoid(score) (block(x) - x)`` for the selected tokens, ``x`` for the others.
 
-    Chosen tokens attend to chosen tokens only.
+    TokenSelection tokens attend to selected tokens only.
 
     Args:
         attention: the block's first sublayer; the router becomes its child, so that parameters keep their names.
@@ -70,24 +70,24 @@ class RoutedBlock(nn.Module):
         scores_BT1: torch.Tensor = router(x_BTD)
         return scores_BT1[..., 0].float()
 
-    def _through(self, chosen: Chosen, x_BTD: torch.Tensor, scores_BT: torch.Tensor, y: Any) -> torch.Tensor:
-        """The stream with the block's update of the chosen tokens, weighted by their scores."""
-        x_BCD = chosen.take(x_BTD)
-        weight_BC1 = chosen.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
-        return chosen.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
+    def _through(self, selected: TokenSelection, x_BTD: torch.Tensor, scores_BT: torch.Tensor, y: Any) -> torch.Tensor:
+        """The stream with the block's update of the selected tokens, weighted by their scores."""
+        x_BCD = selected.take(x_BTD)
+        weight_BC1 = selected.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
+        return selected.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
 
-    def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor) -> Chosen:
+    def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor) -> TokenSelection:
         """The tokens that go through: those of the highest scores in training, those above 0 otherwise."""
         if not self.training:
-            return choose((scores_BT > 0) & real_BT)
+            return select_tokens((scores_BT > 0) & real_BT)
         capacity = self.settings.tokens(scores_BT.shape[1])
-        chosen = choose_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity)
-        return Chosen(index_BC=chosen.index_BC, real_BC=chosen.take(real_BT))
+        selected = select_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity)
+        return TokenSelection(index_BC=selected.index_BC, real_BC=selected.take(real_BT))
 
     def forward(
         self,
         x_BTD: torch.Tensor,
-        seen_BT: torch.Tensor | None = None,
+        key_mask_BT: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
@@ -96,30 +96,30 @@ class RoutedBlock(nn.Module):
 
         Args:
             x_BTD: the stream; some tokens of it only, where others have left at an exit.
-            seen_BT: true for tokens that may be attended to; default: all.
+            key_mask_BT: true for tokens that may be attended to; default: all.
             positions: ``[B, T]``, of these tokens in their samples; default: their order.
             real: ``[B, T]``, false where an entry only fills its row up; default: all are tokens.
         """
         scores_BT = self._scores(x_BTD)
         real_BT = torch.ones_like(scores_BT, dtype=torch.bool) if real is None else real
         keep_BT = (scores_BT.detach() > 0) & real_BT
-        chosen = self._choose(scores_BT.detach(), real_BT)
-        x_BCD = chosen.take(x_BTD)
-        seen_BC = None if seen_BT is None else chosen.take(seen_BT).bool() & chosen.real_BC
-        places_BC = chosen.index_BC if positions is None else chosen.take(positions)
-        inner = self.attention(x_BCD, seen_BC, positions=places_BC)
+        selected = self._choose(scores_BT.detach(), real_BT)
+        x_BCD = selected.take(x_BTD)
+        key_mask_BC = None if key_mask_BT is None else selected.take(key_mask_BT).bool() & selected.real_BC
+        places_BC = selected.index_BC if positions is None else selected.take(positions)
+        inner = self.attention(x_BCD, key_mask_BC, positions=places_BC)
         result = self.mlp(output_of(inner))
-        output = self._through(chosen, x_BTD, scores_BT, output_of(result))
-        among_BT = torch.zeros_like(keep_BT).scatter(1, chosen.index_BC, chosen.real_BC)
+        output = self._through(selected, x_BTD, scores_BT, output_of(result))
+        among_BT = torch.zeros_like(keep_BT).scatter(1, selected.index_BC, selected.real_BC)
         count = real_BT.sum().clamp(min=1)
         agreed_BT = (among_BT == keep_BT) & real_BT
         metrics = {"depth_share": among_BT.sum() / count, "depth_agreement": agreed_BT.sum() / count}
         losses: dict[str, torch.Tensor] = {}
         if self.training and torch.is_grad_enabled():
             # The stream is no place for this loss: it trains the router alone.
-            told_BT = self._scores(x_BTD.detach())
-            weight = None if real is None else real_BT.to(told_BT.dtype) * (real_BT.numel() / count)
-            aux = F.binary_cross_entropy_with_logits(told_BT, among_BT.to(told_BT.dtype), weight)
+            router_BT = self._scores(x_BTD.detach())
+            weight = None if real is None else real_BT.to(router_BT.dtype) * (real_BT.numel() / count)
+            aux = F.binary_cross_entropy_with_logits(router_BT, among_BT.to(router_BT.dtype), weight)
             losses = {"router": self.settings.aux_weight * aux}
         if isinstance(result, ItemOutput):
             metrics, losses = {**result.metrics, **metrics}, {**result.losses, **losses}
@@ -140,10 +140,10 @@ class RoutedBlock(nn.Module):
             scores_1T = self._scores(x_1TD)
             keep_1T = scores_1T > 0
             if bool(keep_1T.any()):
-                chosen = choose(keep_1T)
-                places = chosen.take(positions_BT[sample : sample + 1])
-                inner, before = self.attention.extend(chosen.take(x_1TD), before, places)  # type: ignore[operator]
-                x_1TD = self._through(chosen, x_1TD, scores_1T, output_of(self.mlp(inner)))
+                selected = select_tokens(keep_1T)
+                places = selected.take(positions_BT[sample : sample + 1])
+                inner, before = self.attention.extend(selected.take(x_1TD), before, places)  # type: ignore[operator]
+                x_1TD = self._through(selected, x_1TD, scores_1T, output_of(self.mlp(inner)))
             rows.append(x_1TD)
             caches.append(before)
         return torch.cat(rows), caches

@@ -139,8 +139,8 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
     z = logits_NE.logsumexp(-1).square().mean()
     if moe.capacity_factor is not None:
         capacity = math.ceil(moe.capacity_factor * expert_M.numel() / experts)
-        kept_M = _within_capacity(expert_M, weights_NC.detach().reshape(-1), chosen_E, capacity)
-        weights_NC = weights_NC * kept_M.view_as(weights_NC)
+        within_M = _within_capacity(expert_M, weights_NC.detach().reshape(-1), chosen_E, capacity)
+        weights_NC = weights_NC * within_M.view_as(weights_NC)
     order_M = expert_M.argsort(stable=True)
     return Routing(order_M, chosen_E.tolist(), weights_NC, load_balancing, z, chosen_E)
 
@@ -153,9 +153,9 @@ def _within_capacity(
     order_M = by_weight_M[expert_M[by_weight_M].argsort(stable=True)]
     begins_E = chosen_E.cumsum(0) - chosen_E
     rank_M = torch.arange(expert_M.numel(), device=expert_M.device) - begins_E[expert_M[order_M]]
-    kept_M = torch.zeros_like(expert_M, dtype=torch.bool)
-    kept_M[order_M] = rank_M < capacity
-    return kept_M
+    within_M = torch.zeros_like(expert_M, dtype=torch.bool)
+    within_M[order_M] = rank_M < capacity
+    return within_M
 
 
 class Experts(nn.ModuleDict):

@@ -20,7 +20,7 @@ def rotary_frequencies(
 
     Args:
         scaling: None, or Llama 3's (``factor``, ``low_freq_factor``, ``high_freq_factor``,
-            ``original_max_position_embeddings``): long waves are slowed by the factor, short ones kept, those between
+            ``original_max_position_embeddings``): long cos_sin are slowed by the factor, short ones kept, those between
             blended (Grattafiori et al. 2024, arXiv:2407.21783, and Hugging Face's ``rope_type`` ``llama3``).
     """
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
@@ -29,8 +29,8 @@ def rotary_frequencies(
         return frequencies
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    waves = 2 * math.pi / frequencies
-    share: torch.Tensor = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
+    cos_sin = 2 * math.pi / frequencies
+    share: torch.Tensor = ((original / cos_sin - low) / (high - low)).clamp(0.0, 1.0)
     scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
     return scaled
 
@@ -46,9 +46,9 @@ class Rotary(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate tokens at positions from ``past`` on, or at those of a tensor ``past``, ``[B, T]``."""
-        return self.turn(q_BHTK, k_BGTK, self.waves(past, q_BHTK.shape[2], q_BHTK.device, q_BHTK.dtype))
+        return self.apply_rotary(q_BHTK, k_BGTK, self.cos_sin(past, q_BHTK.shape[2], q_BHTK.device, q_BHTK.dtype))
 
-    def waves(
+    def cos_sin(
         self, past: int | torch.Tensor, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of each token's angles, the same for every layer: ``[T, K]``, or ``[B, 1, T, K]``."""
@@ -62,17 +62,17 @@ class Rotary(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     @staticmethod
-    def turn(
-        q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]
+    def apply_rotary(
+        q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys turned by angles of :meth:`waves`."""
-        cosine, sine = waves
+        """Queries and keys rotate by angles of :meth:`cos_sin`."""
+        cosine, sine = cos_sin
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
+        def rotate(x: torch.Tensor) -> torch.Tensor:
             first, second = x.chunk(2, dim=-1)
             return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
-        return turned(q_BHTK), turned(k_BGTK)
+        return rotate(q_BHTK), rotate(k_BGTK)
 
 
 def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *, causal: bool) -> torch.Tensor:

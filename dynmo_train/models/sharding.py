@@ -20,7 +20,7 @@ from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.tensor_parallel import TensorRegion
 from .bert import BertHead
 from .blocks import Head, SelfAttention
-from .early_exit import LiveTokens
+from .early_exit import ActiveTokens
 from .ict import RetrievalHead
 from .layer_list import ItemOutput
 from .linear import PrunableLinear
@@ -98,14 +98,14 @@ def needs_whole_stream(module: nn.Module) -> bool:
     Where streams are cut along the tokens, such an item puts them together, works on them as without that, and cuts
     what it gives; the gradients of what its ranks hold alike are whole.
     """
-    looking = (MoeMlp, RoutedBlock, LiveTokens)
+    looking = (MoeMlp, RoutedBlock, ActiveTokens)
     return any(
         isinstance(part, looking) or (isinstance(part, BertHead) and part.binary is not None)
         for part in module.modules()
     )
 
 
-def deal_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
+def shard_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
     """Leave an item with this process's experts alone, in place; returns it."""
     if dispatcher is not None:
         for experts in experts_of(module):

@@ -69,7 +69,7 @@ def is_in_blocks(mask_OI: torch.Tensor, size: int = BLOCK_SIZE) -> bool:
     return bool(((kept == 0) | (kept == size * size)).all())
 
 
-def kept_lines(mask_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def unpruned_lines(mask_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(rows, columns) that a mask of whole rows and columns keeps; None where it keeps all of them."""
     rows, columns = mask_OI.any(1), mask_OI.any(0)
     return (

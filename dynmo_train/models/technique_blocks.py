@@ -20,7 +20,7 @@ from ..config.extensions import TechniqueSpec
 from ..parallel.seeding import stable_seed
 from . import early_exit, mixture_of_depths
 from .blocks import SelfAttention
-from .early_exit import LEFT, Exit, ExitSettings, make_live
+from .early_exit import EXITED, Exit, ExitSettings, run_on_active_tokens
 from .hashed_attention import HashedAttention
 from .layer_list import HIDDEN, BoundaryShape, ItemSpec, ModelFamily
 from .mixture_of_depths import DepthSettings, RoutedBlock
@@ -133,11 +133,11 @@ class DynamicFamily:
         for item in listed:
             number = block_of(item)
             if number is not None and number > exits.layers[0]:
-                item = replace(item, reads=(*item.reads, LEFT))
+                item = replace(item, reads=(*item.reads, EXITED))
             if number in exits.layers and item.kind in ("mlp", "layer"):
                 item = replace(
                     item,
-                    side=(LEFT,),
+                    side=(EXITED,),
                     inputs=(*item.inputs, "labels"),
                     metrics=(*item.metrics, *early_exit.METRICS),
                     tied_to="head",
@@ -177,10 +177,10 @@ class DynamicFamily:
             module = self.base.build(name, device)
             self._make_sparse(name, module)
         exits = self.settings.exits
-        if exits is not None and LEFT in item.side:
+        if exits is not None and EXITED in item.side:
             module.add_module("exit", Exit(self.base.build("head", device), exits))
-        if LEFT in (*item.reads, *item.side):
-            make_live(module, item)
+        if EXITED in (*item.reads, *item.side):
+            run_on_active_tokens(module, item)
         return module
 
     def _make_sparse(self, name: str, module: nn.Module) -> None:
@@ -233,7 +233,7 @@ def _wrap_stored(model: Mapping[str, Any], family: ModelFamily) -> ModelFamily:
 def _wrap_boundary(config: Config, boundary: BoundaryShape) -> BoundaryShape:
     if not config.exits.exit_layers:
         return boundary
-    return replace(boundary, shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]})
+    return replace(boundary, shapes={**boundary.shapes, EXITED: boundary.shapes[HIDDEN][:2]})
 
 
 TECHNIQUE = TechniqueSpec(wrap_family=_wrap_family, wrap_stored=_wrap_stored, wrap_boundary=_wrap_boundary)

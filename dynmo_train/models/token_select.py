@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class TokenSelection:
     """Tokens of each sample, in their order.
 
     Attributes:
@@ -29,25 +29,25 @@ class Chosen:
 
     def put(self, x_BTD: torch.Tensor, y_BCD: torch.Tensor) -> torch.Tensor:
         """``x_BTD`` with the chosen tokens replaced by those of ``y_BCD``."""
-        kept_BCD = torch.where(self.real_BC[..., None], y_BCD, self.take(x_BTD))
-        return x_BTD.scatter(1, self.index_BC[..., None].expand_as(kept_BCD), kept_BCD)
+        updated_BCD = torch.where(self.real_BC[..., None], y_BCD, self.take(x_BTD))
+        return x_BTD.scatter(1, self.index_BC[..., None].expand_as(updated_BCD), updated_BCD)
 
 
-def choose(keep_BT: torch.Tensor) -> Chosen:
+def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     """The tokens that ``keep_BT`` (boolean) marks; a row has as many entries as the fullest, one at least.
 
     One entry remains where no token is kept at all, so that the weights behind it always get gradients, of zero.
     """
-    kept_B = keep_BT.sum(1)
-    entries = max(1, int(kept_B.max()))
+    counts_B = keep_BT.sum(1)
+    entries = max(1, int(counts_B.max()))
     # Stable: the kept ones first, each group in its order.
     index_BT = torch.argsort(keep_BT.logical_not().to(torch.uint8), dim=1, stable=True)
     places_C = torch.arange(entries, device=keep_BT.device)
-    return Chosen(index_BC=index_BT[:, :entries], real_BC=places_C < kept_B[:, None])
+    return TokenSelection(index_BC=index_BT[:, :entries], real_BC=places_C < counts_B[:, None])
 
 
-def choose_top(scores_BT: torch.Tensor, count: int) -> Chosen:
+def select_top(scores_BT: torch.Tensor, count: int) -> TokenSelection:
     """The ``count`` tokens of the highest scores in each sample, in their order; of equal ones the earlier."""
     order_BT = torch.argsort(scores_BT, dim=1, descending=True, stable=True)
     index_BC = order_BT[:, :count].sort(dim=1).values
-    return Chosen(index_BC=index_BC, real_BC=torch.ones_like(index_BC, dtype=torch.bool))
+    return TokenSelection(index_BC=index_BC, real_BC=torch.ones_like(index_BC, dtype=torch.bool))

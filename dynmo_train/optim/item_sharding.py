@@ -18,7 +18,7 @@ from torch import nn
 
 from ..models.compiled import compile_item
 from ..models.layer_list import ModelFamily, has_vocabulary_rows, vocabulary_rows
-from ..models.sharding import cut_item, cut_tensor, deal_experts, is_of_expert, join_replicas
+from ..models.sharding import cut_item, cut_tensor, shard_experts, is_of_expert, join_replicas
 from ..parallel.collectives import ReplicaGather
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
@@ -121,7 +121,7 @@ class ItemBuilder:
         sharding = self.sharding
         module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
-        return join_replicas(deal_experts(module, sharding.dispatcher), self.replicas)
+        return join_replicas(shard_experts(module, sharding.dispatcher), self.replicas)
 
     def blueprint(self, name: str) -> nn.Module:
         """Build this process's part of an item on the meta device."""

@@ -15,7 +15,7 @@ from dynmo_train.dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule, GradualPruning
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.dynamics.technique import TechniqueBuilder
-from dynmo_train.models.early_exit import LEFT
+from dynmo_train.models.early_exit import EXITED
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.moe import MoeShape
@@ -124,7 +124,7 @@ class Scenario:
             shapes = SAMPLES[self.model].shapes(MICRO_BATCH)
         boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
         if self.dynamic is not None and self.dynamic.exits is not None:
-            boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
+            boundary = replace(boundary, shapes={**boundary.shapes, EXITED: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
             pipeline=PipelineConfig(
                 schedule=self.schedule,

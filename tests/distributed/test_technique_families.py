@@ -79,11 +79,11 @@ def test_a_routed_block_equals_the_dense_block_with_masks(model):
 def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
     changed, inputs = family(model, DynamicSettings(exits=EXITS)), batch(model)
     values, told = run(changed, inputs, layers=3)
-    x, left = values["hidden"].detach(), values["left"].bool()
+    x, left = values["hidden"].detach(), values["exited"].bool()
     assert 0 < float(left.float().mean()) < 1
     attention, mlp = (changed.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
-    inner = attention(x, values["left"], *([inputs["attention_mask"]] if model == "bert" else []))
-    got = mlp(inner.output, values["left"]).output
+    inner = attention(x, values["exited"], *([inputs["attention_mask"]] if model == "bert" else []))
+    got = mlp(inner.output, values["exited"]).output
     plain_attention, plain_mlp = (changed.base.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
     seen = seen_of(model, inputs, x.shape[:2])
     dense = output_of(plain_mlp(output_of(plain_attention(x, seen & ~left))))

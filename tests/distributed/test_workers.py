@@ -33,7 +33,7 @@ def processes(world):
 
 def state(world):
     return (
-        os.environ.get("LEFT"),
+        os.environ.get("EXITED"),
         os.getcwd(),
         sys.argv,
         signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
@@ -52,7 +52,7 @@ def state(world):
 
 
 def disorder(world):
-    os.environ["LEFT"] = "1"
+    os.environ["EXITED"] = "1"
     os.chdir("/")
     sys.argv = ["other"]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

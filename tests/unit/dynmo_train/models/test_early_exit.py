@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.models.early_exit import LEFT, ExitSettings
+from dynmo_train.models.early_exit import EXITED, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.kv_cache import Cache, Decoder
 from dynmo_train.models.layer_list import output_of
@@ -160,7 +160,7 @@ def test_token_by_token_gives_what_the_whole_sequence_gives(measure, threshold):
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
     with torch.no_grad():
         whole, told = run(model, modules, ids, ids)
-    assert 0 < float(told["layers.1.mlp"].side[LEFT].mean()) < 1
+    assert 0 < float(told["layers.1.mlp"].side[EXITED].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)
 
 
@@ -266,5 +266,5 @@ def test_with_routed_blocks_token_by_token_gives_what_the_whole_sequence_gives(e
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
     with torch.no_grad():
         whole, told = run(model, modules, ids, ids)
-    assert 0 < float(list(told.values())[-1].side[LEFT].mean()) < 1
+    assert 0 < float(list(told.values())[-1].side[EXITED].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)

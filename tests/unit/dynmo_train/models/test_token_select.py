@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.models.token_select import choose, choose_top
+from dynmo_train.models.token_select import select_tokens, select_top
 
 X = torch.arange(24.0).view(2, 4, 3)
 
 
 def test_kept_tokens_come_first_in_their_order_and_go_back_to_their_places():
     keep = torch.tensor([[False, True, False, True], [True, False, False, False]])
-    chosen = choose(keep)
+    chosen = select_tokens(keep)
     assert chosen.index_BC[0].tolist() == [1, 3]
     assert chosen.index_BC[1, 0] == 0
     assert chosen.real_BC.tolist() == [[True, True], [True, False]]
@@ -20,7 +20,7 @@ def test_kept_tokens_come_first_in_their_order_and_go_back_to_their_places():
 
 
 def test_one_entry_stays_where_nothing_is_kept_and_it_changes_nothing():
-    chosen = choose(torch.zeros(2, 4, dtype=torch.bool))
+    chosen = select_tokens(torch.zeros(2, 4, dtype=torch.bool))
     assert chosen.index_BC.shape == (2, 1)
     weight = torch.ones(3, requires_grad=True)
     back = chosen.put(X, chosen.take(X) * weight * 7)
@@ -30,6 +30,6 @@ def test_one_entry_stays_where_nothing_is_kept_and_it_changes_nothing():
 
 
 def test_the_highest_scores_are_chosen_of_equal_ones_the_earlier():
-    chosen = choose_top(torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]), 2)
+    chosen = select_top(torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]), 2)
     assert chosen.index_BC.tolist() == [[1, 2], [0, 1]]
     assert bool(chosen.real_BC.all())
