@@ -18,7 +18,7 @@ from torch import nn
 
 from ..models.compiled import compile_item
 from ..models.layer_list import ModelFamily, has_vocabulary_rows, vocabulary_rows
-from ..models.sharding import cut_item, cut_tensor, shard_experts, is_of_expert, join_replicas
+from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_replicas, shard_experts
 from ..parallel.collectives import ReplicaGather
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding

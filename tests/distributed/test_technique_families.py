@@ -166,7 +166,7 @@ def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
     moves = ((3, cut(model, 2)), (6, cut(model, 4)))
     expected = reference(model)
     got = merged(run_workers(play, 2, scenario(model, moves=moves)))
-    for part in ("losses", "norms", "held_out", "figures", "weights"):
+    for part in ("losses", "norms", "held_out", "metrics", "weights"):
         assert got[part] == expected[part], part
     if model == "t5":
         return

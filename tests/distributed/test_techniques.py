@@ -92,7 +92,7 @@ def test_same_bits_as_one_worker(name):
         options["moves"] = ((3, cut(technique, 2)), (7, cut(technique, 4)))
     expected = reference(technique)
     got = merged(run_workers(play, workers, scenario(technique, **options)))
-    for key in ("losses", "norms", "held_out", "figures", "weights"):
+    for key in ("losses", "norms", "held_out", "metrics", "weights"):
         assert got[key] == expected[key], key
 
 
