@@ -1,1 +1,1 @@
-"""Inputs of the commands: profiles, run directories, model configurations, logs and traces."""
+"""What the commands read: profiles, run directories, model configurations, logs and traces of other programs."""

@@ -24,7 +24,20 @@ from .scenarios import ScenarioStep
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """How the model is run; the command's help says what each option means."""
+    """How the model is trained.
+
+    Attributes:
+        workers: pipeline workers.
+        microbatches: of one step.
+        micro_batch_size: samples per microbatch.
+        sequence: tokens per sample; None is the model's own.
+        schedule, virtual_stages: of the pipeline.
+        dtype: of matrix products.
+        tensor_parallel, data_parallel: number of ranks.
+        sequence_parallel, recompute, fused_attention: as in ``costs.analytic.Shape``.
+        granularity: where plans may cut.
+        gradient_bytes_per_param, optimizer_bytes_per_param: sizes; None is Adam's.
+    """
 
     workers: int = 1
     microbatches: int = 8
@@ -44,7 +57,7 @@ class BuildOptions:
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Adam's two moments in four bytes each, and a copy of the weights where they are kept in half precision."""
+        """Adam's two moments at four bytes each, and a float32 copy of weights in half precision."""
         if self.optimizer_bytes_per_param is not None:
             return self.optimizer_bytes_per_param
         return 8 if BYTES_PER_NUMBER[self.dtype] == 4 else 12
@@ -67,7 +80,7 @@ def _item(name: str, layer: str, kind: str, params: int, boundary: int, options:
 
 
 def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) -> dict[str, Any]:
-    """The item with the word table of another item: it holds a copy and its gradient, but no optimizer state of it."""
+    """The item with a copy of the word table of another item: with its gradient, but without its optimizer state."""
     table = spec.table_params // options.tensor_parallel
     number = BYTES_PER_NUMBER[options.dtype]
     return {
@@ -80,7 +93,7 @@ def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) 
 
 
 def _number_of(layer: str) -> int:
-    """The number of a block in its stack: 7 of ``encoder.layers.7``."""
+    """The index of a block in its stack: 7 for ``encoder.layers.7``."""
     return int(layer.rpartition(".")[2])
 
 
@@ -122,9 +135,15 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
 
 
 def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id: str) -> dict[str, Any]:
-    """The header line of the profile."""
+    """The header line of the profile.
+
+    Raises:
+        UsageError: the tensor-parallel ranks do not divide the heads.
+    """
     if options.tensor_parallel < 1 or spec.heads % options.tensor_parallel:
-        raise UsageError(f"{spec.heads} heads cannot be shared by {options.tensor_parallel} tensor-parallel ranks")
+        raise UsageError(
+            f"{spec.heads} heads do not divide into {options.tensor_parallel} tensor-parallel ranks; choose a divisor"
+        )
     sequence = options.sequence or spec.sequence
     boundary = options.micro_batch_size * sequence * spec.hidden * BYTES_PER_NUMBER[options.dtype]
     ranks = options.tensor_parallel * options.data_parallel
@@ -167,13 +186,13 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
 
 
 def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildOptions) -> ItemCosts:
-    """The static costs of the items; of a mixture of experts each token pays for the experts that it meets."""
+    """The static costs of the items; with experts, a token costs those that it is routed to."""
     shape = shape_of(spec, header, options)
     return costs_of(works_of(spec, header, shape), shape, device)
 
 
 def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
-    """The microbatch of a header, run as the options say."""
+    """The microbatch of a header under these options."""
     return Shape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,
@@ -187,7 +206,7 @@ def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
 
 
 def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
-    """The work of each item; of a mixture of experts each token meets its own experts only."""
+    """The work of each item; with a mixture of experts, a token uses the experts that it is routed to."""
     t = shape.tensor_parallel
 
     def weights(item: Item) -> tuple[int, ...]:
@@ -216,7 +235,7 @@ def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
 
 
 def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
-    """A step line as the static uniform partition would have measured it."""
+    """A step line as measured under the static uniform partition."""
     problem = PartitionProblem(
         chain=chain_of(header, costs),
         slots=worker_slots(header),
@@ -244,7 +263,7 @@ def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
 def build_lines(
     header_document: dict[str, Any], header: Header, steps: Iterator[ScenarioStep]
 ) -> Iterator[dict[str, Any]]:
-    """The lines of the profile: the header, then each scenario_step's event, if any, and its step."""
+    """The lines of the profile: the header, then for each step its event, if any, and its costs."""
     yield header_document
     for scenario_step in steps:
         if scenario_step.event is not None:

@@ -1,9 +1,9 @@
-"""``profile import``: measured times of other programs put onto the items of a profile's header.
+"""``profile import``: assign the measured times of other programs to the items of a profile's header.
 
-* ``chrome-trace``: a trace of ``torch.profiler`` as it is (see ``torch_traces``); or complete events (``ph`` X) whose
-  name is an item's name followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, of which
-  the mean duration of each item and kind counts.
-* ``deepspeed-log``, ``megatron-log``: the times of workers; see ``timer_logs``.
+* ``chrome-trace``: a trace of ``torch.profiler`` (see ``torch_traces``); or complete events (``ph`` X) named by an
+  item
+  followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, whose mean duration is used.
+* ``deepspeed-log``, ``megatron-log``: times per worker; see ``timer_logs``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def _events(text: str, source: str) -> list[Mapping[str, Any]]:
         raise UsageError(f"{source}: {error}") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
-        raise UsageError(f"{source}: holds no list of trace events")
+        raise UsageError(f"{source}: contains no list of trace events; record it with torch.profiler")
     return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
 
 
-def from_trace(text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]) -> list[dict[str, Any]]:
-    """One step record of the mean durations, of named events or of the modules of a trace of ``torch.profiler``."""
+def from_trace(
+    text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
+) -> list[dict[str, Any]]:
+    """One step record of mean durations, of named events or of the modules of a ``torch.profiler`` trace."""
     events = _events(text, source)
     named = any(str(event.get("name", "")).endswith(".forward") for event in events)
     if not named and has_modules(events):
@@ -83,7 +85,7 @@ def from_trace(text: str, source: str, header: Header, model: ItemCosts, holder:
 
 
 def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Header, model: ItemCosts) -> dict[str, Any]:
-    """A step record of layers' times, each shared among the items of the layer as the model has them."""
+    """A step record of layer times; the time of a layer is divided among its items as in the model."""
     kinds = {item.layer: item.kind for item in header.items}
     layers = [layer for layer, kind in kinds.items() if kind not in ("embedding", "head")]
     ends = [kind for kind in kinds.values() if kind in ("embedding", "head")]
@@ -91,12 +93,14 @@ def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Head
         raise UsageError(f"{source}: traces are read for models of one embedding, one stack of layers and one head")
     found = layer_times(events, len(layers), source)
     slot = {layer: at + 1 for at, layer in enumerate(layers)}
-    holder = [slot.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items]
+    workers_of_items = [
+        slot.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items
+    ]
     backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
 
     def column(times: Sequence[float], modelled: Sequence[int]) -> list[int]:
         shares = [max(1, ns) for ns in modelled]
-        return spread({at: 1000 * us for at, us in enumerate(times)}, None, holder, shares)
+        return spread({at: 1000 * us for at, us in enumerate(times)}, None, workers_of_items, shares)
 
     return _step(
         header,
@@ -107,9 +111,14 @@ def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Head
 
 
 def _from_log(
-    steps: Sequence[LoggedStep], source: str, header: Header, model: ItemCosts, holder: Sequence[int], per: int
+    steps: Sequence[LoggedStep],
+    source: str,
+    header: Header,
+    model: ItemCosts,
+    workers_of_items: Sequence[int],
+    per: int,
 ) -> list[dict[str, Any]]:
-    """A step record for each logged step; ``per`` is the number of microbatches that a logged time is of."""
+    """One step record per logged step; ``per`` is the number of microbatches that a logged time includes."""
     backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
     records: list[dict[str, Any]] = []
     for number, logged in enumerate(steps, start=1):
@@ -121,7 +130,9 @@ def _from_log(
             for worker, ms in of_workers.items():
                 busy[worker] = busy.get(worker, 0.0) + ms * 1e6 * header.microbatches / per
             slowest = times[SLOWEST] * 1e6 / per if SLOWEST in times else None
-            columns.append(spread({at: ms * 1e6 / per for at, ms in of_workers.items()}, slowest, holder, modelled))
+            columns.append(
+                spread({at: ms * 1e6 / per for at, ms in of_workers.items()}, slowest, workers_of_items, modelled)
+            )
         last = records[-1]["step"] if records else 0
         step = number if logged.step is None or logged.step <= last else logged.step
         record = _step(header, max(step, last + 1), columns[0], backward_ns=columns[1])
@@ -132,21 +143,21 @@ def _from_log(
 
 
 def from_deepspeed(
-    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+    text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A step record for each logged microbatch."""
+    """One step record per logged microbatch."""
     steps = list(deepspeed_steps(text))
     if not steps:
         raise UsageError(
             f"{source}: no line with fwd_microstep and bwd_microstep; log with wall_clock_breakdown, and check --kind"
         )
-    return _from_log(steps, source, header, model, holder, 1)
+    return _from_log(steps, source, header, model, workers_of_items, 1)
 
 
 def from_megatron(
-    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+    text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A step record for each logged step."""
+    """One step record per logged step."""
     steps = [step for step in megatron_steps(text) if all(step.times.get(kind) for kind in ("forward", "backward"))]
     if not steps:
         other = " it has forward-backward alone;" if "forward-backward" in text else ""
@@ -154,7 +165,7 @@ def from_megatron(
             f"{source}: no times of forward-compute and backward-compute;{other} log with --timing-log-level 2, and"
             " check --kind"
         )
-    return _from_log(steps, source, header, model, holder, header.microbatches)
+    return _from_log(steps, source, header, model, workers_of_items, header.microbatches)
 
 
 SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts, Sequence[int]], list[dict[str, Any]]]] = {
@@ -165,7 +176,7 @@ SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts, Sequence[int]], lis
 
 
 def item_workers(header: Header, model: ItemCosts, plan: Plan | None) -> list[int]:
-    """The position of each item's worker in the header: as in the plan, else Megatron's even split."""
+    """The position in the header of each item's worker: as in the plan, or else Megatron's even split."""
     ids = [worker.worker for worker in header.workers]
     if plan is not None:
         return [ids.index(plan.owner[item.name]) for item in header.items]
@@ -183,15 +194,15 @@ def item_workers(header: Header, model: ItemCosts, plan: Plan | None) -> list[in
 def import_lines(
     kind: str, path: Path, header_line: bytes, header: Header, model: ItemCosts, plan: Plan | None = None
 ) -> bytes:
-    """The lines of the new profile: the header as it was, and a step record for each measured step.
+    """The lines of the new profile: the unchanged header, and one step record per measured step.
 
     Args:
-        kind: of the file, a name of ``SOURCES``.
+        kind: format of the file, a key of ``SOURCES``.
         path: the file.
-        header_line: of the profile that describes the run, as it is in the file.
+        header_line: the header's line of the profile that describes the run.
         header: the same, parsed.
-        model: shares a worker's time among its items.
-        plan: the partition that the run had; Megatron's even split where it is not given.
+        model: costs that divide a worker's time among its items.
+        plan: the partition of the run; default: Megatron's even split.
     """
     text = read_text(path, MAX_TABLE_BYTES)
     records = SOURCES[kind](text, str(path), header, model, item_workers(header, model, plan))

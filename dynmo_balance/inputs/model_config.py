@@ -1,9 +1,11 @@
-"""Model shapes from configurations: Hugging Face's ``config.json``, and our ``manifest.json`` and ``run.json``.
+"""Model shapes from configurations: Hugging Face's ``config.json``, and DynMo's ``manifest.json`` and ``run.json``.
 
-A configuration is taken only where each of its keys is known: *read* (the shape depends on it), *irrelevant* (numerics,
-tokens, dropouts, file formats: no cost depends on it), or *neutral* (null, false or empty). Any other key is refused by
-name, and so is a family that is not in the tables; nothing falls back to a plain GPT. A key that is missing takes the
-default of transformers' configuration class, where the table has one.
+A configuration is accepted only if each of its keys is known: *read* (the shape depends on it), *irrelevant* (no cost
+depends on it: numerics, tokens, dropouts, file formats), or *neutral* (null, false or empty). Any other key is
+refused
+by name, and so is an unknown family: there is no fallback to a plain GPT. A missing key has the default of
+transformers'
+configuration class, if the table has one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .model_families import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Fam
 
 
 def _sizes(config: Config, family: Family, source: str) -> dict[str, int]:
-    """The sizes that every model has, checked."""
+    """The sizes that every model has, validated."""
     values: dict[str, Any] = {name: config.get(key) for name, key in family.names.items()}
     if family.names["ffn"] == "n_inner" and values["ffn"] is None and isinstance(values["hidden"], int):
         values["ffn"] = 4 * values["hidden"]
@@ -37,7 +39,7 @@ def _sizes(config: Config, family: Family, source: str) -> dict[str, int]:
 def _check_whole(values: Mapping[str, Any], source: str) -> None:
     wrong = [name for name, value in values.items() if type(value) is not int or value < 1]
     if wrong:
-        raise UsageError(f"{source}: {', '.join(wrong)} must be whole numbers above 0")
+        raise UsageError(f"{source}: {', '.join(wrong)} must be positive integers")
     large = [
         f"{name} {value}" for name, value in values.items() if value > (MAX_LAYERS if name == "layers" else MAX_SIZE)
     ]
@@ -48,7 +50,7 @@ def _check_whole(values: Mapping[str, Any], source: str) -> None:
 
 
 def _refuse_unknown(config: Config, family: Family, name: str, source: str) -> None:
-    """Refuse keys that are neither read nor irrelevant, unless they are off."""
+    """Refuse keys that are neither read nor irrelevant, unless their value is neutral."""
     read = {*family.names.values(), *family.defaults}
     unknown = [
         f"{key} {short_repr(value)}"
@@ -60,8 +62,8 @@ def _refuse_unknown(config: Config, family: Family, name: str, source: str) -> N
     ]
     if unknown:
         raise UsageError(
-            f"{source}: {', '.join(unknown)}: what this changes in a {name} is not modelled;"
-            " take it out if no cost depends on it"
+            f"{source}: {', '.join(unknown)}: its effect on a {name} is not modelled;"
+            " remove it if no cost depends on it"
         )
 
 
@@ -69,7 +71,7 @@ def from_hugging_face(config: Config, name: str, source: str) -> ModelSpec:
     """The shape of a Hugging Face configuration.
 
     Raises:
-        UsageError: the family or a key is not modelled, or a size is missing or no whole number above 0.
+        UsageError: the family or a key is not modelled, or a size is missing or not a positive integer.
     """
     family = FAMILIES[name]
     _refuse_unknown(config, family, name, source)
@@ -84,7 +86,7 @@ def from_hugging_face(config: Config, name: str, source: str) -> ModelSpec:
             **more,
         }
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{source}: a size of the {name} is no whole number: {error}") from error
+        raise UsageError(f"{source}: a size of the {name} is not an integer: {error}") from error
     tied = whole["tie_word_embeddings"]
     spec = ModelSpec(family=name, tied=True if tied is None else bool(tied), **{**sizes, **fields})
     _check_spec(spec, source)
@@ -101,7 +103,7 @@ def _check_spec(spec: ModelSpec, source: str) -> None:
     if min(counts) < 1 or spec.experts_per_token > spec.experts or spec.heads % spec.kv_heads:
         raise UsageError(
             f"{source}: heads {spec.heads}, key-value heads {spec.kv_heads} of size {spec.head_size} and"
-            f" {spec.experts_per_token} of {spec.experts} experts a token do not go together"
+            f" {spec.experts_per_token} of {spec.experts} experts per token are inconsistent; check the configuration"
         )
 
 
@@ -117,7 +119,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
     """The shape of a model of ``dynmo-train``, from a manifest or from the options of a run."""
     used = [key for key in _OWN_TECHNIQUES if config.get(key)]
     if used:
-        raise UsageError(f"{source}: {', '.join(used)}: not modelled; --technique builds profiles of dynamic models")
+        raise UsageError(f"{source}: {', '.join(used)}: not modelled; remove them and use --technique")
     encoder = _first_value(config, "num_encoder_layers", "num_layers") if name == "t5" else 0
     layers = _first_value(config, "num_decoder_layers", "decoder_num_layers", "num_layers")
     sizes = {
@@ -174,7 +176,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _padded_vocabulary(config: Config, size: int) -> int:
-    """The rows of the word table: our runs pad them to a multiple."""
+    """The rows of the word table, which ``dynmo-train`` pads to a multiple."""
     multiple = _first_value(config, "make_vocab_size_divisible_by", default=1) * _first_value(
         config, "tensor_model_parallel_size", default=1
     )
@@ -185,7 +187,7 @@ def from_config(config: Config, source: str) -> ModelSpec:
     """The shape that a configuration describes.
 
     Raises:
-        UsageError: the family is not modelled, a key that may change costs is not, or a size is missing.
+        UsageError: the family or a key that may change costs is not modelled, or a size is missing.
     """
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
@@ -193,22 +195,22 @@ def from_config(config: Config, source: str) -> ModelSpec:
     own = config.get("family")
     if name is None and own in NATIVE_FAMILIES:
         return from_dynmo_train(config, str(own), source)
-    known = f"modelled are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(NATIVE_FAMILIES)}"
+    known = f"known are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(NATIVE_FAMILIES)}"
     if name is None and own is None:
-        raise UsageError(f"{source}: has neither model_type nor family; {known}")
+        raise UsageError(f"{source}: needs model_type or family; {known}")
     what = f"model_type {short_repr(name)}" if name is not None else f"family {own!r}"
     raise UsageError(f"{source}: {what} is not modelled; {known}")
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read a ``config.json``, our ``manifest.json`` or ``run.json``, or one of these in a directory."""
+    """Read a ``config.json``, ``manifest.json`` or ``run.json``, or one of these in a directory."""
     names = ("config.json", "manifest.json", "run.json")
     file = path
     if path.is_dir():
         file = next((path / name for name in names if (path / name).is_file()), path / names[0])
     document = read_any_json(file, MAX_TABLE_BYTES)
     if not isinstance(document, dict):
-        raise UsageError(f"{file}: must hold a JSON object")
+        raise UsageError(f"{file}: must be a JSON object")
     if document.get("format") == "dynmo.run" and isinstance(document.get("config"), dict):
         return from_config(_flat(document["config"]), str(file))
     if isinstance(document.get("model"), dict):
@@ -217,5 +219,5 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The options of a run without their concerns."""
+    """The options of a run without their sections."""
     return {name: value for part in config.values() if isinstance(part, dict) for name, value in part.items()}

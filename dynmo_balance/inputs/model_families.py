@@ -1,6 +1,7 @@
-"""The families of transformers whose costs are modelled, as tables: the keys that the shape of each depends on.
+"""The families of transformers with a cost model, as tables: the configuration keys that each shape depends on.
 
-To add a family, add an entry to ``FAMILIES``, and its configurations to the tests, which compare parameter counts with
+To add a family, add an entry to ``FAMILIES``, and its configurations to the tests, which compare parameter counts
+with
 transformers' own models.
 """
 
@@ -147,27 +148,27 @@ IRRELEVANT = frozenset(
         "use_cache",
     )
 )
-"""Keys on which no cost depends: names, tokens, dropouts, epsilons, rotary frequencies, routers' rules, files."""
+"""Keys on which no cost depends: names, tokens, dropouts, epsilons, rotary frequencies, routing rules, files."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
     "moe_layer_freq": (1,),
     "position_embedding_type": ("absolute",),
     "pruned_heads": ({},),
 }
-"""Keys that change costs in a way that is not modelled, with the values that do not."""
+"""Keys whose effect on costs is not modelled, with the values that have none."""
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family of transformers is read.
+    """How the configuration of a family is read.
 
     Attributes:
-        names: of the sizes: layers, hidden, heads, vocabulary, sequence, ffn.
-        defaults: keys that the shape depends on, with the values of transformers' configuration class.
-        shape: what is fixed in the family, as fields of ``ModelSpec``.
-        more: further fields, from the configuration with its defaults.
+        names: configuration keys of the sizes: layers, hidden, heads, vocabulary, sequence, ffn.
+        defaults: keys that the shape depends on, with the defaults of transformers' configuration class.
+        shape: fields of ``ModelSpec`` that are constant in the family.
+        more: further fields of ``ModelSpec``, from the configuration with its defaults.
     """
 
     names: Mapping[str, str]
@@ -185,7 +186,7 @@ _USUAL = {
     "ffn": "intermediate_size",
 }
 _BARE = {"norm_biases": False, "query_biases": False, "output_biases": False, "mlp_biases": False, "gated": True}
-"""RMSNorm, no biases, a gated MLP: Llama and its kin."""
+"""RMSNorm, no biases, a gated MLP: Llama and similar families."""
 
 
 def _attention_biases(config: Config) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _head_size(config: Config) -> int:
 
 
 def _local(config: Config, is_local: Callable[[int], bool], default: bool = True) -> dict[str, Any]:
-    """The window, and which blocks it holds for: as ``layer_types`` says, else by the family's rule."""
+    """The window and the blocks that it applies to: by ``layer_types``, or else by the family's rule."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if not window or not default:
         return {}
@@ -205,7 +206,7 @@ def _local(config: Config, is_local: Callable[[int], bool], default: bool = True
     if types is not None:
         if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
             raise UsageError(
-                f"layer_types {', '.join(unknown)}: not modelled; full_attention and sliding_attention are"
+                f"layer_types {', '.join(unknown)}: not modelled; use full_attention and sliding_attention"
             )
         if len(types) != layers:
             raise UsageError(f"layer_types has {len(types)} entries, must have one for each of {layers} layers")
@@ -218,7 +219,7 @@ def _everywhere(config: Config) -> dict[str, Any]:
 
 
 def _late(config: Config) -> dict[str, Any]:
-    """Qwen 2 and 3: the window holds from a layer on, where it is used at all."""
+    """Qwen 2 and 3: the window applies from a layer on, if it is used at all."""
     return _local(config, lambda layer: layer >= config["max_window_layers"], bool(config["use_sliding_window"]))
 
 

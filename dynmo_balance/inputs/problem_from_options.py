@@ -1,4 +1,4 @@
-"""From a loaded profile and the options of a command to the problem that it is about."""
+"""From a loaded profile and the options of a command to a partitioning problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from .profile_source import Source
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """The options that turn a profile into a problem; None is "as in the profile"."""
+    """The options that turn a profile into a problem; None is as in the profile.
+
+    Attributes:
+        stages: number of workers.
+        microbatches: of one step.
+        schedule, virtual_stages, granularity: of the pipeline.
+        memory: per worker, such as ``80GB``.
+        min_layers: minimum number of units per stage.
+        pins: ``NAME:STAGE`` each.
+        tied_together: keep items that share a weight on one worker.
+    """
 
     stages: int | None = None
     microbatches: int | None = None
@@ -45,12 +55,14 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as ``8000000``, ``80GB`` or ``79.5 GiB`` in bytes; raises ``UsageError`` for anything else."""
+    """A size such as ``8000000``, ``80GB`` or ``79.5 GiB`` in bytes.
+
+    Raises:
+        UsageError: the text is not a size.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(
-            f"{text!r} is not a size; write bytes, or a number with one of kB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        )
+        raise UsageError(f"{text!r}: must be a size, in bytes or with one of kB, MB, GB, TB, KiB, MiB, GiB, TiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -78,14 +90,14 @@ def _places(source: Source, options: ProblemOptions) -> tuple[WorkerSlot, ...]:
 
 
 def default_virtual_stages(header: Header, schedule: str) -> int:
-    """The stages a worker where nobody names them: as in the profile, or what another schedule needs at least."""
+    """The default number of stages per worker: as in the profile, or the minimum of another schedule."""
     if schedule == header.schedule:
         return header.virtual_stages_per_worker
     return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
 
 
 def options_of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
-    """The options, with schedule and stages as in the plan where they are not given."""
+    """The options, with schedule and stages per worker of the plan as defaults."""
     schedule = options.schedule or plan.schedule
     same = schedule == plan.schedule
     return replace(
@@ -96,7 +108,7 @@ def options_of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
 
 
 def order_of_plan(plan: Plan) -> Order | None:
-    """The plan's own order of operations, where it brings one."""
+    """The plan's own order of operations; None without one."""
     if plan.operations is None:
         return None
     words = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -107,7 +119,7 @@ def order_of_plan(plan: Plan) -> Order | None:
 
 
 def with_plan_order(problem: PartitionProblem, plan: Plan) -> PartitionProblem:
-    """The problem with the plan's own order of operations, where it brings one.
+    """The problem with the plan's own order of operations, if it has one.
 
     Raises:
         UsageError: the order is for another number of microbatches.
@@ -118,17 +130,17 @@ def with_plan_order(problem: PartitionProblem, plan: Plan) -> PartitionProblem:
     microbatches = 1 + max(operation.microbatch for row in order for operation in row)
     if microbatches != problem.microbatches:
         raise UsageError(
-            f"the plan's operations are of {microbatches} microbatches, {problem.microbatches} are asked for;"
-            f" use --microbatches {microbatches} or name a --schedule"
+            f"the plan's operations are for {microbatches} microbatches, not {problem.microbatches};"
+            f" use --microbatches {microbatches} or another --schedule"
         )
     at = {worker: index for index, worker in enumerate(plan.workers)}
     return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
 
 
 def problem_under_plan(problem: PartitionProblem, header: Header, plan: Plan) -> PartitionProblem | None:
-    """The problem's costs under a plan's own workers, schedule and stages, to simulate that plan.
+    """The costs of the problem under the workers, schedule and stages of a plan, to simulate that plan.
 
-    None where that cannot be: workers unknown to the profile, or an order of operations for other microbatches.
+    None if that is impossible: the profile lacks a worker, or the order of operations is for other microbatches.
     """
     by_id = {slot.worker: slot for slot in (*worker_slots(header), *problem.slots)}
     if not by_id.keys() >= set(plan.workers):
@@ -151,7 +163,12 @@ def problem_under_plan(problem: PartitionProblem, header: Header, plan: Plan) ->
 
 
 def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> PartitionProblem:
-    """The problem that a command is about; ties go to what moves least from ``current``.
+    """The partitioning problem of a command.
+
+    Args:
+        source: the profile.
+        options: of the command.
+        current: the active plan; of equal partitions, the one that moves the fewest bytes from it wins.
 
     Raises:
         UsageError: an option does not fit the profile.

@@ -1,4 +1,4 @@
-"""What the offline commands work on: a profile or a run directory, and the window of it that counts."""
+"""What the offline commands read: a profile or a run directory, and the records that count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from .profile_summary import step_warnings
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The newest segment of a profile, its costs, and the partition in force where the run's plans are at hand."""
+    """The newest segment of a profile, its costs, and the active plan if the run's plans are available.
+
+    Attributes:
+        path: as given.
+        header: of the segment.
+        costs: of the items.
+        plan: the active plan; None if unknown.
+        last_step: the last step that counts.
+    """
 
     path: Path
     header: Header
@@ -38,7 +46,7 @@ def _active_plan(path: Path, header: Header, step: Step) -> Plan | None:
 
 
 def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
-    """A plan of a run directory; None where it cannot be read or does not fit the header."""
+    """A plan of a run directory; None if it cannot be read or does not fit the header."""
     folder = path / "plans"
     if not path.is_dir() or plan_id not in plan_numbers(folder):
         return None
@@ -50,7 +58,7 @@ def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
 
 
 def recorded_owners(path: Path, segment: Segment) -> dict[int, dict[str, int]]:
-    """Plan number -> item -> worker, of the plans under which a segment's steps were measured, where they are known."""
+    """Plan id -> item -> worker, of the known plans under which the steps of a segment were measured."""
     plans = {number: _readable_plan(path, segment.header, number) for number in {s.plan_id for s in segment.steps}}
     return {number: plan.owner for number, plan in plans.items() if plan is not None}
 
@@ -89,7 +97,7 @@ def _numbered(segments: Sequence[Segment], number: int, path: Path) -> Segment:
         if segment.header.segment == number:
             return segment
     last = segments[-1].header.segment
-    raise UsageError(f"{profile_path(path)}: there is no segment {number}; the last is {last}")
+    raise UsageError(f"{profile_path(path)}: has no segment {number}; the last is {last}")
 
 
 def load(
@@ -107,17 +115,17 @@ def load(
     """Read a profile or run directory.
 
     Args:
-        path: ``profile.jsonl`` or the directory that holds it.
-        window: the most step records that the costs are the median of.
-        at_step: the last step that counts; the end of the profile where not given.
-        segment_number: the segment that counts; the newest with steps where not given.
-        device: compute the costs for this device by ``costs.analytic``, even where some were measured.
-        dtype, recompute, fused_attention: of the computed costs.
-        before_changes: use what was measured before the first pruning or freezing of the segment.
+        path: ``profile.jsonl``, or a directory that contains it.
+        window: maximum number of step records that costs are the median of.
+        at_step: the last step that counts; default: the end of the profile.
+        segment_number: the segment that counts; default: the newest with steps.
+        before_changes: use the records before the first pruning or freezing of the segment.
+        device: compute the costs for this device by ``costs.analytic``, even if some were measured.
+        dtype, recompute, fused_attention: of computed costs.
 
     Raises:
-        DocumentError: the profile breaks a rule.
-        UsageError: it holds no usable costs.
+        DocumentError: the profile violates a rule.
+        UsageError: it has no usable costs.
     """
     segments = read_profile(profile_path(path))
     segment = next((s for s in reversed(segments) if s.steps), segments[-1])
@@ -134,13 +142,13 @@ def load(
             last = record
     if device is not None:
         if last is not None:
-            say(f"costs computed for {device.name}, dense; the measured ones ({len(segment.steps)} steps) are not used")
+            say(f"costs: computed for {device.name}, dense | measured costs ignored: {len(segment.steps)} steps")
         computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
         plan = initial_plan(path, header) if last is None else _active_plan(path, header, last)
         return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
     if last is None:
         raise UsageError(
-            f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
+            f"{profile_path(path)}: has no step records to compute costs from; use --device to compute analytic costs"
         )
     warn_of_units(path, costs_window.records)
     plan = _active_plan(path, header, last)
@@ -148,13 +156,13 @@ def load(
     if costs is None:
         raise UsageError(
             f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"
-            " since the last change of costs; choose an earlier --at-step"
+            " since the last cost change; choose an earlier --at-step"
         )
     return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
 
 
 def warn_of_units(path: Path, records: Sequence[Step]) -> bool:
-    """Warn on stderr where the times that count look like another unit than nanoseconds; whether they do."""
+    """Warn on stderr if the times look like another unit than nanoseconds; returns whether they do."""
     found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
     if found:
         more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""

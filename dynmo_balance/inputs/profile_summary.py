@@ -1,4 +1,4 @@
-"""Looking at profiles: warnings for implausible numbers, and the heat map of items over time."""
+"""Summaries of profiles: warnings for implausible numbers, and the heat map of items over time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .._common.document import Problem
 from .._common.errors import UsageError
 from ..formats.profile import Segment, Step
 
-LEAST_NS, MOST_NS = 100, 100_000_000_000
+MIN_PLAUSIBLE_NS, MAX_PLAUSIBLE_NS = 100, 100_000_000_000
 SHADES = " .:-=+*#%@"
 
 
@@ -18,11 +18,11 @@ def _item_ns(step: Step, index: int) -> int:
 
 
 def step_warnings(step: Step, where: str) -> list[Problem]:
-    """What looks wrong in a step record: times in another unit, a worker busier than the step is long."""
+    """Implausible numbers of a step record: times in another unit, a worker busier than the step is long."""
     found = []
     for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
         for index, value in enumerate(getattr(step, name) or ()):
-            if value and not LEAST_NS <= value <= MOST_NS:
+            if value and not MIN_PLAUSIBLE_NS <= value <= MAX_PLAUSIBLE_NS:
                 message = f"{value} ns is outside 100 ns to 100 s; is it another unit?"
                 found.append(Problem(f"{where}.{name}[{index}]", "unit", message))
     busy = [value for value in step.busy_ns if value is not None]
@@ -32,7 +32,7 @@ def step_warnings(step: Step, where: str) -> list[Problem]:
 
 
 def warnings_of(segments: Sequence[Segment]) -> list[Problem]:
-    """What obeys the format and still looks wrong: times in another unit, workers busier than the step is long."""
+    """Numbers that satisfy the format but are implausible, over all segments."""
     found = []
     for segment in segments:
         for step in segment.steps:
@@ -41,9 +41,9 @@ def warnings_of(segments: Sequence[Segment]) -> list[Problem]:
 
 
 def heat_values(segment: Segment | None, width: int) -> tuple[list[str], list[list[int]]]:
-    """The items' names and, for each, the mean time of each of at most ``width`` stretches of steps, in ns."""
+    """The item names and, per item, the mean time in ns over at most ``width`` ranges of steps."""
     if segment is None:
-        raise UsageError("the profile has no step records to show")
+        raise UsageError("the profile has no step records to show; record at least one step")
     steps = segment.steps
     columns = min(width, len(steps))
     stretches = [steps[c * len(steps) // columns : (c + 1) * len(steps) // columns] for c in range(columns)]
@@ -56,7 +56,7 @@ def heat_values(segment: Segment | None, width: int) -> tuple[list[str], list[li
 
 
 def heat_map(names: Sequence[str], values: Sequence[Sequence[int]]) -> list[str]:
-    """One line an item; the darkest shade is the dearest item and stretch of all."""
+    """One line per item; the darkest shade is the most expensive item and range."""
     most = max((value for row in values for value in row), default=0) or 1
     wide = max(len(name) for name in names)
     lines = []

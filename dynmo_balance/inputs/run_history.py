@@ -1,4 +1,4 @@
-"""What happened in a run: every step, every plan and what became of it, and the loads of the stages over time."""
+"""The history of a run: every step, every plan with its result, and the loads of the stages over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .profile_source import profile_path
 
 @dataclass(frozen=True, kw_only=True)
 class PlanHistory:
-    """A plan, its result, and the steps before and after its boundary: means in ns, None where there were none."""
+    """A plan, its result, and the mean step in ns before and after its boundary; None if there were no steps."""
 
     plan: Plan
     result: PlanResult | None
@@ -25,7 +25,7 @@ class PlanHistory:
 
     @property
     def realized(self) -> float | None:
-        """The share of the step time that the move gained, as measured."""
+        """The measured gain of the move, as a share of the step time."""
         if self.before_ns is None or self.after_ns is None or not self.before_ns:
             return None
         return 1 - self.after_ns / self.before_ns
@@ -33,9 +33,13 @@ class PlanHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """The newest segment with steps, and the run's plans.
+    """The newest segment with steps, and the plans of the run.
 
-    ``loads`` has for each step and stage the time of a microbatch in ns; empty where the active plan is not known.
+    Attributes:
+        header, steps, events: of the segment.
+        plan_histories: of all plans but the first.
+        loads: for each step and stage the time of a microbatch in ns; empty if an active plan is unknown.
+        plans: by plan id.
     """
 
     header: Header
@@ -47,12 +51,12 @@ class RunHistory:
 
     @property
     def moves(self) -> tuple[PlanHistory, ...]:
-        """The plans that were taken."""
+        """The plans that were applied."""
         return tuple(s for s in self.plan_histories if s.result is not None and s.result.result == "applied")
 
 
 def read_plans(folder: Path, header: Header) -> dict[int, Plan]:
-    """The plans that can be read and fit the header, by number."""
+    """The plans that can be read and fit the header, by plan id."""
     plans = {}
     for number in plan_numbers(folder):
         try:
@@ -92,10 +96,14 @@ def _loads(segment: Segment, plans: Mapping[int, Plan]) -> tuple[tuple[int, ...]
 
 
 def read_history(run: Path, window: int = 8) -> RunHistory:
-    """Read a run directory; raises ``UsageError`` where it has no steps."""
+    """Read a run directory.
+
+    Raises:
+        UsageError: it has no steps.
+    """
     segment = next((s for s in reversed(read_profile(profile_path(run))) if s.steps), None)
     if segment is None:
-        raise UsageError(f"{run}: no step records to report on")
+        raise UsageError(f"{run}: has no step records to report; record at least one step")
     plans = read_plans(run / "plans", segment.header) if run.is_dir() else {}
     return RunHistory(
         header=segment.header,

@@ -1,15 +1,16 @@
 """Scripted trajectories: how the costs of a model change over a run under each dynamic technique.
 
-Each is a stated model, not a measurement; all take the dense costs, the number of steps and a seed.
+Each is a stated model, not a measurement. All take the dense costs, the number of steps and a seed.
 
-* ``pruning``: gradual pruning to a final sparsity by the cubic schedule of Zhu and Gupta (2017, arXiv 1710.01878);
-  global magnitude pruning makes layers unequal, modelled by a spread of the sparsity that grows with depth.
+* ``pruning``: gradual pruning to a final sparsity by the cubic schedule of Zhu and Gupta (2017, arXiv 1710.01878).
+  Global magnitude pruning makes layers uneven, modelled by a spread of the sparsity that increases with depth.
 * ``freezing``: the frozen front grows in equal steps to a final share of the layers.
-* ``moe``: the busiest expert of each layer sets its MLP's time; the skew drifts from layer to layer and step to step.
-* ``mod``: every other block computes only a share of the tokens, which moves between 12.5 % and 50 %.
-* ``early-exit``: the share of tokens that is left falls exponentially with depth, more so as training goes on.
-* ``sparse-attention``: each layer's attention keeps a share of its blocks that drifts between 10 % and 100 % of the
-  densest; the projections around it stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
+* ``moe``: the busiest expert of each layer sets the time of its MLP; the skew drifts over layers and steps.
+* ``mod``: every other block computes only a share of the tokens, between 12.5 % and 50 %.
+* ``early-exit``: the share of active tokens decreases exponentially with depth, and with training.
+* ``sparse-attention``: the attention of each layer keeps a share of its blocks that drifts between 10 % and 100 % of
+  the
+  densest. The projections stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
 * ``static``: nothing changes.
 """
 
@@ -30,7 +31,7 @@ from ..partition.uniform import layer_starts
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioStep:
-    """The costs at a step, and the event that stands before it, if any."""
+    """The costs at a step, and the event before it, if any."""
 
     step: int
     costs: ItemCosts
@@ -39,17 +40,20 @@ class ScenarioStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """How long, how strong and how noisy a trajectory is.
+    """Length, strength and noise of a trajectory.
 
     Attributes:
-        steps: of the run.
-        strength: the final sparsity, frozen share or expert skew, as the technique has it; within [0, 1).
-        noise: relative standard deviation of each measured time.
-        sparsity: what pruning does to the cost of an item.
-        exit_rate: of ``early-exit``: at the end the share ``exp(-exit_rate * strength * depth)`` of the tokens is left.
-        densest: of ``sparse-attention``: the largest share of its blocks that a layer keeps.
-        cached_forward: of ``freezing``: what the frozen front puts out is read from a cache instead of computed.
-        slope: of ``moe``: how much the skew grows with depth, within [0, 1]; with 1 from none to twice the strength.
+        steps: number of steps.
+        strength: final sparsity, frozen share or expert skew, depending on the technique; within [0, 1).
+        noise: relative standard deviation of each time.
+        seed: of the noise and the trajectory.
+        sparsity: cost model of pruned items.
+        exit_rate: of ``early-exit``: at the end, the share ``exp(-exit_rate * strength * depth)`` of the tokens is
+            active.
+        densest: of ``sparse-attention``: the largest share of blocks that a layer keeps.
+        cached_forward: of ``freezing``: the outputs of the frozen front are read from a cache instead of computed.
+        slope: of ``moe``: how much the skew increases with depth, within [0, 1]; 1 is from zero to twice the
+            strength.
     """
 
     steps: int
@@ -144,7 +148,7 @@ def _static(header: Header, script: Script, rng: random.Random) -> Iterator[tupl
 
 
 def hash_unit(text: str) -> float:
-    """A number within [0, 1) that depends on the text alone."""
+    """A number within [0, 1) that depends only on the text."""
     return random.Random(text).random()
 
 
@@ -198,7 +202,7 @@ def scenario_steps(technique: str, header: Header, dense: ItemCosts, script: Scr
 
 
 def frozen_front(header: Header, share: float) -> int:
-    """How many items at the front are frozen when this share of the layers is; the embedding goes with the first."""
+    """The number of frozen items if this share of the layers is frozen, the embedding included."""
     if not 0 <= share < 1:
         raise UsageError(f"the frozen share must be within [0, 1), is {share}")
     starts = layer_starts(header.items)
@@ -209,7 +213,7 @@ def frozen_front(header: Header, share: float) -> int:
 
 
 def frozen_costs(header: Header, costs: ItemCosts, share: float, *, cached_forward: bool = False) -> ItemCosts:
-    """The costs with this share of the layers frozen, from the front; a cached forward costs nothing either."""
+    """The costs with this share of the layers frozen, from the front; with a cached forward pass they cost nothing."""
     front = frozen_front(header, share)
 
     def zero(values: tuple[int, ...]) -> tuple[int, ...]:

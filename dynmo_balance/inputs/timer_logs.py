@@ -1,11 +1,11 @@
-"""Times of workers in the logs of Megatron and DeepSpeed, put onto the items that the workers hold.
+"""Worker times in the logs of Megatron and DeepSpeed, divided among the items of each worker.
 
-Megatron (``--timing-log-level 2``) logs the time of all microbatches of a step in the forms of
-``--timing-log-option``: ``all`` is a line for each rank, ``minmax`` the fastest and the slowest rank, ``max`` the
-slowest. DeepSpeed (``wall_clock_breakdown``) logs a line for each microbatch of the ranks that log. No log has times of
-layers: a worker's time is shared among its items in proportion to the analytic model. Where a log has the slowest rank
-alone, the model as a whole is scaled so that its slowest worker takes that time; workers that do not log are scaled as
-those that do.
+Megatron (``--timing-log-level 2``) logs the time of all microbatches of a step. By ``--timing-log-option``, ``all``
+has
+one line per rank, ``minmax`` the fastest and the slowest rank, and ``max`` the slowest. DeepSpeed
+(``wall_clock_breakdown``) logs one line per microbatch, for the ranks that log. No log has times of layers, so a
+worker's time is divided among its items in proportion to the analytic model. If a log has only the slowest rank, the
+model is scaled so that its slowest worker takes that time. Workers that do not log are scaled like the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._common.errors import UsageError
 from ..formats.profile import Header
 
 SLOWEST = -1
-"""In place of a rank: the slowest of all."""
+"""Used as a rank: the slowest of all ranks."""
 KINDS = ("forward", "backward")
 _MS = r"([0-9]{1,12}(?:\.[0-9]{1,9})?)"
 _ITERATION = re.compile(r"\biteration\s+([0-9]{1,12})\s*/\s*[0-9]+\b")
@@ -36,8 +36,9 @@ class LoggedStep:
     """The times of one step in ms, by kind and rank.
 
     Attributes:
-        step: as logged; None where the log does not say it.
-        elapsed_ms: of the whole step, None where the log does not say it.
+        step: as logged; None if the log does not have it.
+        elapsed_ms: of the whole step; None if the log does not have it.
+        times: kind -> rank -> ms.
     """
 
     step: int | None = None
@@ -73,7 +74,7 @@ def megatron_steps(text: str) -> Iterator[LoggedStep]:
 
 
 def deepspeed_steps(text: str) -> Iterator[LoggedStep]:
-    """The microbatches of a DeepSpeed log: the n-th line of each rank is of the n-th; without a rank it is rank 0's."""
+    """The microbatches of a DeepSpeed log: the n-th line of each rank is the n-th microbatch; no rank is rank 0."""
     lines: dict[int, list[tuple[float, float]]] = {}
     for found in _DEEPSPEED.finditer(text):
         lines.setdefault(int(found[1] or 0), []).append((float(found[2]), float(found[3])))
@@ -85,7 +86,11 @@ def deepspeed_steps(text: str) -> Iterator[LoggedStep]:
 
 
 def worker_times(times: Mapping[int, float], header: Header, source: str) -> dict[int, float]:
-    """The slowest rank of each worker, by the worker's position in the header."""
+    """The time in ms of the slowest rank of each worker, by the worker's position in the header.
+
+    Raises:
+        UsageError: a rank belongs to no worker.
+    """
     position = {rank: at for at, worker in enumerate(header.workers) for rank in worker.ranks}
     strange = sorted(rank for rank in times if rank not in position and rank != SLOWEST)
     if strange:
@@ -100,21 +105,23 @@ def worker_times(times: Mapping[int, float], header: Header, source: str) -> dic
     return found
 
 
-def spread(times: Mapping[int, float], slowest: float | None, holder: Sequence[int], model: Sequence[int]) -> list[int]:
-    """The time of each item in ns: a worker's time, shared among its items as the model has them.
+def spread(
+    times: Mapping[int, float], slowest: float | None, workers_of_items: Sequence[int], model: Sequence[int]
+) -> list[int]:
+    """The time of each item in ns: a worker's time, divided among its items as in the model.
 
     Args:
-        times: of workers by position, in ns of a microbatch; those that are missing go by the others.
-        slowest: the time of the slowest worker, where that is all that is known.
-        holder: of each item the position of its worker.
-        model: of each item the modelled time.
+        times: ns per microbatch of workers, by position; missing workers are scaled like the others.
+        slowest: the time of the slowest worker, if that is all that is known.
+        workers_of_items: the position of each item's worker.
+        model: the modelled time of each item in ns.
     """
-    modelled = [0] * (max(holder) + 1)
-    for worker, ns in zip(holder, model, strict=True):
+    modelled = [0] * (max(workers_of_items) + 1)
+    for worker, ns in zip(workers_of_items, model, strict=True):
         modelled[worker] += ns
     if slowest is not None:
         usual = slowest / max(1, *modelled)
     else:
         usual = sum(times.values()) / max(1, sum(modelled[worker] for worker in times if worker < len(modelled)))
     scale = {at: times[at] / modelled[at] for at in times if at < len(modelled) and modelled[at]}
-    return [round(ns * scale.get(worker, usual)) for worker, ns in zip(holder, model, strict=True)]
+    return [round(ns * scale.get(worker, usual)) for worker, ns in zip(workers_of_items, model, strict=True)]

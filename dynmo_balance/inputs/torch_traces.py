@@ -1,14 +1,15 @@
-"""Times of layers in a trace of ``torch.profiler``, recorded with ``with_stack=True``.
+"""Layer times in a trace of ``torch.profiler``, recorded with ``with_stack=True``.
 
-Such a trace has an event for each call of a module, named by class and instance (``nn.Module: Block_3``), the operators
-with their sequence numbers, the steps of the backward with the sequence number of the operator that they belong to,
-and on a GPU the kernels with the call that launched them. The blocks are the instances of the class that has as many
-of them as the model has layers (the class that takes the longest, of several). What runs in the model before the first
-block is the embedding, after the last one the head; what runs outside of the model, such as a loss or an optimizer, is
-not counted forward.
+Such a trace has an event for each call of a module, named by class and instance (``nn.Module: Block_3``), the
+operators
+with their sequence numbers, the backward steps with the sequence number of their operator, and on a GPU the kernels
+with the call that launched them. The blocks are the instances of the class with one instance per layer (of several,
+the
+class that takes the longest). Work of the model before the first block is the embedding, after the last one the head.
+Work outside the model, such as a loss or an optimizer, is not counted in the forward pass.
 
-A backward step goes to the block whose operator it belongs to; an accumulation of a gradient follows the step before.
-Without kernels the times of the CPU count, with them those of the kernels.
+A backward step belongs to the block of its operator; a gradient accumulation belongs to the block of the step before
+it. Without kernels the CPU times count, with kernels those of the kernels.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Mean times of a pass in microseconds: embedding, each layer in order, head."""
+    """Mean times of a pass in us: embedding, each layer in order, head."""
 
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
 
 
 class _Spans:
-    """Intervals of one thread that do not overlap, found by an instant."""
+    """Non-overlapping intervals of one thread, searched by time."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events: list[Event] = []
@@ -48,25 +49,25 @@ class _Spans:
         self._starts = [event["ts"] for event in self.events]
 
     def before(self, instant: float) -> int:
-        """The last interval that began by then; -1 where none did."""
+        """The last interval that began by then; -1 if none did."""
         return bisect_right(self._starts, instant) - 1
 
     def at(self, instant: float) -> int:
-        """The interval around an instant, -1 where there is none."""
+        """The interval that contains a time; -1 if there is none."""
         found = self.before(instant)
         inside = found >= 0 and instant < self.events[found]["ts"] + self.events[found]["dur"]
         return found if inside else -1
 
 
 def _number(event: Event, name: str) -> int:
-    """A whole number of an event's arguments; -1 where it is not there."""
+    """An integer of an event's arguments; -1 if it is missing."""
     arguments = event.get("args")
     value = arguments.get(name) if isinstance(arguments, dict) else None
     return value if isinstance(value, int) else -1
 
 
 def has_modules(events: Sequence[Event]) -> bool:
-    """Whether a trace has events of modules."""
+    """Whether a trace has module events."""
     return any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events)
 
 
@@ -74,7 +75,7 @@ def layer_times(events: Sequence[Event], layers: int, source: str) -> LayerTimes
     """The times of the layers in a trace.
 
     Raises:
-        UsageError: no class of modules has as many instances as the model has layers, or there is no backward.
+        UsageError: no module class has one instance per layer, or there is no backward pass.
     """
     timed = [
         one
@@ -110,7 +111,7 @@ class _Reader:
         return -1 if spans is None else spans.at(event["ts"])
 
     def _modules(self) -> dict[str, dict[int, list[Event]]]:
-        """Of each class and instance its calls in the forward, without those that are recomputed."""
+        """For each class and instance its calls in the forward pass, without recomputation."""
         found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
         for event in self._events:
             match = _MODULE.fullmatch(str(event.get("name", "")))
@@ -119,7 +120,7 @@ class _Reader:
         return found
 
     def _find_blocks(self, source: str) -> tuple[_Spans, list[int]]:
-        """The calls of the blocks in order, and the number of the block of each."""
+        """The calls of the blocks in order, and the index of the block of each."""
         modules = self._modules()
         fitting = {
             name: calls
@@ -127,10 +128,10 @@ class _Reader:
             if len(calls) == self._layers and len({len(one) for one in calls.values()}) == 1
         }
         if not fitting:
-            met = ", ".join(f"{len(calls)} {name}" for name, calls in sorted(modules.items()))
+            present = ", ".join(f"{len(calls)} {name}" for name, calls in sorted(modules.items()))
             raise UsageError(
-                f"{source}: no module is there {self._layers} times, once for each layer; it has {met or 'no modules'};"
-                " give a trace of one process that runs all layers, and the header of that model"
+                f"{source}: no module class has {self._layers} instances; it has {present or 'no modules'};"
+                " use a trace of one process that executes all layers, and the header of that model"
             )
         name = max(fitting, key=lambda one: sum(event["dur"] for calls in fitting[one].values() for event in calls))
         order = sorted(fitting[name], key=lambda instance: min(event["ts"] for event in fitting[name][instance]))
@@ -139,18 +140,18 @@ class _Reader:
         return spans, [number[id(event)] for event in spans.events]
 
     def _find_roots(self) -> _Spans:
-        """The outermost modules that hold a first block: the model, once for each pass."""
+        """The outermost modules that contain a first block: the model, once per pass."""
         starts = sorted(e["ts"] for e, index in zip(self._blocks.events, self._index, strict=True) if index == 0)
-        holding = []
+        containing = []
         for event in self._events:
             if event.get("tid") == self._thread and _MODULE.fullmatch(str(event.get("name", ""))):
                 at = bisect_right(starts, event["ts"])
                 if at < len(starts) and starts[at] < event["ts"] + event["dur"] and self._in_backward(event) < 0:
-                    holding.append(event)
-        return _Spans(holding)
+                    containing.append(event)
+        return _Spans(containing)
 
     def _owner(self, instant: float, *, outside: bool) -> int:
-        """0 for the embedding, then the layers, then the head; -1 outside of the model, unless that is the head's."""
+        """0 for the embedding, then the layers, then the head; outside the model the head (``outside``) or -1."""
         at = self._blocks.at(instant)
         if at >= 0:
             return self._index[at] + 1
@@ -163,7 +164,7 @@ class _Reader:
         return self._index[last] + 2 if self._index[last] + 1 < self._layers else self._layers + 1
 
     def _owners_of_steps(self) -> dict[Any, list[int]]:
-        """The owner of each step of the backward, by thread."""
+        """The owner of each backward step, by thread."""
         made: dict[int, int] = {}
         for event in sorted((e for e in self._events if e.get("cat") == "cpu_op"), key=lambda one: one["ts"]):
             number = _number(event, "Sequence number")
@@ -179,7 +180,7 @@ class _Reader:
         return owners
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Forward and backward of embedding, layers and head, over all passes."""
+        """Forward and backward time of embedding, layers and head in us, summed over all passes."""
         forward, backward = [0.0] * (self._layers + 2), [0.0] * (self._layers + 2)
         owners = self._owners_of_steps()
         launches = {_number(event, "correlation"): event for event in self._events if event.get("cat") in _LAUNCHES}

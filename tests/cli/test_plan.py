@@ -202,7 +202,7 @@ def test_a_broken_profile_is_refused_with_its_problems(plan, command, fixture):
 def test_a_profile_without_steps(plan, command):
     code, _, err = plan(command, CONTRACTS / "profile/valid/header-only.jsonl")
     assert code == 2
-    assert "no step records to take costs from" in err
+    assert "has no step records to compute costs from" in err
 
 
 def test_an_empty_or_missing_profile(plan, tmp_path):
@@ -253,7 +253,7 @@ def test_a_plan_for_another_model(plan, tmp_path):
 def test_sizes_that_are_none(plan, size):
     code, _, err = plan("partition", EVENTS, f"--memory={size}")
     assert code == 2
-    assert "is not a size" in err
+    assert "must be a size" in err
 
 
 @pytest.mark.parametrize("pin", ["head", "head:x", "nothing:1"])

@@ -104,7 +104,7 @@ def test_repack_keeps_the_stages_a_worker_of_the_run(plan, run_of, tmp_path, sch
 
 def test_repack_says_which_numbers_of_workers_an_interleaved_run_cannot_have(plan, run_of):
     options = ("--granularity", "sublayer", "--stages", "3", "--microbatches", "9")
-    reason = "2 workers: 9 microbatches do not come out even in 4 rounds for 2 workers; use a multiple of 2"
+    reason = "2 workers: 9 microbatches do not divide into 4 equal rounds on 2 workers; use a multiple of 2"
     code, out, _ = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "0.2")
     assert code == 0
     assert reason in out

@@ -96,7 +96,7 @@ def test_a_trace_gives_each_item_its_mean(tmp_path):
     assert step.forward_ns == tuple(1000 * (20 + at) for at in range(len(names)))
     with pytest.raises(UsageError, match=r"no events named embedding\.forward"):
         imported("chrome-trace", "[]", tmp_path)
-    with pytest.raises(UsageError, match="holds no list"):
+    with pytest.raises(UsageError, match="contains no list"):
         imported("chrome-trace", "{}", tmp_path)
 
 
@@ -314,7 +314,7 @@ def test_kernels_count_where_a_trace_has_them(trace, tmp_path):
 def test_traces_of_other_models_are_refused_by_name(trace, tmp_path):
     fewer = [event for event in trace["traceEvents"] if "Block_3" not in event.get("name", "")]
     with pytest.raises(
-        UsageError, match=r"no module is there 4 times, once for each layer; it has 3 Block, 1 Embedding"
+        UsageError, match=r"no module class has 4 instances; it has 3 Block, 1 Embedding"
     ):
         imported("chrome-trace", json.dumps({"traceEvents": fewer}), tmp_path)
     forward = [event for event in trace["traceEvents"] if "evaluate_function" not in event.get("name", "")]

@@ -311,7 +311,7 @@ def test_trajectories_are_repeatable_and_change_what_they_say(technique):
 def test_bad_shapes_are_refused():
     with pytest.raises(UsageError, match=r"missing hidden .*heads"):
         from_config({"model_type": "gpt2", "n_layer": 2, "vocab_size": 3}, "config.json")
-    with pytest.raises(UsageError, match="4 heads cannot be shared by 3"):
+    with pytest.raises(UsageError, match="4 heads do not divide into 3"):
         built(GPT, BuildOptions(tensor_parallel=3))
     with pytest.raises(UsageError, match="unknown device"):
         load_device("abacus")
