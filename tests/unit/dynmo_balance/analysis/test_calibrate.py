@@ -313,9 +313,7 @@ def test_kernels_count_where_a_trace_has_them(trace, tmp_path):
 
 def test_traces_of_other_models_are_refused_by_name(trace, tmp_path):
     fewer = [event for event in trace["traceEvents"] if "Block_3" not in event.get("name", "")]
-    with pytest.raises(
-        UsageError, match=r"no module class has 4 instances; it has 3 Block, 1 Embedding"
-    ):
+    with pytest.raises(UsageError, match=r"no module class has 4 instances; it has 3 Block, 1 Embedding"):
         imported("chrome-trace", json.dumps({"traceEvents": fewer}), tmp_path)
     forward = [event for event in trace["traceEvents"] if "evaluate_function" not in event.get("name", "")]
     with pytest.raises(UsageError, match="has no backward steps"):
