@@ -136,7 +136,7 @@ class TaskFormat:
     Attributes:
         head: the model's head.
         read: reads a data set.
-        first_tokens: limit of the tokens of a row's first text; None is no limit.
+        first_tokens: limit of the tokens of a row's first text, None for unlimited.
         class_names: labels in the order of the logits; empty for multiple choice.
     """
 

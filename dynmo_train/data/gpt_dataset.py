@@ -82,7 +82,7 @@ class GptDataset:
 def build_gpt_dataset(
     request: SplitRequest, *, seq_length: int, seed: int, vocab_size: int, order: str = "stable"
 ) -> GptDataset:
-    """The samples of a split, over as many epochs as they need.
+    """Build the samples of a split, over the epochs that they need.
 
     Args:
         request: which samples.

@@ -1,8 +1,8 @@
 """Spans of consecutive sentences of a document, which become samples, as in Megatron's BERT and T5 data sets.
 
-A document is split from its beginning: a sample has as many sentences as reach its target length, and the last sample
-of a document has the rest. Every epoch is drawn and shuffled separately, so that a longer run begins with the samples
-of a shorter one. Nothing depends on the number of ranks.
+A document is split from its beginning: sentences are added to a sample until it reaches its target length, and the last
+sample of a document has the rest. Every epoch is drawn and shuffled separately, so that a longer run begins with the
+samples of a shorter one. Nothing depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def build_sentence_spans(
     request: SplitRequest, settings: SpanSettings, titles: IndexedDataset | None = None
 ) -> SentenceSpans:
-    """The spans of a split, over as many epochs as they need.
+    """Build the spans of a split, over the epochs that they need.
 
     Args:
         request: which samples.

@@ -1,4 +1,8 @@
-"""lm-evaluation-harness on a trained model: exported to a Hugging Face directory, on local data, without a network."""
+"""Runs lm-evaluation-harness on a trained model with local data, without a network.
+
+--load --dynmo-ckpt convert--> Hugging Face directory --+
+--task-data --write_task--> local task files -----------+--> lm_eval subprocess --results.json--> HarnessResult
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,22 @@ OFFLINE = {
 
 
 class HarnessError(DynmoError):
-    """The harness ended with an error of its own."""
+    """The harness failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessResult:
-    """What the harness measured: task -> metric -> value."""
+    """Results by task and metric, and the number of samples of each task."""
 
     results: Mapping[str, Mapping[str, float]]
     samples: Mapping[str, int]
 
     def document(self) -> dict[str, Any]:
-        """For ``--format json``."""
+        """The object that ``--format json`` prints."""
         return {task: {"items": self.samples[task], **metrics} for task, metrics in self.results.items()}
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Task, number of items, metric, value."""
+        """Table rows: task, number of items, metric, value."""
         return [
             (task, str(self.samples[task]), metric, f"{value:.4f}")
             for task, metrics in self.results.items()
@@ -54,7 +58,7 @@ class HarnessResult:
 
 
 def harness_folder() -> Path:
-    """The folder of the installed harness; raises ``MissingExtraError`` where it is not installed."""
+    """The directory of the installed harness; raises ``MissingExtraError`` where it is not installed."""
     found = find_spec("lm_eval")
     if found is None or found.origin is None:
         raise MissingExtraError("lm_eval", "lm-eval")
@@ -62,46 +66,52 @@ def harness_folder() -> Path:
 
 
 def export(path: Path, folder: Path) -> Path:
-    """The model as a Hugging Face directory: itself, or converted into ``folder`` by ``dynmo-ckpt``.
+    """Return the model as a Hugging Face directory, converted into ``folder`` by ``dynmo-ckpt`` if needed.
+
+    Args:
+        path: a checkpoint, or already a Hugging Face directory.
+        folder: directory for the conversion.
 
     Raises:
-        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert the checkpoint; says what it said.
+        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert the checkpoint.
     """
     if is_hugging_face(path):
         return path
     program = program_path("dynmo-ckpt")
     if program is None:
         raise UsageError(
-            "dynmo-ckpt, which exports the model, is not installed beside dynmo-train nor on PATH; run: pip install"
-            " 'dynmo-toolkit[ckpt]'"
+            "dynmo-ckpt, which exports the model, is not installed; run: pip install 'dynmo-toolkit[ckpt]'"
         )
     target = folder / "hf"
     command = [program, "convert", str(path), str(target), "--to", "hf"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
-        raise UsageError(f"{path}: dynmo-ckpt cannot export it: {said}")
+        message = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
+        raise UsageError(f"{path}: dynmo-ckpt cannot export it: {message}")
     return target
 
 
 def run_harness(task: HarnessConfig) -> HarnessResult:
-    """Measure the model of a checkpoint with lm-evaluation-harness on local data.
+    """Evaluate the model of a checkpoint with lm-evaluation-harness on local data.
+
+    Args:
+        task: the model, the tasks and their data.
 
     Raises:
-        UsageError: unknown tasks, data that are missing or not of the task's form, a checkpoint that is none.
-        HarnessError: the harness failed; its last words.
+        UsageError: a task is unknown, its data is missing or not in its format, or the checkpoint cannot be exported.
+        HarnessError: the harness failed; the message has the end of its stderr.
     """
     check_device(task.device)
     names, data = parse_tasks(task.tasks), Path(task.task_data)
-    own = harness_folder()
+    harness = harness_folder()
     rows = {name: read_rows(name, find_data(name, data)) for name in names}
     with tempfile.TemporaryDirectory(prefix="dynmo-harness-") as work:
         folder = Path(work)
         model = export(Path(task.load), folder)
-        local = [write_task(name, rows[name], folder, own / "tasks") for name in names]
+        local = [write_task(name, rows[name], folder, harness / "tasks") for name in names]
         command = [
             *(sys.executable, "-m", "lm_eval"),
-            *(("run",) if (own / "_cli").is_dir() else ()),
+            *(("run",) if (harness / "_cli").is_dir() else ()),
             *("--model", "hf", "--model_args", f"pretrained={model},dtype={task.dtype}"),
             *("--tasks", ",".join(local), "--include_path", str(folder)),
             *("--device", task.device, "--batch_size", str(task.batch_size)),
@@ -115,18 +125,18 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
         )
         found = sorted((folder / "out").rglob("results*.json"))
         if done.returncode or not found:
-            last = "\n  ".join(done.stderr.strip().splitlines()[-8:])
-            raise HarnessError(f"lm-evaluation-harness failed with exit code {done.returncode}:\n  {last}")
+            tail = "\n  ".join(done.stderr.strip().splitlines()[-8:])
+            raise HarnessError(f"lm-evaluation-harness failed with exit code {done.returncode}:\n  {tail}")
         return _result(read_any_json(found[-1]), names)
 
 
 def _result(document: Mapping[str, Any], names: list[str]) -> HarnessResult:
     results, samples = {}, {}
     for name in names:
-        told = document["results"][f"local_{name}"]
+        metrics = document["results"][f"local_{name}"]
         results[name] = {
             metric.removesuffix(",none"): float(value)
-            for metric, value in told.items()
+            for metric, value in metrics.items()
             if isinstance(value, int | float) and "," in metric
         }
         samples[name] = int(document["n-samples"][f"local_{name}"]["effective"])

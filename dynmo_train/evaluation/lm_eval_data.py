@@ -1,6 +1,6 @@
-"""Test sets of lm-evaluation-harness from a person's own files: found, checked, and written in the form of its tasks.
+"""Test sets of lm-evaluation-harness from local files: finds and checks them, and writes them in its task format.
 
-Pure but for reading and writing files. A task's file may have the form in which its authors publish it.
+A task's file may be in the format in which its authors publish it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """How one task of the harness reads local data.
+    """How a task of the harness reads local data.
 
     Attributes:
-        yaml: the harness's own description of the task, in its folder of tasks.
-        split: of the data that the task is measured on.
-        files: names under which the data may lie, the first one being ours.
-        columns: what a line must have.
-        row: a line in the form that the task reads, from one as published.
+        yaml: the task's description in the harness's directory of tasks.
+        split: the split that the task evaluates on.
+        files: accepted paths of the data, the preferred one first.
+        columns: required keys of a row.
+        row: converts a published row to the format of the harness; None leaves it unchanged.
     """
 
     yaml: str
@@ -38,7 +38,7 @@ class HarnessTask:
 
 
 def _hellaswag(row: Row) -> Row:
-    """As published by its authors: the context in two parts, the label as a number."""
+    """The published rows have two context columns, and the label as a number."""
     return {name: row[name] for name in ("ctx_a", "ctx_b", "activity_label", "endings")} | {"label": str(row["label"])}
 
 
@@ -47,12 +47,12 @@ def _piqa(row: Row) -> Row:
 
 
 def _race(row: Row) -> Row:
-    """The questions of an article together, as the harness wants them; from the lists of RACE where it has those."""
+    """The harness expects all questions of an article in one ``problems`` string; RACE publishes parallel lists."""
     if "problems" in row:
         problems = row["problems"]
         return {"article": row["article"], "problems": problems if isinstance(problems, str) else repr(problems)}
-    asked = zip(row["questions"], row["options"], row["answers"], strict=True)
-    problems = [{"question": q, "options": o, "answer": a} for q, o, a in asked]
+    questions = zip(row["questions"], row["options"], row["answers"], strict=True)
+    problems = [{"question": q, "options": o, "answer": a} for q, o, a in questions]
     return {"article": row["article"], "problems": repr(problems)}
 
 
@@ -103,24 +103,24 @@ TASKS: Mapping[str, HarnessTask] = {
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Names between commas; raises ``UsageError`` naming those that are no task."""
+    """Split names separated by commas; raises ``UsageError`` with the unknown ones."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
-        raise UsageError(f"--tasks {text!r}: {', '.join(unknown) or 'none'}; the tasks are {', '.join(TASKS)}")
+        raise UsageError(f"--tasks {text!r}: unknown {', '.join(unknown) or 'task'}; the tasks are {', '.join(TASKS)}")
     return list(dict.fromkeys(names))
 
 
 def find_data(task: str, folder: Path) -> Path:
-    """Where the data of a task lie; raises ``UsageError`` with the names that were looked for."""
+    """The path of a task's data; raises ``UsageError`` with the accepted paths where there is none."""
     for name in TASKS[task].files:
         if (folder / name).exists():
             return folder / name
-    raise UsageError(f"--task-data {folder}: holds no data of {task}; put it there as {' or '.join(TASKS[task].files)}")
+    raise UsageError(f"--task-data {folder}: contains no data of {task}; add {' or '.join(TASKS[task].files)}")
 
 
 def _documents(path: Path) -> list[tuple[str, Any]]:
-    """The objects of a file of JSON lines or of one JSON list, or of a folder of such, each with where it stands."""
+    """The objects of a JSON lines file, a JSON list, or a directory of such files, each with its location."""
     if path.is_dir():
         return [each for file in sorted(path.glob("*.txt")) for each in _documents(file)]
     try:
@@ -136,44 +136,47 @@ def _documents(path: Path) -> list[tuple[str, Any]]:
 
 
 def read_rows(task: str, path: Path) -> list[Row]:
-    """The rows of a task's data, in the form that the harness reads.
+    """The rows of a task's data, in the format of the harness.
 
     Raises:
-        UsageError: a row lacks a column, or none is there; names the line.
+        UsageError: a row lacks a column, or there are no rows; names the line.
     """
-    form, rows = TASKS[task], []
+    spec, rows = TASKS[task], []
     for where, row in _documents(path):
-        missing = [name for name in form.columns if not isinstance(row, dict) or name not in row]
+        missing = [name for name in spec.columns if not isinstance(row, dict) or name not in row]
         if missing:
-            raise UsageError(f"{where}: {task} needs {', '.join(form.columns)}; has no {', '.join(missing)}")
+            raise UsageError(f"{where}: {task} needs {', '.join(spec.columns)}; lacks {', '.join(missing)}")
         try:
-            rows.append(form.row(row) if form.row is not None else row)
+            rows.append(spec.row(row) if spec.row is not None else row)
         except (KeyError, ValueError, TypeError) as error:
-            raise UsageError(f"{where}: is no row of {task}: {error}") from error
+            raise UsageError(f"{where}: is not a row of {task}: {error}") from error
     if not rows:
-        raise UsageError(f"{path}: holds no rows of {task}")
+        raise UsageError(f"{path}: contains no rows; {task} needs {', '.join(spec.columns)}")
     return rows
 
 
 def write_task(task: str, rows: Sequence[Row], folder: Path, harness_tasks: Path) -> str:
-    """Write the data of a task and its description for the harness into ``folder``; the task's name there.
+    """Write the data and the description of a task for the harness into ``folder``; returns the task's local name.
 
     Args:
-        harness_tasks: the harness's own folder of tasks, whose description is taken over but for the data.
+        task: a key of ``TASKS``.
+        rows: the data.
+        folder: directory to write to.
+        harness_tasks: the harness's directory of tasks; the description includes the task's own and replaces the data.
     """
-    form = TASKS[task]
+    spec = TASKS[task]
     data, name = folder / f"{task}.jsonl", f"local_{task}"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     lines = [
-        f"include: {json.dumps(str(harness_tasks / form.yaml))}",
+        f"include: {json.dumps(str(harness_tasks / spec.yaml))}",
         f"task: {name}",
         "tag: null",
         "dataset_path: json",
         "dataset_name: null",
-        f"dataset_kwargs: {json.dumps({'data_files': {form.split: str(data)}})}",
+        f"dataset_kwargs: {json.dumps({'data_files': {spec.split: str(data)}})}",
         "training_split: null",
-        f"validation_split: {form.split if form.split == 'validation' else 'null'}",
-        f"test_split: {form.split if form.split == 'test' else 'null'}",
+        f"validation_split: {spec.split if spec.split == 'validation' else 'null'}",
+        f"test_split: {spec.split if spec.split == 'test' else 'null'}",
     ]
     (folder / f"{name}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return name

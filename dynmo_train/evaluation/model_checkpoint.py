@@ -18,6 +18,7 @@ import torch
 from .._common.console import say
 from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
+from ..config.extensions import base_family
 from ..config.task_command import check_model_flags
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer, open_tokenizer
 from ..formats.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
@@ -140,7 +141,7 @@ def open_causal_model(inference: InferenceConfig, world: World, model_flags: Map
     """
     source = open_model(Path(inference.load), inference, world)
     run_on_all_ranks(world, lambda: check_model_flags(model_flags, source.model, source.directory))
-    if source.model["family"] not in CAUSAL:
+    if base_family(source.model["family"]) not in CAUSAL:
         raise UsageError(
             f"{source.directory} contains a {source.model['family']} model, which does not predict the next token;"
             f" give a model of the families {', '.join(CAUSAL)}"

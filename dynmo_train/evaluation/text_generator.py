@@ -59,7 +59,7 @@ class GenerationSettings:
         max_new_tokens: limit of the tokens added to a prompt.
         sampling: how tokens are drawn.
         seed: seed of the draws.
-        out_seq_length: limit of the tokens of prompt and continuation together; None is no limit.
+        out_seq_length: limit of the tokens of prompt and continuation together, None for unlimited.
         stop: text that ends a continuation, anywhere in its decoded text.
         num_samples: continuations per prompt.
         batch_size: sequences per batch.

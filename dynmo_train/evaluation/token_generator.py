@@ -53,8 +53,8 @@ class StopCondition:
     within tokens.
 
     Attributes:
-        eod: id of the end-of-document token; None is no such token.
-        stop: the text; empty is no such text.
+        eod: id of the end-of-document token, or None.
+        stop: the text; empty disables it.
         decode: token ids to text; required with ``stop``.
     """
 

@@ -68,18 +68,18 @@ def test_a_task_is_the_harness_s_own_with_other_data(tmp_path):
 
 def test_bad_data_is_told(data):
     assert parse_tasks("piqa, race,piqa") == ["piqa", "race"]
-    with pytest.raises(UsageError, match="--tasks 'piqa,arc': arc; the tasks are lambada"):
+    with pytest.raises(UsageError, match="--tasks 'piqa,arc': unknown arc; the tasks are lambada"):
         parse_tasks("piqa,arc")
-    with pytest.raises(UsageError, match=r"holds no data of piqa; put it there as piqa\.jsonl or"):
+    with pytest.raises(UsageError, match=r"contains no data of piqa; add piqa\.jsonl or"):
         find_data("piqa", data / "none")
     (data / "piqa.jsonl").write_text('{"goal": "x"}\n')
-    with pytest.raises(UsageError, match=r"piqa\.jsonl:1: piqa needs goal, sol1, sol2, label; has no sol1, sol2"):
+    with pytest.raises(UsageError, match=r"piqa\.jsonl:1: piqa needs goal, sol1, sol2, label; lacks sol1, sol2"):
         read_rows("piqa", data / "piqa.jsonl")
     (data / "race.jsonl").write_text('{"article": "x"}\n')
-    with pytest.raises(UsageError, match=r"race\.jsonl:1: is no row of race: 'questions'"):
+    with pytest.raises(UsageError, match=r"race\.jsonl:1: is not a row of race: 'questions'"):
         read_rows("race", data / "race.jsonl")
     (data / "lambada.jsonl").write_text("")
-    with pytest.raises(UsageError, match="holds no rows of lambada"):
+    with pytest.raises(UsageError, match="contains no rows; lambada needs text"):
         read_rows("lambada", data / "lambada.jsonl")
 
 
