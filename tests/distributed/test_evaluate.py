@@ -69,7 +69,7 @@ def alone(folder):
     [(2, 2, 1), (2, 1, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1)],
     ids=["PP2", "DP2", "TP2", "PP2-TP2", "PP2-DP2"],
 )
-def test_every_layout_gives_the_same_figures(folder, alone, processes, pipeline, tensor):
+def test_evaluation_is_identical_in_every_layout(folder, alone, processes, pipeline, tensor):
     told = run_workers(figures, processes, folder, pipeline, tensor, joins=False)
     assert told[0][2] == alone[2]
     for wikitext, lambada, _ in told:

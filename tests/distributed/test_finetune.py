@@ -81,7 +81,7 @@ def alone(request, folder):
     return request.param, metrics(folder / f"{request.param}-1")
 
 
-def test_the_same_bits_on_two_stages(folder, alone):
+def test_finetune_on_two_stages_is_bit_identical(folder, alone):
     task, expected = alone
     run_workers(tune, 2, command_line(folder, task, f"{task}-2", "--epochs", "3"), joins=False)
     assert metrics(folder / f"{task}-2") == expected
@@ -92,7 +92,7 @@ def test_the_same_bits_on_two_stages(folder, alone):
         assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
 
 
-def test_evaluation_says_the_same_and_a_stopped_run_goes_on(folder, alone):
+def test_evaluation_is_reproduced_and_a_stopped_run_resumes(folder, alone):
     from typer.testing import CliRunner
 
     from dynmo_train.cli import app
@@ -121,7 +121,7 @@ def test_evaluation_says_the_same_and_a_stopped_run_goes_on(folder, alone):
     assert [line for line in again if "lm_loss" in line] == [line for line in expected if "lm_loss" in line][2:]
 
 
-def test_options_of_a_file_give_the_same_run(folder, alone):
+def test_finetune_with_a_config_file_gives_the_same_run(folder, alone):
     task, expected = alone
     words = command_line(folder, task, f"{task}-file", "--epochs", "3")
     train_data, lr = words[3], words[words.index("--lr") + 1]
@@ -135,7 +135,7 @@ def test_options_of_a_file_give_the_same_run(folder, alone):
 @pytest.mark.parametrize(
     ("text", "words"), [("train_iters = 3", "finetune has no train_iters"), ("epoch = 3", "epoch: is not an option")]
 )
-def test_a_file_for_another_command_is_refused(folder, text, words):
+def test_config_file_of_another_command_is_refused(folder, text, words):
     (folder / "bad.toml").write_text(text)
     extra = ("--config", str(folder / "bad.toml"))
     (code, talk), *_ = run_workers(run_command, 1, command_line(folder, "mnli", "bad", *extra), joins=False)
@@ -143,7 +143,7 @@ def test_a_file_for_another_command_is_refused(folder, text, words):
     assert words in talk, talk
 
 
-def test_an_exported_classifier_names_its_classes(folder, alone, tmp_path):
+def test_exported_classifier_has_class_names(folder, alone, tmp_path):
     from typer.testing import CliRunner
 
     from dynmo_ckpt.cli import app as ckpt
@@ -162,14 +162,14 @@ def test_an_exported_classifier_names_its_classes(folder, alone, tmp_path):
     assert back.exit_code == 0, back.output
 
 
-def test_it_starts_from_a_pretrained_model(folder, alone):
+def test_finetune_starts_from_a_pretrained_model(folder, alone):
     task, expected = alone
     start = ("--pretrained-checkpoint", str(folder / f"{task}-1"), "--epochs", "0")
     run_workers(tune, 1, command_line(folder, task, f"{task}-from", *start), joins=False)
     assert metrics(folder / f"{task}-from")[-1]["validation"] == expected[-1]["validation"]
 
 
-def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
+def test_finetune_keeps_the_source_of_its_model(folder, alone, tmp_path):
     from typer.testing import CliRunner
 
     from dynmo_ckpt.cli import app as ckpt
@@ -196,13 +196,13 @@ def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
         ("mnli", ("--train-iters", "3"), "No such option"),
     ],
 )
-def test_bad_input_is_told(folder, task, extra, words):
+def test_finetune_with_bad_input_is_refused(folder, task, extra, words):
     (code, talk), *_ = run_workers(run_command, 1, command_line(folder, task, "bad", *extra), joins=False)
     assert code == 2
     assert words in talk, talk
 
 
-def test_options_of_a_pretraining_are_refused():
+def test_options_of_pretraining_are_refused():
     from dynmo_train._common.errors import UsageError
     from dynmo_train.cli.finetune import _refuse
     from dynmo_train.config.resolve import config_of

@@ -76,7 +76,7 @@ def alone(folder):
     [(1, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 8), (2, 1, 1, 3), (4, 2, 2, 2), (3, 3, 1, 1)],
     ids=["batch-1", "PP2", "TP2", "DP2", "PP2-TP2", "PP3"],
 )
-def test_every_layout_writes_the_same(folder, alone, processes, pipeline, tensor, batch):
+def test_generation_is_identical_in_every_layout(folder, alone, processes, pipeline, tensor, batch):
     for greedy, drawn in run_workers(both, processes, folder, free_port(), pipeline, tensor, batch, joins=False):
         assert greedy == alone[0]
         assert drawn == alone[1]

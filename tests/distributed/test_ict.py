@@ -38,7 +38,7 @@ def head_on_rows(world):
     }
 
 
-def test_the_loss_is_over_the_batch_of_all_replicas():
+def test_retrieval_loss_spans_the_batch_of_all_replicas():
     whole = run_workers(head_on_rows, 1)[0]
     first, second = run_workers(head_on_rows, 2)
     assert first["loss"] == second["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -50,7 +50,7 @@ def test_the_loss_is_over_the_batch_of_all_replicas():
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected))
 
 
-def test_both_towers_begin_as_a_bert(tmp_path):
+def test_both_towers_start_from_a_bert_checkpoint(tmp_path):
     sentences, vocabulary = write_sentences(tmp_path)
     data = {"causal": sentences, "sentences": sentences, "vocabulary": vocabulary}
     short = {"train_iters": "1", "eval_iters": "0"}

@@ -35,7 +35,7 @@ def tokens(first, second, length):
     return [row.tolist() for row in pair_tokens(first, second, length, cls=2, sep=3, pad=0)]
 
 
-def test_a_pair_is_filled_up_or_cut():
+def test_pair_is_padded_or_truncated():
     assert tokens([7, 8], [9], 8) == [
         [2, 7, 8, 3, 9, 3, 0, 0],
         [0, 0, 0, 0, 1, 1, 0, 0],
@@ -46,7 +46,7 @@ def test_a_pair_is_filled_up_or_cut():
     assert tokens([7, 8, 7, 8], [9], 4) == [[2, 7, 8, 3], [0, 0, 0, 1], [1] * 4]
 
 
-def test_text_is_cleaned():
+def test_clean_text_collapses_white_space():
     assert clean_text("a\tb  c . d\n. e") == "a b c. d. e"
 
 
@@ -59,7 +59,7 @@ def glue_row(first, second, label, columns=12):
     return ["7", *["x"] * 7, first, second, *["x"] * (columns - 11), label]
 
 
-def test_mnli_by_position_by_name_and_without_labels(tmp_path):
+def test_read_mnli_by_position_by_name_and_without_labels(tmp_path):
     write_glue(tmp_path / "a.tsv", [glue_row('say "b', "c", "neutral"), glue_row("a", "b", "entailment")])
     first, second = read_mnli(tmp_path / "a.tsv")
     assert (first.rows[0].first, first.rows[0].second, first.label, second.label) == ('say "b', "c", 2, 1)
@@ -75,7 +75,7 @@ def race_line(**changes):
     return json.dumps(told | changes)
 
 
-def test_race_puts_each_choice_into_the_question(tmp_path):
+def test_read_race_inserts_each_choice_into_the_question(tmp_path):
     (tmp_path / "2.txt").write_text(race_line(questions=["q"]))
     (tmp_path / "1.txt").write_text(race_line() + "\n\n")
     blank, question = read_race(tmp_path)
@@ -104,11 +104,11 @@ def test_tensors(tmp_path, tokenizer):
         ("race", "/x/RACE/dev/middle/", "dev-middle"),
     ],
 )
-def test_names_are_those_of_megatron(task, path, name):
+def test_data_name_equals_megatrons(task, path, name):
     assert data_name(task, path) == name
 
 
-def test_every_epoch_has_every_sample():
+def test_epoch_order_has_every_sample_in_each_epoch():
     order = EpochOrder(samples=7, seed=3)
     drawn = order.sample_indices(0, 21)
     assert [sorted(drawn[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
@@ -129,7 +129,7 @@ def test_every_epoch_has_every_sample():
         (read_race, race_line(answers=[]), "must be a JSON object"),
     ],
 )
-def test_bad_data_is_told_with_its_line(tmp_path, reader, text, words):
+def test_invalid_data_is_refused_with_its_line(tmp_path, reader, text, words):
     if reader is read_mnli:
         (tmp_path / "x").write_text(text)
     elif text is not None:

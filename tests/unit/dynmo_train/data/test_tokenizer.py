@@ -25,7 +25,7 @@ def gpt2(tmp_path):
     return {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
 
 
-def test_gpt2s_two_files_need_no_type(gpt2, tmp_path):
+def test_gpt2_files_need_no_tokenizer_type(gpt2, tmp_path):
     assert read_vocab_size(values(**gpt2)) == 12
     tokenizer = open_tokenizer(TokenizerFiles.of(values(**gpt2)))
     assert tokenizer.encode("ab abc") == [9, 10, 3]
@@ -35,7 +35,7 @@ def test_gpt2s_two_files_need_no_type(gpt2, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "ids"), [("BertWordPieceLowerCase", [3, 4]), ("BertWordPieceCase", [0, 4])])
-def test_word_pieces(tmp_path, kind, ids):
+def test_word_piece_tokenizer_encodes_and_decodes(tmp_path, kind, ids):
     (tmp_path / "v.txt").write_text("[UNK]\n[SEP]\n[CLS]\nhello\nworld\n##s\n")
     given = values(vocab_file=str(tmp_path / "v.txt"), tokenizer_type=kind)
     assert read_vocab_size(given) == 6
@@ -44,7 +44,7 @@ def test_word_pieces(tmp_path, kind, ids):
     assert tokenizer.eod == 1
 
 
-def test_words_between_white_space(tmp_path):
+def test_whitespace_tokenizer_encodes_and_decodes(tmp_path):
     (tmp_path / "words.json").write_text(json.dumps(WORDS))
     given = values(vocab_file=str(tmp_path / "words.json"), tokenizer_type="WhitespaceVocab")
     assert read_vocab_size(given) == 4
@@ -59,7 +59,7 @@ def piece(text):
     return b"\x0a" + bytes([len(inner)]) + inner
 
 
-def test_pieces_of_a_sentence_piece_model_are_counted_without_its_library(tmp_path):
+def test_count_pieces_reads_a_model_without_sentencepiece(tmp_path):
     model = piece(b"<unk>") + piece(b"<s>") + piece(b"a") + b"\x12\x02ab"
     assert count_pieces(model) == 3
     (tmp_path / "m.model").write_bytes(model)
@@ -71,12 +71,12 @@ def test_pieces_of_a_sentence_piece_model_are_counted_without_its_library(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["bert", "ict", "t5"])
-def test_a_vocabulary_alone_is_word_pieces_where_megatron_takes_it_so(tmp_path, family):
+def test_vocabulary_alone_is_word_pieces_for_bert_families(tmp_path, family):
     (tmp_path / "v.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
     assert read_vocab_size(values(vocab_file=str(tmp_path / "v.txt"), family=family)) == 6
 
 
-def test_no_file_names_no_tokenizer():
+def test_no_file_gives_no_tokenizer():
     assert read_vocab_size(values()) is None
     assert read_vocab_size(values(tokenizer_type="NullTokenizer")) is None
 
@@ -91,13 +91,13 @@ def test_no_file_names_no_tokenizer():
         ({"tokenizer_model": "missing", "tokenizer_type": "Llama2Tokenizer"}, "is not a SentencePiece model"),
     ],
 )
-def test_files_that_are_not_there_are_named(given, told):
+def test_missing_or_invalid_files_are_refused(given, told):
     with pytest.raises(UsageError, match=told):
         read_vocab_size(values(**given))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"a": "b"}', "nonsense"])
-def test_a_vocabulary_of_another_form_is_refused(tmp_path, text):
+def test_invalid_json_vocabulary_is_refused(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(UsageError, match="is not a JSON vocabulary"):
         read_vocab_size(values(vocab_file=str(tmp_path / "w.json"), tokenizer_type="WhitespaceVocab"))

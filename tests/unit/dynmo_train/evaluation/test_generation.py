@@ -54,7 +54,7 @@ def whole(modules, ids_BT):
 
 
 @pytest.mark.parametrize("pieces", [[9], [1] * 9, [4, 1, 3, 1], [2, 7]])
-def test_reading_in_pieces_equals_reading_at_once(pieces):
+def test_decoder_in_chunks_equals_one_forward_pass(pieces):
     family, modules = build()
     decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
     ids = torch.randint(23, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -114,11 +114,11 @@ PROMPTS = [[3, 1], [5], [7, 7, 2, 9], [4, 4], [1, 2, 3]]
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_greedy_text_is_that_of_reading_again_each_time(batch, recompute):
+def test_greedy_generation_equals_full_recomputation(batch, recompute):
     assert complete(PROMPTS, batch=batch, recompute=recompute) == [(slow(ids), "length") for ids in PROMPTS]
 
 
-def test_text_ends_at_the_end_of_document_or_at_what_stops_it():
+def test_generation_ends_at_end_of_document_or_stop_text():
     whole_text = slow([3, 1], 9)
     eod = whole_text[4]
     cut = whole_text[: whole_text.index(eod)]
@@ -130,7 +130,7 @@ def test_text_ends_at_the_end_of_document_or_at_what_stops_it():
     assert complete([[3, 1]], most=9, stop=spell([3, 1]) + spell(whole_text[:1]))[0][1] == "length"  # not in the prompt
 
 
-def test_the_seed_fixes_the_draws_whatever_shares_the_batch():
+def test_draws_depend_on_the_seed_and_not_on_the_batch():
     hot = Sampling(temperature=2.0)
     alone = [complete([[3]], sampling=hot, seeds=[seed])[0] for seed in range(5)]
     assert complete([[3]] * 5, sampling=hot, seeds=range(5)) == alone
@@ -151,7 +151,7 @@ def test_draws_follow_the_probabilities():
     assert counts(Sampling(temperature=2.0)) == pytest.approx([p / sum(flat) for p in flat], abs=0.03)
 
 
-def test_top_k_and_top_p_cut_the_tail():
+def test_top_k_and_top_p_remove_unlikely_tokens():
     assert counts(Sampling(temperature=1.0, top_k=2)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
     assert counts(Sampling(temperature=1.0, top_p=0.65)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
     assert counts(Sampling(temperature=1.0, top_p=0.75)) == pytest.approx([0, 4 / 9, 2 / 9, 3 / 9], abs=0.03)
@@ -168,7 +168,7 @@ def test_top_k_and_top_p_cut_the_tail():
         ({"top_k": 4}, 1.0),
     ],
 )
-def test_wanted_without_top_k_and_top_p_is_greedy(given, temperature):
+def test_settings_without_top_k_and_top_p_are_greedy(given, temperature):
     assert _wanted(GenerateConfig(**given), from_nothing=False).sampling.temperature == temperature
 
 
@@ -181,12 +181,12 @@ def test_wanted_without_top_k_and_top_p_is_greedy(given, temperature):
         ({"top_p": 0.0, "greedy": True}, Sampling()),
     ],
 )
-def test_wanted_with_a_top_p_of_zero_cuts_no_probability(given, sampling):
+def test_settings_with_zero_top_p_have_no_nucleus(given, sampling):
     assert _wanted(GenerateConfig(**given), from_nothing=False).sampling == sampling
 
 
 @pytest.mark.parametrize("top_p", [-1.0, 1.5])
-def test_wanted_with_a_top_p_out_of_range_is_refused(top_p):
+def test_settings_with_top_p_out_of_range_are_refused(top_p):
     with pytest.raises(UsageError, match=r"--top-p .*: must be in \(0, 1\]"):
         _wanted(GenerateConfig(top_k=5, top_p=top_p), from_nothing=False)
 
@@ -201,7 +201,7 @@ def test_wanted_with_a_top_p_out_of_range_is_refused(top_p):
         ({"top_p": 1.1}, "--top-p"),
     ],
 )
-def test_values_out_of_range_are_refused(values, flag):
+def test_sampling_out_of_range_is_refused(values, flag):
     with pytest.raises(UsageError, match=flag):
         Sampling(**values).check()
     Sampling(temperature=1.0, top_k=5, top_p=1.0).check()
@@ -219,7 +219,7 @@ def word_pieces(ids):
     ("stop", "text", "tokens"),
     [("he the", " ab ", 2), (" he", " ab", 1), ("there", " ab he ", 3), ("e t", " ab h", 2), ("zz", " ab he there", 4)],
 )
-def test_stop_text_is_found_across_tokens_and_cut_within_them(stop, text, tokens):
+def test_stop_text_across_tokens_is_found_and_removed(stop, text, tokens):
     new, prompt = [3, 0, 1, 2], (4,)
     condition = StopCondition(eod=None, stop=stop, decode=word_pieces)
     taken = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
@@ -230,7 +230,7 @@ def test_stop_text_is_found_across_tokens_and_cut_within_them(stop, text, tokens
     assert (done.completion, done.completion_tokens) == (text, tokens)
 
 
-def test_long_passage_is_shortened_on_the_left():
+def test_long_passage_is_truncated_on_the_left():
     run = ScoredSequence(tokens=np.arange(10), first_scored=8)
     assert truncate_left(run, 9) is run
     short = truncate_left(run, 4)
@@ -244,7 +244,7 @@ def test_prompts_of_a_fifo_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, "-", "/dev/stdin"])
-def test_prompts_come_from_standard_input_up_to_a_bound(monkeypatch, name):
+def test_prompts_are_read_from_stdin_up_to_a_limit(monkeypatch, name):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
     assert _prompts(None, GenerateConfig(prompts=name)) == ["one", "two"]
     monkeypatch.setattr("sys.stdin", io.StringIO("x" * (MAX_DOCUMENT_BYTES + 1)))

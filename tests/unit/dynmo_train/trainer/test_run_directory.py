@@ -33,7 +33,7 @@ def begin(**changes):
     return open_run_directory(config_of(**SMALL | changes), world_size=2, hosts=["a"], engine={"device": "cpu"})
 
 
-def test_a_new_run_has_its_directories_and_configuration(tmp_path):
+def test_new_run_has_directories_and_configuration(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
     assert sorted(entry.name for entry in run.path.iterdir()) == ["checkpoints", "plans", "requests", "run.json"]
     document = read_run(run.run_json)
@@ -50,7 +50,7 @@ def test_a_new_run_has_its_directories_and_configuration(tmp_path):
     assert {"python", "dynmo", "torch", "numpy"} <= document["versions"].keys()
 
 
-def test_going_on_keeps_the_id_and_counts_the_start(tmp_path):
+def test_resumed_run_keeps_its_id_and_counts_segments(tmp_path):
     place = str(tmp_path / "r")
     first = begin(save=place)
     second = begin(save=place, load=place)
@@ -60,7 +60,7 @@ def test_going_on_keeps_the_id_and_counts_the_start(tmp_path):
     assert read_run(third.run_json)["segment"] == 2
 
 
-def test_another_run_is_never_written_over(tmp_path):
+def test_directory_of_another_run_is_refused(tmp_path):
     place = str(tmp_path / "r")
     begin(run_dir=place)
     with pytest.raises(UsageError, match="already contains a run"):
@@ -69,24 +69,24 @@ def test_another_run_is_never_written_over(tmp_path):
         begin(run_dir=place, load=str(tmp_path / "elsewhere"))
 
 
-def test_two_runs_have_two_ids(tmp_path):
+def test_two_runs_have_different_ids(tmp_path):
     assert begin(run_dir=str(tmp_path / "a")).run_id != begin(run_dir=str(tmp_path / "b")).run_id
 
 
-def test_the_name_is_given_or_free():
+def test_run_directory_is_given_or_a_free_name():
     assert choose_path(config_of(**SMALL, run_dir="x"), NOON, Path.exists) == Path("x")
     assert choose_path(config_of(**SMALL, save="y"), NOON, Path.exists) == Path("y")
     taken = {Path("runs/20260131T120000Z-gpt"), Path("runs/20260131T120000Z-gpt-2")}
     assert choose_path(config_of(**SMALL), NOON, taken.__contains__) == Path("runs/20260131T120000Z-gpt-3")
 
 
-def test_a_place_that_cannot_be_made_is_told(tmp_path):
+def test_run_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write the run directory"):
         begin(run_dir=str(tmp_path / "file" / "r"))
 
 
-def test_logs_are_lines(tmp_path):
+def test_log_files_are_json_lines(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
     run.log_metrics({"step": 1, "loss": 2.5})
     run.log_metrics({"step": 2, "loss": float("nan")})
@@ -100,13 +100,13 @@ def test_logs_are_lines(tmp_path):
     assert event == {"step": 10, "kind": "plan_applied", "message": "plan 1 moved 2 items", "pause_ns": 5}
 
 
-def test_the_launcher_hears_of_the_place(tmp_path, monkeypatch):
+def test_launcher_gets_the_run_directory(tmp_path, monkeypatch):
     monkeypatch.setenv(LAUNCH_FILE_VARIABLE, str(tmp_path / "told"))
     run = begin(run_dir=str(tmp_path / "r"))
     assert (tmp_path / "told").read_text() == str(run.path.resolve())
 
 
-def test_a_request_to_grow_is_taken_once(tmp_path):
+def test_grow_request_is_read_once(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
     assert take_grow_request(run.path) is None
     (run.requests / "grow.json").write_text('{"workers": 4}')
@@ -115,7 +115,7 @@ def test_a_request_to_grow_is_taken_once(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "4", '{"workers": 0}', '{"workers": 1.5}', "{}", '{"workers": 2, "more": 1}'])
-def test_a_request_that_makes_no_sense_is_refused(tmp_path, text):
+def test_invalid_grow_request_is_refused(tmp_path, text):
     run = begin(run_dir=str(tmp_path / "r"))
     (run.requests / "grow.json").write_text(text)
     with pytest.raises(DocumentError, match=r"grow\.json"):

@@ -34,7 +34,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("family_name", ["gpt", "llama"])
-def test_activations_without_memory_are_those_that_the_probe_measures(family_name):
+def test_computed_activations_equal_profiled_ones(family_name):
     """The probe counts what an item reads, the dry run what it writes: over the whole list that is the same."""
     config = config_of(**SMALL, family=family_name)
     family, boundary = family_of(config), boundary_of(config)
@@ -54,7 +54,7 @@ def test_activations_without_memory_are_those_that_the_probe_measures(family_nam
     assert sum(memory.saved for memory in expected.values()) == pytest.approx(measured, rel=0.02)
 
 
-def test_what_passes_while_an_item_runs():
+def test_transient_memory_of_an_item():
     """By hand: a stage of three items, the second of which holds most within its backward."""
     items = [
         ItemMemory(saved=4, forward=5, backward=6),
@@ -66,7 +66,7 @@ def test_what_passes_while_an_item_runs():
     assert single_bytes(items, [100, 10, 10]) == 120
 
 
-def test_a_product_kept_or_computed_again():
+def test_saved_and_recomputed_products_are_counted():
     """Two products of 8 rows: what is kept, and what is there at once within forward and backward."""
     item = ItemSpec(name="two", layer="two", kind="layer", cut_before=True)
     module = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
@@ -95,7 +95,7 @@ def test_recomputation_and_stages_change_the_peak():
     assert shared < replica
 
 
-def test_the_header_is_of_one_tensor_parallel_rank():
+def test_header_describes_one_tensor_parallel_rank():
     plain = profile_header_of_run(one := config_of(**SMALL), family_of(one), {})
     halved_config = config_of(Facts(world_size=2), **SMALL, tensor_model_parallel_size=2)
     halved = profile_header_of_run(halved_config, family_of(halved_config), {})
@@ -128,7 +128,7 @@ def test_gpt_345m_from_the_command_line():
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), [("gpt-345m", "354,871,296"), ("llama-2-7b", "6,738,415,616")])
-def test_a_named_size_needs_nothing_else(recipe, parameters):
+def test_recipe_needs_no_other_options(recipe, parameters):
     family = recipe.partition("-")[0]
     done = CliRunner().invoke(app, ["pretrain", family, "--recipe", recipe, "--dry-run"])
     assert done.exit_code == 0, done.output
@@ -146,7 +146,7 @@ def test_a_named_size_needs_nothing_else(recipe, parameters):
         {"num_experts": 4, "moe_routing": "expert-choice"},
     ],
 )
-def test_every_family_tells_what_its_items_hold(options):
+def test_item_memory_is_known_for_every_family(options):
     """On one tensor rank, and less on each of two."""
     one = config_of(**SMALL | options)
     family, whole = family_of(one), item_memories(one, family_of(one), boundary_of(one))
@@ -159,7 +159,7 @@ def test_every_family_tells_what_its_items_hold(options):
     assert all(parts[name].saved < whole[name].saved for name in whole if name.endswith(("attention", "mlp")))
 
 
-def test_what_follows_the_data_is_taken_for_granted():
+def test_data_dependent_memory_follows_the_assumptions():
     """Of BERT's head what the share of hidden words takes; nothing where it depends on more than that."""
     few, many = (config_of(**SMALL, family="bert", mask_prob=share) for share in (0.1, 0.9))
     few_bytes, many_bytes = (item_memories(c, family_of(c), boundary_of(c))["head"].saved for c in (few, many))

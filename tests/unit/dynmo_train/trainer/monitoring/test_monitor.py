@@ -33,7 +33,7 @@ def run_at(folder, steps):
     return folder
 
 
-def test_a_run_in_progress(tmp_path):
+def test_monitor_shows_a_run_in_progress(tmp_path):
     view = read_run_status(run_at(tmp_path / "run", 3))
     assert (view.step, view.train_iters, view.is_done) == (3, 4, False)
     assert view.loss == pytest.approx(2.0)
@@ -60,24 +60,24 @@ def test_a_run_in_progress(tmp_path):
     assert json.loads(json.dumps(status_document(view)))["loads"] == [0.9, 0.5]
 
 
-def test_watching_ends_with_the_run(tmp_path, capsys):
+def test_monitor_ends_with_the_run(tmp_path, capsys):
     watch(run_at(tmp_path / "run", 4), 0.01)
     assert "step 4 of 4, done" in " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
 
 
-def test_a_run_that_has_only_begun(tmp_path):
+def test_monitor_shows_a_run_without_steps(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     view = read_run_status(tmp_path)
     assert (view.step, view.loss, view.loads, view.bubble, view.plans) == (0, None, [], None, [])
     assert "loss -" in format_status(view)
 
 
-def test_another_directory_is_refused(tmp_path):
+def test_monitor_of_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is not a run directory"):
         read_run_status(tmp_path)
 
 
-def test_a_curve_goes_from_the_lowest_to_the_highest():
+def test_curve_spans_lowest_to_highest_value():
     assert sparkline([1, 2, 3]) == "▁▅█"
     assert sparkline([2, 2]) == "▁▁"
     assert sparkline([]) == ""

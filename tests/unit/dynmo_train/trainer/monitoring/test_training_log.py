@@ -55,7 +55,7 @@ FIGURES = {
 }
 
 
-def test_the_iteration_line_is_that_of_megatrons_log():
+def test_iteration_line_equals_megatrons():
     assert iteration_line(IterationStats(**FIGURES)) == (
         " iteration       25/73242187 | consumed samples:           50 | elapsed time per iteration (ms): 87.0"
         " | learning rate: 1.638E-08 | global batch size:     2 | lm loss: 1.086954E+01 | loss scale: 4294967296.0"
@@ -63,7 +63,7 @@ def test_the_iteration_line_is_that_of_megatrons_log():
     )
 
 
-def test_a_skipped_iteration_has_neither_loss_nor_norm():
+def test_skipped_iteration_has_no_loss_and_no_norm():
     figures = FIGURES | {
         "iteration": 1,
         "train_iters": 508626,
@@ -82,7 +82,7 @@ def test_a_skipped_iteration_has_neither_loss_nor_norm():
     )
 
 
-def test_an_evaluation_line_is_megatrons():
+def test_evaluation_line_equals_megatrons():
     assert evaluation_line("iteration 100", {"lm_loss": 2.0}) == (
         " validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     )
@@ -118,7 +118,7 @@ def test_step_times_before_and_after_a_move_are_means_of_five_steps(capsys):
     ]
 
 
-def test_move_soon_followed_by_another_gets_no_step_times(capsys):
+def test_move_followed_by_another_has_no_step_times(capsys):
     lines = [line for line in after_moves(capsys, [4, 8]) if "layers" not in line]
     assert lines == [
         " plan 4 applied after iteration 4: moved 1 item (2,048 bytes) in 1.5 ms",
@@ -127,12 +127,12 @@ def test_move_soon_followed_by_another_gets_no_step_times(capsys):
     ]
 
 
-def test_throughput_stands_behind_the_time():
+def test_throughput_follows_the_step_time():
     line = iteration_line(IterationStats(**FIGURES | {"tflops": 138.04}))
     assert "(ms): 87.0 | throughput per GPU (TFLOP/s/GPU): 138.0 | learning rate" in line
 
 
-def test_startup_lines_are_megatrons():
+def test_startup_lines_equal_megatrons():
     config = config_of(**SMALL, fp16=True)
     lines = startup_lines(config, {(0, 0): 7, (1, 0): 8, (0, 1): 9})
     assert lines[0] == "using torch.float16 for parameters ..."
@@ -158,7 +158,7 @@ def test_startup_lines_are_megatrons():
     ]
 
 
-def test_a_ramp_is_told():
+def test_batch_size_ramp_is_logged():
     given = {**SMALL, "train_iters": None, "train_samples": 5000, "global_batch_size": 32}
     assert batch_line(config_of(**given, rampup_batch_size="16 8 1000")) == (
         "will use batch size rampup starting from global batch size 16 to global batch size 32"
@@ -166,7 +166,7 @@ def test_a_ramp_is_told():
     )
 
 
-def test_the_checksum_is_castagnolis():
+def test_event_checksum_is_crc32c():
     assert crc32c(b"123456789") == 0xE3069283
     assert crc32c(b"") == 0
 
@@ -198,7 +198,7 @@ def parse(payload):
     return found
 
 
-def test_full_disk_leaves_events_out_and_cuts_none_off(tmp_path, monkeypatch, capsys):
+def test_full_disk_drops_whole_events(tmp_path, monkeypatch, capsys):
     writer = EventWriter(tmp_path)
     [path] = tmp_path.iterdir()
     sound, file = path.read_bytes(), writer._file
@@ -229,7 +229,7 @@ def test_full_disk_leaves_events_out_and_cuts_none_off(tmp_path, monkeypatch, ca
     assert len(path.read_bytes()) == len(sound) + len(record(event(0.0, 3, {"lm loss": 2.5})))
 
 
-def test_event_files_hold_the_scalars(tmp_path):
+def test_event_file_contains_the_scalars(tmp_path):
     writer = EventWriter(tmp_path / "board")
     writer.scalars(300, tensorboard_scalars(IterationStats(**FIGURES)))
     writer.scalars(301, {"lm loss": 2.5})
@@ -257,7 +257,7 @@ def test_event_files_hold_the_scalars(tmp_path):
     assert dict(parse(dict(parse(dict(messages[2])[5]))[1])) == {1: b"lm loss", 2: 2.5}
 
 
-def test_tensorboards_own_reader_reads_them(tmp_path):
+def test_event_file_is_readable_by_tensorboard(tmp_path):
     name = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(name, reason="tensorboard is not installed").EventAccumulator
     writer = EventWriter(tmp_path)
@@ -272,14 +272,14 @@ def test_tensorboards_own_reader_reads_them(tmp_path):
     assert [each.value for each in read.Scalars("batch-size")] == [2.0]
 
 
-def test_one_event_byte_for_byte():
+def test_event_bytes_equal_a_stored_one():
     assert event(1.0, 5, {"a": 0.5}).hex() == "09000000000000f03f10052a0a0a080a0161150000003f"
 
 
 @pytest.mark.parametrize(
     ("tied", "matrices"), [(True, 4 * (12 * 64 * 64) + 128 * 64), (False, 4 * (12 * 64 * 64) + 128 * 64)]
 )
-def test_operations_of_a_step_by_hand(tied, matrices):
+def test_flops_of_a_step_equal_a_written_sum(tied, matrices):
     family = Gpt(
         GptShape(
             num_layers=4,
