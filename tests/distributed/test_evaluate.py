@@ -1,4 +1,4 @@
-"""The figures of an evaluation are the same for every layout of the processes."""
+"""Evaluations give identical results in every parallel layout."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def folder(tmp_path_factory):
     return folder
 
 
-def figures(folder, pipeline, tensor):
+def evaluate(folder, pipeline, tensor):
     from dynmo_train.config.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
     from dynmo_train.config.fields import values_of
     from dynmo_train.evaluation.lambada import evaluate_lambada
     from dynmo_train.evaluation.model_checkpoint import evaluation_world
     from dynmo_train.evaluation.wikitext import evaluate_wikitext
 
-    given = {
+    options = {
         "load": str(folder / "native"),
         "device": "cpu",
         "micro_batch_size": 2,
         "pipeline_model_parallel_size": pipeline,
         "tensor_model_parallel_size": tensor,
     }
-    place = values_of(InferenceConfig, given)
+    place = values_of(InferenceConfig, options)
     with evaluation_world(
         place, values_of(WikitextConfig, {"valid_data": str(folder / "text")}), int(os.environ["WORLD_SIZE"])
     ) as world:
@@ -61,7 +61,7 @@ def figures(folder, pipeline, tensor):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return run_workers(figures, 1, folder, 1, 1, joins=False)[0]
+    return run_workers(evaluate, 1, folder, 1, 1, joins=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def alone(folder):
     ids=["PP2", "DP2", "TP2", "PP2-TP2", "PP2-DP2"],
 )
 def test_evaluation_is_identical_in_every_layout(folder, alone, processes, pipeline, tensor):
-    told = run_workers(figures, processes, folder, pipeline, tensor, joins=False)
-    assert told[0][2] == alone[2]
-    for wikitext, lambada, _ in told:
+    results = run_workers(evaluate, processes, folder, pipeline, tensor, joins=False)
+    assert results[0][2] == alone[2]
+    for wikitext, lambada, _ in results:
         assert lambada == alone[1]
         if tensor == 1:
             assert wikitext == alone[0]

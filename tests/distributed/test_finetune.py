@@ -1,4 +1,4 @@
-"""Fine-tuning gives the same bits on any partition, starts from a pre-trained model, and goes on where it stopped."""
+"""Fine-tuning is bit-identical on any partition, starts from a pretrained model, and resumes."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def command_line(folder, task, run, *extra, train=True):
 
 
 def tune(arguments):
-    code, talk = run_command(arguments)
-    assert code == 0, talk
-    return talk
+    code, output = run_command(arguments)
+    assert code == 0, output
+    return output
 
 
 def metrics(run):
@@ -108,15 +108,15 @@ def test_evaluation_is_reproduced_and_a_stopped_run_resumes(folder, alone):
 
     verified = CliRunner().invoke(ckpt, ["verify", str(run), "--level", "full"])
     assert verified.exit_code == 0, verified.output
-    # From half way on the losses are the same bits.
+    # After resuming, the losses are bit-identical.
     half = folder / f"{task}-half"
-    every = ("--epochs", "3", "--save-interval", "2")
-    run_workers(tune, 1, command_line(folder, task, half.name, *every), joins=False)
+    options = ("--epochs", "3", "--save-interval", "2")
+    run_workers(tune, 1, command_line(folder, task, half.name, *options), joins=False)
     for step in (half / "checkpoints").glob("step-*"):
         if step.name != "step-00000002":
             shutil.rmtree(step)
     (half / "checkpoints" / "LATEST").unlink()
-    run_workers(tune, 1, command_line(folder, task, half.name, *every, "--load", str(half)), joins=False)
+    run_workers(tune, 1, command_line(folder, task, half.name, *options, "--load", str(half)), joins=False)
     again = metrics(half)[len(expected) :]
     assert [line for line in again if "lm_loss" in line] == [line for line in expected if "lm_loss" in line][2:]
 
@@ -138,9 +138,9 @@ def test_finetune_with_a_config_file_gives_the_same_run(folder, alone):
 def test_config_file_of_another_command_is_refused(folder, text, words):
     (folder / "bad.toml").write_text(text)
     extra = ("--config", str(folder / "bad.toml"))
-    (code, talk), *_ = run_workers(run_command, 1, command_line(folder, "mnli", "bad", *extra), joins=False)
+    (code, output), *_ = run_workers(run_command, 1, command_line(folder, "mnli", "bad", *extra), joins=False)
     assert code == 2
-    assert words in talk, talk
+    assert words in output, output
 
 
 def test_exported_classifier_has_class_names(folder, alone, tmp_path):
@@ -197,9 +197,9 @@ def test_finetune_keeps_the_source_of_its_model(folder, alone, tmp_path):
     ],
 )
 def test_finetune_with_bad_input_is_refused(folder, task, extra, words):
-    (code, talk), *_ = run_workers(run_command, 1, command_line(folder, task, "bad", *extra), joins=False)
+    (code, output), *_ = run_workers(run_command, 1, command_line(folder, task, "bad", *extra), joins=False)
     assert code == 2
-    assert words in talk, talk
+    assert words in output, output
 
 
 def test_options_of_pretraining_are_refused():

@@ -1,4 +1,4 @@
-"""Text is the same for every layout of the processes, and for any number of prompts at a time."""
+"""Generated text is identical in every parallel layout and for every batch size."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
     from dynmo_train.evaluation.sampling import Sampling
     from dynmo_train.evaluation.text_generator import GenerationSettings, TextGenerator
 
-    given = {
+    options = {
         "load": str(folder / "native"),
         "device": "cpu",
         "pipeline_model_parallel_size": pipeline,
         "tensor_model_parallel_size": tensor,
     }
-    place = values_of(InferenceConfig, given)
+    place = values_of(InferenceConfig, options)
     settings = GenerationSettings(
         max_new_tokens=9,
         sampling=Sampling(temperature=temperature),
@@ -57,7 +57,7 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
 
 
 def both(folder, port, pipeline, tensor, batch):
-    """Greedy and drawn text, each in a world of its own; ``port`` is the second one's: the first may still be open."""
+    """Greedy and sampled text, in separate worlds; the second world uses ``port``, as the first may still be open."""
     texts = [write(folder, pipeline, tensor, batch, 0.0, batch == 1)]
     os.environ["MASTER_PORT"] = str(port)
     return [*texts, write(folder, pipeline, tensor, batch, 1.0, False)]

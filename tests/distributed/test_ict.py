@@ -1,4 +1,4 @@
-"""What the pair of towers has that other families have not: a loss over all replicas, and a BERT to begin from."""
+"""The two ICT towers: a loss over the batch of all replicas, and initialization from a BERT."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ ROWS = 6
 
 
 def head_on_rows(world):
-    """The head on this replica's rows: loss, figures, gradients of its inputs and of its weights over all replicas."""
+    """Run the head on this replica's rows: loss, metrics, and gradients of inputs and (summed) weights."""
     world = set_parallel_dims(world, ParallelDims(data=world.size), 60)
     family = SAMPLES["ict"].family
     head = join_replicas(family.build("head", torch.device("cpu")), replica_gather(world))
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(ROWS, *shape, generator=generator) for shape in ((16, 32), (8,))]
     own = [each.chunk(world.size)[world.data_rank].clone().requires_grad_() for each in inputs]
-    told = head(*own)
-    (told.output / world.size).backward()  # the mean over the replicas
+    result = head(*own)
+    (result.output / world.size).backward()  # the mean over the replicas
     for parameter in head.parameters():
         torch.distributed.all_reduce(parameter.grad)
     return {
-        "loss": told.output.item(),
-        "figures": {name: value.item() for name, value in told.metrics.items()},
+        "loss": result.output.item(),
+        "metrics": {name: value.item() for name, value in result.metrics.items()},
         "inputs": [each.grad.tolist() for each in own],
         "weights": [parameter.grad.tolist() for parameter in head.parameters()],
     }
@@ -42,7 +42,7 @@ def test_retrieval_loss_spans_the_batch_of_all_replicas():
     whole = run_workers(head_on_rows, 1)[0]
     first, second = run_workers(head_on_rows, 2)
     assert first["loss"] == second["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-    assert first["figures"] == second["figures"] == whole["figures"]
+    assert first["metrics"] == second["metrics"] == whole["metrics"]
     for place in range(2):
         parts = torch.tensor(first["inputs"][place] + second["inputs"][place])
         torch.testing.assert_close(parts, torch.tensor(whole["inputs"][place]))

@@ -1,4 +1,4 @@
-"""MNLI's and RACE's samples as Megatron builds them."""
+"""Samples of MNLI and RACE, as Megatron builds them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def glue_row(first, second, label, columns=12):
 
 
 def test_read_mnli_by_position_by_name_and_without_labels(tmp_path):
-    write_glue(tmp_path / "a.tsv", [glue_row('say "b', "c", "neutral"), glue_row("a", "b", "entailment")])
+    write_glue(tmp_path / "a.tsv", [glue_row('quote "b', "c", "neutral"), glue_row("a", "b", "entailment")])
     first, second = read_mnli(tmp_path / "a.tsv")
-    assert (first.rows[0].first, first.rows[0].second, first.label, second.label) == ('say "b', "c", 2, 1)
+    assert (first.rows[0].first, first.rows[0].second, first.label, second.label) == ('quote "b', "c", 2, 1)
     names = ["index", "sentence1", "sentence2", "gold_label"]
     write_glue(tmp_path / "b.tsv", [["0", "a", "b", "contradiction"]], header=names)
     assert read_mnli(tmp_path / "b.tsv")[0].label == 0
@@ -71,8 +71,14 @@ def test_read_mnli_by_position_by_name_and_without_labels(tmp_path):
 
 
 def race_line(**changes):
-    told = {"article": "a b", "questions": ["q _ ."], "options": [["a", "b", "c", "no"]], "answers": ["C"], "id": "1"}
-    return json.dumps(told | changes)
+    document = {
+        "article": "a b",
+        "questions": ["q _ ."],
+        "options": [["a", "b", "c", "no"]],
+        "answers": ["C"],
+        "id": "1",
+    }
+    return json.dumps(document | changes)
 
 
 def test_read_race_inserts_each_choice_into_the_question(tmp_path):
@@ -84,14 +90,14 @@ def test_read_race_inserts_each_choice_into_the_question(tmp_path):
     assert (blank.label, blank.rows[0].second) == (2, "a b")
 
 
-def test_tensors(tmp_path, tokenizer):
+def test_tensors_of_race_limit_the_question_and_pad_samples(tmp_path, tokenizer):
     (tmp_path / "race").mkdir()
     (tmp_path / "race" / "1.txt").write_text(race_line(questions=["q " * 200]))
     data = build_pairs("race", str(tmp_path / "race"), tokenizer, 140)
     tensors = data.tensors([0], 2)
     assert tensors["ids"].shape == (8, 140)
     assert tensors["labels"].tolist() == [2, NO_LABEL]
-    # A question has a limit of its own; the article follows.
+    # The question is truncated; the article follows.
     assert tensors["ids"][0, QUESTION_TOKENS + 1 :].tolist() == [3, 5, 6, 3, *[0] * 7]
     assert tensors["attention_mask"].sum().item() == 8 * (QUESTION_TOKENS + 5)
     assert len(join_pairs([data, data])) == 2

@@ -1,4 +1,4 @@
-"""Tokenizers by their own files: how many ids, and text there and back."""
+"""Tokenizers from their own files: number of ids, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_count_pieces_reads_a_model_without_sentencepiece(tmp_path):
     (tmp_path / "m.model").write_bytes(model)
     for kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
         assert read_vocab_size(values(tokenizer_model=str(tmp_path / "m.model"), tokenizer_type=kind)) == 3
-    for broken in (model[:-1], b"", b"\x08\x01", b"text that is no protobuf"):
-        with pytest.raises(ValueError, match=r"ends|holds no pieces|wire type"):
+    for broken in (model[:-1], b"", b"\x08\x01", b"text, not a protobuf"):
+        with pytest.raises(ValueError, match=r"ends|has no pieces|wire type"):
             count_pieces(broken)
 
 
@@ -82,7 +82,7 @@ def test_no_file_gives_no_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}, "needs --merge-file"),
         ({"vocab_file": "missing", "merge_file": "m"}, "is not a JSON vocabulary"),
@@ -91,8 +91,8 @@ def test_no_file_gives_no_tokenizer():
         ({"tokenizer_model": "missing", "tokenizer_type": "Llama2Tokenizer"}, "is not a SentencePiece model"),
     ],
 )
-def test_missing_or_invalid_files_are_refused(given, told):
-    with pytest.raises(UsageError, match=told):
+def test_missing_or_invalid_files_are_refused(given, message):
+    with pytest.raises(UsageError, match=message):
         read_vocab_size(values(**given))
 
 

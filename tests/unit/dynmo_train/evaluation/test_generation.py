@@ -1,4 +1,4 @@
-"""Decoding token by token equals reading the whole text; sampling keeps its promises."""
+"""Generation with a key-value cache equals full forward passes; sampling follows the probabilities."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build():
 
 
 def whole(modules, ids_BT):
-    """Logits of every position by the training modules themselves: [B, T, V]."""
+    """Logits of every position by the training modules, [B, T, V]."""
     x = ids_BT
     for module in list(modules.values())[:-1]:
         x = module(x)
@@ -78,11 +78,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def spell(ids):
-    """Ids as text: each is a word of two letters, so that texts begin and end within tokens."""
+    """Decode ids: each token is two letters, so that texts can begin and end within tokens."""
     return "".join(LETTERS[number] + LETTERS[number].swapcase() for number in ids)
 
 
-def complete(prompts, *, most=6, eod=None, stop="", sampling=None, seeds=None, batch=8, recompute=False):
+def complete(prompts, *, max_new_tokens=6, eod=None, stop="", sampling=None, seeds=None, batch=8, recompute=False):
     family, modules = build()
     generator = TokenGenerator(
         engine_of(family, modules),
@@ -92,19 +92,19 @@ def complete(prompts, *, most=6, eod=None, stop="", sampling=None, seeds=None, b
         recompute=recompute,
     )
     requests = [
-        GenerationRequest(ids=tuple(ids), max_new_tokens=most, seed=seed)
+        GenerationRequest(ids=tuple(ids), max_new_tokens=max_new_tokens, seed=seed)
         for ids, seed in zip(prompts, seeds or [0] * 99, strict=False)
     ]
     return [(list(each.ids), each.finish_reason) for each in generator.generate(requests, batch)]
 
 
-def slow(prompt, most=6):
-    """Greedy, by reading everything again each time."""
+def slow(prompt, max_new_tokens=6):
+    """Greedy decoding without a cache."""
     _, modules = build()
     modules = {name: module.eval() for name, module in modules.items()}
     ids = list(prompt)
     with torch.no_grad():
-        for _ in range(most):
+        for _ in range(max_new_tokens):
             ids.append(int(whole(modules, torch.tensor([ids]))[0, -1].argmax()))
     return ids[len(prompt) :]
 
@@ -122,12 +122,14 @@ def test_generation_ends_at_end_of_document_or_stop_text():
     whole_text = slow([3, 1], 9)
     eod = whole_text[4]
     cut = whole_text[: whole_text.index(eod)]
-    assert complete([[3, 1]], most=9, eod=eod) == [(cut, "end")]
-    # Across the border of two tokens, from the middle of the one to the middle of the other.
+    assert complete([[3, 1]], max_new_tokens=9, eod=eod) == [(cut, "end")]
+    # The stop text begins and ends in the middle of a token.
     across = spell(whole_text[2:4])[1:3]
     first = next(at for at in range(1, 10) if across in spell(whole_text[:at]))
-    assert complete([[3, 1], [5]], most=9, stop=across)[0] == (whole_text[:first], "stop")
-    assert complete([[3, 1]], most=9, stop=spell([3, 1]) + spell(whole_text[:1]))[0][1] == "length"  # not in the prompt
+    assert complete([[3, 1], [5]], max_new_tokens=9, stop=across)[0] == (whole_text[:first], "stop")
+    assert (
+        complete([[3, 1]], max_new_tokens=9, stop=spell([3, 1]) + spell(whole_text[:1]))[0][1] == "length"
+    )  # not in the prompt
 
 
 def test_draws_depend_on_the_seed_and_not_on_the_batch():
@@ -141,8 +143,8 @@ def test_draws_depend_on_the_seed_and_not_on_the_batch():
 def counts(sampling, draws=4000):
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     generator = torch.Generator().manual_seed(0)
-    seen = [next_token(logits, sampling, generator) for _ in range(draws)]
-    return [seen.count(token) / draws for token in range(4)]
+    drawn = [next_token(logits, sampling, generator) for _ in range(draws)]
+    return [drawn.count(token) / draws for token in range(4)]
 
 
 def test_draws_follow_the_probabilities():
@@ -160,7 +162,7 @@ def test_top_k_and_top_p_remove_unlikely_tokens():
 
 
 @pytest.mark.parametrize(
-    ("given", "temperature"),
+    ("options", "temperature"),
     [
         ({"top_k": 0, "top_p": 0.0}, 0.0),
         ({"top_k": 0, "top_p": 0.0, "temperature": 1.5}, 0.0),
@@ -168,12 +170,12 @@ def test_top_k_and_top_p_remove_unlikely_tokens():
         ({"top_k": 4}, 1.0),
     ],
 )
-def test_settings_without_top_k_and_top_p_are_greedy(given, temperature):
-    assert _wanted(GenerateConfig(**given), from_nothing=False).sampling.temperature == temperature
+def test_settings_without_top_k_and_top_p_are_greedy(options, temperature):
+    assert _wanted(GenerateConfig(**options), from_nothing=False).sampling.temperature == temperature
 
 
 @pytest.mark.parametrize(
-    ("given", "sampling"),
+    ("options", "sampling"),
     [
         ({"top_k": 5, "top_p": 0.0}, Sampling(temperature=1.0, top_k=5)),
         ({"top_k": 5, "top_p": 0.0, "temperature": 0.5}, Sampling(temperature=0.5, top_k=5)),
@@ -181,8 +183,8 @@ def test_settings_without_top_k_and_top_p_are_greedy(given, temperature):
         ({"top_p": 0.0, "greedy": True}, Sampling()),
     ],
 )
-def test_settings_with_zero_top_p_have_no_nucleus(given, sampling):
-    assert _wanted(GenerateConfig(**given), from_nothing=False).sampling == sampling
+def test_settings_with_zero_top_p_have_no_nucleus(options, sampling):
+    assert _wanted(GenerateConfig(**options), from_nothing=False).sampling == sampling
 
 
 @pytest.mark.parametrize("top_p", [-1.0, 1.5])
@@ -211,7 +213,7 @@ PIECES = (" he", " the", "re", " ab", "x")
 
 
 def word_pieces(ids):
-    """As SentencePiece: a space before a word, which the first word of a text loses."""
+    """Decode as SentencePiece does: words begin with a space, which the first word of a text loses."""
     return "".join(PIECES[number] for number in ids).lstrip()
 
 
@@ -222,8 +224,8 @@ def word_pieces(ids):
 def test_stop_text_across_tokens_is_found_and_removed(stop, text, tokens):
     new, prompt = [3, 0, 1, 2], (4,)
     condition = StopCondition(eod=None, stop=stop, decode=word_pieces)
-    taken = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
-    generated = GeneratedTokens(ids=tuple(new[:taken]), finish_reason="stop" if taken else "length")
+    count = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
+    generated = GeneratedTokens(ids=tuple(new[:count]), finish_reason="stop" if count else "length")
     settings = GenerationSettings(max_new_tokens=9, sampling=Sampling(), seed=0, stop=stop)
     request = GenerationRequest(ids=prompt, max_new_tokens=9, seed=0)
     done = build_completion("x", request, generated, word_pieces, settings, 99)
@@ -231,9 +233,9 @@ def test_stop_text_across_tokens_is_found_and_removed(stop, text, tokens):
 
 
 def test_long_passage_is_truncated_on_the_left():
-    run = ScoredSequence(tokens=np.arange(10), first_scored=8)
-    assert truncate_left(run, 9) is run
-    short = truncate_left(run, 4)
+    sequence = ScoredSequence(tokens=np.arange(10), first_scored=8)
+    assert truncate_left(sequence, 9) is sequence
+    short = truncate_left(sequence, 4)
     assert (short.tokens.tolist(), short.first_scored, short.length) == ([5, 6, 7, 8, 9], 3, 4)
 
 

@@ -1,4 +1,4 @@
-"""InitialState a run, going on with one, and its logs."""
+"""The directory of a new and of a resumed run, and its log files."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def test_log_files_are_json_lines(tmp_path):
 
 
 def test_launcher_gets_the_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv(LAUNCH_FILE_VARIABLE, str(tmp_path / "told"))
+    monkeypatch.setenv(LAUNCH_FILE_VARIABLE, str(tmp_path / "run_directory"))
     run = begin(run_dir=str(tmp_path / "r"))
-    assert (tmp_path / "told").read_text() == str(run.path.resolve())
+    assert (tmp_path / "run_directory").read_text() == str(run.path.resolve())
 
 
 def test_grow_request_is_read_once(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run would need: activations as the probe measures them, parameters of known models, the command."""
+"""The dry run: activations as the profiler measures them, parameters of known models, the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {
 
 @pytest.mark.parametrize("family_name", ["gpt", "llama"])
 def test_computed_activations_equal_profiled_ones(family_name):
-    """The probe counts what an item reads, the dry run what it writes: over the whole list that is the same."""
+    """The profiler counts the inputs of an item, the dry run its outputs; the sums over the layer list are equal."""
     config = config_of(**SMALL, family=family_name)
     family, boundary = family_of(config), boundary_of(config)
     rows = torch.Size((2, 32))
@@ -47,7 +47,7 @@ def test_computed_activations_equal_profiled_ones(family_name):
         module = family.build(item.name, torch.device("cpu")).train()
         read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
         ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        with profiler.saved(item.name, lambda kept=ignored: kept):
+        with profiler.saved(item.name, lambda ignored=ignored: ignored):
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
     measured = sum(profiler.result(names, 1)["activation_bytes"])
@@ -55,7 +55,7 @@ def test_computed_activations_equal_profiled_ones(family_name):
 
 
 def test_transient_memory_of_an_item():
-    """By hand: a stage of three items, the second of which holds most within its backward."""
+    """A stage of three items, of which the second has the peak in its backward."""
     items = [
         ItemMemory(saved=4, forward=5, backward=6),
         ItemMemory(saved=3, forward=9, backward=20),
@@ -67,16 +67,16 @@ def test_transient_memory_of_an_item():
 
 
 def test_saved_and_recomputed_products_are_counted():
-    """Two products of 8 rows: what is kept, and what is there at once within forward and backward."""
+    """Two matrix products of 8 rows: saved memory, and the peaks within forward and backward."""
     item = ItemSpec(name="two", layer="two", kind="layer", cut_before=True)
     module = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
     boundary = BoundaryShape(shapes={"hidden": (1, 8, 4)})
-    kept = item_memory(item, module, boundary, {}, recompute_runner("none"))
-    again = item_memory(item, module, boundary, {}, recompute_runner("full"))
-    assert kept.saved == 4 * (8 * 16 + 8 * 4), "the activation behind the ReLU, and the output"
-    assert again.saved == 4 * 8 * 4, "the output"
-    assert kept.forward == 4 * (2 * 8 * 16), "both sides of the ReLU"
-    assert again.backward > kept.saved
+    saved = item_memory(item, module, boundary, {}, recompute_runner("none"))
+    recomputed = item_memory(item, module, boundary, {}, recompute_runner("full"))
+    assert saved.saved == 4 * (8 * 16 + 8 * 4), "the activation behind the ReLU, and the output"
+    assert recomputed.saved == 4 * 8 * 4, "the output"
+    assert saved.forward == 4 * (2 * 8 * 16), "both sides of the ReLU"
+    assert recomputed.backward > saved.saved
 
 
 def test_recomputation_and_stages_change_the_peak():
@@ -101,7 +101,8 @@ def test_header_describes_one_tensor_parallel_rank():
     halved = profile_header_of_run(halved_config, family_of(halved_config), {})
     whole = {item["name"]: item["param_count"] for item in plain["items"]}
     half = {item["name"]: item["param_count"] for item in halved["items"]}
-    # Of attention: qkv 64 x 192 + 192 and dense 64 x 64 are cut; the norm (128) and the bias of dense (64) are not.
+    # Of attention: qkv 64 x 192 + 192 and dense 64 x 64 are sharded; the norm (128)
+    # and the bias of dense (64) are replicated.
     assert whole["layers.0.attention"] == 64 * 192 + 192 + 64 * 64 + 64 + 128
     assert half["layers.0.attention"] == (64 * 192 + 192 + 64 * 64) // 2 + 64 + 128
 
@@ -119,12 +120,12 @@ def test_gpt_345m_from_the_command_line():
     )
     done = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    figures = json.loads(done.stdout)
-    assert figures["parameters"] == 354_871_296
-    assert figures["flops_per_step"] == pytest.approx(8 * 2.48e12, rel=0.01)
+    result = json.loads(done.stdout)
+    assert result["parameters"] == 354_871_296
+    assert result["flops_per_step"] == pytest.approx(8 * 2.48e12, rel=0.01)
     # 18 bytes a parameter, and the activations of four samples
-    assert figures["peak_memory_bytes"][0] > 18 * 354_871_296
-    assert figures["step_s"] > 0
+    assert result["peak_memory_bytes"][0] > 18 * 354_871_296
+    assert result["step_s"] > 0
 
 
 @pytest.mark.parametrize(("recipe", "parameters"), [("gpt-345m", "354,871,296"), ("llama-2-7b", "6,738,415,616")])
@@ -147,7 +148,7 @@ def test_recipe_needs_no_other_options(recipe, parameters):
     ],
 )
 def test_item_memory_is_known_for_every_family(options):
-    """On one tensor rank, and less on each of two."""
+    """On one tensor-parallel rank, and less on each of two."""
     one = config_of(**SMALL | options)
     family, whole = family_of(one), item_memories(one, family_of(one), boundary_of(one))
     assert set(whole) == {item.name for item in family.items}
@@ -160,7 +161,7 @@ def test_item_memory_is_known_for_every_family(options):
 
 
 def test_data_dependent_memory_follows_the_assumptions():
-    """Of BERT's head what the share of hidden words takes; nothing where it depends on more than that."""
+    """BERT's head follows the share of masked tokens; items with unpredictable memory are omitted."""
     few, many = (config_of(**SMALL, family="bert", mask_prob=share) for share in (0.1, 0.9))
     few_bytes, many_bytes = (item_memories(c, family_of(c), boundary_of(c))["head"].saved for c in (few, many))
     assert few_bytes < many_bytes

@@ -1,4 +1,4 @@
-"""The monitor reads a run's files, whatever of them is there."""
+"""The monitor reads the files of a run, complete or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profile's header says of links and items."""
+"""Links and items in the profile's header."""
 
 from __future__ import annotations
 

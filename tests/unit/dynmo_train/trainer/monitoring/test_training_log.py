@@ -1,4 +1,4 @@
-"""The log's lines word for word, TensorBoard's bytes, and the operations of a step by hand."""
+"""Lines of the log, bytes of TensorBoard files, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_full_disk_drops_whole_events(tmp_path, monkeypatch, capsys):
     sound, file = path.read_bytes(), writer._file
 
     class Full:
-        """A file that takes five bytes of each write, and then no more."""
+        """A file that writes five bytes, and fails at the next write."""
 
         name, truncate = str(path), file.truncate
 
