@@ -1,1 +1,1 @@
-"""Dynamic techniques: one file each. A technique acts between two steps and tells what it did as a profile event."""
+"""Dynamic techniques that act between steps: one file each; ``technique.py`` has the lifecycle and its hooks."""

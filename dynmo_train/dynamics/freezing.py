@@ -45,7 +45,7 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
 
 
 class LayerFreezing(Technique):
-    """Freezes the front of the model as a schedule says.
+    """Freezes the front of the model on a schedule.
 
     Args:
         schedule: (step, number of frozen layers from then on), in order of step.

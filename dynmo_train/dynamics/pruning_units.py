@@ -105,15 +105,15 @@ def _fours(layer: PrunableLinear) -> Units:
 
     def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
         mask = torch.ones_like(groups, dtype=torch.bool).scatter(1, order[:, :2], keep[:, None].expand(-1, 2))
-        kept = torch.ones_like(weight, dtype=torch.bool)
-        kept[:, :whole] = mask.view(outputs, whole)
-        return [(layer, kept)]
+        full_mask = torch.ones_like(weight, dtype=torch.bool)
+        full_mask[:, :whole] = mask.view(outputs, whole)
+        return [(layer, full_mask)]
 
     return Units(layers=(layer,), kind="weights", scores=groups.gather(1, order[:, :2]).sum(1), prune=prune)
 
 
 def _blocks(layer: PrunableLinear) -> Units:
-    """Blocks of 32 x 32 weights by their mean magnitude; those at the edges may be smaller."""
+    """Blocks of 32 x 32 weights with their mean magnitude as the score; blocks at the edges may be smaller."""
     weight = layer.weight.detach()
     outputs, inputs = weight.shape
     row = torch.arange(outputs, device=weight.device) // BLOCK_SIZE
@@ -131,7 +131,7 @@ def _root_mean_square(squares: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _heads(attention: SelfAttention) -> Units:
-    """Key-value groups with their query heads: rows of ``qkv`` and columns of ``dense``."""
+    """Key-value groups with their query heads: rows of ``qkv`` and columns of ``dense``, scored by root mean square."""
     qkv, dense = attention.qkv.weight.detach(), attention.dense.weight.detach()
     rows = (attention.queries_per_group + 2) * attention.head_width
     columns = attention.queries_per_group * attention.head_width
@@ -139,9 +139,9 @@ def _heads(attention: SelfAttention) -> Units:
     squares = squares + dense.square().sum(0).view(-1, columns).sum(1)
 
     def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
-        kept_rows = keep.repeat_interleave(rows)[:, None].expand_as(qkv)
-        kept_columns = keep.repeat_interleave(columns)[None, :].expand_as(dense)
-        return [(attention.qkv, kept_rows.clone()), (attention.dense, kept_columns.clone())]
+        row_mask = keep.repeat_interleave(rows)[:, None].expand_as(qkv)
+        column_mask = keep.repeat_interleave(columns)[None, :].expand_as(dense)
+        return [(attention.qkv, row_mask.clone()), (attention.dense, column_mask.clone())]
 
     scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
     layers = (attention.qkv, attention.dense)
@@ -149,7 +149,7 @@ def _heads(attention: SelfAttention) -> Units:
 
 
 def _columns(mlp: FeedForward) -> Units:
-    """Columns of an MLP: a row of its first matrix (both of a gated one) and the column of its last one."""
+    """MLP columns: a row of the first matrix (of ``gate`` and ``up``) and a column of the last, scored together."""
     first = [mlp.gate, mlp.up] if mlp.gated else [mlp.fc1]
     last = mlp.fc2.weight.detach()
     squares = torch.stack([layer.weight.detach().square().sum(1) for layer in first]).sum(0) + last.square().sum(0)

@@ -101,7 +101,7 @@ class Technique:
         """Continue on the processes of ``world``: workers were released."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """JSON values for the checkpoint's manifest; None where the step says it all."""
+        """JSON values for the checkpoint's manifest; None where the state is a function of the step."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -1,4 +1,8 @@
-"""Measures from which sparsity on a sparse product is faster than the dense one, and reads and writes such a table."""
+"""Measures the sparsity above which a sparse product is faster than the dense one; reads and writes the table.
+
+``dynmo-train tune-sparse`` measures the forward and both gradients of each weight shape of a model, in each sparse
+format that the device has. ``--sparse-table`` reads the result (``models/sparse_formats.py`` applies it).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ NEVER = 2.0
 
 
 def mask_with(sparsity: float, outputs: int, inputs: int, form: str) -> torch.Tensor:
-    """A random mask of about this sparsity that ``form`` can take; always the same one."""
+    """A random mask ``[outputs, inputs]`` of about this sparsity that ``form`` accepts; deterministic."""
     generator = torch.Generator().manual_seed(1)
     if form == BLOCK:
         blocks = torch.rand(outputs // BLOCK_SIZE, inputs // BLOCK_SIZE, generator=generator) >= sparsity
@@ -33,8 +37,8 @@ def mask_with(sparsity: float, outputs: int, inputs: int, form: str) -> torch.Te
     return mask
 
 
-def least_time_s(run: Callable[[], None], repeats: int, device: torch.device) -> float:
-    """The least time of some runs: whatever else runs on a machine only ever adds to a time."""
+def min_time_s(run: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """The minimum wall time of ``repeats`` runs, in seconds: other load on the machine only adds to a time."""
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -46,10 +50,11 @@ def least_time_s(run: Callable[[], None], repeats: int, device: torch.device) ->
 
 
 def threshold_of(times: Sequence[tuple[float, float]], dense_s: float) -> float:
-    """The sparsity from which on every measured one was faster than dense; 2 where the highest was not.
+    """The lowest sparsity from which every measurement beats the dense product; 2 where the highest does not.
 
     Args:
-        times: (sparsity, seconds), ascending.
+        times: (sparsity, seconds) in ascending order of sparsity.
+        dense_s: seconds of the dense product.
     """
     threshold = NEVER
     for sparsity, seconds in reversed(times):
@@ -60,7 +65,7 @@ def threshold_of(times: Sequence[tuple[float, float]], dense_s: float) -> float:
 
 
 def measure(outputs: int, inputs: int, rows: int, device: torch.device, repeats: int) -> Iterator[tuple[str, float]]:
-    """Rules and thresholds for one shape of weight: forward and both gradients of ``rows`` rows."""
+    """Rules and thresholds for one weight shape, from forward and both gradients of ``rows`` input rows."""
     forms = (CSR,) if device.type == "cpu" else (CSR, BLOCK, SEMI_STRUCTURED)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
@@ -76,10 +81,10 @@ def measure(outputs: int, inputs: int, rows: int, device: torch.device, repeats:
 
         def run() -> None:
             x.grad = layer.weight.grad = None
-            # The values are gathered once a step, not once a microbatch: no part of this.
+            # Training gathers the values once a step, not once a microbatch, so the time excludes it.
             layer(x).backward(grad)
 
-        return least_time_s(run, repeats, device)
+        return min_time_s(run, repeats, device)
 
     dense_s = timed(None, 0.0)
     for form in forms:
@@ -93,7 +98,7 @@ def measure(outputs: int, inputs: int, rows: int, device: torch.device, repeats:
 
 
 def tune(shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, *, repeats: int = 7) -> dict[str, float]:
-    """The table of a model: a rule for each of its shapes; for another shape each rule's highest threshold."""
+    """The table of a model: a rule for each weight shape; other shapes use the rule's highest threshold."""
     table = {
         rule: value for outputs, inputs in shapes for rule, value in measure(outputs, inputs, rows, device, repeats)
     }
@@ -103,12 +108,12 @@ def tune(shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, *, 
 
 
 def model_shapes(width: int, inner: int) -> list[tuple[int, int]]:
-    """The weights of a block, (outputs, inputs): queries with keys and values, attention's output, MLP in and out."""
+    """Weight shapes of a block as (outputs, inputs): query-key-value, attention output, MLP in and out."""
     return list(dict.fromkeys([(3 * width, width), (width, width), (inner, width), (width, inner)]))
 
 
 def write_sparse_table(path: Path, table: dict[str, float]) -> None:
-    """Write a table for ``--sparse-table``; raises ``UsageError`` where that cannot be done."""
+    """Write a table for ``--sparse-table``; raises ``UsageError`` where the file cannot be written."""
     try:
         path.write_text(json.dumps({"thresholds": table}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -119,7 +124,7 @@ def read_sparse_table(path: Path) -> dict[str, float]:
     """A table that ``dynmo-train tune-sparse`` wrote.
 
     Raises:
-        UsageError: it cannot be read, or is not an object of rules and numbers.
+        UsageError: the file cannot be read, or is not an object of rules and numbers.
     """
     try:
         document = read_any_json(path)

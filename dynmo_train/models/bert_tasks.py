@@ -1,4 +1,4 @@
-"""BERT with the head of a task in place of the masked words': classes of a pair of texts, or one of several choices.
+"""BERT with a classification or multiple-choice head instead of the masked-language-model head.
 
 Shapes in names: B samples, R = B * choices rows, T tokens, D model width, C classes.
 """
@@ -27,14 +27,14 @@ HITS = "hits"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskHead:
-    """What the head tells: one of ``num_classes`` classes of each row, or the right one of a sample's rows."""
+    """What the head predicts: one of ``num_classes`` classes per row, or which of a sample's rows is correct."""
 
     kind: TaskKind
     num_classes: int
 
 
 class BertTaskHead(nn.Module):
-    """Final normalisation, pooler, dropout and the product that gives the logits, as Megatron's fine-tuned models."""
+    """Final normalization, pooler, dropout and output layer, as in Megatron's fine-tuned models."""
 
     classification: PrunableLinear | None
     multichoice: PrunableLinear | None
@@ -50,7 +50,7 @@ class BertTaskHead(nn.Module):
         self.dropout, self.choices = shape.hidden_dropout, head.num_classes
 
     def logits(self, x_RTD: torch.Tensor) -> torch.Tensor:
-        """From the last layer's output, ``[B, C]``; of choices each sample's rows follow one another."""
+        """Logits ``[B, C]`` from the last layer's output ``[R, T, D]``; the rows of a sample are consecutive."""
         pooled_RD = torch.tanh(self.pooler(self.norm(x_RTD[:, 0])))
         pooled_RD = F.dropout(pooled_RD, self.dropout, self.training)
         if self.multichoice is not None:
@@ -62,7 +62,12 @@ class BertTaskHead(nn.Module):
         return logits_BC
 
     def forward(self, x_RTD: torch.Tensor, labels_B: torch.Tensor) -> ItemOutput:
-        """The mean cross-entropy of the samples whose label is not ``NO_LABEL``, and which of them are right."""
+        """Mean cross-entropy over the samples with a label; accuracy and hits as metrics.
+
+        Args:
+            x_RTD: the last layer's output.
+            labels_B: int64 class of each sample; ``NO_LABEL`` samples count for nothing.
+        """
         logits_BC = self.logits(x_RTD).float()
         counted = (labels_B != NO_LABEL).sum().clamp(min=1)
         loss = F.cross_entropy(logits_BC, labels_B, ignore_index=NO_LABEL, reduction="sum") / counted
@@ -71,7 +76,7 @@ class BertTaskHead(nn.Module):
 
 
 class BertTask:
-    """The BERT family with a task's head; satisfies ``items.ModelFamily``."""
+    """The BERT family with a task head; satisfies ``layer_list.ModelFamily``."""
 
     def __init__(self, shape: BertShape, head: TaskHead) -> None:
         self.shape, self.head, self._base = shape, head, Bert(shape)
@@ -90,7 +95,7 @@ class BertTask:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """None: the head says nothing of words."""
+        """None: the head does not read the word table."""
         return {}
 
     def build(self, name: str, device: torch.device) -> nn.Module:
@@ -102,17 +107,17 @@ class BertTask:
         return module
 
     def split_dim(self, parameter: str) -> int | None:
-        """As BERT; the head is whole on every rank."""
+        """As BERT; every rank has the whole head."""
         return None if parameter.startswith("head.") else self._base.split_dim(parameter)
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""
-        told = {"task_head": self.head.kind, "num_classes": self.head.num_classes}
-        return {**self._base.manifest(), "binary_head": False, "tied_embeddings": False, **told}
+        task = {"task_head": self.head.kind, "num_classes": self.head.num_classes}
+        return {**self._base.manifest(), "binary_head": False, "tied_embeddings": False, **task}
 
 
 def task_of_manifest(model: Mapping[str, Any]) -> TaskHead | None:
-    """The head that a manifest's ``model`` states; None where the model is one of masked words."""
+    """The task head that a manifest's ``model`` states; None for the masked-language-model head."""
     if "task_head" not in model:
         return None
     return TaskHead(kind=model["task_head"], num_classes=model["num_classes"])

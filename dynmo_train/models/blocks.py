@@ -1,7 +1,10 @@
-"""The parts that all model families are made of: embeddings, attention, MLPs, heads; each is the module of one item.
+"""The layers that all model families are built from: embeddings, attention, MLPs, heads. Each is one item's module.
 
-No module knows how many heads, MLP columns or vocabulary rows it holds: it reads them off its weights, so that a slice
-of an item is an item.
+A module reads its number of heads, MLP columns and vocabulary rows off its weights, never off the configuration. So a
+tensor-parallel slice of an item, or an item with pruned heads, runs the same code.
+
+    ids_BT ─▶ Embedding ─▶ x_BTD ─▶ SelfAttention ─▶ x_BTD ─▶ Mlp ─▶ x_BTD ─▶ ... ─▶ Head ─▶ loss
+                                    x + dense(attention(norm(x)))  x + fc2(activation(fc1(norm(x))))
 
 Shapes in names: B samples, T tokens, S tokens that are attended to, D model width, H heads, G key-value groups, K head
 width, F width inside the MLP, V vocabulary.
@@ -53,13 +56,19 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(positions, width, device=device) if positions else None
         self.tokentype = nn.Embedding(tokentypes, width, device=device) if tokentypes else None
         self.dropout = dropout
-        # Where the holder of this item wants the gradient of the words by token.
+        # Set by the item store: where gradients of the word table are collected by token.
         self.pending: PendingRows | None = None
 
     def embed(
         self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int | torch.Tensor = 0
     ) -> torch.Tensor:
-        """Look up and add; positions count from ``past``, or are those of a tensor ``past``, ``[B, T]``."""
+        """Sum of the word, position and token-type embeddings, ``[B, T, D]``.
+
+        Args:
+            ids_BT: int64 token ids.
+            types_BT: int64 token types, where the model has them.
+            past: position of the first token, or the positions of all, int64 ``[B, T]``.
+        """
         x_BTD: torch.Tensor
         if self.pending is None or not self.word.weight.requires_grad:
             x_BTD = self.word(ids_BT)
@@ -74,7 +83,7 @@ class Embedding(nn.Module):
         return x_BTD
 
     def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """``embed`` from position 0, with dropout."""
+        """``embed`` from position 0, with dropout: ``[B, T]`` to ``[B, T, D]``."""
         return F.dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
 
 
@@ -82,13 +91,21 @@ class SelfAttention(nn.Module):
     """``x + dense(attention(norm(x)))``.
 
     The rows of ``qkv`` are grouped by key-value group, ``[G, H/G + 2, K]``: the group's queries, its key, its value;
-    with as many groups as heads that is ``[H, 3, K]``.
+    without grouped queries (G = H) that is ``[H, 3, K]``.
 
     Args:
-        norm: the normalisation before the sublayer.
-        groups: key-value groups; as many as heads where every head has its own.
+        width: model width D.
+        heads: query heads H.
+        norm: normalization before the sublayer.
+        device: where the parameters are created.
+        groups: key-value groups G; None means H.
+        head_width: K; None means D / H.
+        bias: whether ``qkv`` and ``dense`` have biases.
+        causal: whether a token attends to itself and earlier tokens only.
+        dropout: dropout probability of the output.
+        attention_dropout: dropout probability of the attention weights.
         rotary: rotates queries and keys by their position.
-        relative: adds to the scores by distance; scores are not scaled then (Raffel et al. 2020, section 2.1).
+        relative: bias added to the scores by distance; scores are then not scaled (Raffel et al. 2020, section 2.1).
     """
 
     def __init__(
@@ -123,10 +140,12 @@ class SelfAttention(nn.Module):
     def project(
         self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0, cos_sin: CosSin | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
+        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]``.
 
-        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``; who has
-        made the rotation's ``cos_sin`` already gives them, and ``past`` is not read.
+        Args:
+            x_BTD: the residual stream.
+            past: position of the first token; for tokens that are not consecutive their positions, int64 ``[B, T]``.
+            cos_sin: precomputed rotation of :meth:`Rotary.cos_sin`; ``past`` is then ignored.
         """
         per, K = self.queries_per_group, self.head_width
         rows_BTR = self.qkv(self.norm(x_BTD))
@@ -145,7 +164,15 @@ class SelfAttention(nn.Module):
     def attend(
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
-        """The sublayer's output ``[B, T, D]`` before residual and dropout; ``mask`` is true where a key is seen."""
+        """The sublayer's output ``[B, T, D]`` before residual and dropout.
+
+        Args:
+            q_BHTK: queries.
+            k_BGSK: keys.
+            v_BGSK: values.
+            mask: bool or additive float, broadcastable to ``[B, H, T, S]``; true where a key is attended to.
+            causal: whether to apply the causal mask; ``mask`` must then be None.
+        """
         k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
@@ -163,8 +190,9 @@ class SelfAttention(nn.Module):
         """Apply the sublayer with its residual.
 
         Args:
-            key_mask_BS: true for tokens that may be attended to; None: all.
-            positions: ``[B, T]``, where the tokens are some of a longer sequence; None: 0, 1, 2, ...
+            x_BTD: the residual stream.
+            key_mask_BS: bool, true for tokens that may be attended to; None means all.
+            positions: int64 ``[B, T]``, where the tokens are a selection from longer sequences; None means 0, 1, 2, ...
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
         if self.sparse is not None:
@@ -183,9 +211,15 @@ class SelfAttention(nn.Module):
     def extend(
         self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, KeysValues]:
-        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all.
+        """Process new tokens after those whose keys and values are ``past``.
 
-        ``positions`` ``[B, T]`` are given where not every token of the sequence comes here.
+        Args:
+            x_BTD: the residual stream of the new tokens.
+            past: keys and values ``[B, G, S, K]`` of the tokens before; None where there are none.
+            positions: int64 ``[B, T]`` of the new tokens, where this item skips some tokens of a sequence.
+
+        Returns:
+            The output ``[B, T, D]``, and keys and values of all tokens.
         """
         before = 0 if past is None else past[0].shape[2]
         q, k, v = self.project(x_BTD, before if positions is None else positions)
@@ -198,11 +232,14 @@ class SelfAttention(nn.Module):
     def extend_into(
         self, x_BTD: torch.Tensor, kv_cache: KVCache, mask: torch.Tensor | None, cos_sin: CosSin | None
     ) -> torch.Tensor:
-        """New tokens behind those that ``kv_cache`` holds, which gets theirs as well; nothing is copied but them.
+        """Process new tokens after those in ``kv_cache``, and append their keys and values in place.
 
         Args:
-            mask: true where a key is seen, ``[.., T, S]`` with all tokens up to now; None: all of them, or with
-                several new ones in an empty kv_cache those before each.
+            x_BTD: the residual stream of the new tokens.
+            kv_cache: keys and values of the tokens before.
+            mask: bool ``[..., T, S]`` over all tokens including the new ones, true where a key is attended to; None is
+                causal for several new tokens in an empty cache, else all.
+            cos_sin: rotation of the new tokens; None without rotary positions.
         """
         q, k, v = self.project(x_BTD, cos_sin=cos_sin)
         B, H, T, K = q.shape
@@ -210,7 +247,7 @@ class SelfAttention(nn.Module):
         k_BGSK, v_BGSK = kv_cache.extend(k, v)
         groups = k.shape[1]
         if groups < H and T == 1:
-            # The queries of a group stand in the place of tokens: no key is written out for each of them.
+            # The queries of a group take the token dimension, so that no key is repeated for each of them.
             y_BGPK = F.scaled_dot_product_attention(
                 q.reshape(B, groups, -1, K), k_BGSK, v_BGSK, attn_mask=mask, scale=self.scale
             )
@@ -220,7 +257,7 @@ class SelfAttention(nn.Module):
 
 
 class KVCache:
-    """Keys and values of up to ``tokens`` tokens ``[B, G, S, K]``; the memory is taken once."""
+    """Keys and values ``[B, G, S, K]`` of up to ``tokens`` tokens; the memory is allocated once."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self.used = tokens, 0
@@ -228,7 +265,7 @@ class KVCache:
         self._values: torch.Tensor | None = None
 
     def extend(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> KeysValues:
-        """Keep those of new tokens; gives those of all, as views."""
+        """Append keys and values of new tokens; returns those of all tokens as views."""
         if self._keys is None or self._values is None:
             B, groups, _, K = k_BGTK.shape
             self._keys = k_BGTK.new_empty(B, groups, self._tokens, K)
@@ -292,7 +329,7 @@ class FeedForward(nn.Module):
         self.fc2 = PrunableLinear(inner, width, device, bias=bias)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply to the last dimension, without norm and residual."""
+        """Apply to the last dimension, ``[..., D]`` to ``[..., D]``, without norm and residual."""
         inner = self._activation(self.gate(x)) * self.up(x) if self.gated else self._activation(self.fc1(x))
         y: torch.Tensor = self.fc2(inner)
         return y
@@ -325,15 +362,19 @@ class Mlp(FeedForward):
 
 
 class Head(nn.Module):
-    """Final normalisation, projection on the vocabulary and the loss, so that the loss's cost is the head's.
+    """Final normalization, projection to the vocabulary, and the loss: its cost is measured as the head's.
 
-    The weight is this item's own copy of the word table where embeddings are tied: their gradients are added once a
-    step, wherever the two items live. Rows that only pad the vocabulary never enter the product.
+    Where embeddings are tied, the weight is this item's own copy of the word table. The gradients of both copies are
+    added once a step, whichever ranks have the two items. Rows of padding take no part in the product.
 
     Args:
-        rows: of the weight, padding included.
-        vocabulary: ids that are real.
-        scale: factor on the normalised input (T5 scales by ``D^-0.5`` where embeddings are tied).
+        width: model width D.
+        rows: rows of the weight, padding included.
+        vocabulary: number of true token ids V.
+        norm: normalization before the projection.
+        device: where the parameters are created.
+        bias: whether the projection has a bias.
+        scale: factor on the normalized input (T5 scales by ``D^-0.5`` where embeddings are tied).
     """
 
     bias: nn.Parameter | None
@@ -357,12 +398,12 @@ class Head(nn.Module):
         self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """What is multiplied with the weight, ``[B, T, D]``."""
+        """The input of the projection, ``[B, T, D]``."""
         x_BTD = self.norm(x_BTD)
         return x_BTD if self.scale == 1.0 else x_BTD * self.scale
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """``[B, T, D]`` to ``[B, T, V]`` with V the true vocabulary, at every rank where that is cut."""
+        """Logits ``[B, T, V]`` over the true vocabulary; where it is sharded, every rank gets all of them."""
         if self.region is not None:
             cut_BTV = F.linear(self.region.enter(self.features(x_BTD)), self.weight, self.bias)
             return self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary]
@@ -370,7 +411,7 @@ class Head(nn.Module):
         return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
 
     def local_rows(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """Weight and bias of the real rows that this rank has, and the id of the first of them."""
+        """Weight and bias of this rank's rows without padding, and the token id of the first row."""
         first = 0 if self.region is None else self.region.rank * self.weight.shape[0]
         real = min(max(self.vocabulary - first, 0), self.weight.shape[0])
         return self.weight[:real], None if self.bias is None else self.bias[:real], first

@@ -1,11 +1,14 @@
-"""Early exit: a token leaves behind a block when the model is sure of it; later blocks compute only what is left.
+"""Early exit: a token exits after a block when the model is confident; later blocks compute the active tokens only.
 
-Confident adaptive language modelling (Schuster et al. 2022, arXiv:2207.07061, section 3.5): by the *softmax response*,
-the difference of the two highest probabilities of the exit, or by *hidden-state saturation*, the cosine between the
-stream before and behind a sublayer. Every exit is the model's own head: all its parameters are ties of ``head``. The
-exits are trained by their own losses (section 3.2 there; Elbayad et al. 2020, arXiv:1910.10073).
+Confident adaptive language modeling (Schuster et al. 2022, arXiv:2207.07061, section 3.5) with two confidence measures:
+the *softmax response*, the difference of the two highest probabilities at the exit, and *hidden-state saturation*, the
+cosine between the stream before and after a sublayer. Every exit is the model's own head: all its parameters are tied
+to ``head``. Exits are trained by their own losses (section 3.2 there; Elbayad et al. 2020, arXiv:1910.10073).
 
-Shapes in names: B samples, T tokens, C tokens that are left, D model width, V vocabulary.
+    x_BTD ─▶ gather active tokens ─▶ item ─▶ exit: confidence >= threshold? ─▶ scatter back ─▶ x_BTD
+    exited_BT ──────┘                                    └─▶ exited_BT (crosses stage boundaries, without gradient)
+
+Shapes in names: B samples, T tokens, C active tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from .layer_list import ItemOutput, ItemSpec, output_of
 from .mixture_of_depths import RoutedBlock
 from .token_select import TokenSelection, select_tokens
 
+# The value that later items read, ``[B, T]`` in the type of the stream: 1 where a token has exited.
 EXITED = "exited"
 Measure = Literal["softmax", "saturation"]
 METRICS = (("exit_share", 1), ("exit_loss", 1))
@@ -28,12 +32,12 @@ METRICS = (("exit_share", 1), ("exit_loss", 1))
 
 @dataclass(frozen=True, kw_only=True)
 class ExitSettings:
-    """Early exit.
+    """Where and when tokens exit.
 
     Attributes:
-        layers: blocks (from 0) behind which tokens may leave, ascending.
-        loss_weight: weight of the losses of all exits together, in equal parts.
-        threshold: confidence, 0 to 1, from which a token leaves.
+        layers: blocks (from 0) after which tokens may exit, ascending.
+        loss_weight: weight of the losses of all exits together, shared equally.
+        threshold: confidence, 0 to 1, from which a token exits.
         measure: ``softmax`` response or hidden-state ``saturation``.
     """
 
@@ -49,10 +53,11 @@ class ExitSettings:
 
 
 class Exit(nn.Module):
-    """An exit behind an item: the head's loss on the tokens that came so far, and which of them leave.
+    """An exit after an item: the loss of the head on the active tokens, and which of them exit.
 
     Args:
-        head: a copy of the model's head, of ties alone.
+        head: a copy of the model's head; all its parameters are tied.
+        settings: of the model's exits.
     """
 
     def __init__(self, head: nn.Module, settings: ExitSettings) -> None:
@@ -62,9 +67,17 @@ class Exit(nn.Module):
     def forward(
         self, before_BCD: torch.Tensor, after_BCD: torch.Tensor, labels_BC: torch.Tensor | None, real_BC: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(which tokens leave, boolean ``[B, C]``; the exit's mean loss over the real tokens, not weighted).
+        """Decide which tokens exit, and compute the exit's loss.
 
-        The loss is 0 without labels. The stream leaves in what the head would say of it: no other weights take part.
+        Args:
+            before_BCD: the stream before the item.
+            after_BCD: the stream after the item.
+            labels_BC: int64 token ids; None computes no loss.
+            real_BC: bool, false for padding entries.
+
+        Returns:
+            Which tokens exit, bool ``[B, C]``, and the mean loss of the real tokens, a float32 scalar, unweighted; it
+            is 0 in evaluation and without labels.
         """
         wants_loss = labels_BC is not None and self.training
         loss = after_BCD.new_zeros((), dtype=torch.float32)
@@ -82,28 +95,33 @@ class Exit(nn.Module):
 
 
 def active_tokens(exited_BT: torch.Tensor) -> TokenSelection:
-    """The tokens that have not left."""
+    """The tokens that have not exited; ``exited_BT`` is 1 where a token has."""
     return select_tokens(exited_BT == 0)
 
 
 class ActiveTokens(nn.Module):
-    """Mixed into an item's module: it runs on the tokens that are left, and its child ``exit``, if any, behind it.
+    """Mixin for an item's module: runs the item on the active tokens, then its child ``exit`` if it has one.
 
     Attributes:
-        reads_exited: whether an exit stands before it; without one no token has left.
-        active_inputs: names of the batch's tensors that it is called with; ``labels`` goes to the exit.
+        reads_exited: whether an exit comes before this item; without one all tokens are active.
+        active_inputs: names of the batch tensors that it is called with; ``labels`` goes to the exit.
     """
 
     reads_exited: bool
     active_inputs: tuple[str, ...]
 
     def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | ItemOutput:
-        """The item's own forward, on the tokens that it is given."""
+        """The item's own forward, on the given tokens."""
         result: torch.Tensor | ItemOutput = super().forward(x_BTD, *given)
         return result
 
     def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> ItemOutput:
-        """Apply to the stream, then, with ``reads_exited``, 1 where a token has left (``[B, T]``), then the inputs."""
+        """Apply the item to the active tokens and its exit to the result.
+
+        Args:
+            x_BTD: the residual stream.
+            *arguments: ``exited_BT`` if ``reads_exited``, then the batch tensors of ``active_inputs``, ``[B, T]``.
+        """
         exited_BT = arguments[0] if self.reads_exited else None
         given = dict(zip(self.active_inputs, arguments[int(self.reads_exited) :], strict=True))
         selected = None if exited_BT is None else active_tokens(exited_BT)
@@ -114,7 +132,7 @@ class ActiveTokens(nn.Module):
             given = {name: selected.take(value) for name, value in given.items()}
         labels_BC = given.pop("labels", None)
         if selected is not None and hasattr(self, "qkv"):
-            # An attention's inputs say which tokens may be attended to.
+            # The inputs of an attention are key masks: padding entries must not be attended to.
             given = {name: value.bool() & selected.real_BC for name, value in given.items()}
             extra["positions"] = selected.index_BC
         elif selected is not None and issubclass(type(self), RoutedBlock):
@@ -122,10 +140,10 @@ class ActiveTokens(nn.Module):
         result = super().forward(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
         output = y_BCD if selected is None else selected.put(x_BTD, y_BCD)
-        told = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
+        inner = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
         exit_ = self._modules.get("exit")
         if not isinstance(exit_, Exit):
-            return ItemOutput(output, metrics=told.metrics, losses=told.losses)
+            return ItemOutput(output, metrics=inner.metrics, losses=inner.losses)
         if exited_BT is None or selected is None:
             exited_BT = x_BTD.new_zeros(x_BTD.shape[:2])
             selected = select_tokens(exited_BT == 0)
@@ -133,18 +151,19 @@ class ActiveTokens(nn.Module):
         exited_BT = exited_BT.scatter_add(1, selected.index_BC, leaves_BC.to(exited_BT.dtype))
         return ItemOutput(
             output,
-            metrics={**told.metrics, "exit_share": exited_BT.float().mean(), "exit_loss": loss.detach()},
-            losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
+            metrics={**inner.metrics, "exit_share": exited_BT.float().mean(), "exit_loss": loss.detach()},
+            losses={**inner.losses, "exit": loss * exit_.settings.weight_of_each},
             side={EXITED: exited_BT},
         )
 
 
 def run_on_active_tokens(module: nn.Module, spec: ItemSpec) -> None:
-    """Mix ``ActiveTokens`` into the module of an item that reads or writes which tokens have left.
+    """Mix ``ActiveTokens`` into the module of an item that reads or writes which tokens have exited.
 
-    Its parameters keep their names and its class its kind, which a module around it would change.
+    The class is changed in place, because a wrapping module would rename the parameters and hide the class from
+    ``isinstance`` checks.
     """
     kind = type(module)
-    module.__class__ = type(f"Live{kind.__name__}", (ActiveTokens, kind), {})
+    module.__class__ = type(f"Active{kind.__name__}", (ActiveTokens, kind), {})
     module.reads_exited = EXITED in spec.reads  # type: ignore[assignment]
     module.active_inputs = spec.inputs  # type: ignore[assignment]

@@ -1,10 +1,13 @@
-"""The gradient of a table of embeddings, kept by token until a step needs it whole.
+"""The gradient of an embedding table, collected by token until the step needs the dense gradient.
 
-A table has a row for each id, and a microbatch meets few of them: a dense gradient a microbatch, mostly zeros, would be
-written and added for nothing. Row by row the sums are those of dense gradients, bit for bit: first the tokens of a
-microbatch in their order, then the microbatches in theirs.
+A microbatch reads few rows of the table: a dense gradient per microbatch would be mostly zeros, written and added for
+nothing. Each row's sum has the bits of dense accumulation: first the tokens of a microbatch in their order, then the
+microbatches in theirs.
 
-Shapes in names: B samples, T tokens, N = B*T, U different ids, V rows of the table, D model width.
+    backward of a microbatch ─▶ PendingRows.add(ids_N, gradient_ND)   up to a quarter of the table's memory
+    end of the step          ─▶ materialize_grads: unique ids, summed rows ─▶ table.grad[ids] +=
+
+Shapes in names: B samples, T tokens, N = B*T, U unique ids, V rows of the table, D model width.
 """
 
 from __future__ import annotations
@@ -17,27 +20,27 @@ from torch.autograd.function import once_differentiable
 
 
 def most_pending(rows: int) -> int:
-    """For how many tokens gradients are kept apart, of a table of so many rows: they take a quarter of its memory."""
+    """The number of tokens whose gradients are collected, for a table of ``rows`` rows: a quarter of its memory."""
     return rows // 4
 
 
 class PendingRows:
-    """Gradients of a table that its ``grad`` does not hold yet.
+    """Gradients of a table by token, not yet added to its ``grad``.
 
     Args:
-        table_VD: the parameter whose gradients these are.
-        most: tokens that are kept; above it all go into ``grad``.
+        table_VD: the parameter.
+        most: maximum number of collected tokens; above it all are added to ``grad``.
     """
 
     def __init__(self, table_VD: torch.Tensor, most: int) -> None:
         self._table_VD, self._most = table_VD, most
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tokens = 0
-        # What makes autograd come back to a look-up; it never gets a gradient itself.
+        # An input that requires a gradient, so that autograd runs the backward of a lookup. It never gets one itself.
         self.anchor = torch.zeros((), device=table_VD.device, requires_grad=True)
 
     def add(self, ids_N: torch.Tensor, gradient_ND: torch.Tensor) -> None:
-        """Take what the backward of a microbatch gives for each token."""
+        """Collect the gradients of a microbatch: int64 ids and, in the type of the table, one row per token."""
         self._parts.append((ids_N, gradient_ND))
         self._tokens += len(ids_N)
         if self._tokens > self._most:
@@ -45,7 +48,7 @@ class PendingRows:
 
     @torch.no_grad()
     def materialize_grads(self) -> None:
-        """Add what is kept to the table's ``grad``."""
+        """Add the collected gradients to the table's ``grad``."""
         parts, self._parts, self._tokens = self._parts, [], 0
         for ids_N, gradient_ND in parts:
             found_U, places_N = torch.unique(ids_N, return_inverse=True)

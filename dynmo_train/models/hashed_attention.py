@@ -1,12 +1,14 @@
-"""Dynamic sparse attention: a query attends to the keys of its hash bucket, in blocks, by a mask made anew each time.
+"""Dynamic sparse attention: a query attends to the keys of its hash bucket, by a block mask of each forward.
 
-Queries and keys are hashed by their direction (angular LSH: Andoni et al. 2015, arXiv:1509.02897; Kitaev et al. 2020,
-arXiv:2001.04451, section 2), sorted by bucket, and only the blocks of the sorted scores where buckets meet are computed
-(Pagliardini et al. 2023, arXiv:2306.01160, section 3.2). One mask object drives both ways to do so: a gather of blocks
-with scaled-dot-product attention, and FlexAttention on CUDA.
+Queries and keys are hashed by direction (angular LSH: Andoni et al. 2015, arXiv:1509.02897; Kitaev et al. 2020,
+arXiv:2001.04451, section 2) and sorted by bucket. Only blocks of the sorted score matrix that contain a query and a key
+of the same bucket are computed (Pagliardini et al. 2023, arXiv:2306.01160, section 3.2).
+
+    q, k ─▶ hash_directions ─▶ sort by (bucket, position) ─▶ HashMask ─┬─▶ attend_by_gather (SDPA on gathered blocks)
+                                                                       └─▶ FlexAttention (CUDA, without dropout)
 
 Shapes in names: B samples, H heads, T queries, S keys (T = S here), K head width, Q and J blocks of queries and keys,
-P = B*H, G block rows that have as many blocks, L rows of a block.
+P = B*H, G block rows with the same number of blocks, L rows of a block.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ..parallel.seeding import stable_seed
 
 
 def hash_directions(x_BHTK: torch.Tensor, rotation_HKR: torch.Tensor) -> torch.Tensor:
-    """The bucket of each vector, ``[B, H, T]`` of 0 to 2R - 1: the nearest of R random axes and their opposites."""
+    """The bucket of each vector, int64 ``[B, H, T]``, 0 to 2R - 1: the nearest of R random axes and their opposites."""
     along_BHTR = torch.einsum("bhtk,hkr->bhtr", x_BHTK.detach().float(), rotation_HKR)
     return torch.cat([along_BHTR, -along_BHTR], dim=-1).argmax(-1)
 
@@ -30,15 +32,17 @@ def hash_directions(x_BHTK: torch.Tensor, rotation_HKR: torch.Tensor) -> torch.T
 class HashMask:
     """Which key each query attends to, and which blocks of the sorted scores that needs.
 
-    Rows are padded to whole blocks; padding stands behind all tokens, in the bucket ``buckets``, which no token has.
+    Rows are padded to whole blocks. Padding sorts last: its bucket is ``buckets``, which no token has.
 
     Attributes:
         block: rows and columns of a block.
-        causal: whether a key ahead of its query is never seen.
-        q_order_PT, k_order_PT: position of each sorted query and key.
-        q_bucket_PT, k_bucket_PT: their buckets, ascending.
-        key_mask_PT: false for sorted keys that nobody may attend to.
-        blocks_PQJ: whether a block is computed.
+        causal: whether a query attends to earlier keys and its own only.
+        q_order_PT: int64 position of each sorted query.
+        k_order_PT: int64 position of each sorted key.
+        q_bucket_PT: buckets of the sorted queries, ascending.
+        k_bucket_PT: buckets of the sorted keys, ascending.
+        key_mask_PT: bool, false for sorted keys that no query may attend to.
+        blocks_PQJ: bool, whether a block is computed.
     """
 
     block: int
@@ -56,7 +60,7 @@ class HashMask:
         return int(self.blocks_PQJ.sum()) * self.block**2
 
     def allowed(self, p: Any, query: Any, key: Any) -> torch.Tensor:
-        """Whether sorted query and key may meet; arguments are index tensors that broadcast."""
+        """Whether a sorted query attends to a sorted key; arguments are index tensors that broadcast."""
         same = self.q_bucket_PT[p, query] == self.k_bucket_PT[p, key]
         if self.causal:
             same = same & (self.q_order_PT[p, query] >= self.k_order_PT[p, key])
@@ -79,24 +83,27 @@ class HashMask:
 def hash_mask(
     q_bucket_PT: torch.Tensor, k_bucket_PT: torch.Tensor, key_mask_PT: torch.Tensor, *, block: int, causal: bool
 ) -> HashMask:
-    """Sort by bucket and position, and find the blocks in which a query meets a key of its bucket.
+    """Sort by bucket and position, and find the blocks that contain a query and a key of the same bucket.
 
     Args:
-        q_bucket_PT, k_bucket_PT: buckets by position, T a multiple of ``block``.
-        key_mask_PT: false for keys that nobody may attend to, by position.
+        q_bucket_PT: int64 bucket of each query by position; T is a multiple of ``block``.
+        k_bucket_PT: the same of the keys.
+        key_mask_PT: bool by position, false for keys that no query may attend to.
+        block: rows and columns of a block.
+        causal: whether a query attends to earlier keys and its own only.
     """
     P = len(q_bucket_PT)
     # A stable sort by bucket keeps positions ascending within a bucket.
     q_sorted, q_order = q_bucket_PT.sort(dim=1, stable=True)
     k_sorted, k_order = k_bucket_PT.sort(dim=1, stable=True)
     q_blocks, k_blocks = q_sorted.view(P, -1, block), k_sorted.view(P, -1, block)
-    meets = (q_blocks[:, :, None, 0] <= k_blocks[:, None, :, -1]) & (
+    overlaps = (q_blocks[:, :, None, 0] <= k_blocks[:, None, :, -1]) & (
         k_blocks[:, None, :, 0] <= q_blocks[:, :, None, -1]
     )
     if causal:
         latest_PQ = q_order.view(P, -1, block).amax(-1)
         earliest_PJ = k_order.view(P, -1, block).amin(-1)
-        meets = meets & (earliest_PJ[:, None, :] <= latest_PQ[:, :, None])
+        overlaps = overlaps & (earliest_PJ[:, None, :] <= latest_PQ[:, :, None])
     return HashMask(
         block=block,
         causal=causal,
@@ -105,16 +112,23 @@ def hash_mask(
         q_bucket_PT=q_sorted,
         k_bucket_PT=k_sorted,
         key_mask_PT=key_mask_PT.gather(1, k_order),
-        blocks_PQJ=meets,
+        blocks_PQJ=overlaps,
     )
 
 
 def attend_by_gather(
     q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, mask: HashMask, *, dropout: float
 ) -> torch.Tensor:
-    """Attention over sorted rows, ``[P, T, K]``; a query that may see nothing gets 0.
+    """Attention over sorted rows, ``[P, T, K]``; a query without any key gets 0.
 
-    Block rows that need as many blocks are computed together, so that no block is computed that is not needed.
+    Block rows with the same number of blocks are computed together, so that no other block is computed.
+
+    Args:
+        q_PTK: sorted queries.
+        k_PTK: sorted keys.
+        v_PTK: sorted values.
+        mask: which scores exist.
+        dropout: dropout probability of the attention weights.
     """
     P, T, K = q_PTK.shape
     L = mask.block
@@ -135,14 +149,14 @@ def attend_by_gather(
         blocks_GC = p_G[:, None] * Q + j_GC
         query_GL = (rows_G % Q)[:, None] * L + inner
         key_GM = (j_GC[..., None] * L + inner).flatten(1)
-        seen_GLM = mask.allowed(p_G[:, None, None], query_GL[:, :, None], key_GM[:, None, :])
-        any_GL1 = seen_GLM.any(-1, keepdim=True)
+        allowed_GLM = mask.allowed(p_G[:, None, None], query_GL[:, :, None], key_GM[:, None, :])
+        any_GL1 = allowed_GLM.any(-1, keepdim=True)
         y_GLK = F.scaled_dot_product_attention(
             q_rows[rows_G][:, None],
             k_rows[blocks_GC].flatten(1, 2)[:, None],
             v_rows[blocks_GC].flatten(1, 2)[:, None],
-            # A row without a key would be a softmax of nothing: it sees all, and is zeroed.
-            attn_mask=(seen_GLM | ~any_GL1)[:, None],
+            # A softmax over no key is NaN: such a row attends to all keys here, and is zeroed below.
+            attn_mask=(allowed_GLM | ~any_GL1)[:, None],
             dropout_p=dropout,
         )[:, 0]
         done.append(y_GLK * any_GL1)
@@ -155,12 +169,13 @@ class HashedAttention:
     """Hash-bucketed block-sparse attention.
 
     Attributes:
-        buckets: hash buckets, even.
+        buckets: number of hash buckets, even.
         block: queries and keys of a block.
-        seed: of the axes in evaluation; in training they are drawn anew in each forward, from the item's own numbers.
-        name: of the item, for evaluation.
-        part: which of ``parts`` equal parts of the heads are here, where tensor parallelism cuts them. Evaluation goes
-            by the same axes then; in training they are drawn by each rank, as dropout within a region is.
+        seed: of the axes in evaluation. Training draws them in each forward from the item's random numbers.
+        name: name of the item, part of the evaluation's seed.
+        part: which of ``parts`` equal slices of the heads this rank has under tensor parallelism. Evaluation uses the
+            axes of all heads; in training each rank draws its own, like dropout within a tensor-parallel region.
+        parts: number of slices.
     """
 
     buckets: int
@@ -195,8 +210,10 @@ class HashedAttention:
             F.pad(hash_directions(x, rotation_HKR), (0, extra), value=self.buckets).flatten(0, 1)
             for x in (q_BHTK, k_BHTK)
         )
-        seen = torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if key_mask_BT is None else key_mask_BT.bool()
-        key_mask_PT = F.pad(seen, (0, extra)).repeat_interleave(H, dim=0)
+        key_mask = (
+            torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if key_mask_BT is None else key_mask_BT.bool()
+        )
+        key_mask_PT = F.pad(key_mask, (0, extra)).repeat_interleave(H, dim=0)
         return hash_mask(q_bucket, k_bucket, key_mask_PT, block=self.block, causal=causal)
 
     def attend(

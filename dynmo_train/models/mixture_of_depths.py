@@ -1,8 +1,11 @@
-"""Mixture of depths: a router lets a fixed share of the tokens through a block; the others pass it by, at no cost.
+"""Mixture of depths: a router sends a fixed fraction of the tokens through a block; the others skip it at no cost.
 
-Raposo et al. 2024, arXiv:2404.02258: in training the tokens of the highest router scores of each sample (section 3.3,
-expert choice). That looks ahead in the sequence, so the scores are trained to say by themselves whether a token is
-among the highest (section 3.5: a binary cross-entropy), and evaluation and generation go by their sign alone.
+Raposo et al. 2024, arXiv:2404.02258. Training selects the tokens of the highest router scores of each sample (section
+3.3, expert-choice routing). That is not causal, so the scores are also trained to predict the selection (section 3.5, a
+binary cross-entropy), and evaluation and generation select the tokens of positive score.
+
+    x_BTD ─▶ router ─▶ scores_BT ─▶ select C tokens ─▶ attention, MLP on x_BCD ─▶ scatter back
+        └──────────────────────── the other tokens ────────────────────────────────▶ x_BTD
 
 Shapes in names: B samples, T tokens, C tokens that go through the block, D model width.
 """
@@ -26,12 +29,12 @@ METRICS = (("depth_share", 1), ("depth_agreement", 1))
 
 @dataclass(frozen=True, kw_only=True)
 class DepthSettings:
-    """Mixture of depths.
+    """Which blocks are routed, and how many tokens they process.
 
     Attributes:
-        capacity: share of a sample's tokens that go through a routed block, above 0 and at most 1.
-        every: every how many blocks one is routed: with 2 the blocks 1, 3, 5, ...
-        aux_weight: weight of the loss that teaches the router to decide without looking ahead.
+        capacity: fraction of a sample's tokens that go through a routed block, above 0 and at most 1.
+        every: one of this many blocks is routed: with 2 the blocks 1, 3, 5, ...
+        aux_weight: weight of the loss that trains the router to predict the selection causally.
     """
 
     capacity: float
@@ -43,19 +46,21 @@ class DepthSettings:
         return layer % self.every == self.every - 1
 
     def tokens(self, count: int) -> int:
-        """How many of ``count`` tokens go through a routed block in training."""
+        """The number of ``count`` tokens that go through a routed block in training."""
         return max(1, math.ceil(self.capacity * count))
 
 
 class RoutedBlock(nn.Module):
     """A block behind a router: ``x + sigmoid(score) (block(x) - x)`` for the selected tokens, ``x`` for the others.
 
-    TokenSelection tokens attend to selected tokens only.
+    Selected tokens attend to selected tokens only.
 
     Args:
         attention: the block's first sublayer; the router becomes its child, so that parameters keep their names.
-        mlp: its second sublayer.
-        width: of the model.
+        mlp: the second sublayer.
+        settings: capacity and loss weight.
+        width: model width D.
+        device: where the router is created.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class RoutedBlock(nn.Module):
         return selected.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
 
     def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor) -> TokenSelection:
-        """The tokens that go through: those of the highest scores in training, those above 0 otherwise."""
+        """The tokens that go through: the highest scores in training, the positive scores in evaluation."""
         if not self.training:
             return select_tokens((scores_BT > 0) & real_BT)
         capacity = self.settings.tokens(scores_BT.shape[1])
@@ -95,10 +100,10 @@ class RoutedBlock(nn.Module):
         """Apply the block.
 
         Args:
-            x_BTD: the stream; some tokens of it only, where others have left at an exit.
-            key_mask_BT: true for tokens that may be attended to; default: all.
-            positions: ``[B, T]``, of these tokens in their samples; default: their order.
-            real: ``[B, T]``, false where an entry only fills its row up; default: all are tokens.
+            x_BTD: the residual stream; the active tokens only, where others have exited before.
+            key_mask_BT: bool, true for tokens that may be attended to; None means all.
+            positions: int64 ``[B, T]``, positions of these tokens in their samples; None means 0, 1, 2, ...
+            real: bool ``[B, T]``, false for padding entries; None means that there are none.
         """
         scores_BT = self._scores(x_BTD)
         real_BT = torch.ones_like(scores_BT, dtype=torch.bool) if real is None else real
@@ -116,7 +121,7 @@ class RoutedBlock(nn.Module):
         metrics = {"depth_share": among_BT.sum() / count, "depth_agreement": agreed_BT.sum() / count}
         losses: dict[str, torch.Tensor] = {}
         if self.training and torch.is_grad_enabled():
-            # The stream is no place for this loss: it trains the router alone.
+            # On the detached stream: this loss trains the router alone, not the model.
             router_BT = self._scores(x_BTD.detach())
             weight = None if real is None else real_BT.to(router_BT.dtype) * (real_BT.numel() / count)
             aux = F.binary_cross_entropy_with_logits(router_BT, among_BT.to(router_BT.dtype), weight)
@@ -128,11 +133,15 @@ class RoutedBlock(nn.Module):
     def extend(
         self, x_BTD: torch.Tensor, past: Sequence[Any] | None, positions_BT: torch.Tensor
     ) -> tuple[torch.Tensor, list[Any]]:
-        """New tokens behind others: those of positive score go through, behind those before that did.
+        """Process new tokens in generation: those of positive score go through the block.
 
         Args:
-            past: what this gave for the tokens before, sample by sample, or None.
-            positions_BT: of the new tokens.
+            x_BTD: the residual stream of the new tokens.
+            past: what this returned for the tokens before, one cache per sample; None where there are none.
+            positions_BT: int64 positions of the new tokens.
+
+        Returns:
+            The stream ``[B, T, D]``, and the caches of all tokens.
         """
         rows, caches = [], []
         for sample, x_1TD in enumerate(x_BTD.split(1)):
