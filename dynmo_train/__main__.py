@@ -1,22 +1,22 @@
-"""``python -m dynmo_train``, in which form ``launch`` starts its workers, and the console script ``dynmo-train``."""
+"""Entry point of ``dynmo-train`` and of ``python -m dynmo_train``, which ``launch`` runs for each worker."""
 
 from __future__ import annotations
 
 import os
 
 from .cli import main
-from .launch.worker import end, watch_launcher
+from .launch.worker import exit_process, watch_launcher
 from .trainer.garbage_collection import collect_rarely
 
 
 def run() -> None:
-    """The command in a process of its own, to that process's end."""
+    """Run the command and end the process with its exit code."""
     collect_rarely()
     watch_launcher(os.environ)
     try:
         main()
-    except SystemExit as ended:
-        end(ended.code, os.environ)
+    except SystemExit as exit_:
+        exit_process(exit_.code, os.environ)
         raise
 
 

@@ -1,6 +1,7 @@
-"""The command line of ``dynmo-train``: all subcommands in the order of work.
+"""The command line of ``dynmo-train``: one module per command, listed in the order of a workflow.
 
-Names that end in ``_app`` keep the modules importable under their own names: ``from dynmo_train.cli import launch``.
+Modules import torch only inside their commands, so that ``--help`` is instant. Names that end in ``_app`` keep the
+modules importable under their own names: ``from dynmo_train.cli import launch``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import typer
 
 from .._common.console import add_version, command_list, run_app
 from ..config.task_command import TaskCommand
-from . import cluster as _cluster  # noqa: F401 - adds its commands to launch
-from . import cluster_batch as _cluster_batch  # noqa: F401 - and so does this
+from . import cluster as _cluster  # noqa: F401 - registers commands of launch
+from . import cluster_batch as _cluster_batch  # noqa: F401 - registers commands of launch
 from .cache import cache as cache_app
 from .evaluate import evaluate as evaluate_app
 from .explain_flags.command import explain_flags
@@ -22,7 +23,7 @@ from .tasks import EvaluateGroup
 from .tasks import tasks as tasks_command
 from .tools import compare, monitor, tune_sparse
 
-ORDER_OF_WORK = (
+COMMAND_ORDER = (
     "explain-flags",
     "tune-sparse",
     "pretrain",
@@ -37,10 +38,10 @@ ORDER_OF_WORK = (
 )
 
 app = typer.Typer(
-    cls=command_list(*ORDER_OF_WORK),
+    cls=command_list(*COMMAND_ORDER),
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help never cuts the name of an option
-    help="Train models whose layers change cost while they train, with the pipeline kept in balance.",
+    rich_markup_mode=None,  # rich help truncates option names
+    help="Train models with dynamic layer costs on a balanced pipeline.",
 )
 add_version(app)
 app.add_typer(pretrain_app, name="pretrain")

@@ -1,4 +1,4 @@
-"""``dynmo-train cache``: lists and removes the models that ``--load`` converted."""
+"""``dynmo-train cache``: list and remove checkpoints that ``--load`` converted."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import typer
 from .._common.console import Format, command_list, emit, emit_json, emit_table, human_bytes
 
 CacheDir = Annotated[
-    Path | None, typer.Option("--cache-dir", help="Folder of converted models [default: ~/.cache/dynmo].")
+    Path | None, typer.Option("--cache-dir", help="Folder of converted checkpoints [default: ~/.cache/dynmo].")
 ]
 
 cache = typer.Typer(
     cls=command_list(),
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List or remove models that --load converted to native.",
+    help="List or remove checkpoints that --load converted.",
 )
+
+
+def count_text(count: int) -> str:
+    """``1 converted checkpoint``, ``2 converted checkpoints``."""
+    return f"{count} converted checkpoint{'' if count == 1 else 's'}"
 
 
 @cache.command("list")
 def list_cache(
     cache_dir: CacheDir = None,
-    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+    report: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Show each converted model: name, size, date and source."""
+    """List converted checkpoints: name, size, date and source."""
     from ..trainer.checkpoint.converted_models import conversions
     from ..trainer.checkpoint.load_checkpoint import default_cache
 
@@ -42,20 +47,22 @@ def list_cache(
         return
     cells = [(e.path.name, human_bytes(e.num_bytes), f"{e.modified:%Y-%m-%d %H:%M}", e.source) for e in found]
     if cells:
-        emit_table(str(folder), ("name", "size", "made (UTC)", "source"), cells)
+        emit_table(str(folder), ("name", "size", "created (UTC)", "source"), cells)
     total = human_bytes(sum(each.num_bytes for each in found))
-    emit(f"{folder}: {len(found)} converted models, {total}")
+    emit(f"{folder}: {count_text(len(found))}, {total}")
 
 
 @cache.command("clear")
 def clear_cache(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names to remove; none: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Names to remove [default: all].")
+    ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove converted models; other files of the folder stay. The next --load converts again."""
+    """Remove converted checkpoints; other files are kept, and --load converts again."""
     from ..trainer.checkpoint.converted_models import remove
     from ..trainer.checkpoint.load_checkpoint import default_cache
 
     folder = cache_dir or default_cache()
     removed = remove(folder, names or [])
-    emit(f"{folder}: removed {len(removed)} converted models, {human_bytes(sum(e.num_bytes for e in removed))}")
+    emit(f"{folder}: removed {count_text(len(removed))}, {human_bytes(sum(e.num_bytes for e in removed))}")

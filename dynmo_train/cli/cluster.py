@@ -1,4 +1,4 @@
-"""``dynmo-train launch kubernetes|hostfile``: the same command in pods, or on hosts over ssh."""
+"""``dynmo-train launch kubernetes`` and ``launch hostfile``: run a command in pods, or on hosts over ssh."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .launch import (
     Arguments,
     MaxRestarts,
     check_command,
-    count_of_nodes,
     launch,
+    parse_node_range,
     run_processes,
 )
 
 if TYPE_CHECKING:
     from ..launch.hostfile import Host, HostJob
-    from ..launch.kubernetes import KubernetesJob, Need
+    from ..launch.kubernetes import KubernetesJob, Requirement
 
 
 class ManifestKind(StrEnum):
-    """Which objects of Kubernetes run the command."""
+    """Kind of the Kubernetes object that runs the command."""
 
     PYTORCHJOB = "pytorchjob"
     TRAINJOB = "trainjob"
@@ -43,44 +43,51 @@ class ManifestKind(StrEnum):
 
 def _documents(
     kind: ManifestKind, job: KubernetesJob, claim_size: str, storage_class: str, kubernetes: str | None
-) -> tuple[str, list[Need]]:
-    """The manifests of a job as YAML, and what they need of the cluster.
+) -> tuple[str, list[Requirement]]:
+    """The manifests of a job as YAML, and the versions that they require.
+
+    Args:
+        kind: kind of object that runs the command.
+        job: the job.
+        claim_size: size of the volume claims to create; empty creates none.
+        storage_class: storage class of these claims.
+        kubernetes: version of the cluster, if given.
 
     Raises:
-        UsageError: the cluster's version, as it is given, does not serve what the manifests need.
+        UsageError: the cluster is older than the manifests require.
     """
     from ..launch.kubernetes import (
         check_version,
         data_job,
         indexed_job,
-        indexed_needs,
+        indexed_requirements,
         parse_version,
         pytorch_job,
-        pytorch_needs,
+        pytorch_requirements,
         to_yaml,
         train_job,
-        trainer_needs,
+        trainer_requirements,
         volume_claim,
     )
 
-    needs_of: Mapping[ManifestKind, Callable[[KubernetesJob], list[Need]]] = {
-        ManifestKind.PYTORCHJOB: pytorch_needs,
-        ManifestKind.TRAINJOB: trainer_needs,
-        ManifestKind.INDEXED: indexed_needs,
+    requirements_of: Mapping[ManifestKind, Callable[[KubernetesJob], list[Requirement]]] = {
+        ManifestKind.PYTORCHJOB: pytorch_requirements,
+        ManifestKind.TRAINJOB: trainer_requirements,
+        ManifestKind.INDEXED: indexed_requirements,
     }
-    needs = needs_of[kind](job) if kind in needs_of else []
+    requirements = requirements_of[kind](job) if kind in requirements_of else []
     if kubernetes is not None:
         option = "--kubernetes-version"
-        check_version(needs, "Kubernetes", parse_version(option, kubernetes), option)
+        check_version(requirements, "Kubernetes", parse_version(option, kubernetes), option)
 
     claims = [volume_claim(claim, job.namespace, claim_size, storage_class) for claim in job.claims if claim_size]
-    made = {
+    objects = {
         ManifestKind.PYTORCHJOB: lambda: [pytorch_job(job)],
         ManifestKind.TRAINJOB: lambda: [train_job(job)],
         ManifestKind.INDEXED: lambda: indexed_job(job),
         ManifestKind.DATA: lambda: [data_job(job)],
     }[kind]()
-    return to_yaml([*claims, *made], needs), needs
+    return to_yaml([*claims, *objects], requirements), requirements
 
 
 @launch.command("kubernetes", context_settings=COMMAND_LAST)
@@ -89,65 +96,65 @@ def launch_kubernetes(
     image: Annotated[str, typer.Option("--image", envvar="IMAGE_URI", help="Container image.")],
     kind: Annotated[
         ManifestKind,
-        typer.Option(
-            "--kind", help="pytorchjob or trainjob of Kubeflow, indexed-job without it, or job for one data command."
-        ),
+        typer.Option("--kind", help="Kubeflow pytorchjob or trainjob, indexed-job, or job for a data command."),
     ] = ManifestKind.PYTORCHJOB,
     nodes: NodeCount = None,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
     efa: Annotated[
-        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices of each node.")
+        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
     ] = 0,
-    cpus: Annotated[str, typer.Option("--cpus", help="CPUs of each pod.")] = "",
-    memory: Annotated[str, typer.Option("--memory", help="Memory of each pod, such as 64Gi.")] = "",
+    cpus: Annotated[str, typer.Option("--cpus", help="CPUs per pod.")] = "",
+    memory: Annotated[str, typer.Option("--memory", help="Memory per pod, such as 64Gi.")] = "",
     instance_type: Annotated[
-        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Type of node to run on.")
+        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Instance type of the nodes.")
     ] = "",
     job_name: JobName = "dynmo",
-    namespace: Annotated[str, typer.Option("--namespace", help="Namespace.")] = "default",
+    namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")] = "default",
     claim: Annotated[
         list[str] | None,
-        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount; repeatable."),
+        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
     ] = None,
     claim_size: Annotated[
-        str, typer.Option("--claim-size", help="Make the claims as well, of this size, such as 1200Gi.")
+        str, typer.Option("--claim-size", help="Create the claims with this size, such as 1200Gi.")
     ] = "",
-    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of claims that are made.")] = "",
+    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of created claims.")] = "",
     runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed",
     trainer_version: Annotated[
-        str, typer.Option("--trainer-version", help="Version of Kubeflow Trainer that a trainjob is for.")
+        str, typer.Option("--trainer-version", help="Kubeflow Trainer version of a trainjob.")
     ] = "2.3",
     kubernetes_version: Annotated[
         str | None,
-        typer.Option("--kubernetes-version", help="Version of the cluster [default: kubectl asks the cluster]."),
+        typer.Option("--kubernetes-version", help="Kubernetes version of the cluster [default: from kubectl]."),
     ] = None,
     export: Exports = None,
     max_restarts: MaxRestarts = 3,
     save_s: Annotated[
-        int, typer.Option("--save-s", min=0, max=MAX_COUNT, help="Seconds that a pod has to save in when it ends.")
+        int, typer.Option("--save-s", min=0, max=MAX_COUNT, help="Seconds that a pod has to save at termination.")
     ] = 60,
     dry_run: DryRun = False,
 ) -> None:
-    """Run COMMAND in pods: prints the manifests with --dry-run, else applies them with kubectl.
+    """Run COMMAND in pods: apply the manifests with kubectl, or print them with --dry-run.
 
-    With --kind job COMMAND is run as it is, such as `dynmo-prep binarize ...`; else it is a command of dynmo-train.
-    Sizes in the environment (NUM_LAYERS, HIDDEN_SIZE, TENSOR_PARALLEL, ...) go before those of COMMAND.
+    COMMAND is a command of dynmo-train, or with --kind job any program, such as `dynmo-prep binarize ...`. Environment
+    variables (NUM_LAYERS, HIDDEN_SIZE, TENSOR_PARALLEL, ...) override sizes in COMMAND.
     """
     from ..launch.job_script import parse_exports, with_environment
     from ..launch.kubernetes import KubernetesJob, apply, parse_claim, parse_version, usable_save_s
 
     if kind is not ManifestKind.DATA:
         check_command(arguments)
-    least, most = count_of_nodes("--nodes", nodes or "1")
-    if least != most and kind in (ManifestKind.TRAINJOB, ManifestKind.DATA):
-        raise UsageError(f"--kind {kind} runs a fixed number of nodes; give --nodes N, or --kind pytorchjob")
+    min_nodes, max_nodes = parse_node_range("--nodes", nodes or "1")
+    if min_nodes != max_nodes and kind in (ManifestKind.TRAINJOB, ManifestKind.DATA):
+        raise UsageError(
+            f"--nodes {nodes}: must be a fixed number with --kind {kind}; use --nodes N, or --kind pytorchjob"
+        )
     job = KubernetesJob(
         name=job_name,
         image=image,
         arguments=with_environment(arguments, os.environ),
-        least=least,
-        most=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         nproc=nproc,
         gpus=gpus,
         efa=efa,
@@ -164,53 +171,53 @@ def launch_kubernetes(
     )
     if kind is ManifestKind.TRAINJOB and usable_save_s(job) < save_s:
         say(
-            f"warning: --save-s {save_s}: Kubeflow Trainer {trainer_version} cannot change the time that a pod has to"
-            f" end; the manifest has --save-s {usable_save_s(job)}. Trainer 2.3, or --kind pytorchjob, has it"
+            f"warning: --save-s {save_s}: Kubeflow Trainer {trainer_version} cannot change the grace period of pods;"
+            f" the manifest has --save-s {usable_save_s(job)}. Use Trainer 2.3, or --kind pytorchjob"
         )
-    text, needs = _documents(kind, job, claim_size, storage_class, kubernetes_version)
-    emit(text.rstrip("\n")) if dry_run else say(apply(text, needs))
+    text, requirements = _documents(kind, job, claim_size, storage_class, kubernetes_version)
+    emit(text.rstrip("\n")) if dry_run else say(apply(text, requirements))
 
 
-# Where DeepSpeed's launcher looks for a hostfile that nobody names.
+# Default hostfile of DeepSpeed's launcher.
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 
-def _check_alone(flag: str, hosts: int | None) -> None:
-    """Raise ``UsageError`` where an option needs more hosts than this machine."""
+def _check_single_host(flag: str, hosts: int | None) -> None:
+    """Raise ``UsageError`` if an option requires more hosts than this machine."""
     if (hosts or 1) > 1:
-        raise UsageError(f"{flag} {hosts}: without --hostfile there is this machine alone; give --hostfile FILE")
+        raise UsageError(f"{flag} {hosts}: must be 1 without --hostfile; give --hostfile FILE")
 
 
 def _hosts_text(count: int, include: str | None, exclude: str | None) -> str:
     source = "the hostfile" + (" with --include" if include else " with --exclude" if exclude else "")
-    return f"{source} has {count} host{'' if count == 1 else 's'}; add hosts, or give a smaller number"
+    return f"{source} has {count} host{'' if count == 1 else 's'}; add hosts, or use a smaller number"
 
 
-def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
-    """This machine as the only host: its GPUs, or ``--num-gpus`` processes on CPU where it has none.
+def _local_slots(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
+    """This machine as the only host: its GPUs, or ``--num-gpus`` CPU processes on a machine without GPU.
 
     Raises:
-        UsageError: more nodes or GPUs than there are, or filters that leave nothing.
+        UsageError: more nodes or GPUs than available, or filters that exclude all slots.
     """
     need_torch()
     import torch
 
-    from ..launch.hostfile import Host, choose
+    from ..launch.hostfile import Host, filter_hosts
 
-    _check_alone("--num-nodes", num_nodes)
+    _check_single_host("--num-nodes", num_nodes)
     found = torch.cuda.device_count()
     if not found and not num_gpus:
-        raise UsageError("without --hostfile and without a GPU: give --num-gpus N for N processes on CPU")
+        raise UsageError("this machine has no GPU; give --num-gpus N for N CPU processes, or --hostfile FILE")
     if found and (num_gpus or 1) > found:
-        raise UsageError(f"--num-gpus {num_gpus}: this machine has {found}")
-    (host,) = choose([Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))], include, exclude)
+        raise UsageError(f"--num-gpus {num_gpus}: must be at most the {found} of this machine")
+    (host,) = filter_hosts([Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))], include, exclude)
     if found and num_gpus and num_gpus > len(host.slots):
-        raise UsageError(f"--num-gpus {num_gpus}: the filters leave {len(host.slots)}")
+        raise UsageError(f"--num-gpus {num_gpus}: must be at most the {len(host.slots)} after --include and --exclude")
     return Host(name=host.name, slots=host.slots[:num_gpus])
 
 
 def _visible_devices(host: Host) -> dict[str, str]:
-    """``CUDA_VISIBLE_DEVICES`` for the slots of this machine: of those that are visible now; empty without a GPU."""
+    """``CUDA_VISIBLE_DEVICES`` for slots of this machine, as a subset of its present value; empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -220,13 +227,13 @@ def _visible_devices(host: Host) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in host.slots)}
 
 
-def _launch_here(
+def _launch_locally(
     arguments: list[str], host: Host, environment: Mapping[str, str], log_dir: str, max_restarts: int, *, dry_run: bool
 ) -> int:
-    """Run COMMAND in a process for each slot of this machine; the exit code."""
+    """Run COMMAND in one process per slot of this machine, and return the exit code."""
     import shlex
 
-    from ..launch.rendezvous import Nodes
+    from ..launch.rendezvous import NodeConfig
 
     if dry_run:
         options = ("--nproc", str(len(host.slots)), "--max-restarts", str(max_restarts), "--log-dir", log_dir)
@@ -234,7 +241,7 @@ def _launch_here(
         emit(shlex.join([*variables, "dynmo-train", "launch", "local", *options, "--", *arguments]))
         return 0
     os.environ.update(environment)
-    return run_processes(arguments, len(host.slots), Path(log_dir), max_restarts, (GRACE_S, SAVE_S), Nodes())
+    return run_processes(arguments, len(host.slots), Path(log_dir), max_restarts, GRACE_S, SAVE_S, NodeConfig())
 
 
 @launch.command("hostfile", context_settings=COMMAND_LAST)
@@ -242,24 +249,26 @@ def launch_hostfile(
     arguments: Arguments,
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines [default: this machine alone]."),
+        typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines [default: only this machine]."),
     ] = None,
     include: Annotated[
-        str | None, typer.Option("--include", "-i", metavar="HOST@HOST:SLOT,SLOT", help="Use only these.")
+        str | None, typer.Option("--include", "-i", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots to use.")
     ] = None,
     exclude: Annotated[
-        str | None, typer.Option("--exclude", "-e", metavar="HOST@HOST:SLOT,SLOT", help="Use all but these.")
+        str | None, typer.Option("--exclude", "-e", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots not to use.")
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, max=MAX_RANKS, help="Use this many hosts.")
+        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, max=MAX_RANKS, help="Number of hosts to use.")
     ] = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Use this many slots of each host."),
+        typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Number of slots to use per host."),
     ] = None,
-    least: Annotated[
+    min_nodes: Annotated[
         int | None,
-        typer.Option("--least", min=1, max=MAX_RANKS, help="Minimum number of hosts to continue with [default: all]."),
+        typer.Option(
+            "--min-nodes", min=1, max=MAX_RANKS, help="Minimum number of hosts to continue with [default: all]."
+        ),
     ] = None,
     master_addr: Annotated[
         str | None,
@@ -268,48 +277,56 @@ def launch_hostfile(
     master_port: Annotated[
         int, typer.Option("--master-port", "--master_port", min=1, max=65535, help="Port on the first host.")
     ] = 29500,
-    ssh: Annotated[str, typer.Option("--ssh", help="Command that reaches a host.")] = "ssh -o BatchMode=yes",
+    ssh: Annotated[str, typer.Option("--ssh", help="Remote shell command.")] = "ssh -o BatchMode=yes",
     devices: Annotated[
-        bool, typer.Option("--devices/--no-devices", help="Set CUDA_VISIBLE_DEVICES to the slots of a host.")
+        bool, typer.Option("--devices/--no-devices", help="Set CUDA_VISIBLE_DEVICES to the slots of the host.")
     ] = True,
     export: Exports = None,
     log_dir: LogFolder = "logs",
     max_restarts: MaxRestarts = 0,
     dry_run: DryRun = False,
 ) -> None:
-    """Run COMMAND on the hosts of a file, over ssh, in this folder; shows what rank 0 says.
+    """Run COMMAND on the hosts of a file over ssh, in this folder, and print the output of rank 0.
 
-    Without a file it runs on this machine, as DeepSpeed's launcher does: --num-gpus processes, by default one for each
-    GPU.
+    Without a file, run --num-gpus processes on this machine, by default one per GPU, as DeepSpeed's launcher does.
     """
     check_command(arguments)
     import shlex
 
-    from ..launch.hostfile import HostJob, carried, choose, host_command, read_hostfile, run_on_hosts
+    from ..launch.hostfile import (
+        HostJob,
+        filter_hosts,
+        forwarded_environment,
+        host_command,
+        read_hostfile,
+        run_on_hosts,
+    )
     from ..launch.job_script import parse_exports
 
     if hostfile is None and not DEFAULT_HOSTFILE.is_file():
-        _check_alone("--least", least)
-        host = _slots_here(include, exclude, num_nodes, num_gpus)
+        _check_single_host("--min-nodes", min_nodes)
+        host = _local_slots(include, exclude, num_nodes, num_gpus)
         here = parse_exports(export or ()) | (_visible_devices(host) if devices else {})
-        raise typer.Exit(_launch_here(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))
-    hosts = choose(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)
+        raise typer.Exit(_launch_locally(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))
+    hosts = filter_hosts(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)
     if num_nodes is not None and num_nodes > len(hosts):
         raise UsageError(f"--num-nodes {num_nodes}: {_hosts_text(len(hosts), include, exclude)}")
     hosts = hosts[:num_nodes]
     if num_gpus:
         if short := [host.name for host in hosts if len(host.slots) < num_gpus]:
-            raise UsageError(f"--num-gpus {num_gpus}: {', '.join(short)} has fewer slots")
+            raise UsageError(
+                f"--num-gpus {num_gpus}: must be at most the slots of a host; {', '.join(short)} has fewer"
+            )
         hosts = [type(host)(name=host.name, slots=host.slots[:num_gpus]) for host in hosts]
-    if least is not None and least > len(hosts):
-        raise UsageError(f"--least {least} is more than the {len(hosts)} hosts")
+    if min_nodes is not None and min_nodes > len(hosts):
+        raise UsageError(f"--min-nodes {min_nodes}: must be at most {len(hosts)}, the number of hosts")
     job: HostJob = HostJob(
         hosts=tuple(hosts),
         arguments=tuple(arguments),
         options=("--max-restarts", str(max_restarts), "--log-dir", log_dir),
-        environment=carried(os.environ, parse_exports(export or ())),
+        environment=forwarded_environment(os.environ, parse_exports(export or ())),
         folder=str(Path.cwd()),
-        least=least or len(hosts),
+        min_nodes=min_nodes or len(hosts),
         master_addr=master_addr or hosts[0].name,
         master_port=master_port,
         ssh=tuple(shlex.split(ssh)),

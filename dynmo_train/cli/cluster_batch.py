@@ -1,4 +1,4 @@
-"""``dynmo-train launch slurm|lsf``: the same command as a batch script of a scheduler."""
+"""``dynmo-train launch slurm`` and ``launch lsf``: run a command by a batch script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .cluster_options import (
     TimeLimit,
     Workdir,
 )
-from .launch import COMMAND_LAST, Arguments, MaxRestarts, check_command, count_of_nodes, launch
+from .launch import COMMAND_LAST, Arguments, MaxRestarts, check_command, launch, parse_node_range
 
 Cpus = Annotated[
     int | None,
@@ -37,33 +37,34 @@ Cpus = Annotated[
         "--cpus",
         min=0,
         max=MAX_JOBS,
-        help="CPUs of each node, for all its processes; 0 leaves it to the scheduler [default: 4 a process with a GPU,"
-        " else its threads].",
+        help="CPUs per node; 0: scheduler's default [default: 4 per GPU process, else --num-threads].",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Submission:
-    """How a script is handed over: ``job_variable`` is set within a job of this scheduler."""
+class _Scheduler:
+    """How a scheduler accepts a script; ``job_variable`` is set inside its jobs."""
 
     command: tuple[str, ...]
     by_stdin: bool
     job_variable: str
 
 
-_SLURM = _Submission(command=("sbatch", "--parsable"), by_stdin=False, job_variable="SLURM_JOB_ID")
-_LSF = _Submission(command=("bsub",), by_stdin=True, job_variable="LSB_JOBID")
+_SLURM = _Scheduler(command=("sbatch", "--parsable"), by_stdin=False, job_variable="SLURM_JOB_ID")
+_LSF = _Scheduler(command=("bsub",), by_stdin=True, job_variable="LSB_JOBID")
 
 
-def _write_and_submit(text: str, file: Path, how: _Submission, *, dry_run: bool, in_job: bool) -> None:
-    """Print a script, or run it in the place of this process, or write it and hand it to the scheduler."""
+def _write_and_submit(text: str, file: Path, scheduler: _Scheduler, *, dry_run: bool, in_job: bool) -> None:
+    """Print a script, execute it inside a job, or write and submit it."""
     if dry_run:
         emit(text.rstrip("\n"))
         return
     if in_job:
-        if how.job_variable not in os.environ:
-            raise UsageError(f"--in-job: this is no job: {how.job_variable} is not set; leave it out to submit one")
+        if scheduler.job_variable not in os.environ:
+            raise UsageError(
+                f"--in-job: {scheduler.job_variable} must be set, as inside a job; remove --in-job to submit one"
+            )
         os.execvp("bash", ["bash", "-c", text])
     from ..launch.slurm import submit_script
 
@@ -71,7 +72,7 @@ def _write_and_submit(text: str, file: Path, how: _Submission, *, dry_run: bool,
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {file}: {reason(error)}") from error
-    say(f"dynmo-train: submitted {submit_script(file, how.command, by_stdin=how.by_stdin)} ({file})")
+    say(f"dynmo-train: submitted {submit_script(file, scheduler.command, by_stdin=scheduler.by_stdin)} ({file})")
 
 
 @launch.command("slurm", context_settings=COMMAND_LAST)
@@ -83,22 +84,22 @@ def launch_slurm(
     cpus: Cpus = None,
     job_name: JobName = "dynmo",
     time_limit: TimeLimit = "",
-    partition: Annotated[str, typer.Option("--partition", help="Partition.")] = "",
-    account: Annotated[str, typer.Option("--account", help="Account.")] = "",
+    partition: Annotated[str, typer.Option("--partition", help="Slurm partition.")] = "",
+    account: Annotated[str, typer.Option("--account", help="Slurm account.")] = "",
     qos: Annotated[str, typer.Option("--qos", help="Quality of service.")] = "",
-    output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "slurm-%x-%j.out",
+    output: Annotated[str, typer.Option("--output", help="Log file of the job.")] = "slurm-%x-%j.out",
     array: Annotated[
         int,
-        typer.Option("--array", min=0, max=MAX_COUNT, help="Run this many times in sequence; each resumes the run."),
+        typer.Option("--array", min=0, max=MAX_COUNT, help="Number of sequential jobs; each resumes the run."),
     ] = 0,
     het: Annotated[
         list[str] | None,
-        typer.Option("--het", metavar="NODES:PARTITION[:GPUS]", help="Group of a heterogeneous job; may be repeated."),
+        typer.Option("--het", metavar="NODES:PARTITION[:GPUS]", help="Group of a heterogeneous job; repeatable."),
     ] = None,
     save_before_s: Annotated[
         int,
         typer.Option(
-            "--save-before-s", min=1, max=MAX_COUNT, help="Seconds before the time limit to save and requeue at."
+            "--save-before-s", min=1, max=MAX_COUNT, help="Seconds before the time limit at which to save and requeue."
         ),
     ] = 120,
     image: Image = "",
@@ -106,7 +107,7 @@ def launch_slurm(
     workdir: Workdir = "",
     export: Exports = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="--OPTION=VALUE", help="Any other option of sbatch.")
+        list[str] | None, typer.Option("--sbatch", metavar="--OPTION=VALUE", help="Other option of sbatch; repeatable.")
     ] = None,
     log_dir: LogFolder = "logs",
     max_restarts: MaxRestarts = 3,
@@ -114,24 +115,24 @@ def launch_slurm(
     in_job: InJob = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Write a batch script for Slurm that runs COMMAND on its nodes, and submit it.
+    """Write and submit a Slurm batch script that runs COMMAND on its nodes.
 
-    The run should have --save and --load of one folder that all nodes see: on a time-out or a lost node the job goes
-    back into the queue and resumes there. Nodes whose workers are released leave the job.
+    Give COMMAND --save and --load with one folder on a shared file system: after the time limit or the loss of a node
+    the job is requeued and resumes. Nodes whose ranks are released leave the job.
     """
     check_command(arguments)
     from ..launch.job_script import parse_exports, task_cpus
-    from ..launch.slurm import SlurmJob, parse_part, slurm_script
+    from ..launch.slurm import SlurmJob, parse_het_group, slurm_script
 
     all_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1") if in_job else "1"
-    least, most = count_of_nodes("--nodes", nodes or all_nodes)
+    min_nodes, max_nodes = parse_node_range("--nodes", nodes or all_nodes)
     exported = parse_exports(export or ())
     environment = {**os.environ, **exported}
     job = SlurmJob(
         arguments=tuple(arguments),
         name=job_name,
-        least=least,
-        most=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         nproc=nproc,
         gpus=gpus,
         cpus=cpus if cpus is not None else 0 if in_job else task_cpus(nproc, gpus or bool(het), arguments, environment),
@@ -141,7 +142,7 @@ def launch_slurm(
         qos=qos,
         output=output,
         array=array,
-        parts=tuple(parse_part(text) for text in het or ()),
+        het_groups=tuple(parse_het_group(text) for text in het or ()),
         save_before_s=save_before_s,
         max_restarts=max_restarts,
         log_dir=log_dir,
@@ -149,7 +150,7 @@ def launch_slurm(
         mounts=tuple(mount or ()),
         workdir=workdir,
         exports=exported,
-        more=tuple(sbatch or ()),
+        extra_options=tuple(sbatch or ()),
     )
     _write_and_submit(slurm_script(job), script, _SLURM, dry_run=dry_run, in_job=in_job)
 
@@ -158,35 +159,37 @@ def launch_slurm(
 def launch_lsf(
     arguments: Arguments,
     nodes: Annotated[
-        int, typer.Option("--nodes", min=1, max=MAX_RANKS, envvar="NUM_NODES", help="Hosts that take part.")
+        int, typer.Option("--nodes", min=1, max=MAX_RANKS, envvar="NUM_NODES", help="Number of hosts.")
     ] = 1,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
     cpus: Cpus = None,
     job_name: JobName = "dynmo",
     time_limit: TimeLimit = "",
-    queue: Annotated[str, typer.Option("--queue", help="Queue.")] = "",
-    project: Annotated[str, typer.Option("--project", help="Project.")] = "",
-    output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "lsf-%J.out",
+    queue: Annotated[str, typer.Option("--queue", help="LSF queue.")] = "",
+    project: Annotated[str, typer.Option("--project", help="LSF project.")] = "",
+    output: Annotated[str, typer.Option("--output", help="Log file of the job.")] = "lsf-%J.out",
     image: Image = "",
-    container: Annotated[str, typer.Option("--container", help="singularity or apptainer.")] = "singularity",
+    container: Annotated[
+        str, typer.Option("--container", help="Container runtime: singularity or apptainer.")
+    ] = "singularity",
     mount: Mounts = None,
     workdir: Workdir = "",
     export: Exports = None,
-    bsub: Annotated[list[str] | None, typer.Option("--bsub", help="Any other word of bsub; repeatable.")] = None,
+    bsub: Annotated[list[str] | None, typer.Option("--bsub", help="Other option of bsub; repeatable.")] = None,
     log_dir: LogFolder = "logs",
     max_restarts: MaxRestarts = 3,
     script: ScriptFile = Path("dynmo.lsf"),
     in_job: InJob = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Write a batch script for IBM Spectrum LSF that runs COMMAND on its hosts, and submit it with bsub."""
+    """Write and submit an IBM Spectrum LSF batch script that runs COMMAND on its hosts."""
     check_command(arguments)
     from ..launch.job_script import parse_exports, task_cpus
     from ..launch.lsf import LsfJob, lsf_script
 
     if container not in ("singularity", "apptainer"):
-        raise UsageError(f"--container must be singularity or apptainer, is {container!r}")
+        raise UsageError(f"--container {container!r}: must be singularity or apptainer")
     exported = parse_exports(export or ())
     job = LsfJob(
         arguments=tuple(arguments),
@@ -206,6 +209,6 @@ def launch_lsf(
         mounts=tuple(mount or ()),
         workdir=workdir,
         exports=exported,
-        more=tuple(bsub or ()),
+        extra_options=tuple(bsub or ()),
     )
     _write_and_submit(lsf_script(job), script, _LSF, dry_run=dry_run, in_job=in_job)

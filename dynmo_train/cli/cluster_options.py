@@ -1,4 +1,4 @@
-"""Options that the launchers of clusters share."""
+"""Options that several cluster launchers share."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ Nproc = Annotated[
         min=1,
         max=MAX_JOBS,
         envvar="GPU_PER_NODE",
-        help="Processes a node, one for each GPU.",
+        help="Processes per node, one per GPU.",
     ),
 ]
 NodeCount = Annotated[
     str | None,
-    typer.Option("--nodes", metavar="N|LEAST:MOST", envvar="NUM_NODES", help="Nodes that take part.  [default: 1]"),
+    typer.Option("--nodes", metavar="N|MIN:MAX", envvar="NUM_NODES", help="Number of nodes  [default: 1]."),
 ]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, max=MAX_JOBS, help="GPUs to ask for on each node.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted, and submit nothing.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, max=MAX_JOBS, help="GPUs per node to request.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; do not submit.")]
 Exports = Annotated[
-    list[str] | None, typer.Option("--export", metavar="NAME=VALUE", help="Variable to set there; may be repeated.")
+    list[str] | None,
+    typer.Option("--export", metavar="NAME=VALUE", help="Environment variable of the run; repeatable."),
 ]
 JobName = Annotated[str, typer.Option("--job-name", help="Name of the job.")]
-TimeLimit = Annotated[str, typer.Option("--time", help="Time limit, as the scheduler writes it: Slurm H:M:S, LSF H:M.")]
+TimeLimit = Annotated[str, typer.Option("--time", help="Time limit: H:M:S for Slurm, H:M for LSF.")]
 Mounts = Annotated[
     list[str] | None,
-    typer.Option("--mount", "--container-mount", metavar="FROM:TO", help="Mount in the container; may be repeated."),
+    typer.Option("--mount", "--container-mount", metavar="FROM:TO", help="Container mount; repeatable."),
 ]
 Image = Annotated[
     str,
     typer.Option(
         "--image",
         "--container-image",
-        help="Container image: a squash file or URI of Enroot, a .sif or sandbox folder.",
+        help="Container image: Enroot squash file or URI, .sif file or sandbox.",
     ),
 ]
-Workdir = Annotated[str, typer.Option("--workdir", "--container-workdir", help="Folder to run in, in the container.")]
-ScriptFile = Annotated[Path, typer.Option("--script", help="File to write and submit.")]
+Workdir = Annotated[str, typer.Option("--workdir", "--container-workdir", help="Working directory in the container.")]
+ScriptFile = Annotated[Path, typer.Option("--script", help="Batch script to write and submit.")]
 InJob = Annotated[
     bool,
-    typer.Option("--in-job", help="Submit nothing: this is in the job already, in its batch script; use its nodes."),
+    typer.Option("--in-job", help="Run on the nodes of the current job; do not submit."),
 ]
-LogFolder = Annotated[str, typer.Option("--log-dir", help="Folder for the output of every process.")]
+LogFolder = Annotated[str, typer.Option("--log-dir", help="Folder of process logs.")]

@@ -1,4 +1,4 @@
-"""What several subcommands of ``dynmo-train`` share."""
+"""Options and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._common.errors import MissingExtraError, UsageError
 
 
 class DeviceName(StrEnum):
-    """Where a command computes."""
+    """Device type."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -26,26 +26,27 @@ class DeviceName(StrEnum):
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE.toml", help="Options from a TOML file; the command line goes before it."),
+    typer.Option("--config", metavar="FILE.toml", help="TOML file of options; flags have precedence."),
 ]
 
 
 def need_torch() -> None:
-    """Raise ``MissingExtraError`` where torch is not installed; loads nothing."""
+    """Raise ``MissingExtraError`` if torch is not installed; does not import it."""
     if find_spec("torch") is None:
         raise MissingExtraError("torch", "train")
 
 
 @contextlib.contextmanager
 def ignore_signals_until_training() -> Iterator[None]:
-    """SIGUSR1 and SIGUSR2 do nothing here, where they would end the process; the training loop takes them over.
+    """Ignore SIGUSR1 and SIGUSR2 until the training loop installs its handlers.
 
-    They ask a run to save: one that still starts, or is about to end, has nothing more to do for it.
+    These signals request a checkpoint, and their default action ends the process. A run that is starting or about to
+    end has no new state to save.
     """
     numbers = (signal.SIGUSR1, signal.SIGUSR2)
     try:
         before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    except ValueError:  # not in the main thread, which alone gets signals
+    except ValueError:  # only the main thread can set handlers
         yield
         return
     try:
@@ -56,13 +57,13 @@ def ignore_signals_until_training() -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Processes of this run, as the launcher says; 1 where there is none."""
+    """``WORLD_SIZE`` from the launcher; 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or text == "0":
-        raise UsageError(f"WORLD_SIZE must be the number of processes of the run, is {text!r}")
+        raise UsageError(f"WORLD_SIZE={text!r}: must be a positive integer, the number of processes")
     return int(text)
 
 
 def is_rank0() -> bool:
-    """Whether this is the process that reports for the whole run."""
+    """Whether this process has rank 0, which prints for all."""
     return os.environ.get("RANK", "0") == "0"

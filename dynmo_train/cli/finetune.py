@@ -1,15 +1,14 @@
-"""``dynmo-train finetune``: a BERT on a task of classes or choices."""
+"""``dynmo-train finetune``: fine-tune a BERT on MNLI or RACE."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from .._common.console import command_list
+from .._common.console import command_list, say
 from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, read_config_file, resolve_checked
@@ -17,23 +16,22 @@ from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.resolve import built_in_specs
-from .common import ConfigFile, ignore_signals_until_training, need_torch, world_size
+from ..config.rules.task_effect import task_warnings
+from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
-finetune = typer.Typer(
-    cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch."
-)
-_NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
+finetune = typer.Typer(cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task.")
+_EXCLUDED = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
 _SPECS = (
     *specs_of(FinetuneConfig),
-    *(spec for spec in built_in_specs().values() if spec.name not in (*_NOT_OF_A_TASK, "recipe")),
+    *(spec for spec in built_in_specs().values() if spec.name not in (*_EXCLUDED, "recipe")),
 )
 
 
 def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> None:
-    """Resolve and check the configuration, and train."""
+    """Resolve and check the configuration, then train."""
     need_torch()
-    written = _read_file(config_file) if config_file is not None else {}
-    flags = {**written, **{name: value for name, value in flags.items() if value is not None}}
+    values = _read_file(config_file) if config_file is not None else {}
+    flags = {**values, **{name: value for name, value in flags.items() if value is not None}}
     from ..data.tokenizer import read_vocab_size
     from ..evaluation.classification import split_paths
     from ..evaluation.finetune import count_samples, run_finetune
@@ -42,6 +40,8 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     given = {name: value for name, value in flags.items() if name not in own}
     try:
         options = _checked_values(flags)
+        for line in task_warnings(options) if is_rank0() else ():
+            say(f"warning: {line}")
         samples = count_samples(task, options)
         epochs = options.epochs if options.epochs is not None else 3
         shape = _pretrained_shape(options, given)
@@ -49,15 +49,15 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
         command = {"family": "bert", "data_path": shlex.quote(data[0]), "eval_iters": 0}
         steps = _steps(samples * epochs, {**shape, **{k: v for k, v in given.items() if v is not None}})
         if samples and epochs and not steps:
-            raise UsageError(f"--train-data: {samples} samples in {epochs} epochs are less than a batch")
+            raise UsageError(f"--train-data: {samples} samples x {epochs} epochs must be at least one batch")
         file = {"lr": 5e-5, "micro_batch_size": 8, "log_interval": 10, **shape}
         facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
         command |= {"train_iters": max(1, steps)}
         config = resolve_checked(flags=given, file=file, command=command, facts=facts)
-        _refuse(config)
+        _check_supported(config)
     except DocumentError:
-        # Every process of a run has the same command line: the first one tells what is wrong with it.
-        if os.environ.get("RANK", "0") != "0":
+        # All processes have the same command line: rank 0 reports.
+        if not is_rank0():
             raise typer.Exit(EXIT_USAGE) from None
         raise
     if not steps:
@@ -66,12 +66,12 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
 
 
 def _checked_values(flags: dict[str, Any]) -> FinetuneConfig:
-    """The options of fine-tuning, where all given options are of their types and within their bounds.
+    """The fine-tuning options, after a check of the types and bounds of all given options.
 
-    The number of steps is computed from other options before these are resolved.
+    The number of steps is computed from training options before they are resolved.
 
     Raises:
-        DocumentError: missing options of fine-tuning, and bad values of any option; all of them at once.
+        DocumentError: missing fine-tuning options, and invalid values of any option; reports all of them.
     """
     own = {spec.name for spec in specs_of(FinetuneConfig)}
     given = [(spec, flags[spec.name]) for spec in _SPECS if spec.name not in own and flags.get(spec.name) is not None]
@@ -86,21 +86,23 @@ def _checked_values(flags: dict[str, Any]) -> FinetuneConfig:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The options of a ``--config`` file: those of fine-tuning as flat keys, those of training as in pre-training.
+    """Read a ``--config`` file: fine-tuning options as flat keys, training options as in ``pretrain``.
 
     Raises:
-        UsageError: unknown keys, or options that fine-tuning sets by itself.
+        UsageError: unknown keys, or options that fine-tuning sets itself.
     """
     own = [spec.name for spec in specs_of(FinetuneConfig)]
     found = read_config_file(path, own)
-    wrong = [name for name in _NOT_OF_A_TASK if name in found]
+    wrong = [name for name in _EXCLUDED if name in found]
     if wrong:
-        raise UsageError(f"--config {path}: finetune has no {', '.join(wrong)}: its data are train_data and valid_data")
+        raise UsageError(
+            f"--config {path}: {', '.join(wrong)}: not supported by finetune; use train_data, valid_data and epochs"
+        )
     return found
 
 
-def _refuse(config: Any) -> None:
-    """Raise ``UsageError`` for options that need the steps of a pre-training."""
+def _check_supported(config: Any) -> None:
+    """Raise ``UsageError`` for training options that fine-tuning does not support."""
     wrong = {
         "--balance": config.balance.balance != "off",
         "--rampup-batch-size": config.training.rampup_batch_size is not None,
@@ -108,11 +110,11 @@ def _refuse(config: Any) -> None:
         "--zero-stage": config.parallel.zero_stage == 3,
     }
     for flag in (flag for flag, on in wrong.items() if on):
-        raise UsageError(f"finetune has no {flag}: leave it out")
+        raise UsageError(f"{flag}: not supported by finetune; remove it")
 
 
 def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
+    """Model options from the manifest of ``--pretrained-checkpoint``; empty without one."""
     from ..evaluation.finetune import model_options
     from ..formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
     from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, foreign_kind
@@ -128,12 +130,12 @@ def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[st
         raise UsageError(f"--pretrained-checkpoint: {error}") from error
     model = found.manifest["model"]
     if model["family"] != "bert":
-        raise UsageError(f"--pretrained-checkpoint {path} holds a {model['family']} model; finetune needs a bert")
+        raise UsageError(f"--pretrained-checkpoint {path}: must have family bert, is {model['family']}")
     return model_options(model)
 
 
 def _steps(samples: int, values: dict[str, Any]) -> int:
-    """Whole batches that so many samples make."""
+    """The number of whole batches in ``samples`` samples."""
     micro = int(values.get("micro_batch_size", 8))
     model = int(values.get("tensor_model_parallel_size") or 1) * int(
         values.get("pipeline_model_parallel_size") or max(1, world_size())
@@ -145,19 +147,19 @@ def _steps(samples: int, values: dict[str, Any]) -> int:
 
 @finetune.callback()
 def fine_tuning(context: typer.Context) -> None:
-    """Fine-tune a BERT on a task, and measure it after each epoch."""
+    """Fine-tune a BERT on a task."""
     context.with_resource(ignore_signals_until_training())
 
 
 @finetune.command("mnli", cls=MegatronCommand)
 @with_specs(_SPECS)
 def finetune_mnli(config: ConfigFile = None, **flags: Any) -> None:
-    """Fine-tune on pairs of texts: does the second one follow from the first, contradict it, or neither?"""
+    """Fine-tune on sentence pairs: entailment, contradiction or neutral; evaluates after each epoch."""
     _finetune("mnli", config, flags)
 
 
 @finetune.command("race", cls=MegatronCommand)
 @with_specs(_SPECS)
 def finetune_race(config: ConfigFile = None, **flags: Any) -> None:
-    """Fine-tune on questions about articles: which of four answers is right?"""
+    """Fine-tune on questions with four choices about a passage; evaluates after each epoch."""
     _finetune("race", config, flags)

@@ -1,4 +1,4 @@
-"""``dynmo-train launch``: a command in several processes, on one machine or on many."""
+"""``dynmo-train launch local`` and ``launch node``: run a command in several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._common.errors import UsageError
 from .common import need_torch
 
 if TYPE_CHECKING:
-    from ..launch.rendezvous import Nodes
+    from ..launch.rendezvous import NodeConfig
 
 launch = typer.Typer(
     cls=command_list(),
@@ -25,45 +25,43 @@ launch = typer.Typer(
 )
 
 Arguments = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="What each process runs: a command of dynmo-train.")
+    list[str], typer.Argument(metavar="-- COMMAND...", help="Command of dynmo-train that each process runs.")
 ]
-# As torchrun: from the first word that is not an option on, every word belongs to COMMAND, with or without "--".
+# As torchrun: all words from the first one that is not an option belong to COMMAND, with or without "--".
 COMMAND_LAST = {"allow_interspersed_args": False}
 GRACE_S, SAVE_S = 5.0, 60.0
 LogDir = Annotated[
     Path | None,
-    typer.Option("--log-dir", help="Folder for the output of every process [default: a temporary folder]."),
+    typer.Option("--log-dir", help="Folder of process logs [default: a temporary folder]."),
 ]
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, max=MAX_COUNT, help="Times to resume from the last checkpoint after a failure."
+        "--max-restarts", min=0, max=MAX_COUNT, help="Maximum restarts from the last checkpoint after failures."
     ),
 ]
 GraceS = Annotated[
-    float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when others have failed.")
+    float, typer.Option("--grace-s", min=0, help="Seconds that processes have to exit after a failure elsewhere.")
 ]
 SaveS = Annotated[
-    float, typer.Option("--save-s", min=0, help="Seconds to save and end in when the launch gets SIGTERM or Ctrl-C.")
+    float, typer.Option("--save-s", min=0, help="Seconds that processes have to save after SIGTERM or Ctrl-C.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command of each process; do not start it.")]
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command of each process, and start nothing.")]
-
-
-def _show(arguments: list[str], nproc: int, nodes: Nodes) -> None:
-    """Print the command of each process of this node, with what its environment says of its place."""
+def _show(arguments: list[str], nproc: int, nodes: NodeConfig) -> None:
+    """Print the command of each process of this node with the environment variables of its rank."""
     from ..launch.launcher import WORKER
 
     for local_rank in range(nproc):
-        place = {
+        variables = {
             "RANK": nodes.rank * nproc + local_rank,
             "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": nodes.most * nproc,
+            "WORLD_SIZE": nodes.max_nodes * nproc,
             "LOCAL_WORLD_SIZE": nproc,
             "MASTER_ADDR": nodes.host,
         }
-        emit(shlex.join([*(f"{name}={value}" for name, value in place.items()), *WORKER, *arguments]))
+        emit(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *WORKER, *arguments]))
 
 
 def run_processes(
@@ -71,66 +69,78 @@ def run_processes(
     nproc: int,
     log_dir: Path | None,
     max_restarts: int,
-    patience: tuple[float, float],
-    nodes: Nodes,
+    grace_s: float,
+    save_s: float,
+    nodes: NodeConfig,
 ) -> int:
-    """Run to the end; the temporary folder of logs goes where all went well. ``patience``: --grace-s, --save-s."""
+    """Run a command in processes and wait for them; a temporary log folder is removed after success.
+
+    Args:
+        arguments: words of the command.
+        nproc: processes on this node.
+        log_dir: folder of process logs; None creates a temporary one.
+        max_restarts: maximum restarts after failures.
+        grace_s: seconds that processes have to exit after a failure elsewhere.
+        save_s: seconds that processes have to save after SIGTERM or SIGINT.
+        nodes: this node and the number of nodes.
+
+    Returns:
+        The exit code.
+    """
     from ..launch.launcher import LocalLaunch
     from ..launch.launcher import launch_local as run
 
     folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
-    grace_s, save_s = patience
-    asked = LocalLaunch(
+    local = LocalLaunch(
         nproc=nproc, arguments=tuple(arguments), log_dir=folder, grace_s=grace_s, save_s=save_s, nodes=nodes
     )
-    code = run(asked, max_restarts=max_restarts)
+    code = run(local, max_restarts=max_restarts)
     if log_dir is None and code == 0:
         shutil.rmtree(folder)
     return code
 
 
 def check_command(arguments: list[str]) -> None:
-    """Raise ``UsageError`` where a launch should start a launch, or options of it stand where a command belongs."""
+    """Raise ``UsageError`` for a nested launch, and for options in the place of a command."""
     if arguments[0].startswith("-"):
-        raise UsageError(f"COMMAND cannot begin with the option {arguments[0]}; write the options of launch before --")
+        raise UsageError(f"COMMAND cannot start with the option {arguments[0]}; options of launch must precede --")
     if arguments[0] == "launch":
-        raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
+        raise UsageError("launch cannot start another launch; give pretrain or another command")
 
 
 @launch.command("local", context_settings=COMMAND_LAST)
 def launch_local(
     arguments: Arguments,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, max=MAX_JOBS, help="Processes to start.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, max=MAX_JOBS, help="Number of processes.")] = 1,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
     grace_s: GraceS = GRACE_S,
     save_s: SaveS = SAVE_S,
     dry_run: DryRun = False,
 ) -> None:
-    """Run COMMAND in several processes on this machine; shows what rank 0 says.
+    """Run COMMAND in several processes on this machine, and print the output of rank 0.
 
-    Ends with the exit code of the process that failed. A process that ends with 75 asks for all to be started again.
+    Exits with the exit code of the process that failed. Exit code 75 of a process restarts all processes.
     """
     check_command(arguments)
     need_torch()
-    from ..launch.rendezvous import Nodes
+    from ..launch.rendezvous import NodeConfig
 
     if dry_run:
-        _show(arguments, nproc, Nodes())
+        _show(arguments, nproc, NodeConfig())
         return
-    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), Nodes()))
+    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, grace_s, save_s, NodeConfig()))
 
 
-def count_of_nodes(flag: str, text: str) -> tuple[int, int]:
-    """``N`` or ``LEAST:MOST``, the value of ``flag``."""
-    least, _, most = text.partition(":")
-    if not least.isdecimal() or not (most or least).isdecimal():
-        raise UsageError(f"{flag} must be N or LEAST:MOST, is {text!r}")
-    if not 1 <= int(least) <= int(most or least):
-        raise UsageError(f"{flag} needs 1 <= LEAST <= MOST, is {text}")
-    if int(most or least) > MAX_RANKS:
-        raise UsageError(f"{flag} {text}: must be at most {MAX_RANKS:,} nodes")
-    return int(least), int(most or least)
+def parse_node_range(flag: str, text: str) -> tuple[int, int]:
+    """Parse ``N`` or ``MIN:MAX``, the value of ``flag``, into minimum and maximum number of nodes."""
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or not (high or low).isdecimal():
+        raise UsageError(f"{flag} {text!r}: must be N or MIN:MAX")
+    min_nodes, max_nodes = int(low), int(high or low)
+    if not 1 <= min_nodes <= max_nodes <= MAX_RANKS:
+        raise UsageError(f"{flag} {text}: must have 1 <= MIN <= MAX <= {MAX_RANKS:,}")
+    return min_nodes, max_nodes
 
 
 @launch.command("node", context_settings=COMMAND_LAST)
@@ -145,37 +155,43 @@ def launch_node(
             min=1,
             max=MAX_JOBS,
             envvar="GPUS_PER_NODE",
-            help="Processes a node.",
+            help="Processes per node.",
         ),
     ] = 1,
     nnodes: Annotated[
-        str, typer.Option("--nnodes", envvar="NNODES", metavar="N|LEAST:MOST", help="Nodes that take part.")
+        str, typer.Option("--nnodes", envvar="NNODES", metavar="N|MIN:MAX", help="Number of nodes.")
     ] = "1",
     node_rank: Annotated[
         int,
         typer.Option(
-            "--node-rank", "--node_rank", min=0, max=MAX_RANKS, envvar="NODE_RANK", help="Number of this node, from 0."
+            "--node-rank", "--node_rank", min=0, max=MAX_RANKS, envvar="NODE_RANK", help="Rank of this node, from 0."
         ),
     ] = 0,
     master_addr: Annotated[
-        str, typer.Option("--master-addr", "--master_addr", envvar="MASTER_ADDR", help="Name or address of node 0.")
+        str,
+        typer.Option("--master-addr", "--master_addr", envvar="MASTER_ADDR", help="Host name or address of node 0."),
     ] = "127.0.0.1",
     master_port: Annotated[
         int,
         typer.Option(
-            "--master-port", "--master_port", min=0, max=65535, envvar="MASTER_PORT", help="Port of node 0's store."
+            "--master-port",
+            "--master_port",
+            min=0,
+            max=65535,
+            envvar="MASTER_PORT",
+            help="Port of the rendezvous store on node 0.",
         ),
     ] = 29500,
-    job: Annotated[str, typer.Option("--job", help="Name of the launch, the same on all nodes.")] = "dynmo",
+    job: Annotated[str, typer.Option("--job", help="Name of the rendezvous, the same on all nodes.")] = "dynmo",
     join_timeout_s: Annotated[
         float, typer.Option("--join-timeout-s", min=1, help="Seconds to wait for the other nodes.")
     ] = 600.0,
     node_timeout_s: Annotated[
-        float, typer.Option("--node-timeout-s", min=2, help="Seconds of silence after which a node is lost.")
+        float, typer.Option("--node-timeout-s", min=2, help="Seconds without heartbeat after which a node is lost.")
     ] = 30.0,
     end_with_stdin: Annotated[
         bool,
-        typer.Option("--end-with-stdin", help="End when standard input does: with the connection that started it."),
+        typer.Option("--end-with-stdin", help="Exit at the end of standard input, when the connection closes."),
     ] = False,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
@@ -183,20 +199,20 @@ def launch_node(
     save_s: SaveS = SAVE_S,
     dry_run: DryRun = False,
 ) -> None:
-    """Run COMMAND on this node, together with the same command on the other nodes.
+    """Run COMMAND on this node and, with the same command there, on the other nodes.
 
-    Node 0 holds the meeting. When a node is lost or its processes fail, all begin again from the last checkpoint with
-    the nodes that are left, --max-restarts times and with LEAST nodes or more. Ends with 75 where node 0 is gone.
+    Node 0 hosts the rendezvous. After the loss of a node or a failure the remaining nodes, at least MIN, restart from
+    the last checkpoint, at most --max-restarts times. Exits with code 75 if node 0 is lost.
     """
     check_command(arguments)
-    least, most = count_of_nodes("--nnodes", nnodes)
+    min_nodes, max_nodes = parse_node_range("--nnodes", nnodes)
     need_torch()
-    from ..launch.rendezvous import Nodes
+    from ..launch.rendezvous import NodeConfig
 
-    nodes = Nodes(
+    nodes = NodeConfig(
         rank=node_rank,
-        least=least,
-        most=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         host=master_addr,
         port=master_port,
         name=job,
@@ -210,4 +226,4 @@ def launch_node(
         from ..launch.hostfile import end_with_stdin as watch_stdin
 
         watch_stdin()
-    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), nodes))
+    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, grace_s, save_s, nodes))

@@ -1,4 +1,4 @@
-"""``dynmo-train pretrain``: train a model of one of the families."""
+"""``dynmo-train pretrain``: train a model, one subcommand per model family."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..config.extensions import installed_families
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
 FAMILY_HELP = {
-    "gpt": "Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several.",
-    "llama": "Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several.",
-    "bert": "Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences).",
-    "ict": "Train two towers of BERT's blocks to find the text that a sentence is from, on a data set of sentences.",
-    "t5": "Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences).",
+    "gpt": "Train a GPT on an indexed dataset.",
+    "llama": "Train a Llama, or a Mixtral with --num-experts, on an indexed dataset.",
+    "bert": "Train a BERT on an indexed dataset of sentences (dynmo-prep binarize --split-sentences).",
+    "ict": "Train a two-tower retrieval model (inverse cloze task) on an indexed dataset of sentences.",
+    "t5": "Train a T5 on an indexed dataset of sentences (dynmo-prep binarize --split-sentences).",
 }
 
 
-class FamilyList(command_list()):  # type: ignore[misc] # a class made by a function
-    """The built-in families, then those of installed packages; only the family that is trained is loaded."""
+class FamilyGroup(command_list()):  # type: ignore[misc] # a class made by a function
+    """The built-in families, then those of installed packages; only the selected one is imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all families."""
@@ -34,22 +34,22 @@ class FamilyList(command_list()):  # type: ignore[misc] # a class made by a func
         """The command that trains a family."""
         if cmd_name in self.commands or cmd_name not in installed_families():
             return super().get_command(ctx, cmd_name)
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        extension = typer.Typer(add_completion=False, rich_markup_mode=None)
         package = installed_families()[cmd_name].dist
-        _add_family(alone, cmd_name, f"Train a {cmd_name}, a family of the package {package.name if package else '?'}.")
-        return typer.main.get_command(alone)
+        _add_family(extension, cmd_name, f"Train a {cmd_name} (package {package.name if package else '?'}).")
+        return typer.main.get_command(extension)
 
 
-pretrain = typer.Typer(cls=FamilyList, no_args_is_help=True, help="Train a model from its first step, or resume a run.")
+pretrain = typer.Typer(cls=FamilyGroup, no_args_is_help=True, help="Train a model, or resume a run.")
 
 RecipeName = Annotated[
     str | None,
-    typer.Option("--recipe", metavar="NAME", help="Named sizes, such as gpt-345m or llama-2-7b; --config goes before."),
+    typer.Option("--recipe", metavar="NAME", help="Recipe, such as gpt-345m or llama-2-7b; --config has precedence."),
 ]
 
 
 def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
-    """Resolve and check the configuration, and train."""
+    """Resolve and check the configuration, then train or report the dry run."""
     need_torch()
     from ..config.presets import read_recipe
     from ..data.tokenizer import read_vocab_size
@@ -69,7 +69,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
             facts=Facts(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )
     except UsageError:
-        # Every process of a run has the same command line.
+        # All processes have the same command line: one of them reports.
         if not is_reporting_rank(first=is_rank0()):
             raise typer.Exit(EXIT_USAGE) from None
         raise
@@ -85,7 +85,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
 
 @pretrain.callback()
 def training(context: typer.Context) -> None:
-    """Train a model from the start, or resume from a checkpoint."""
+    """Train a model, or resume a run."""
     context.with_resource(ignore_signals_until_training())
 
 

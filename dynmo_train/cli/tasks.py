@@ -1,4 +1,4 @@
-"""``dynmo-train tasks``: Megatron's ``tasks/main.py`` under the names of its tasks."""
+"""``dynmo-train tasks``: the tasks of Megatron's ``tasks/main.py`` under their names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of ``--task`` in a command line, None where it is not there, and the other words.
+    """Split a command line into the value of ``--task`` (None if missing) and the other words.
 
     Raises:
-        UsageError: no such task.
+        UsageError: unknown task.
     """
     words = list(arguments)
     for at, word in enumerate(words):
@@ -32,30 +32,30 @@ def split_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         rest = words[:at] + words[at + (1 if equals else 2) :]
         task = value if equals else "".join(words[at + 1 : at + 2])
         if task.upper() not in COMMANDS:
-            raise UsageError(f"--task {task}: the tasks are {', '.join(COMMANDS)}")
+            raise UsageError(f"--task {task}: must be one of {', '.join(COMMANDS)}")
         return task.upper(), rest
     return None, words
 
 
 class EvaluateGroup(command_list()):  # type: ignore[misc]
-    """``evaluate --task WIKITEXT103 ...`` is ``evaluate wikitext ...``."""
+    """A command group that accepts ``evaluate --task WIKITEXT103 ...`` for ``evaluate wikitext ...``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The subcommand is the task's."""
+        """Replace ``--task`` by the subcommand."""
         task, rest = split_task(args)
         words: list[str] = super().parse_args(ctx, rest if task is None else [COMMANDS[task][1], *rest])
         return words
 
 
 def tasks(ctx: typer.Context) -> None:
-    """Run a task of Megatron's tasks/main.py: WIKITEXT103 and LAMBADA are evaluated, MNLI and RACE fine-tuned.
+    """Run a task of Megatron's tasks/main.py: evaluate WIKITEXT103 or LAMBADA, fine-tune on MNLI or RACE.
 
-    --task NAME is its name; all other options are those of `evaluate wikitext`, `evaluate lambada`, `finetune mnli` or
-    `finetune race`.
+    --task NAME selects the task. All other options are those of `evaluate wikitext`, `evaluate lambada`, `finetune
+    mnli` or `finetune race`.
     """
     task, rest = split_task(ctx.args)
     if task is None:
-        raise UsageError(f"give --task NAME: {', '.join(COMMANDS)}")
+        raise UsageError(f"--task is required: one of {', '.join(COMMANDS)}")
     group, name = COMMANDS[task]
     parent = ctx.parent
     commands: Mapping[str, Any] = getattr(parent.command, "commands", {}) if parent is not None else {}

@@ -1,4 +1,4 @@
-"""Commands of ``dynmo-train`` about a run or a machine: tune-sparse, compare, monitor."""
+"""``dynmo-train tune-sparse``, ``compare`` and ``monitor``."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ from .common import DeviceName, need_torch
 
 def tune_sparse(
     hidden_size: Annotated[
-        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Width of the residual stream.")
+        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the transformer.")
     ],
     ffn_hidden_size: Annotated[
         int | None,
         typer.Option(
-            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Width inside the MLP [default: 4 x --hidden-size]."
+            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the MLP [default: 4 x --hidden-size]."
         ),
     ] = None,
     rows: Annotated[
         int,
-        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens of a microbatch: --micro-batch-size x --seq-length."),
+        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens per microbatch: --micro-batch-size x --seq-length."),
     ] = 512,
-    output: Annotated[Path | None, typer.Option("--output", help="File to write the table to.")] = None,
-    num_threads: Annotated[
-        int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="Threads of arithmetic on CPU.")
-    ] = 1,
+    output: Annotated[Path | None, typer.Option("--output", help="JSON file to write the table to.")] = None,
+    num_threads: Annotated[int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="CPU threads.")] = 1,
     device: Annotated[
-        DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
+        DeviceName, typer.Option("--device", help="Device type; auto: cuda if available, else cpu.")
     ] = DeviceName.AUTO,
-    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+    report: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure from which sparsity on sparse products pay, for each matrix of a model.
+    """Measure the break-even sparsity of sparse matrix multiplication, for each matrix shape of a model.
 
-    The file is for --sparse-table of pretrain.
+    The table is the input of `pretrain --sparse-table`.
     """
     need_torch()
     import torch
@@ -60,17 +58,17 @@ def tune_sparse(
         emit_json({"thresholds": table})
         return
     cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
-    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "pays from sparsity"), cells)
+    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "break-even sparsity"), cells)
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="Run directory that the ratio's upper part comes from.")],
-    second: Annotated[Path, typer.Argument(help="Run directory of the same mathematics, placed otherwise.")],
-    form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+    first: Annotated[Path, typer.Argument(help="Run directory: numerator of the step-time ratio.")],
+    second: Annotated[Path, typer.Argument(help="Run directory with the same computation, placed differently.")],
+    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Compare two runs step by step: are the losses the same bits, and what did a step cost?
+    """Compare two runs step by step: bit-identity of losses, and step times.
 
-    Ends with exit code 1 where any loss or gradient norm of a common step differs.
+    Exits with code 1 if a loss or gradient norm of a common step differs.
     """
     from ..trainer.monitoring.compare_runs import compare_runs, comparison_rows
 
@@ -78,20 +76,24 @@ def compare(
     if form is Format.JSON:
         emit_json(result.document())
     else:
-        emit_table(f"{result.steps} common steps", ("", first.name, second.name), comparison_rows(result))
+        emit_table(
+            f"{result.steps} common step{'' if result.steps == 1 else 's'}",
+            ("", first.name, second.name),
+            comparison_rows(result),
+        )
         emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_steady:.2f}")
         where = "" if result.identical else f" (first at step {result.first_difference})"
-        emit(f"losses {'identical, bit for bit' if result.identical else 'differ'}{where}")
+        emit(f"losses {'bit-identical' if result.identical else 'differ'}{where}")
     raise typer.Exit(0 if result.identical else 1)
 
 
 def monitor(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
-    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 2.0,
-    form: Annotated[Format, typer.Option("--format", help="How to report; json looks once.")] = Format.TEXT,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between updates.")] = 2.0,
+    form: Annotated[Format, typer.Option("--format", help="Output format; json implies --once.")] = Format.TEXT,
 ) -> None:
-    """Watch a run: loss, tokens per second, load of the stages, bubble, plans. Ends when the run is done."""
+    """Monitor a run until it ends: loss, tokens/s, stage load, bubble, plans."""
     from ..trainer.monitoring.monitor import format_status, read_run_status, status_document, watch
 
     if form is Format.JSON:

@@ -1,4 +1,13 @@
-"""The configuration of a run: options declared once, resolved from flags and a file, checked as a whole."""
+"""The configuration of a run: options declared once, resolved from flags and a file, then validated.
+
+::
+
+    schema.py ──> options.py ──> command.py       typer parameters; Megatron's flags (compat.py)
+       │                            │
+       │          --config, --recipe, --deepspeed-config
+       │                            v
+       └───────────────────────> resolve.py ──> Config ──> validate.py (rules/) ──> trainer
+"""
 
 from __future__ import annotations
 

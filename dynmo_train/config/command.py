@@ -1,4 +1,4 @@
-"""The command-line options of the declared fields: the signature that typer reads, and the flags of other programs."""
+"""Command-line options from declared fields: typer signatures, and translation of Megatron's flags."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
         metavar=spec.value_text or None,
         show_default=False,
     )
-    # None stands for "not given": the values of a file and the defaults are merged in afterwards.
+    # None means "not given": values of a file and defaults are merged later.
     kind: Any = spec.kind
     annotation = Annotated[kind | None, declared]
     return inspect.Parameter(spec.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give ``function``, which ends in ``**flags``, an explicit parameter for every option of training.
+    """Replace ``**flags`` of a function by one typer parameter for every built-in training option.
 
     ``MegatronCommand`` adds those of installed packages when it runs.
     """
@@ -47,7 +47,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function that ends in ``**flags`` an explicit parameter for each of these options."""
+    """Replace ``**flags`` of a function by one typer parameter for each of the options."""
     declared = [_parameter(spec) for spec in specs if spec.is_flag]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -70,20 +70,20 @@ def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], C
 
 
 class MegatronCommand(TyperCommand):
-    """A command that takes the flags of Megatron's scripts as well; its name is the model's family.
+    """A command that also accepts the flags of Megatron's scripts; its name is the model family.
 
-    The options of installed packages are added when the command runs, so that other commands need not load them.
+    The options of installed packages are added when the command runs, so that other commands do not import them.
     """
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Add the options of installed packages, and parse the words."""
+        """Add the options of installed packages, then parse."""
 
-        def take(**flags: Any) -> None: ...
+        def collect(**flags: Any) -> None: ...
 
-        alone = typer.Typer(add_completion=False)
-        alone.command()(with_specs(installed_specs().values())(take))
+        extension = typer.Typer(add_completion=False)
+        extension.command()(with_specs(installed_specs().values())(collect))
         known = {parameter.name for parameter in self.params}
-        self.params += [option for option in typer.main.get_command(alone).params if option.name not in known]
+        self.params += [option for option in typer.main.get_command(extension).params if option.name not in known]
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
@@ -92,23 +92,19 @@ class MegatronCommand(TyperCommand):
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words in this package's own terms.
+        """Translate Megatron's flags, then parse.
 
         Raises:
-            DocumentError: flags that cannot be taken; all of them at once.
+            DocumentError: refused flags; reports all of them.
         """
         declared = {
             name: 0 if getattr(option, "is_flag", False) else option.nargs
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         }
-        # `finetune mnli` and `finetune race` are named after their task, not after a family.
-        name = self.name or ""
-        family = base_family(name) if name in {*FAMILIES, *installed_families()} else name
-        made = translate(args, family, declared | {"--help": 0})
-        first = os.environ.get("RANK", "0") == "0"
-        if made.problems:
-            raise DocumentError("the command line", list(made.problems))
-        if made.notes and first:
-            say(f"taken without effect: {'; '.join(made.notes)}")
-        return super().parse_args(ctx, list(made.arguments))
+        translation = translate(args, base_family(self.name or ""), declared | {"--help": 0})
+        if translation.problems:
+            raise DocumentError("the command line", list(translation.problems))
+        if translation.notes and os.environ.get("RANK", "0") == "0":
+            say(f"accepted for compatibility and ignored: {'; '.join(translation.notes)}")
+        return super().parse_args(ctx, list(translation.arguments))

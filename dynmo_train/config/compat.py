@@ -1,8 +1,7 @@
-"""Command lines of Megatron-LM, Megatron-DeepSpeed and their kin: every flag is taken with its meaning, or refused.
+"""Command lines of Megatron-LM, Megatron-DeepSpeed and similar programs, translated to the options of this package.
 
-A flag that this package declares under its own name needs no entry here. The table below says of every other one what
-it becomes, why it needs nothing, or what to write instead. Of its values: ``None`` are as many as come before the next
-flag, -1 is one that is dropped.
+Options that this package declares under the same name need no entry. ``FLAGS`` has an entry for every other flag: it
+becomes other arguments, is ignored, or is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Literal
 
 from .._common.document import Problem
 
-Kind = Literal["becomes", "nothing", "refused"]
-# Options whose value is several words; they become one.
-SEVERAL: Mapping[str, int | None] = {
+Kind = Literal["becomes", "ignored", "refused"]
+# Options with several words as their value, which are joined to one; None: all words before the next flag.
+MULTI_WORD_FLAGS: Mapping[str, int | None] = {
     "--data-path": None,
     "--retriever-report-topk-accuracies": None,
     "--train-data-path": None,
@@ -27,57 +26,64 @@ SEVERAL: Mapping[str, int | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Known:
-    """What a flag of another program means here.
+@dataclass(frozen=True, kw_only=True)
+class CompatFlag:
+    """A flag of another program.
 
     Attributes:
-        kind: it ``becomes`` other words, needs ``nothing``, or is ``refused``.
-        words: the words that it becomes (its own values follow), or the sentence that is told.
-        values: words that follow it.
-        families: of models for which this holds; for others it is refused. Empty: all.
+        kind: whether the flag ``becomes`` other arguments, is ``ignored`` or ``refused``.
+        arguments: what the flag becomes; its values follow.
+        reason: why the flag is ignored, or what to write instead.
+        num_values: number of values; None: all words before the next flag.
+        drop_values: whether ``arguments`` already contain the value.
+        families: model families that accept the flag; empty: all.
     """
 
     kind: Kind
-    words: tuple[str, ...]
-    values: int | None = 0
+    arguments: tuple[str, ...] = ()
+    reason: str = ""
+    num_values: int | None = 0
+    drop_values: bool = False
     families: tuple[str, ...] = ()
 
 
-def _becomes(*words: str, values: int = 0) -> Known:
-    return Known("becomes", words, values)
+def becomes(*arguments: str, values: int | None = 0, drop_values: bool = False) -> CompatFlag:
+    """A flag with a counterpart in this package."""
+    return CompatFlag(kind="becomes", arguments=arguments, num_values=values, drop_values=drop_values)
 
 
-def _nothing(why: str, values: int | None = 0, *families: str) -> Known:
-    return Known("nothing", (why,), values, families)
+def ignored(reason: str, values: int | None = 0, *families: str) -> CompatFlag:
+    """A flag that is accepted for compatibility and ignored."""
+    return CompatFlag(kind="ignored", reason=reason, num_values=values, families=families)
 
 
-def _refused(instead: str, values: int | None = 0) -> Known:
-    return Known("refused", (instead,), values)
+def refused(remedy: str, values: int | None = 0) -> CompatFlag:
+    """A flag that is an error."""
+    return CompatFlag(kind="refused", reason=remedy, num_values=values)
 
 
-_LLAMA = "a llama has it: pretrain llama"
-_OVERLAP = "no effect on results: leave out"
-_ZERO = "sizes of buffers follow from the model"
-_CONVERT = "belongs to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or convert"
-_GENERATE = "belongs to generation: use dynmo-train generate"
-_LAUNCH = "belongs to the launcher: use dynmo-train launch local --nproc N, or torchrun, before the command"
+_LLAMA = "always on for llama: use pretrain llama"
+_OVERLAP = "no effect on results"
+_ZERO = "buffer sizes follow from the model"
+_CONVERT = "must be given to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or convert"
+_GENERATE = "must be given to text generation: use dynmo-train generate"
+_LAUNCH = "must be given to the launcher: use dynmo-train launch local --nproc N, or torchrun, before the command"
 
-FLAGS: Mapping[str, Known] = {
+FLAGS: Mapping[str, CompatFlag] = {
     # Older names of Megatron
-    "--model-parallel-size": _becomes("--tensor-model-parallel-size", values=1),
-    "--batch-size": _becomes("--micro-batch-size", values=1),
-    "--warmup": _becomes("--lr-warmup-fraction", values=1),
-    "--vocab": _becomes("--vocab-file", values=1),
-    "--norm-epsilon": _becomes("--layernorm-epsilon", values=1),
-    "--expert-parallel-size": _becomes("--expert-model-parallel-size", values=1),
-    "--num-virtual-stages-per-pipeline-rank": _becomes(
+    "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),
+    "--batch-size": becomes("--micro-batch-size", values=1),
+    "--warmup": becomes("--lr-warmup-fraction", values=1),
+    "--vocab": becomes("--vocab-file", values=1),
+    "--norm-epsilon": becomes("--layernorm-epsilon", values=1),
+    "--expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
+    "--num-virtual-stages-per-pipeline-rank": becomes(
         "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1
     ),
-    # The inverse cloze task
-    "--ict-head-size": _becomes("--biencoder-projection-dim", values=1),
-    "--ict-load": _becomes("--finetune", "--load", values=1),
-    "--report-topk-accuracies": Known("becomes", ("--retriever-report-topk-accuracies",), None),
+    # Inverse cloze task
+    "--ict-head-size": becomes("--biencoder-projection-dim", values=1),
+    "--ict-load": becomes("--finetune", "--load", values=1),
+    "--report-topk-accuracies": becomes("--retriever-report-topk-accuracies", values=None),
     **dict.fromkeys(
         (
             "--evidence-data-path",
@@ -86,93 +92,95 @@ FLAGS: Mapping[str, Known] = {
             "--indexer-batch-size",
             "--indexer-log-interval",
         ),
-        _refused("belongs to retrieval with a trained ict, which this program has not: leave it out", 1),
+        refused("retrieval with a trained ict model is not supported: leave it out", 1),
     ),
     # Activation checkpointing
-    "--checkpoint-activations": _becomes("--recompute-granularity", "full"),
-    "--activations-checkpoint-method": Known("becomes", ("--recompute-granularity", "full"), -1),
-    "--recompute-activations": _becomes("--recompute-granularity", "selective"),
-    "--deepspeed-activation-checkpointing": _becomes("--recompute-granularity", "full"),
-    "--recompute-method": _nothing("each layer is checkpointed by itself", 1),
-    "--recompute-num-layers": _nothing("each layer is checkpointed by itself", 1),
-    "--checkpoint-num-layers": _nothing("each layer is checkpointed by itself", 1),
-    "--activations-checkpoint-num-layers": _nothing("each layer is checkpointed by itself", 1),
-    "--partition-activations": _nothing("checkpointed activations are kept whole; they hold one input a layer"),
-    "--distribute-saved-activations": _nothing("checkpointed activations are kept whole; they hold one input a layer"),
-    "--checkpoint-in-cpu": _refused("activations stay on the device: leave it out, or take smaller microbatches"),
-    "--synchronize-each-layer": _nothing("layers need no synchronization"),
-    "--contigious-checkpointing": _nothing("torch's allocator keeps memory from falling to pieces"),
-    "--profile-backward": _nothing("every layer's backward is in profile.jsonl: --profile-interval"),
+    "--checkpoint-activations": becomes("--recompute-granularity", "full"),
+    "--activations-checkpoint-method": becomes("--recompute-granularity", "full", values=1, drop_values=True),
+    "--recompute-activations": becomes("--recompute-granularity", "selective"),
+    "--deepspeed-activation-checkpointing": becomes("--recompute-granularity", "full"),
+    "--recompute-method": ignored("each layer is checkpointed separately", 1),
+    "--recompute-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--checkpoint-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--activations-checkpoint-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--partition-activations": ignored("checkpointed activations are not partitioned: one input per layer"),
+    "--distribute-saved-activations": ignored("checkpointed activations are not partitioned: one input per layer"),
+    "--checkpoint-in-cpu": refused(
+        "activation offloading is not supported: leave it out, or reduce --micro-batch-size"
+    ),
+    "--synchronize-each-layer": ignored("layers need no synchronization"),
+    "--contigious-checkpointing": ignored("torch's allocator limits fragmentation"),
+    "--profile-backward": ignored("profile.jsonl has the backward time of every layer: --profile-interval"),
     # DeepSpeed
-    "--deepspeed": _nothing("the engine is torch's; --deepspeed_config is read for what it says"),
-    "--zero-reduce-bucket-size": _nothing(_ZERO, 1),
-    "--zero-allgather-bucket-size": _nothing(_ZERO, 1),
-    "--zero-contigious-gradients": _nothing(_ZERO),
-    "--zero-reduce-scatter": _nothing(_ZERO),
-    "--no-pipeline-parallel": _becomes("--pipeline-model-parallel-size", "1"),
+    "--deepspeed": ignored("the engine is torch's; --deepspeed_config is still read"),
+    "--zero-reduce-bucket-size": ignored(_ZERO, 1),
+    "--zero-allgather-bucket-size": ignored(_ZERO, 1),
+    "--zero-contigious-gradients": ignored(_ZERO),
+    "--zero-reduce-scatter": ignored(_ZERO),
+    "--no-pipeline-parallel": becomes("--pipeline-model-parallel-size", "1"),
     # Devices, kernels and overlap
-    "--distributed-backend": _nothing("the backend follows the device: gloo on CPU, NCCL on CUDA", 1),
-    "--local_rank": _nothing("the environment says it", 1),
-    "--local-rank": _nothing("the environment says it", 1),
-    "--use-mcore-models": _nothing("there is one implementation"),
-    "--use-legacy-models": _nothing("there is one implementation"),
-    "--transformer-impl": _nothing("there is one implementation", 1),
-    "--use-flash-attn": _nothing("scaled-dot-product attention takes the device's fastest kernel"),
-    "--attention-backend": _nothing("scaled-dot-product attention takes the device's fastest kernel", 1),
-    "--attention-softmax-in-fp32": _nothing("the attention kernels do so"),
-    "--no-masked-softmax-fusion": _nothing(_OVERLAP),
-    "--no-bias-gelu-fusion": _nothing(_OVERLAP),
-    "--no-bias-dropout-fusion": _nothing(_OVERLAP),
-    "--no-bias-swiglu-fusion": _nothing(_OVERLAP),
-    "--no-rope-fusion": _nothing(_OVERLAP),
-    "--no-gradient-accumulation-fusion": _nothing(_OVERLAP),
-    "--no-async-tensor-model-parallel-allreduce": _nothing(_OVERLAP),
-    "--overlap-grad-reduce": _becomes("--DDP-impl", "torch"),
-    "--overlap-param-gather": _nothing(_OVERLAP),
-    "--tp-comm-overlap": _nothing(_OVERLAP),
-    "--use-cpu-initialization": _nothing("weights are drawn on the CPU, the same on any layout"),
-    "--num-workers": _nothing("samples are read as they are needed, from mapped files", 1),
-    "--no-query-key-layer-scaling": _nothing("scores are scaled once"),
-    "--apply-query-key-layer-scaling": _nothing("scores are scaled once, in the attention kernel"),
-    "--exit-signal-handler": _nothing("SIGTERM always saves and leaves"),
-    "--no-initialization": _nothing(_OVERLAP),
-    "--log-timers-to-tensorboard": _nothing("step times are logged always"),
-    "--log-validation-ppl-to-tensorboard": _nothing("the validation perplexity is logged always"),
-    "--tensorboard-queue-size": _nothing("records are written at once", 1),
-    "--experiment_name": _nothing("a run is named by its --run-dir", 1),
-    "--ckpt-format": _nothing("checkpoints are in the native format; dynmo-ckpt convert makes others", 1),
-    "--use-checkpoint-args": _refused("give the options of the run again: they are in its run.json"),
-    "--use-distributed-optimizer": _becomes("--zero-stage", "1"),
-    "--keep-last": _nothing("no sample of a task is left out"),
-    # Llama's shape
-    "--swiglu": _nothing(_LLAMA, 0, "llama"),
-    "--disable-bias-linear": _nothing(_LLAMA, 0, "llama"),
-    "--no-position-embedding": _nothing(_LLAMA, 0, "llama"),
-    "--use-rotary-position-embeddings": _nothing(_LLAMA, 0, "llama"),
-    "--group-query-attention": _nothing("--num-query-groups says it", 0, "llama"),
-    "--normalization": _nothing(_LLAMA, 1, "llama"),
-    "--rotary-percent": _nothing("a llama turns whole heads", 1, "llama"),
-    # Flags of other programs that stand in the same scripts
-    **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), _refused(_CONVERT, 1)),
-    **dict.fromkeys(("-i_g", "-p", "-i", "-o"), _refused(_CONVERT, 1)),
+    "--distributed-backend": ignored("the backend depends on the device: gloo on CPU, NCCL on CUDA", 1),
+    "--local_rank": ignored("taken from the environment", 1),
+    "--local-rank": ignored("taken from the environment", 1),
+    "--use-mcore-models": ignored("there is one implementation"),
+    "--use-legacy-models": ignored("there is one implementation"),
+    "--transformer-impl": ignored("there is one implementation", 1),
+    "--use-flash-attn": ignored("scaled_dot_product_attention selects the kernel"),
+    "--attention-backend": ignored("scaled_dot_product_attention selects the kernel", 1),
+    "--attention-softmax-in-fp32": ignored("always on"),
+    "--no-masked-softmax-fusion": ignored(_OVERLAP),
+    "--no-bias-gelu-fusion": ignored(_OVERLAP),
+    "--no-bias-dropout-fusion": ignored(_OVERLAP),
+    "--no-bias-swiglu-fusion": ignored(_OVERLAP),
+    "--no-rope-fusion": ignored(_OVERLAP),
+    "--no-gradient-accumulation-fusion": ignored(_OVERLAP),
+    "--no-async-tensor-model-parallel-allreduce": ignored(_OVERLAP),
+    "--overlap-grad-reduce": becomes("--DDP-impl", "torch"),
+    "--overlap-param-gather": ignored(_OVERLAP),
+    "--tp-comm-overlap": ignored(_OVERLAP),
+    "--use-cpu-initialization": ignored("weights are always initialized on CPU"),
+    "--num-workers": ignored("samples are read from memory-mapped files on demand", 1),
+    "--no-query-key-layer-scaling": ignored("attention scores are scaled once"),
+    "--apply-query-key-layer-scaling": ignored("attention scores are scaled once"),
+    "--exit-signal-handler": ignored("SIGTERM always saves and exits"),
+    "--no-initialization": ignored(_OVERLAP),
+    "--log-timers-to-tensorboard": ignored("step times are always logged"),
+    "--log-validation-ppl-to-tensorboard": ignored("validation perplexity is always logged"),
+    "--tensorboard-queue-size": ignored("records are written immediately", 1),
+    "--experiment_name": ignored("--run-dir names the run", 1),
+    "--ckpt-format": ignored("checkpoints have the native format; dynmo-ckpt convert writes others", 1),
+    "--use-checkpoint-args": refused("not supported: give the options of the run again, from its run.json"),
+    "--use-distributed-optimizer": becomes("--zero-stage", "1"),
+    "--keep-last": ignored("the last batch is always used"),
+    # Architecture of llama
+    "--swiglu": ignored(_LLAMA, 0, "llama"),
+    "--disable-bias-linear": ignored(_LLAMA, 0, "llama"),
+    "--no-position-embedding": ignored(_LLAMA, 0, "llama"),
+    "--use-rotary-position-embeddings": ignored(_LLAMA, 0, "llama"),
+    "--group-query-attention": ignored("implied by --num-query-groups", 0, "llama"),
+    "--normalization": ignored(_LLAMA, 1, "llama"),
+    "--rotary-percent": ignored("rotary embeddings always cover whole heads", 1, "llama"),
+    # Flags of other programs in the same scripts
+    **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), refused(_CONVERT, 1)),
+    **dict.fromkeys(("-i_g", "-p", "-i", "-o"), refused(_CONVERT, 1)),
     **dict.fromkeys(
         ("--out-seq-length", "--temperature", "--genfile", "--num-samples", "--top_p", "--top_k"),
-        _refused(_GENERATE, 1),
+        refused(_GENERATE, 1),
     ),
-    **dict.fromkeys(("--recompute", "--greedy"), _refused(_GENERATE, 0)),
+    **dict.fromkeys(("--recompute", "--greedy"), refused(_GENERATE, 0)),
     **dict.fromkeys(
-        ("--task", "--valid-data"), _refused("belongs to evaluation: use dynmo-train evaluate or finetune", 1)
+        ("--task", "--valid-data"), refused("must be given to evaluation: use dynmo-train evaluate or finetune", 1)
     ),
     **dict.fromkeys(
         ("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_nodes", "--num_gpus"),
-        _refused(_LAUNCH, 1),
+        refused(_LAUNCH, 1),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A command line in this package's words: ``arguments``, what was taken without effect, and what is refused."""
+    """A command line in the options of this package, notes on ignored flags, and refused flags."""
 
     arguments: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -180,12 +188,18 @@ class Translation:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is a flag, and not a value such as ``-1e-3``."""
+    """Whether a word is a flag, not a value such as ``-1e-3``."""
     return len(word) > 1 and word[0] == "-" and not word[1].isdigit() and word[1] != "."
 
 
-def _split_words(arguments: Sequence[str], at: int, count: int | None) -> tuple[list[str], int]:
-    """The values from ``at`` on, and where the next word stands; ``count`` of them, or all before the next flag."""
+def values_after(arguments: Sequence[str], at: int, count: int | None) -> tuple[list[str], int]:
+    """The values of a flag, and the position after them.
+
+    Args:
+        arguments: words of a command line.
+        at: position after the flag.
+        count: maximum number of values; None: all words before the next flag.
+    """
     end = at
     while end < len(arguments) and (count is None or end - at < count) and not is_flag(arguments[end]):
         end += 1
@@ -193,17 +207,17 @@ def _split_words(arguments: Sequence[str], at: int, count: int | None) -> tuple[
 
 
 def translate(
-    arguments: Sequence[str], family: str, declared: Mapping[str, int], flags: Mapping[str, Known] = FLAGS
+    arguments: Sequence[str], family: str, declared: Mapping[str, int], flags: Mapping[str, CompatFlag] = FLAGS
 ) -> Translation:
-    """A command line of another program in the words of this one.
+    """Translate a command line of another program.
 
     Args:
-        arguments: words behind ``pretrain FAMILY``.
-        family: the model's.
-        declared: flags of this package, and how many words follow each.
-        flags: what becomes of flags that are not declared.
+        arguments: words after ``pretrain FAMILY``.
+        family: model family.
+        declared: flag of this package to its number of values.
+        flags: flags that are not declared.
     """
-    made: list[str] = []
+    translated: list[str] = []
     notes: list[str] = []
     problems: list[Problem] = []
     at = 0
@@ -211,36 +225,36 @@ def translate(
         word, equals, value = arguments[at].partition("=")
         at += 1
         if not is_flag(word):
-            made.append(arguments[at - 1])
+            translated.append(arguments[at - 1])
             continue
-        flag = own_name(word, declared, flags)
+        flag = declared_name(word, declared, flags)
         if flag in declared:
-            count = SEVERAL.get(flag, declared[flag])
-            values, at = ([value], at) if equals else _split_words(arguments, at, count)
-            made += [flag, *([" ".join(map(_quoted, values))] if flag in SEVERAL and len(values) > 1 else values)]
+            count = MULTI_WORD_FLAGS.get(flag, declared[flag])
+            values, at = ([value], at) if equals else values_after(arguments, at, count)
+            is_joined = flag in MULTI_WORD_FLAGS and len(values) > 1
+            translated += [flag, *([" ".join(map(_quoted, values))] if is_joined else values)]
             continue
         known = flags.get(word)
         if known is None:
-            made.append(arguments[at - 1])  # the command line's parser says what is near it
+            translated.append(arguments[at - 1])  # the parser of the command suggests similar names
             continue
-        count = 1 if known.values == -1 else known.values
-        values, at = ([value], at) if equals else _split_words(arguments, at, count)
-        if known.kind == "becomes" and known.words[0] in declared:
-            values = [" ".join(values)] if known.values is None else values
-            made += [*known.words, *(values if known.values != -1 else [])]
-        elif known.kind == "nothing" and (not known.families or family in known.families):
-            notes.append(f"{word}: {known.words[0]}")
+        values, at = ([value], at) if equals else values_after(arguments, at, known.num_values)
+        if known.kind == "becomes" and known.arguments[0] in declared:
+            values = [" ".join(values)] if known.num_values is None else values
+            translated += [*known.arguments, *([] if known.drop_values else values)]
+        elif known.kind == "ignored" and (not known.families or family in known.families):
+            notes.append(f"{word}: {known.reason}")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
-    return Translation(tuple(made), tuple(notes), tuple(problems))
+    return Translation(tuple(translated), tuple(notes), tuple(problems))
 
 
-def _remedy(known: Known) -> str:
-    return f"this version has no {known.words[0]}: leave it out" if known.kind == "becomes" else known.words[0]
+def _remedy(known: CompatFlag) -> str:
+    return f"{known.arguments[0]} is not supported: leave it out" if known.kind == "becomes" else known.reason
 
 
-def own_name(word: str, declared: Mapping[str, int], flags: Mapping[str, Known]) -> str:
-    """A flag's name here: itself, or with dashes for underscores."""
+def declared_name(word: str, declared: Mapping[str, int], flags: Mapping[str, CompatFlag]) -> str:
+    """The name of a flag in this package: the same, or with dashes for underscores."""
     dashed = "--" + word[2:].replace("_", "-")
     return dashed if word not in declared and word not in flags and dashed in declared else word
 

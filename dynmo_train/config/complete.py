@@ -1,13 +1,13 @@
-"""From what a person gave to a checked ``Config``, with everything that is wrong reported at once.
+"""Resolve and validate a ``Config``, and report all problems in one error.
 
-A value that is missing or out of its range hides no contradiction between the others. For the rules it is replaced by
-values that are allowed, one after another. A contradiction that is there in the same words with each of them does not
-depend on the bad value.
+An invalid value must not hide conflicts between other options. It is therefore replaced by several valid values in
+turn; a conflict whose message is the same for each of them does not depend on the invalid value.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any
@@ -27,10 +27,16 @@ _NUMBERS = (1, 12, 5040)
 def resolve_checked(
     *, flags: Mapping[str, Any], file: Mapping[str, Any], command: Mapping[str, Any], facts: Facts
 ) -> Config:
-    """``resolve`` and ``check`` together; rank 0 warns of options without effect.
+    """Resolve and check a configuration; rank 0 warns of options without effect.
+
+    Args:
+        flags: option name to value from the command line; None means not given.
+        file: option name to value from a ``--config`` file; flags have precedence.
+        command: option name to value, set by the subcommand.
+        facts: what derived defaults depend on.
 
     Raises:
-        DocumentError: missing, mistyped or out-of-range values, and all contradictions.
+        DocumentError: missing values, wrong types, values out of bounds, and all conflicts between options.
     """
     try:
         config = resolve(flags=flags, file=file, command=command, facts=facts)
@@ -45,7 +51,7 @@ def resolve_checked(
 
 
 def _independent(given: Mapping[str, Any], problems: list[Problem], facts: Facts) -> list[Problem]:
-    """Contradictions that do not depend on the values that ``problems`` are about."""
+    """Conflicts that do not depend on the invalid values of ``problems``."""
     by_flag = {spec.flag: spec for spec in option_specs().values()}
     bad = [by_flag[problem.path] for problem in problems if problem.path in by_flag]
     known = {name: value for name, value in given.items() if name in option_specs()}
@@ -70,13 +76,12 @@ def _independent(given: Mapping[str, Any], problems: list[Problem], facts: Facts
 
 
 def _flags_in(problem: Problem) -> set[str]:
-    """The options that a problem names."""
-    words = f"{problem.path} {problem.message}".replace(";", " ").replace(",", " ").replace(":", " ").split()
-    return {word for word in words if word.startswith("--")}
+    """The flags in the text of a problem."""
+    return set(re.findall(r"(?<![\w-])--[A-Za-z][\w-]*", f"{problem.path} {problem.message}"))
 
 
 def _allowed(spec: OptionSpec, at: int) -> Any:
-    """One of several values that an option may have; None leaves an optional one out."""
+    """A valid value of an option, selected by ``at``; None leaves an option at its default."""
     if spec.choices:
         return spec.choices[at % len(spec.choices)]
     if spec.kind is bool:

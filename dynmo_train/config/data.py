@@ -1,4 +1,4 @@
-"""Options of the data set, its samples and its tokenizer; names are Megatron's wherever it has them."""
+"""Options of the dataset, its samples and its tokenizer; names are Megatron's where Megatron has the flag."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a declaration
 
@@ -29,7 +29,7 @@ Blend = tuple[tuple[float, str], ...]
 
 
 def default_tokenizer_type(values: Mapping[str, Any]) -> str:
-    """As Megatron's scripts mean it, which leave out the type of GPT's two files and of BERT's and T5's one."""
+    """The tokenizer type that Megatron's scripts imply by the vocabulary files that they give."""
     if values["vocab_file"] and values["merge_file"]:
         return "GPT2BPETokenizer"
     if values["vocab_file"] and base_family(values.get("family") or "gpt") in WORD_PIECE_FAMILIES:
@@ -39,73 +39,65 @@ def default_tokenizer_type(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on."""
+    """Datasets, samples and tokenizer."""
 
     data_path: str | None = option(
-        "Indexed data set: PREFIX of PREFIX.bin and PREFIX.idx; or several, each behind its weight: 0.3 A 0.7 B.",
+        "Indexed dataset prefix, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         default=None,
         refers_to="data",
     )
     train_data_path: str | None = option(
-        "Data of the training alone, as --data-path; no --split then.", default=None, refers_to="data"
+        "Training data, as --data-path; disables --split.", default=None, refers_to="data"
     )
-    valid_data_path: str | None = option(
-        "Data of the validation alone, as --data-path.", default=None, refers_to="data"
-    )
-    test_data_path: str | None = option("Data of the test alone, as --data-path.", default=None, refers_to="data")
-    split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
-    data_impl: DataImpl = option(
-        "Form of the data set; the file says it, and another one here is an error.", default="infer"
-    )
+    valid_data_path: str | None = option("Validation data, as --data-path.", default=None, refers_to="data")
+    test_data_path: str | None = option("Test data, as --data-path.", default=None, refers_to="data")
+    split: str = option("Weights of the training, validation and test splits.", default="969,30,1")
+    data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")
     sample_order: SampleOrder = option(
-        "Order of samples: stable (a longer run begins with the samples of a shorter one), or exactly Megatron's.",
+        "Sample order: stable (independent of training length), or Megatron's.",
         default="stable",
     )
     data_cache_path: str | None = option(
-        "Folder for sample indices of large data sets; none is a folder cache next to the first data set.",
+        "Folder of sample indices; none: cache next to the first dataset.",
         default=None,
         refers_to="place",
     )
     tokenizer_model: str | None = option(
-        "Path of the tokenizer.json, or of the SentencePiece model, that made the data set.",
+        "Path of tokenizer.json or a SentencePiece model.",
         default=None,
         refers_to="file",
     )
     vocab_file: str | None = option(
-        "Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None, refers_to="file"
+        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).", default=None, refers_to="file"
     )
-    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None, refers_to="file")
+    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file")
     tokenizer_type: TokenizerType = option(
-        "Kind of tokenizer; NullTokenizer is --vocab-size ids.",
+        "Tokenizer type; NullTokenizer has --vocab-size ids.",
         derive=(
-            "GPT2BPETokenizer with --vocab-file and --merge-file, BertWordPieceLowerCase with --vocab-file alone for"
-            " bert, ict and t5, else HuggingFaceTokenizer",
+            "GPT2BPETokenizer with --vocab-file and --merge-file; BertWordPieceLowerCase with --vocab-file (bert, ict,"
+            " t5); else HuggingFaceTokenizer",
             lambda v, _: default_tokenizer_type(v),
         ),
     )
 
-    vocab_extra_ids: int = option(
-        "Tokens behind the tokenizer's own that stand for a T5's hidden spans.", default=0, minimum=0
-    )
-    mask_prob: float = option("Share of tokens that BERT and T5 hide.", default=0.15, above=0, below=1)
-    short_seq_prob: float = option(
-        "Share of BERT's and T5's samples that are cut short, evenly from 2 tokens on.", default=0.1, minimum=0, below=1
-    )
-    whole_word_masking: bool = option("Hide all pieces of a word together (bert, t5).", default=True)
+    vocab_extra_ids: int = option("Number of sentinel tokens added to the vocabulary (t5).", default=0, minimum=0)
+    mask_prob: float = option("Masking probability of tokens (bert, t5).", default=0.15, above=0, below=1)
+    short_seq_prob: float = option("Probability of a shortened sample (bert, t5).", default=0.1, minimum=0, below=1)
+    whole_word_masking: bool = option("Mask all pieces of a word together (bert, t5).", default=True)
 
     @property
     def split_shares(self) -> tuple[float, float, float]:
-        """``split`` as three fractions that add up to 1."""
+        """``split`` as three fractions with sum 1."""
         return parse_split(self.split)
 
     @property
     def blend(self) -> Blend:
-        """``data_path`` as (weight, prefix) pairs; empty without it."""
+        """``data_path`` as (weight, prefix) pairs; empty if not given."""
         return parse_blend("--data-path", self.data_path) if self.data_path else ()
 
     @property
     def part_blends(self) -> tuple[Blend, Blend, Blend]:
-        """The same of the data that belong to training, validation and test alone; each may be empty."""
+        """The blends of ``train_data_path``, ``valid_data_path`` and ``test_data_path``; each may be empty."""
         given = (
             ("--train-data-path", self.train_data_path),
             ("--valid-data-path", self.valid_data_path),
@@ -116,5 +108,5 @@ class DataConfig:
 
     @property
     def name(self) -> str:
-        """What the data are called in logs and checkpoints: their options' own words."""
+        """The name of the dataset in logs and checkpoints."""
         return self.data_path or self.train_data_path or ""

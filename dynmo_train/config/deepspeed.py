@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON file, read for what it says about batch, precision, ZeRO, optimizer, clipping and curriculum."""
+"""Option values from a DeepSpeed JSON file: batch, precision, ZeRO, optimizer, clipping and curriculum."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _PACE = {
 
 
 @dataclass(frozen=True)
-class DeepSpeed:
-    """What the file says: option values, keys that are left unread, and what cannot be done."""
+class DeepSpeedOptions:
+    """Contents of a DeepSpeed file: option name to value, ignored keys, and unsupported settings."""
 
     values: Mapping[str, Any]
-    unread: tuple[str, ...]
+    ignored: tuple[str, ...]
     problems: tuple[Problem, ...]
 
 
-def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeed:
-    """Option values of a DeepSpeed configuration; ``auto`` leaves a value to the other options."""
+def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeedOptions:
+    """Convert a DeepSpeed configuration to option values; ``auto`` leaves the value to other options."""
     values: dict[str, Any] = {}
-    unread: list[str] = []
+    ignored: list[str] = []
     problems: list[Problem] = []
     sections = {
         "fp16": _half,
@@ -55,15 +55,15 @@ def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeed:
         elif key in sections and isinstance(content, Mapping):
             for name, found in sections[key](content):
                 if name.startswith("?"):
-                    unread.append(f"{key}.{name[1:]}")
+                    ignored.append(f"{key}.{name[1:]}")
                 elif isinstance(found, Problem):
                     problems.append(found)
                 else:
                     values[name] = found
         else:
-            unread.append(key)
+            ignored.append(key)
     given = {name: value for name, value in values.items() if value != "auto"}
-    return DeepSpeed(given, tuple(unread), tuple(problems))
+    return DeepSpeedOptions(given, tuple(ignored), tuple(problems))
 
 
 Found = Iterator[tuple[str, Any]]
@@ -102,8 +102,8 @@ def _zero(content: Mapping[str, Any]) -> Found:
 def _optimizer(content: Mapping[str, Any]) -> Found:
     kind, given = content.get("type", "Adam"), dict(content.get("params", {}))
     if str(kind).lower() not in ("adam", "adamw", "fusedadam"):
-        words = f"is {kind}: weights are updated by AdamW; write Adam or AdamW"
-        yield "optimizer", Problem("optimizer.type", "unsupported", words)
+        message = f"is {kind}; must be Adam or AdamW"
+        yield "optimizer", Problem("optimizer.type", "unsupported", message)
     betas = given.pop("betas", "auto")
     if betas != "auto":
         yield "adam_beta1", betas[0]
@@ -117,19 +117,24 @@ def _curriculum(content: Mapping[str, Any]) -> Found:
         return
     kind = content.pop("curriculum_type", "seqlen")
     if kind != "seqlen":
-        words = f"is {kind}: samples can grow in length alone; write seqlen"
-        yield "curriculum", Problem("curriculum_learning.curriculum_type", "unsupported", words)
-    content.pop("max_difficulty", None)  # --seq-length, which the run checks
+        message = f"is {kind}; must be seqlen"
+        yield "curriculum", Problem("curriculum_learning.curriculum_type", "unsupported", message)
+    content.pop("max_difficulty", None)  # --seq-length
     yield from _mapped(content.pop("schedule_config", {}), _PACE)
     yield from _mapped(content, _CURRICULUM)
 
 
-def read_deepspeed(path: Path) -> DeepSpeed:
-    """``parse_deepspeed`` of a file; raises ``DocumentError`` where it is no object, or asks for what cannot be."""
+def read_deepspeed(path: Path) -> DeepSpeedOptions:
+    """Read a DeepSpeed JSON file.
+
+    Raises:
+        UsageError: the file cannot be read.
+        DocumentError: not a JSON object, or unsupported settings.
+    """
     try:
         document = read_any_json(path)
     except DocumentError as error:
-        raise UsageError(f"--deepspeed-config {path}: {reason(error)}; give a JSON file of DeepSpeed") from error
+        raise UsageError(f"--deepspeed-config {path}: {reason(error)}; give a DeepSpeed JSON file") from error
     if not isinstance(document, Mapping):
         raise DocumentError(str(path), [Problem("", "type", "must be a JSON object")])
     found = parse_deepspeed(document)

@@ -1,4 +1,4 @@
-"""Options of an emulated run, whose layers take stated times."""
+"""Options of an emulated run, whose layers sleep for given times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from .options import option
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationConfig:
-    """Layers that sleep for the time that a profile says: a run at scale on few cores."""
+    """Emulation of a large run on few cores: layers sleep for the times of a profile."""
 
     emulate: str | None = option(
-        "Profile whose items, step by step, say how long each item's forward and backward take; what arithmetic leaves"
-        " of that is slept. CPU only.",
+        "Profile whose layer times are emulated by sleeping (CPU only).",
         default=None,
         refers_to="file",
     )
-    emulate_scale: float = option("Factor of the profile's times.", default=1.0, above=0)
+    emulate_scale: float = option("Scale factor of the emulated times.", default=1.0, above=0)

@@ -1,4 +1,4 @@
-"""Options of the commands that use a trained model: where it is, on which processes, in which type, and the task's."""
+"""Options of the commands that load a trained model: ``evaluate``, ``finetune`` and ``generate``."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a declaration
 
@@ -16,46 +16,42 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """A trained model and the processes that it runs on; names are Megatron's wherever it has them."""
+    """A trained model, its parallel layout and precision; names are Megatron's where Megatron has the flag."""
 
-    load: str = option(
-        "Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.", refers_to="place"
-    )
+    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place")
     tokenizer_model: str | None = option(
-        "Path of a tokenizer.json or a SentencePiece model; none is the checkpoint's.", default=None, refers_to="file"
+        "Path of tokenizer.json or a SentencePiece model; none: the checkpoint's.", default=None, refers_to="file"
     )
     vocab_file: str | None = option(
-        "Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None, refers_to="file"
+        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).", default=None, refers_to="file"
     )
-    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None, refers_to="file")
+    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file")
     tokenizer_type: TokenizerType = option(
-        "Kind of tokenizer.",
+        "Tokenizer type.",
         derive=(
             "GPT2BPETokenizer with --vocab-file and --merge-file, else HuggingFaceTokenizer",
             lambda v, _: default_tokenizer_type(v),
         ),
     )
-    tensor_model_parallel_size: int = option(
-        "Ranks that share each matrix product.", default=1, minimum=1, maximum=MAX_RANKS
-    )
+    tensor_model_parallel_size: int = option("Tensor-parallel size in ranks.", default=1, minimum=1, maximum=MAX_RANKS)
     pipeline_model_parallel_size: int | None = option(
-        "Pipeline positions; none is the processes / --tensor-model-parallel-size.",
+        "Pipeline-parallel size in ranks; none: world size / tensor-parallel size.",
         default=None,
         minimum=1,
         maximum=MAX_RANKS,
     )
-    micro_batch_size: int = option("Samples in a microbatch.", default=4, minimum=1, maximum=MAX_RANKS)
+    micro_batch_size: int = option("Microbatch size in samples.", default=4, minimum=1, maximum=MAX_RANKS)
     bf16: bool = option("Compute in bfloat16.", default=False)
     fp16: bool = option("Compute in float16.", default=False)
     num_threads: int | None = option(
-        "Threads of arithmetic in each process on CPU; none is torch's own choice.",
+        "CPU threads per process; none: torch's default.",
         default=None,
         minimum=1,
         maximum=MAX_JOBS,
     )
-    device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
+    device: Device = option("Device type; auto: cuda if available, else cpu.", default="auto")
     cache_dir: str | None = option(
-        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
+        "Folder of converted checkpoints; none: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
         default=None,
         refers_to="place",
     )
@@ -66,54 +62,50 @@ Detokenizer = Literal["wikitext", "ptb", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class WikitextConfig:
-    """Word-level perplexity of a text."""
+    """Options of ``evaluate wikitext``."""
 
-    valid_data: str = option("Text with words between spaces, such as wiki.test.tokens.", refers_to="file")
-    seq_length: int | None = option("Tokens of a window; none is the model's positions.", default=None, minimum=1)
+    valid_data: str = option("Text file with words between spaces, such as wiki.test.tokens.", refers_to="file")
+    seq_length: int | None = option("Window size in tokens; none: the model's maximum.", default=None, minimum=1)
     overlapping_eval: int | None = option(
-        "Tokens by which a window goes on from the last one [default: 32, or the window where that is shorter].",
+        "Window stride in tokens; none: 32, or --seq-length if shorter.",
         default=None,
         minimum=1,
     )
-    detokenizer: Detokenizer = option("Rules that undo the text's own tokenization.", default="wikitext")
+    detokenizer: Detokenizer = option("Detokenization rules of the text.", default="wikitext")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LambadaConfig:
-    """Accuracy of the last word of a passage."""
+    """Options of ``evaluate lambada``."""
 
-    valid_data: str = option('JSON lines with a passage each: {"text": ...}.', refers_to="file")
-    strict_lambada: bool = option("The whole last word must be right, not its last token alone.", default=False)
-    predictions: str | None = option(
-        "File for a JSON line an item: its number and whether it was right.", default=None, refers_to="place"
-    )
+    valid_data: str = option('JSON Lines file with one passage per line: {"text": ...}.', refers_to="file")
+    strict_lambada: bool = option("Require the whole last word, not its last token alone.", default=False)
+    predictions: str | None = option("JSON Lines output file of per-item results.", default=None, refers_to="place")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig:
-    """Accuracy of a fine-tuned model."""
+    """Options of ``evaluate mnli`` and ``evaluate race``."""
 
-    valid_data: str = option(
-        "Data sets to measure on: TSV files of GLUE, or directories of RACE; one or more.", refers_to="files"
-    )
-    seq_length: int | None = option("Tokens of a sample; none is the model's positions.", default=None, minimum=1)
+    valid_data: str = option("Evaluation data: TSV files (GLUE) or directories (RACE).", refers_to="files")
+    seq_length: int | None = option("Sequence length in tokens; none: the model's maximum.", default=None, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """A task, its data, and the model to start from; the rest are the options of ``pretrain bert``."""
+    """Options of ``finetune`` that ``pretrain bert`` does not have."""
 
     train_data: str | None = option(
-        "Data sets to train on: TSV files of GLUE, or directories of RACE.", default=None, refers_to="files"
+        "Training data: TSV files (GLUE) or directories (RACE).", default=None, refers_to="files"
     )
-    valid_data: str = option("Data sets to measure on after each epoch.", refers_to="files")
+    valid_data: str = option("Data that is evaluated after each epoch.", refers_to="files")
     pretrained_checkpoint: str | None = option(
-        "Run, checkpoint, Hugging Face or Megatron directory of the BERT to start from; none: fresh weights.",
+        "BERT checkpoint to start from; none: random weights.",
         default=None,
         refers_to="place",
     )
     epochs: int | None = option(
-        "Times to go through the training data; 0 measures alone [default: 3; 0 without --train-data].",
+        "Training epochs; 0: evaluate only; none: 3, or 0 without --train-data.",
         default=None,
         minimum=0,
     )
@@ -121,57 +113,63 @@ class FinetuneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """What to write, and how; names are Megatron's wherever it has them."""
+    """Options of ``generate``; names are Megatron's where Megatron has the flag."""
 
     prompts: str | None = option(
-        "File with a prompt on each line; - is standard input [default: that, unless --num-samples is given].",
+        "Prompt file, one prompt per line; - or none: standard input.",
         default=None,
         refers_to="file",
     )
-    sample_input_file: str | None = option("--prompts under Megatron's name.", default=None, refers_to="file")
+    sample_input_file: str | None = option("Alias of --prompts.", default=None, refers_to="file")
     genfile: str | None = option(
-        'File for the samples, a JSON line each: {"prompt", "text", "length", "finished"}.',
+        "Output file, one JSON object per sample.",
         default=None,
         refers_to="place",
     )
-    sample_output_file: str | None = option(
-        "--genfile under Megatron's name for given prompts.", default=None, refers_to="place"
-    )
+    sample_output_file: str | None = option("Alias of --genfile.", default=None, refers_to="place")
     num_samples: int | None = option(
-        "Continuations of each prompt; without prompts so many texts from nothing.", default=None, minimum=0
+        "Samples per prompt; without prompts, the number of unconditional samples.", default=None, minimum=0
     )
     max_new_tokens: int | None = option(
-        "Tokens to add to a prompt at most [default: 64; with --out-seq-length as many as that leaves].",
+        "Maximum number of new tokens; none: 64, or from --out-seq-length.",
         default=None,
         minimum=1,
     )
-    out_seq_length: int | None = option("Tokens of a prompt and its continuation together.", default=None, minimum=1)
-    greedy: bool = option("Always take the likeliest token.", default=False)
+    out_seq_length: int | None = option("Maximum length of prompt and continuation in tokens.", default=None, minimum=1)
+    greedy: bool = option("Always choose the most likely token.", default=False)
     temperature: float | None = option(
-        "Divisor of the logits; 0 always takes the likeliest token [default: 1 with --top-k or --top-p, else 0].",
+        "Sampling temperature; 0: greedy; none: 1 with --top-k or --top-p.",
         default=None,
     )
-    top_k: int = option("Draw among this many likeliest tokens; 0 is all.", default=0, minimum=0)
-    top_p: float | None = option(
-        "Draw among the fewest tokens with this probability in all [default: 1].", default=None
-    )
-    stop_token: str | None = option("Text that ends a continuation, within or across tokens; left out.", default=None)
-    seed: int = option("Seed of the draws.", default=1234, minimum=0)
-    batch_size: int = option("Sequences that are read together.", default=8, minimum=1)
-    recompute: bool = option("Read each text anew for every token, and keep no keys and values.", default=False)
-    interactive: bool = option("Ask for a prompt, answer, and ask again, until the input ends.", default=False)
+    top_k: int = option("Sample from the k most likely tokens; 0: all.", default=0, minimum=0)
+    top_p: float | None = option("Nucleus sampling probability; none: 1.", default=None)
+    stop_token: str | None = option("Text that ends a continuation; not part of the output.", default=None)
+    seed: int = option("Random seed of sampling.", default=1234, minimum=0)
+    batch_size: int = option("Batch size in sequences.", default=8, minimum=1)
+    recompute: bool = option("Recompute the whole sequence for each token, without a KV cache.", default=False)
+    interactive: bool = option("Read prompts interactively until end of input.", default=False)
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature that sampling uses; 0 is greedy decoding.
+
+        As in Megatron's scripts, ``--top-p 0`` without ``--top-k`` is greedy whatever the temperature.
+        """
+        if self.greedy or (self.top_p == 0 and not self.top_k):
+            return 0.0
+        if self.temperature is not None:
+            return self.temperature
+        return float(self.top_k > 0 or bool(self.top_p))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
-    """Tasks of lm-evaluation-harness on local data."""
+    """Options of ``evaluate lm-eval``."""
 
-    load: str = option(
-        "Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.", refers_to="place"
-    )
-    tasks: str = option("Tasks between commas: lambada, hellaswag, piqa, mathqa, winogrande, race.")
-    task_data: str = option("Folder with the tasks' data, TASK.jsonl each or as their authors publish them.")
-    limit: int | None = option("Items of each task; none is all.", default=None, minimum=1)
-    batch_size: int = option("Sequences that are read together.", default=8, minimum=1)
-    dtype: Literal["float32", "bfloat16", "float16"] = option("Type of the arithmetic.", default="float32")
-    device: Literal["cpu", "cuda"] = option("Where to compute.", default="cpu")
+    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place")
+    tasks: str = option("Comma-separated tasks: lambada, hellaswag, piqa, mathqa, winogrande, race.")
+    task_data: str = option("Folder of task data.")
+    limit: int | None = option("Maximum number of items per task; none: all.", default=None, minimum=1)
+    batch_size: int = option("Batch size in sequences.", default=8, minimum=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = option("Data type of computation.", default="float32")
+    device: Literal["cpu", "cuda"] = option("Device type.", default="cpu")

@@ -1,4 +1,4 @@
-"""Dataclasses of options apart from a training run's ``Config``: from what a person gave to complete values."""
+"""Options of commands other than ``pretrain``: their specifications, and an instance from given values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ Values = TypeVar("Values")
 
 @cache
 def specs_of(*kinds: type) -> tuple[OptionSpec, ...]:
-    """The options that some dataclasses declare, in order."""
+    """The options that the dataclasses declare, in order."""
     return tuple(spec for kind in kinds for spec in concern_specs(kind.__name__, kind))
 
 
 def values_of(kind: type[Values], given: Mapping[str, Any]) -> Values:
-    """An instance of ``kind`` from values by name; None is "not given", and names of others are left alone.
+    """Create an instance of ``kind``.
+
+    Args:
+        kind: dataclass of options.
+        given: option name to value; None means not given. Other names are ignored.
 
     Raises:
-        DocumentError: missing, mistyped or out-of-range values; all of them at once.
+        DocumentError: missing values, wrong types or values out of bounds; reports all of them.
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -38,7 +42,7 @@ def values_of(kind: type[Values], given: Mapping[str, Any]) -> Values:
         elif spec.declaration.derive is not None:
             derived.append(spec)
         else:
-            problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+            problems.append(Problem(spec.flag, "missing", f"is required: {spec.declaration.help}"))
     if problems:
         raise DocumentError("the command line", problems)
     for spec in derived:

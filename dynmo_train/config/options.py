@@ -1,4 +1,4 @@
-"""How a flag is declared: one dataclass field, from which its command-line option, TOML key and documentation come."""
+"""Declaration of an option as a dataclass field: source of its flag, TOML key, bounds and documentation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Literal
 from .._common.document import MAX_COUNT, Problem
 
 Source = Literal["default", "derived", "file", "flag", "command"]
-# What an option names. At a start all processes must have the same values, data sets ("data"), and contents of a file
-# or folder ("file") or of several ("files"). A "place" may differ between hosts: a run writes to it or caches in it,
-# or its contents are compared once they are open.
+# What the value of an option refers to. At startup all processes compare their values, the datasets ("data"), and the
+# contents of a file or folder ("file") or of several ("files"). A "place" may differ between hosts: it is an output or
+# a cache, or its contents are compared when it is opened.
 Reference = Literal["value", "data", "file", "files", "place"]
 REQUIRED = "required"
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -23,11 +23,13 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a derived default may depend on beside the other values.
+    """What derived defaults depend on besides other option values.
 
-    ``tokenizer_vocab_size`` maps the option values to the number of ids of the tokenizer that they name, None where
-    they name none; it is None where no file may be read. ``given`` names the options that
-    somebody gave.
+    Attributes:
+        world_size: number of processes of the run.
+        tokenizer_vocab_size: maps option values to the vocabulary size of their tokenizer, None without a tokenizer;
+            None if no file may be read.
+        given: names of the options on the command line or in a file.
     """
 
     world_size: int = 1
@@ -40,7 +42,7 @@ Derive = Callable[[Mapping[str, Any], Facts], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _Declaration:
-    """What ``option`` stores in a field's metadata."""
+    """Metadata of a field that ``option`` declares."""
 
     help: str
     derive: Derive | None
@@ -68,24 +70,24 @@ def option(
     flag: bool = True,
     refers_to: Reference = "value",
 ) -> Any:
-    """Declare an option as a dataclass field; without ``default`` and ``derive`` it is required.
+    """Declare an option as a dataclass field; it is required without ``default`` and ``derive``.
 
     Args:
-        text: one sentence for a person, with the unit.
-        default: the value where nobody gives one.
-        derive: how the default follows from other values, in words and as a function.
-        minimum: the smallest value allowed.
-        above: values must be greater than this.
-        maximum: the greatest value allowed; of integers ``MAX_COUNT`` where neither this nor ``below`` is given.
-        below: values must be smaller than this.
-        flag: False for a value that the subcommand itself fixes.
-        refers_to: what the value names, by which processes compare it at a start.
+        text: help text: a fragment of at most 12 words, with the unit.
+        default: default value.
+        derive: description and function of a default that depends on other values.
+        minimum: inclusive lower bound.
+        above: exclusive lower bound.
+        maximum: inclusive upper bound; ``MAX_COUNT`` for integers without an upper bound.
+        below: exclusive upper bound.
+        flag: False for a value that the subcommand sets.
+        refers_to: what the value refers to, which determines how processes compare it at startup.
     """
-    words, function = derive if derive else ("", None)
+    description, function = derive if derive else ("", None)
     declaration = _Declaration(
         help=text,
         derive=function,
-        derive_text=words,
+        derive_text=description,
         minimum=minimum,
         above=above,
         maximum=maximum,
@@ -100,10 +102,16 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class OptionSpec:
-    """A declared option, as everything that is generated from it sees it.
+    """A declared option.
 
-    ``kind`` is the plain type (``int``, ``float``, ``bool`` or ``str``), ``choices`` the allowed strings (empty: any),
-    ``optional`` whether None is a value, ``default`` the plain default (``dataclasses.MISSING`` where there is none).
+    Attributes:
+        name: name of the dataclass field, which is the key in files.
+        concern: name of its dataclass in ``Config``, which is the table in files.
+        kind: ``int``, ``float``, ``bool`` or ``str``.
+        choices: allowed strings; empty if any string is allowed.
+        optional: whether None is allowed.
+        default: default value; ``dataclasses.MISSING`` if there is none.
+        declaration: help text and bounds.
     """
 
     name: str
@@ -121,24 +129,24 @@ class OptionSpec:
 
     @property
     def negative(self) -> str | None:
-        """The flag that says no: ``--no-sparsify``; None where there is none, as of ``--no-load-optim``."""
+        """The negative flag, such as ``--no-sparsify``; None for other types and for ``--no-load-optim``."""
         if self.kind is not bool or self.name.startswith("no_"):
             return None
         return f"--no-{self.flag.removeprefix('--')}"
 
     @property
     def is_flag(self) -> bool:
-        """Whether a person may set it, by option or in a file."""
+        """Whether users can set it on the command line or in a file."""
         return self.declaration.flag
 
     @property
     def required(self) -> bool:
-        """Whether it must be given."""
+        """Whether it has neither a default nor a derived default."""
         return self.default is dataclasses.MISSING and self.declaration.derive is None
 
     @property
     def default_text(self) -> str:
-        """The default for a person: a value, how it is derived, ``none`` or ``required``."""
+        """The default in help texts: a value, a description, ``none`` or ``required``."""
         if self.required:
             return REQUIRED
         if self.declaration.derive is not None:
@@ -149,21 +157,21 @@ class OptionSpec:
 
     @property
     def value_text(self) -> str:
-        """The form of its value for a person: ``INTEGER``, or the choices."""
+        """The metavar in help texts: ``INTEGER``, or the choices."""
         if self.choices:
             return "|".join(self.choices)
         return {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: ""}[self.kind]
 
     @property
     def maximum(self) -> float | None:
-        """The greatest value allowed; every integer has one, so that no number makes work without end."""
+        """Inclusive upper bound; every integer has one, so that no value causes unbounded work."""
         declared = self.declaration
         is_open = declared.maximum is None and declared.below is None
         return MAX_COUNT if is_open and self.kind is int else declared.maximum
 
     @property
     def bounds_text(self) -> str:
-        """The bounds of a number for a person: ``1 to 100,000``, ``above 0``, ``0 to below 1``; empty without any."""
+        """The bounds of a number in help texts: ``1 to 100,000``, ``above 0``, ``0 to below 1``; else empty."""
         limits = self.declaration
         if self.kind not in (int, float):
             return ""
@@ -177,7 +185,7 @@ class OptionSpec:
         return ", ".join(filter(None, (above, at_most)))
 
     def convert(self, value: Any) -> tuple[Any, Problem | None]:
-        """The value as this option's type, and what is wrong with it, if anything."""
+        """Convert a value to the type of the option, and check its choices and bounds."""
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
@@ -200,14 +208,14 @@ class OptionSpec:
             (value > maximum, f"at most {maximum:,}"),
             (limits.below is not None and value >= limits.below, f"below {limits.below}"),
         )
-        broken = [words for is_broken, words in rules if is_broken]
+        broken = [rule for is_broken, rule in rules if is_broken]
         if broken:
             return None, Problem(self.flag, "range", f"must be {' and '.join(broken)}, is {value}")
         return value, None
 
 
 def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...], bool]:
-    """(plain type, choices, whether None is allowed) of a field's annotation."""
+    """Type, choices, and whether None is allowed, of a field's annotation."""
     optional = False
     if isinstance(annotation, types.UnionType):
         rest = [part for part in typing.get_args(annotation) if part is not types.NoneType]
@@ -220,7 +228,7 @@ def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...], bool]:
 
 
 def concern_specs(concern: str, dataclass_type: type) -> tuple[OptionSpec, ...]:
-    """The options that ``dataclass_type`` declares, in order of their declaration."""
+    """The options that ``dataclass_type`` declares, in order."""
     annotations = typing.get_type_hints(dataclass_type)
     specs = []
     for entry in dataclasses.fields(dataclass_type):

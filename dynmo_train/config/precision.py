@@ -1,4 +1,4 @@
-"""Options of the types that a run computes in; names and defaults are Megatron's."""
+"""Options of mixed precision; names and defaults are Megatron's."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from .options import option
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Types of the arithmetic; parameters, gradients and moments are float32 throughout."""
+    """Compute type and loss scaling; parameters, gradients and moments stay float32."""
 
     bf16: bool = option("Compute in bfloat16.", default=False)
-    fp16: bool = option("Compute in float16, with a scaled loss.", default=False)
-    loss_scale: float | None = option(
-        "Constant factor of the loss with --fp16; none is a dynamic one.", default=None, above=0
-    )
-    initial_loss_scale: float = option("Dynamic loss scale at the start.", default=2.0**32, above=0)
-    min_loss_scale: float = option("Least dynamic loss scale.", default=1.0, above=0)
+    fp16: bool = option("Compute in float16 with loss scaling.", default=False)
+    loss_scale: float | None = option("Static loss scale with --fp16; none: dynamic.", default=None, above=0)
+    initial_loss_scale: float = option("Initial dynamic loss scale.", default=2.0**32, above=0)
+    min_loss_scale: float = option("Minimum dynamic loss scale.", default=1.0, above=0)
     loss_scale_window: int = option(
-        "Steps in a row without overflow after which the dynamic loss scale doubles.", default=1000, minimum=1
+        "Consecutive steps without overflow until the loss scale doubles.", default=1000, minimum=1
     )
     hysteresis: int = option(
-        "Overflows after which the dynamic loss scale is halved; a doubling resets the count.",
+        "Overflows until the loss scale is halved; doubling resets the count.",
         default=2,
         minimum=1,
     )
     accumulate_allreduce_grads_in_fp32: bool = option(
-        "Accumulate and reduce gradients in float32, which this program always does.", default=True
+        "Accumulate and reduce gradients in float32; always on.", default=True
     )

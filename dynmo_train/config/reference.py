@@ -1,4 +1,4 @@
-"""The reference of all options as Markdown, for the package's README: ``python -m dynmo_train.config.reference``."""
+"""Print the option tables of the package's README: ``python -m dynmo_train.config.reference``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _row(spec: OptionSpec) -> str:
 
 
 def options_markdown() -> str:
-    """One table per concern: flag, value, default, meaning. The concern's name is the table's name in a file."""
+    """One Markdown table per concern, whose name is the table in a ``--config`` file."""
     parts = []
     for concern, kind in built_in_concerns().items():
         rows = [_row(spec) for spec in built_in_specs().values() if spec.concern == concern and spec.is_flag]

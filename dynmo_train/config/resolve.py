@@ -1,4 +1,4 @@
-"""From what a person gave to a complete ``Config``, remembering where each value came from."""
+"""Resolve flags, file and defaults to a complete ``Config`` that records the source of each value."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from .extensions import base_family, installed_options
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
-# What Megatron calls an option in the scripts of one family.
-OTHER_NAMES = {
+# Aliases of options in Megatron's scripts of one model family.
+ALIASES = {
     "encoder_num_layers": "num_layers",
     "encoder_seq_length": "seq_length",
     "retriever_seq_length": "seq_length",
 }
-# Options of which one must be given; the first is the usual one.
+# Pairs of options of which one is required.
 ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
 
-
-# What a dry run need not be told: it trains nothing.
+# Defaults of required options in a dry run, which does not train.
 DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1_000_000, "lr": 1e-4, "micro_batch_size": 1}
-# Of GPT-2, BERT uncased and Llama 2.
+# Vocabulary sizes of GPT-2, BERT uncased and Llama 2.
 PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "ict": 30522, "t5": 30522, "llama": 32000}
 
 
 def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Defaults of a dry run; the vocabulary is the published models' where no size and no tokenizer's file is there."""
-    said = flags.get("vocab_size") or file.get("vocab_size")
+    """Defaults of a dry run; without vocabulary size and tokenizer file, the vocabulary size of the published model."""
     files = (flags.get(name) or file.get(name) for name in ("tokenizer_model", "vocab_file"))
-    told = said or any(name and os.path.exists(name) for name in files)
-    values = {**DRY_RUN_VALUES, **({} if told else {"vocab_size": PUBLISHED_VOCABULARIES[base_family(family)]})}
+    has_vocab = (
+        flags.get("vocab_size") or file.get("vocab_size") or any(name and os.path.exists(name) for name in files)
+    )
+    values = {**DRY_RUN_VALUES, **({} if has_vocab else {"vocab_size": PUBLISHED_VOCABULARIES[base_family(family)]})}
     if flags.get("train_samples") or file.get("train_samples"):
         del values["train_iters"]
     return values
 
 
 def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
-    """The devices that a dry run stands for: those that are said, else tensor x pipeline parallel size."""
+    """The world size of a dry run: ``--dry-run-processes``, else tensor x pipeline size."""
     given = dict(file) | {name: value for name, value in flags.items() if value is not None}
     sizes = (given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
     return int(given.get("dry_run_processes") or math.prod(sizes))
@@ -104,7 +104,7 @@ def option_specs() -> dict[str, OptionSpec]:
 
 
 def config_document(config: Config) -> dict[str, Any]:
-    """The ``config`` and ``config_sources`` of ``run.json``: per concern, option name to value and to origin."""
+    """``config`` and ``config_sources`` of ``run.json``: by concern, option name to value and to source."""
     values: dict[str, Any] = {}
     sources: dict[str, Any] = {}
     for spec in option_specs().values():
@@ -117,32 +117,32 @@ def _unknown(name: str, table: str) -> Problem:
     known = [spec.name for spec in option_specs().values() if spec.is_flag]
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     advice = f"; did you mean {near[0]}?" if near else ""
-    return Problem(f"{table}.{name}" if table else name, "unknown", f"is not an option{advice}")
+    return Problem(f"{table}.{name}" if table else name, "unknown", f"unknown option{advice}")
 
 
 def _take(name: str, value: Any, table: str, taken: dict[str, Any], problems: list[Problem]) -> None:
-    """Add one key of a file to ``taken``, or say why not."""
+    """Add a key of a file to ``taken``, or a problem to ``problems``."""
     spec = option_specs().get(name)
     if spec is None or not spec.is_flag:
         problems.append(_unknown(name, table))
     elif table and spec.concern != table:
-        problems.append(Problem(f"{table}.{name}", "place", f"belongs to the table [{spec.concern}]"))
+        problems.append(Problem(f"{table}.{name}", "place", f"must be in the table [{spec.concern}]"))
     elif name in taken:
-        problems.append(Problem(f"{table}.{name}" if table else name, "repeated", "is given twice"))
+        problems.append(Problem(f"{table}.{name}" if table else name, "repeated", "is given twice; remove one"))
     else:
         taken[name] = value
 
 
 def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dict[str, Any]:
-    """Option values of a TOML file: keys are option names, flat or in one table per concern.
+    """Parse a TOML file of options: keys are option names, flat or in one table per concern.
 
     Args:
-        text: of the file.
-        source: its name.
-        more: options of the command beyond those of training, as flat keys.
+        text: contents of the file.
+        source: name of the file, for messages.
+        more: additional option names of the command, which are flat keys.
 
     Raises:
-        DocumentError: not TOML, or keys that are unknown, misplaced or repeated; all of them at once.
+        DocumentError: not TOML, or unknown, misplaced or repeated keys; reports all of them.
     """
     try:
         document = parse_toml(text)
@@ -154,7 +154,7 @@ def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dic
         if isinstance(value, dict):
             if key not in concern_types():
                 tables = ", ".join(concern_types())
-                problems.append(Problem(key, "unknown", f"is not a table of this file; the tables are {tables}"))
+                problems.append(Problem(key, "unknown", f"unknown table; must be one of {tables}"))
                 continue
             for name, element in value.items():
                 _take(name, element, key, taken, problems)
@@ -168,7 +168,7 @@ def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dic
 
 
 def read_config_file(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
-    """``parse_config_file`` of a file on disk; raises ``UsageError`` where it cannot be read."""
+    """Read and parse a TOML file of options; raises ``UsageError`` if it cannot be read."""
     try:
         text = read_input(path, MAX_CONFIG_BYTES)
     except DocumentError as error:
@@ -177,12 +177,19 @@ def read_config_file(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
 
 
 def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags, and the option values of a ``--config`` file with those of the DeepSpeed file that the options name.
+    """Merge the options of ``--deepspeed-config`` into those of a ``--config`` file.
 
-    A ``--zero-stage`` of 0 gives way to the DeepSpeed file's: published scripts have both, and DeepSpeed reads it.
+    ``--zero-stage 0`` is overridden by the DeepSpeed file: published scripts give both, and DeepSpeed uses the file.
+
+    Args:
+        flags: option name to value from the command line; None means not given.
+        file: option name to value from a ``--config`` file.
+
+    Returns:
+        The flags and the merged file.
 
     Raises:
-        DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
+        DocumentError: the DeepSpeed file disagrees with flags or file; reports all disagreements.
     """
     path = flags.get("deepspeed_config") or file.get("deepspeed_config")
     if path is None:
@@ -196,15 +203,14 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[d
         for name, value in found.values.items()
     }
     problems = [
-        Problem(specs[name].flag, "conflict", f"is {given[name]}, and {value} in {path}; give one of them")
+        Problem(specs[name].flag, "conflict", f"is {given[name]}, but {value} in {path}; remove one")
         for name, value in values.items()
         if name in given and given[name] != value
     ]
     if problems:
         raise DocumentError("the configuration", problems)
-    if found.unread and os.environ.get("RANK", "0") == "0":
-        read = "batch, precision, ZeRO, optimizer, clipping and curriculum"
-        say(f"{path}: read for {read}; not for {', '.join(found.unread)}")
+    if found.ignored and os.environ.get("RANK", "0") == "0":
+        say(f"{path}: ignored {', '.join(found.ignored)}")
     return dict(flags), dict(file) | values
 
 
@@ -215,22 +221,22 @@ def resolve(
     command: Mapping[str, Any] | None = None,
     facts: Facts | None = None,
 ) -> Config:
-    """Merge what was given, fill in defaults and derived values, check each value by itself.
+    """Merge flags and file, fill in defaults and derived values, and check each value separately.
 
     Args:
-        flags: option name to value, of the command line; None means not given.
-        file: the same of a ``--config`` file; the command line wins.
-        command: values that the subcommand fixes.
-        facts: the world that derived defaults depend on.
+        flags: option name to value from the command line; None means not given.
+        file: option name to value from a ``--config`` file; flags have precedence.
+        command: option name to value, set by the subcommand.
+        facts: what derived defaults depend on.
 
     Raises:
-        DocumentError: missing, mistyped or out-of-range values; all of them at once.
+        DocumentError: missing values, wrong types or values out of bounds; reports all of them.
     """
     facts = facts or Facts()
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
-    given |= {name: given[other] for other, name in OTHER_NAMES.items() if other in given and name not in given}
+    given |= {name: given[other] for other, name in ALIASES.items() if other in given and name not in given}
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     specs = option_specs()
@@ -243,11 +249,9 @@ def resolve(
         elif spec.default is not MISSING:
             values[spec.name], sources[spec.name] = spec.default, "default"
         elif spec.required:
-            problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+            problems.append(Problem(spec.flag, "missing", f"is required: {spec.declaration.help}"))
     problems += [
-        Problem(
-            specs[first].flag, "missing", f"must be given, or {specs[second].flag}: {specs[first].declaration.help}"
-        )
+        Problem(specs[first].flag, "missing", f"is required, or {specs[second].flag}: {specs[first].declaration.help}")
         for first, second in ALTERNATIVES
         if not values.get(first) and not values.get(second)
     ]
@@ -264,7 +268,7 @@ def resolve(
 
 
 def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
-    """Fill in the values that follow from others, in order of declaration; ``values`` holds all the rest."""
+    """Add derived values to ``values``, in order of declaration."""
     problems = []
     for spec in option_specs().values():
         derive = spec.declaration.derive
@@ -272,11 +276,11 @@ def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) ->
             continue
         values[spec.name], sources[spec.name] = derive(values, facts), "derived"
         if values[spec.name] is None:
-            words = spec.declaration.derive_text
-            problems.append(Problem(spec.flag, "missing", f"must be given, or follow from its default: {words}"))
+            default = spec.declaration.derive_text
+            problems.append(Problem(spec.flag, "missing", f"is required; its default is the {default}"))
     return problems
 
 
 def config_of(facts: Facts | None = None, /, **values: Any) -> Config:
-    """A ``Config`` from option values by name, with defaults for the rest: for programs and tests."""
+    """Create a ``Config`` from option values by name, for programs and tests."""
     return resolve(flags=values, facts=facts)

@@ -1,7 +1,7 @@
-"""Command lines of the evaluation and generation scripts of Megatron-LM and its kin.
+"""Command lines of the evaluation and generation scripts of Megatron-LM and similar programs.
 
-They repeat the options of the training run. Those that shape the model must be as the checkpoint says; those that say
-how to train are taken without effect.
+These scripts repeat the options of the training run. Model options must agree with the checkpoint; training options are
+accepted for compatibility and ignored.
 """
 
 from __future__ import annotations
@@ -16,45 +16,53 @@ from typer.core import TyperCommand
 from .._common.console import say
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
-from .compat import FLAGS, Known, translate
+from .compat import FLAGS, CompatFlag, becomes, ignored, refused, translate
 from .options import OptionSpec
 from .resolve import built_in_specs
 
 MODEL_KEY = "dynmo.model"
-# Options of the model's shape that a manifest states under another name; the others have their own.
+# Model options with another name in the manifest of a checkpoint.
 MANIFEST_NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "moe_router_topk": "moe_top_k"}
 
-_HERE = "nothing to do without training"
-TASK_FLAGS: Mapping[str, Known] = {
-    **{flag: known for flag, known in FLAGS.items() if known.kind != "refused" or "launcher" in known.words[0]},
-    "--top_p": Known("becomes", ("--top-p",), 1),
-    "--top_k": Known("becomes", ("--top-k",), 1),
-    "--sample_input_file": Known("becomes", ("--sample-input-file",), 1),
-    "--checkpoint-activations": Known("nothing", (_HERE,)),
-    "--activations-checkpoint-method": Known("nothing", (_HERE,), 1),
-    "--recompute-activations": Known("nothing", (_HERE,)),
-    "--deepspeed-activation-checkpointing": Known("nothing", (_HERE,)),
-    "--faiss-use-gpu": Known("refused", ("belongs to retrieval, which this version has not",)),
+_TRAINING_ONLY = "no effect without training"
+TASK_FLAGS: Mapping[str, CompatFlag] = {
+    **{flag: known for flag, known in FLAGS.items() if known.kind != "refused" or "launcher" in known.reason},
+    "--top_p": becomes("--top-p", values=1),
+    "--top_k": becomes("--top-k", values=1),
+    "--sample_input_file": becomes("--sample-input-file", values=1),
+    "--checkpoint-activations": ignored(_TRAINING_ONLY),
+    "--activations-checkpoint-method": ignored(_TRAINING_ONLY, 1),
+    "--recompute-activations": ignored(_TRAINING_ONLY),
+    "--deepspeed-activation-checkpointing": ignored(_TRAINING_ONLY),
+    "--faiss-use-gpu": refused("retrieval is not supported: leave it out"),
 }
 
 
-def _values(spec: OptionSpec, words: Sequence[str], at: int) -> tuple[Any, int]:
-    """The value of a flag whose name stands before ``at``, and where the next word stands."""
+def _parse_value(spec: OptionSpec, words: Sequence[str]) -> tuple[Any, int]:
+    """The value of an option from the words after its flag, and the number of words used."""
     if spec.kind is bool:
-        return True, at
-    if at == len(words):
+        return True, 0
+    if not words:
         raise UsageError(f"{spec.flag} needs a value")
-    text = words[at]
     try:
-        return (text if spec.kind is str else spec.kind(text)), at + 1
+        return (words[0] if spec.kind is str else spec.kind(words[0])), 1
     except ValueError as error:
-        raise UsageError(f"{spec.flag} must be {spec.value_text.lower()}, is {text!r}") from error
+        raise UsageError(f"{spec.flag} {words[0]!r}: must be {spec.value_text.lower()}") from error
 
 
-def split_training(
+def split_training_options(
     words: Sequence[str], declared: Mapping[str, int], specs: Mapping[str, OptionSpec]
 ) -> tuple[list[str], dict[str, Any], list[str]]:
-    """What of a command line is the command's own, what it says of the model, and flags of training without effect."""
+    """Split a command line.
+
+    Args:
+        words: command line of an evaluation script.
+        declared: flag of the command to its number of values.
+        specs: training options by name.
+
+    Returns:
+        The arguments of the command, values of model options by name, and ignored training flags.
+    """
     by_flag = {name: spec for spec in specs.values() for name in (spec.flag, spec.negative) if name}
     own: list[str] = []
     model: dict[str, Any] = {}
@@ -68,24 +76,23 @@ def split_training(
         if spec is None:
             own.append(word)
             continue
-        rest = [value, *words[at:]] if equals else words[at:]
-        found, used = _values(spec, rest, 0)
+        parsed, used = _parse_value(spec, [value, *words[at:]] if equals else words[at:])
         at += used - bool(equals)
         if spec.concern == "model":
-            model[spec.name] = found if name == spec.flag else False
+            model[spec.name] = parsed if name == spec.flag else False
         else:
             dropped.append(name)
     return own, model, dropped
 
 
 class TaskCommand(TyperCommand):
-    """A command on a trained model that takes the flags of Megatron's scripts as well.
+    """A command on a trained model that also accepts the flags of Megatron's scripts.
 
-    What they say of the model is in ``ctx.meta[MODEL_KEY]``.
+    Values of model options are in ``ctx.meta[MODEL_KEY]``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words in this package's own terms; raises ``DocumentError`` for flags that cannot be taken."""
+        """Translate Megatron's flags, then parse; raises ``DocumentError`` for refused flags."""
         declared = {
             name: 0 if getattr(option, "is_flag", False) else option.nargs
             for option in self.params
@@ -94,32 +101,38 @@ class TaskCommand(TyperCommand):
         specs = built_in_specs()
         training = {spec.flag: 0 if spec.kind is bool else 1 for spec in specs.values()}
         training |= {spec.negative: 0 for spec in specs.values() if spec.negative}
-        made = translate(args, "gpt", training | declared, TASK_FLAGS)
-        if made.problems:
-            raise DocumentError("the command line", list(made.problems))
-        own, model, dropped = split_training(made.arguments, declared, specs)
+        translation = translate(args, "gpt", training | declared, TASK_FLAGS)
+        if translation.problems:
+            raise DocumentError("the command line", list(translation.problems))
+        own, model, dropped = split_training_options(translation.arguments, declared, specs)
         ctx.meta[MODEL_KEY] = model
-        notes = list(made.notes)
+        notes = list(translation.notes)
         if dropped:
-            notes.append(f"{', '.join(dropped)}: {_HERE}")
+            notes.append(f"{', '.join(dropped)}: {_TRAINING_ONLY}")
         if notes and os.environ.get("RANK", "0") == "0":
-            say(f"taken without effect: {'; '.join(notes)}")
+            say(f"accepted for compatibility and ignored: {'; '.join(notes)}")
         return super().parse_args(ctx, own)
 
 
 def model_flags(ctx: typer.Context) -> Mapping[str, Any]:
-    """What a command line says of the model's shape."""
-    told: Mapping[str, Any] = ctx.meta.get(MODEL_KEY, {})
-    return told
+    """Values of the model options on the command line, by name."""
+    flags: Mapping[str, Any] = ctx.meta.get(MODEL_KEY, {})
+    return flags
 
 
-def check_model_flags(told: Mapping[str, Any], model: Mapping[str, Any], directory: object) -> None:
-    """Raise ``DocumentError`` where a command line says another shape than the checkpoint's manifest."""
+def check_model_flags(flags: Mapping[str, Any], model: Mapping[str, Any], directory: object) -> None:
+    """Raise ``DocumentError`` if model options disagree with the checkpoint.
+
+    Args:
+        flags: values of model options by name, as :func:`model_flags` returns them.
+        model: object ``model`` of the checkpoint's manifest.
+        directory: path of the checkpoint, for the message.
+    """
     problems = []
-    for name, value in told.items():
+    for name, value in flags.items():
         stored = model.get(MANIFEST_NAMES.get(name, name), value)
         if stored != value:
-            flag = built_in_specs()[name].flag
-            problems.append(Problem(flag, "model", f"is {value}; the model of {directory} has {stored}: leave it out"))
+            message = f"is {value}; must be {stored}, as in the checkpoint {directory}; leave it out"
+            problems.append(Problem(built_in_specs()[name].flag, "model", message))
     if problems:
         raise DocumentError("the command line", problems)

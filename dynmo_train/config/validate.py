@@ -1,4 +1,4 @@
-"""All rules over the configuration of a run, told at once."""
+"""Validation of a complete configuration: every rule over several options."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def validate(config: Config, world_size: int) -> list[Problem]:
-    """Every contradiction between options, for a run of ``world_size`` processes."""
+    """All conflicts between options, for a run of ``world_size`` processes."""
     installed = (spec.check for spec in installed_techniques().values() if spec.check is not None)
     return [problem for rule in (*RULES, *installed) for problem in rule(config, world_size)]
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise ``DocumentError``, exit code 2, with every contradiction if there is any."""
+    """Raise ``DocumentError`` (exit code 2) with all conflicts between options."""
     problems = validate(config, world_size)
     if problems:
         raise DocumentError("the configuration", problems)

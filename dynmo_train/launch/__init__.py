@@ -1,1 +1,1 @@
-"""Starting a run's processes, and ending them together."""
+"""Start, supervise and restart the processes of a run."""

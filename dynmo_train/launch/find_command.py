@@ -1,4 +1,4 @@
-"""Where the other commands of the project are: this package talks to them as to any other program."""
+"""Find the commands of the other packages, which this package runs as programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pathlib import Path
 
 
 def program_path(name: str) -> str | None:
-    """The path of a program: beside this interpreter, else on PATH; None where it is not installed."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name)
+    """The path of a program next to this interpreter, else on PATH; None if it is not installed."""
+    sibling = Path(sys.executable).parent / name
+    return str(sibling) if sibling.exists() else shutil.which(name)

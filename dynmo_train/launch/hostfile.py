@@ -1,4 +1,4 @@
-"""Hosts from a file, reached over ssh: DeepSpeed's ``host slots=N`` form with its include and exclude filters."""
+"""Launch on the hosts of a file over ssh, with DeepSpeed's ``host slots=N`` format and its filters."""
 
 from __future__ import annotations
 
@@ -18,30 +18,34 @@ from .._common.console import say
 from .._common.document import MAX_JOBS
 from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
 from ..formats.input_text import read_input
-from .exit_status import shell_code
+from .exit_status import shell_exit_code
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
-# What a run on other hosts should see as it is seen here.
-_CARRIED = re.compile(r"(NCCL|GLOO|OMP|CUDA|TORCH|DYNMO|MALLOC|PYTHON|UCX|FI|LD_LIBRARY)(_.*|PATH)?|PATH|VIRTUAL_ENV")
-# What ssh ends with where it reaches no host.
+# Environment variables that are forwarded to other hosts.
+_FORWARDED = re.compile(r"(NCCL|GLOO|OMP|CUDA|TORCH|DYNMO|MALLOC|PYTHON|UCX|FI|LD_LIBRARY)(_.*|PATH)?|PATH|VIRTUAL_ENV")
+# Exit code of ssh if it cannot connect.
 UNREACHABLE = 255
 POLL_S = 0.1
-_NOT_CARRIED = {"CUDA_VISIBLE_DEVICES", "DYNMO_LAUNCHER_PID", "DYNMO_LAUNCH_FILE"}
+_NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES", "DYNMO_LAUNCHER_PID", "DYNMO_LAUNCH_FILE"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine and the numbers of its devices that are used."""
+    """A host and the indices of its slots that are used."""
 
     name: str
     slots: tuple[int, ...]
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """``host slots=N`` lines in order; comments and empty lines are skipped.
+    """Parse ``host slots=N`` lines; comments and blank lines are skipped.
+
+    Args:
+        text: contents of the hostfile.
+        source: name of the hostfile, for messages.
 
     Raises:
-        UsageError: another line, a host twice, or none at all; every bad line is named.
+        UsageError: invalid lines, repeated hosts, or no host; reports all of them.
     """
     hosts: list[Host] = []
     bad: list[str] = []
@@ -50,70 +54,85 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None or not 1 <= int(match["slots"]) <= MAX_JOBS or match["host"].startswith("-"):
-            bad.append(f"{source}:{number}: {line.strip()!r} is not 'HOST slots=N' with N of 1 to {MAX_JOBS:,}")
+            bad.append(f"{source}:{number}: {line.strip()!r}: must be 'HOST slots=N' with N from 1 to {MAX_JOBS:,}")
         elif any(host.name == match["host"] for host in hosts):
-            bad.append(f"{source}:{number}: {match['host']} is there twice")
+            bad.append(f"{source}:{number}: {match['host']}: must not be repeated")
         else:
             hosts.append(Host(name=match["host"], slots=tuple(range(int(match["slots"])))))
     if not hosts and not bad:
-        bad.append(f"{source} names no host")
+        bad.append(f"{source}: must have at least one 'HOST slots=N' line")
     if bad:
         raise UsageError("\n".join(bad))
     return hosts
 
 
 def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """``host1@host2:0,2`` as the slots of each host that it names."""
+    """Parse ``host1@host2:0,2`` into the slots of each host."""
     known = {host.name: host.slots for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
     for word in text.split("@"):
         name, colon, listed = word.strip().partition(":")
         if name not in known:
-            raise UsageError(f"{option}: {name!r} is not in the hostfile, which has {', '.join(known)}")
+            raise UsageError(f"{option}: {name!r}: must be a host of the hostfile: {', '.join(known)}")
         if colon and not re.fullmatch(r"\d+(,\d+)*", listed):
-            raise UsageError(f"{option}: {word!r} is not HOST or HOST:SLOT,SLOT")
+            raise UsageError(f"{option}: {word!r}: must be HOST or HOST:SLOT,SLOT")
         slots = tuple(int(slot) for slot in listed.split(",")) if colon else known[name]
         if missing := [slot for slot in slots if slot not in known[name]]:
-            raise UsageError(f"{option}: {name} has the slots 0 to {len(known[name]) - 1}, not {missing[0]}")
+            raise UsageError(f"{option}: slot {missing[0]} of {name}: must be from 0 to {len(known[name]) - 1}")
         found[name] = tuple(sorted({*found.get(name, ()), *slots}))
     return found
 
 
-def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """The hosts and slots that take part, in the order of the hostfile.
+def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """The hosts and slots to use, in the order of the hostfile.
 
     Args:
-        include: ``host1@host2:0,2``: only these.
-        exclude: in the same form: all but these.
+        hosts: hosts of the hostfile.
+        include: hosts and slots to use, as ``host1@host2:0,2``.
+        exclude: hosts and slots not to use, in the same format.
 
     Raises:
-        UsageError: both are given, a name or slot is unknown, or nothing is left.
+        UsageError: both filters are given, a host or slot is unknown, or all slots are excluded.
     """
     if include and exclude:
-        raise UsageError("give --include or --exclude, not both")
+        raise UsageError("--include: cannot be combined with --exclude; remove one")
     if include:
-        wanted = _filter("--include", include, hosts)
-        return [Host(name=host.name, slots=wanted[host.name]) for host in hosts if host.name in wanted]
-    dropped = _filter("--exclude", exclude, hosts) if exclude else {}
-    kept = [
-        Host(name=host.name, slots=tuple(slot for slot in host.slots if slot not in dropped.get(host.name, ())))
+        included = _filter("--include", include, hosts)
+        return [Host(name=host.name, slots=included[host.name]) for host in hosts if host.name in included]
+    excluded = _filter("--exclude", exclude, hosts) if exclude else {}
+    remaining = [
+        Host(name=host.name, slots=tuple(slot for slot in host.slots if slot not in excluded.get(host.name, ())))
         for host in hosts
     ]
-    if not (kept := [host for host in kept if host.slots]):
-        raise UsageError(f"--exclude {exclude} leaves no host")
-    return kept
+    if not (remaining := [host for host in remaining if host.slots]):
+        raise UsageError(f"--exclude {exclude}: must leave at least one slot")
+    return remaining
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostJob:
-    """A launch on hosts: ``options`` are those of ``launch node``, ``environment`` is set on each host."""
+    """A launch on several hosts.
+
+    Attributes:
+        hosts: hosts in the order of their node ranks.
+        arguments: command of ``dynmo-train``.
+        options: additional options of ``launch node``.
+        environment: environment variables of each host.
+        folder: working directory on each host.
+        min_nodes: minimum number of hosts to continue with.
+        master_addr: address of the first host.
+        master_port: port of the rendezvous store.
+        ssh: remote shell command.
+        program: program on each host.
+        devices: whether to set ``CUDA_VISIBLE_DEVICES`` to the slots.
+    """
 
     hosts: tuple[Host, ...]
     arguments: tuple[str, ...]
     options: tuple[str, ...]
     environment: Mapping[str, str]
     folder: str
-    least: int
+    min_nodes: int
     master_addr: str
     master_port: int
     ssh: tuple[str, ...]
@@ -121,18 +140,20 @@ class HostJob:
     devices: bool = False
 
 
-def carried(environment: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along to other hosts: the communication libraries', Python's, and ``more``."""
-    own = {name: value for name, value in environment.items() if _CARRIED.fullmatch(name) and name not in _NOT_CARRIED}
-    return dict(sorted((own | dict(more)).items()))
+def forwarded_environment(environment: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are forwarded to other hosts: of communication libraries and Python, and ``exported``."""
+    forwarded = {
+        name: value for name, value in environment.items() if _FORWARDED.fullmatch(name) and name not in _NOT_FORWARDED
+    }
+    return dict(sorted((forwarded | dict(exported)).items()))
 
 
 def host_command(job: HostJob, rank: int) -> list[str]:
-    """The command of this machine that starts node ``rank`` on its host; each word for the other shell is quoted."""
+    """The local command that starts node ``rank`` on its host; words for the remote shell are quoted."""
     host = job.hosts[rank]
     node = [
         *job.program,
-        *("launch", "node", "--nproc", str(len(host.slots)), "--nnodes", f"{job.least}:{len(job.hosts)}"),
+        *("launch", "node", "--nproc", str(len(host.slots)), "--nnodes", f"{job.min_nodes}:{len(job.hosts)}"),
         *("--node-rank", str(rank), "--master-addr", job.master_addr, "--master-port", str(job.master_port)),
         *("--end-with-stdin", *job.options, "--", *job.arguments),
     ]
@@ -142,45 +163,51 @@ def host_command(job: HostJob, rank: int) -> list[str]:
     return [*job.ssh, host.name, line]
 
 
-def _show(lines: Iterable[str], prefix: str) -> None:
+def _print_lines(lines: Iterable[str], prefix: str) -> None:
     for line in lines:
         say(prefix + line.rstrip("\n"))
 
 
 def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
-    """Exit codes of all; ends the others once too few hosts can be reached."""
-    told: set[int] = set()
+    """Wait for all children and return their exit codes; ends them if too few hosts are reachable."""
+    unreachable: set[int] = set()
     running = True
     while running:
         running = None in [child.poll() for child in children]
         for rank, child in enumerate(children):
-            if child.returncode == UNREACHABLE and rank not in told:
-                told.add(rank)
-                say(f"dynmo-train: error: the connection to {job.hosts[rank].name} failed")
-        if told and (0 in told or len(children) - len(told) < job.least):
+            if child.returncode == UNREACHABLE and rank not in unreachable:
+                unreachable.add(rank)
+                say(f"dynmo-train: error: connection to {job.hosts[rank].name} failed")
+        if unreachable and (0 in unreachable or len(children) - len(unreachable) < job.min_nodes):
             for child in children:
                 if child.stdin is not None:
                     child.stdin.close()
         if running:
             time.sleep(POLL_S)
-    return [shell_code(child.returncode) for child in children]
+    return [shell_exit_code(child.returncode) for child in children]
 
 
 def run_on_hosts(job: HostJob) -> int:
-    """Start all nodes and wait for them; the code of node 0, or of the first that failed where it is gone.
+    """Start all nodes and wait for them.
 
-    The connections' standard input ends when this process does, and with it the launchers on the hosts.
+    The standard input of the connections closes when this process ends, which ends the launchers on the hosts.
+
+    Returns:
+        The exit code of node 0 if it failed, else the first code for a restart or termination, else 0.
+
+    Raises:
+        UsageError: the remote shell is not installed.
     """
     children: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
 
-    def end(number: int, _frame: object) -> None:
+    def terminate(number: int, _frame: object) -> None:
         for child in children:
             if child.stdin is not None:
                 child.stdin.close()
         raise SystemExit(128 + number)
 
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         for rank, host in enumerate(job.hosts):
             child = subprocess.Popen(
@@ -194,13 +221,13 @@ def run_on_hosts(job: HostJob) -> int:
             children.append(child)
             if child.stderr is not None:
                 prefix = "" if rank == 0 else f"{host.name}: "
-                readers.append(threading.Thread(target=_show, args=(child.stderr, prefix), daemon=True))
+                readers.append(threading.Thread(target=_print_lines, args=(child.stderr, prefix), daemon=True))
                 readers[-1].start()
         codes = _wait(children, job)
         for reader in readers:
             reader.join()
     except FileNotFoundError as error:
-        raise UsageError(f"{job.ssh[0]} is not on PATH") from error
+        raise UsageError(f"--ssh {job.ssh[0]}: not found on PATH; give the command of a remote shell") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -208,7 +235,7 @@ def run_on_hosts(job: HostJob) -> int:
 
 
 def end_with_stdin() -> None:
-    """End this process as SIGTERM does once its standard input is closed: the connection that started it is gone."""
+    """Send SIGTERM to this process when its standard input closes, because the connection is lost."""
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -219,5 +246,5 @@ def end_with_stdin() -> None:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file; raises ``UsageError`` where it cannot be read or understood."""
+    """Read a hostfile; raises ``UsageError`` if it cannot be read or parsed."""
     return parse_hostfile(read_input(path), str(path))

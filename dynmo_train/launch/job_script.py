@@ -1,4 +1,4 @@
-"""Words of a shell script: everything that a person gave is quoted, and named sizes can be set from the environment."""
+"""Parts of batch scripts: quoted arguments, and sizes that environment variables override."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from .._common.errors import UsageError
 
-# The variables by which the published cluster examples set sizes at submission, and the flags that they stand for.
+# Environment variables of the published cluster examples, and the flags that they set.
 SIZE_VARIABLES = {
     "NUM_LAYERS": "--num-layers",
     "HIDDEN_SIZE": "--hidden-size",
@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def split_flags(arguments: Sequence[str]) -> list[str]:
-    """``--flag=value`` as two words, for the flags that variables can set."""
+    """Split ``--flag=value`` into two words, for flags that variables can set."""
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")
@@ -35,11 +35,11 @@ def split_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def shell_words(arguments: Sequence[str]) -> list[str]:
-    """The command as quoted words of bash in which size variables of the environment go before what is written.
+    """Quote a command for bash; size variables of the environment override its sizes.
 
     Args:
-        arguments: of ``dynmo-train``, such as ``pretrain gpt --num-layers 24``. A size that they leave out is added
-            where its variable is set.
+        arguments: arguments of ``dynmo-train``, such as ``pretrain gpt --num-layers 24``. A missing size is added by
+            the script if its variable is set.
     """
     words, quoted, at = split_flags(arguments), [], 0
     variables = {flag: name for name, flag in SIZE_VARIABLES.items()} if words[:1] == ["pretrain"] else {}
@@ -55,7 +55,7 @@ def shell_words(arguments: Sequence[str]) -> list[str]:
 
 
 def with_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The command with the sizes that the environment sets now: the same rule, for what is no shell script."""
+    """The command with sizes from ``environment``, as :func:`shell_words` does at run time of a script."""
     words = split_flags(arguments)
     if words[:1] != ["pretrain"]:
         return tuple(words)
@@ -70,8 +70,8 @@ def with_environment(arguments: Sequence[str], environment: Mapping[str, str]) -
     return tuple(words)
 
 
-def array(name: str, words: Sequence[str]) -> str:
-    """A bash array of words that are quoted already, one flag with its value a line."""
+def bash_array(name: str, words: Sequence[str]) -> str:
+    """A bash array of quoted words, one flag with its value per line."""
     lines: list[str] = []
     for word in words:
         if lines and not word.startswith(("-", "${")) and lines[-1].startswith("-") and " " not in lines[-1]:
@@ -81,54 +81,54 @@ def array(name: str, words: Sequence[str]) -> str:
     return f"{name}=(\n" + "".join(f"  {line}\n" for line in lines) + ")\n"
 
 
-# A process with a GPU keeps this many cores busy: Python, the backward pass, the library of collectives, and the writer
-# of checkpoints. Where nobody asks for CPUs a scheduler gives a task one, which all processes of the node share.
+# Busy threads of a GPU process: Python, backward pass, collectives library and checkpoint writer. Schedulers
+# allocate one CPU per task by default, which all processes of the node would share.
 GPU_PROCESS_CPUS = 4
 
 
 def _dashed(word: str) -> str:
-    """A flag as it is declared: DeepSpeed's scripts write ``--num_threads``."""
+    """A flag with dashes: DeepSpeed's scripts write ``--num_threads``."""
     return word.replace("_", "-") if word.startswith("--") else word
 
 
 def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The CPUs that a node's task asks for where nobody says: 8 processes with a GPU each take 32.
+    """The default number of CPUs per node; 8 GPU processes request 32.
 
     Args:
-        nproc: processes of a node.
+        nproc: processes per node.
         gpus: whether they have GPUs.
-        arguments: of the command; ``--num-threads`` says how many threads a process computes with on CPU.
-        environment: ``OMP_NUM_THREADS`` says it where the command does not.
+        arguments: arguments of the command; ``--num-threads`` is the number of threads per process.
+        environment: ``OMP_NUM_THREADS`` is the number of threads without ``--num-threads``.
     """
     pairs = [word.partition("=") for word in arguments]
     words = [part for flag, _, value in pairs for part in (_dashed(flag), value) if part]
     threads = dict(pairwise(words)).get("--num-threads") or environment.get("OMP_NUM_THREADS", "1")
-    own = int(threads) if threads.isdecimal() and int(threads) else 1
-    return nproc * max(own, GPU_PROCESS_CPUS if gpus else 1)
+    num_threads = int(threads) if threads.isdecimal() and int(threads) else 1
+    return nproc * max(num_threads, GPU_PROCESS_CPUS if gpus else 1)
 
 
 def parse_exports(pairs: Sequence[str]) -> dict[str, str]:
-    """``NAME=VALUE`` words as a mapping; raises ``UsageError`` for anything else."""
+    """Parse ``NAME=VALUE`` words; raises ``UsageError`` for another format."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not _VARIABLE.fullmatch(name):
-            raise UsageError(f"--export takes NAME=VALUE, is {pair!r}")
+            raise UsageError(f"--export {pair!r}: must be NAME=VALUE")
         found[name] = value
     return found
 
 
-def exports(variables: Mapping[str, str]) -> str:
-    """Lines that export variables."""
+def export_lines(variables: Mapping[str, str]) -> str:
+    """Bash lines that export the variables."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
-def one_word(option: str, value: str) -> str:
-    """The value, if it is one word for a scheduler and for the shell alike.
+def check_word(option: str, value: str) -> str:
+    """Return ``value`` if scheduler and shell read it as a single word.
 
     Raises:
-        UsageError: it holds a blank, by which it would become other options, or a character of the shell.
+        UsageError: ``value`` has whitespace, which would start another option, or a special character of the shell.
     """
     if not value or re.search(r"[\s\"'`$\\;&|<>()]", value):
-        raise UsageError(f"{option} cannot be {value!r}: no blanks, quotes or characters of the shell")
+        raise UsageError(f"{option} {value!r}: must not have blanks, quotes or special characters of the shell")
     return value

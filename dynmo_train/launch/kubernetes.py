@@ -1,8 +1,8 @@
-"""Kubernetes manifests: a training job for Kubeflow's operators, jobs for data, the volume claim; pure functions.
+"""Kubernetes manifests: training jobs, data jobs and volume claims.
 
-``PyTorchJob`` (kubeflow.org/v1) is the training operator's, ``TrainJob`` (trainer.kubeflow.org/v1alpha1) its
-successor's; an indexed ``Job`` with a headless service needs no operator. In all, every pod runs one launcher; its
-number and the address of the first come from the variables that the operator sets.
+``PyTorchJob`` (kubeflow.org/v1) belongs to Kubeflow's training operator, ``TrainJob`` (trainer.kubeflow.org/v1alpha1)
+to its successor Kubeflow Trainer; an indexed ``Job`` with a headless service needs no operator. Every pod runs one
+launcher. Its rank and the address of the first pod come from environment variables of the operator.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .._common.errors import DynmoError, UsageError
 
 PORT = 29500
 Version = tuple[int, int]
-# What each version of Kubeflow Trainer calls changes to a runtime's pods, from the Python models that it publishes
-# (kubeflow_trainer_api). Each replaced the one before; only from 2.3 on may a pod's time to end be changed.
-TRAINER_FORMS: Mapping[Version, str] = {
+# The field of each version of Kubeflow Trainer that overrides pods of a runtime, from its published Python models
+# (kubeflow_trainer_api). Each field replaced the previous one; only 2.3 and newer can set the grace period.
+TRAINER_OVERRIDES: Mapping[Version, str] = {
     (2, 0): "podSpecOverrides",
     (2, 1): "podTemplateOverrides",
     (2, 2): "runtimePatches",
     (2, 3): "runtimePatches with terminationGracePeriodSeconds",
 }
-# Of a pod that Kubernetes gives its usual 30 seconds to end.
-USUAL_SAVE_S = 15
+# Seconds to save within the default termination grace period of 30 s.
+DEFAULT_SAVE_S = 15
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?")
-# Run by bash in the pod with the launcher's words as its arguments: nothing that a person gave is part of the text.
-_BY_RANK = 'exec "$0" "$@"'
+# The launcher command is passed as arguments of bash, so that user input is never part of the script text.
+_EXEC_ARGUMENTS = 'exec "$0" "$@"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A persistent volume claim and where it is mounted."""
+    """A persistent volume claim and its mount path."""
 
     name: str
     path: str
@@ -44,16 +44,16 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
-    """What runs: ``least`` to ``most`` pods of ``nproc`` processes with ``gpus`` devices each.
+    """A job of ``min_nodes`` to ``max_nodes`` pods with ``nproc`` processes and ``gpus`` devices each.
 
-    A pod that is told to end has ``save_s`` seconds to save.
+    A pod that is terminated has ``save_s`` seconds to save.
     """
 
     name: str
     image: str
     arguments: tuple[str, ...]
-    least: int = 1
-    most: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
     nproc: int = 1
     gpus: int = 0
     efa: int = 0
@@ -71,14 +71,14 @@ class KubernetesJob:
     def __post_init__(self) -> None:
         for option, value in (("--job-name", self.name), ("--namespace", self.namespace)):
             if not _NAME.fullmatch(value):
-                raise UsageError(f"{option} must be small letters, digits and dashes, at most 53, is {value!r}")
+                raise UsageError(f"{option} {value!r}: must be at most 53 lowercase letters, digits and dashes")
 
 
 def parse_claim(text: str) -> Claim:
-    """``NAME:/PATH`` of ``--claim``."""
+    """Parse ``NAME:/PATH``, the value of ``--claim``."""
     name, colon, path = text.partition(":")
     if not colon or not _NAME.fullmatch(name) or not path.startswith("/"):
-        raise UsageError(f"--claim takes NAME:/PATH, is {text!r}")
+        raise UsageError(f"--claim {text!r}: must be NAME:/PATH")
     return Claim(name=name, path=path)
 
 
@@ -89,19 +89,19 @@ def _resources(job: KubernetesJob) -> dict[str, Any]:
     if job.efa:
         devices["vpc.amazonaws.com/efa"] = job.efa
         devices["hugepages-2Mi"] = "5120Mi"
-    asked = {name: value for name, value in (("cpu", job.cpus), ("memory", job.memory)) if value}
-    return {"requests": {**asked, **devices}, "limits": {**asked, **devices}} if asked or devices else {}
+    sizes = {name: value for name, value in (("cpu", job.cpus), ("memory", job.memory)) if value}
+    return {"requests": {**sizes, **devices}, "limits": {**sizes, **devices}} if sizes or devices else {}
 
 
 def _mounts(job: KubernetesJob) -> list[dict[str, Any]]:
-    # Shared memory: data loading and NCCL need more than the 64 MiB that a pod has by itself.
-    own = [{"name": "shm", "mountPath": "/dev/shm"}]
-    return [*own, *({"name": claim.name, "mountPath": claim.path} for claim in job.claims)]
+    # Data loading and NCCL need more shared memory than the 64 MiB of a pod.
+    shared_memory = [{"name": "shm", "mountPath": "/dev/shm"}]
+    return [*shared_memory, *({"name": claim.name, "mountPath": claim.path} for claim in job.claims)]
 
 
 def _volumes(job: KubernetesJob) -> list[dict[str, Any]]:
-    own: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    return [*own, *({"name": c.name, "persistentVolumeClaim": {"claimName": c.name}} for c in job.claims)]
+    shared_memory: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    return [*shared_memory, *({"name": c.name, "persistentVolumeClaim": {"claimName": c.name}} for c in job.claims)]
 
 
 def _environment(job: KubernetesJob) -> list[dict[str, str]]:
@@ -117,7 +117,7 @@ def _pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training_pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
-    # The launcher, too, takes a moment to end after its processes.
+    # The launcher ends after its processes.
     return {**_pod(job, container), "terminationGracePeriodSeconds": job.save_s + 15}
 
 
@@ -136,8 +136,8 @@ def _container(job: KubernetesJob, name: str, command: Sequence[str]) -> dict[st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """A field of a manifest, and the first version of a product that serves it."""
+class Requirement:
+    """A field of a manifest, and the first version of a product that supports it."""
 
     product: str
     version: Version
@@ -145,62 +145,71 @@ class Need:
 
     @property
     def text(self) -> str:
-        """For a person."""
+        """The requirement as text."""
         return f"{self.product} {self.version[0]}.{self.version[1]} or newer ({self.field})"
 
 
 def parse_version(option: str, text: str) -> Version:
-    """``1.31`` (also ``v1.31.2`` and ``1.31+``) as (1, 31); raises ``UsageError`` for anything else."""
+    """Parse ``1.31``, ``v1.31.2`` or ``1.31+`` into (1, 31); raises ``UsageError`` for another format."""
     match = re.match(r"v?(\d+)\.(\d+)(?:[.+-].*)?$", text)
     if match is None:
-        raise UsageError(f"{option} must be a version such as 1.31, is {text!r}")
+        raise UsageError(f"{option} {text!r}: must be a version such as 1.31")
     return int(match[1]), int(match[2])
 
 
-def trainer_form(version: Version) -> Version:
-    """The newest form of TrainJob that a version serves; raises ``UsageError`` below the first."""
-    known = [form for form in TRAINER_FORMS if form <= version]
+def override_version(version: Version) -> Version:
+    """The newest version in ``TRAINER_OVERRIDES`` up to ``version``; raises ``UsageError`` if there is none."""
+    known = [each for each in TRAINER_OVERRIDES if each <= version]
     if not known:
         found = f"{version[0]}.{version[1]}"
-        raise UsageError(f"--trainer-version {found}: a TrainJob needs Kubeflow Trainer 2.0; use --kind pytorchjob")
+        raise UsageError(f"--trainer-version {found}: must be 2.0 or newer for a TrainJob; or use --kind pytorchjob")
     return max(known)
 
 
-def indexed_needs(job: KubernetesJob) -> list[Need]:
-    """What an indexed job needs of Kubernetes."""
-    found = [Need(product="Kubernetes", version=(1, 24), field="Job.spec.completionMode Indexed")]
-    if job.least != job.most:
-        found.append(Need(product="Kubernetes", version=(1, 31), field="Job.spec.successPolicy"))
+def indexed_requirements(job: KubernetesJob) -> list[Requirement]:
+    """The Kubernetes version that an indexed job requires."""
+    found = [Requirement(product="Kubernetes", version=(1, 24), field="Job.spec.completionMode Indexed")]
+    if job.min_nodes != job.max_nodes:
+        found.append(Requirement(product="Kubernetes", version=(1, 31), field="Job.spec.successPolicy"))
     return found
 
 
-def pytorch_needs(job: KubernetesJob) -> list[Need]:
-    """What a PyTorchJob needs of the training operator."""
-    if job.least == job.most:
+def pytorch_requirements(job: KubernetesJob) -> list[Requirement]:
+    """The training operator version that a PyTorchJob requires."""
+    if job.min_nodes == job.max_nodes:
         return []
-    return [Need(product="Kubeflow training operator", version=(1, 4), field="PyTorchJob.spec.elasticPolicy")]
+    return [Requirement(product="Kubeflow training operator", version=(1, 4), field="PyTorchJob.spec.elasticPolicy")]
 
 
-def trainer_needs(job: KubernetesJob) -> list[Need]:
-    """What a TrainJob needs of Kubeflow Trainer."""
-    form = trainer_form(job.trainer)
-    return [Need(product="Kubeflow Trainer", version=form, field=f"TrainJob.spec.{TRAINER_FORMS[form]}")]
+def trainer_requirements(job: KubernetesJob) -> list[Requirement]:
+    """The Kubeflow Trainer version that a TrainJob requires."""
+    version = override_version(job.trainer)
+    return [
+        Requirement(product="Kubeflow Trainer", version=version, field=f"TrainJob.spec.{TRAINER_OVERRIDES[version]}")
+    ]
 
 
-def check_version(needs: Sequence[Need], product: str, version: Version, source: str) -> None:
-    """Raise ``UsageError`` where a version of a product does not serve what a manifest has."""
-    missing = [need for need in needs if need.product == product and need.version > version]
+def check_version(requirements: Sequence[Requirement], product: str, version: Version, source: str) -> None:
+    """Raise ``UsageError`` if a product is older than a manifest requires.
+
+    Args:
+        requirements: requirements of the manifest.
+        product: name of the product.
+        version: its version.
+        source: option or place of the version, for the message.
+    """
+    missing = [each for each in requirements if each.product == product and each.version > version]
     if missing:
         found = f"{version[0]}.{version[1]}"
         raise UsageError(
-            f"{source} {found}: the manifest needs {' and '.join(need.text for need in missing)}; give --nodes N, a"
-            " fixed number, or --kind pytorchjob"
+            f"{source} {found}: the manifest requires {' and '.join(each.text for each in missing)}; use a fixed"
+            " --nodes N, or --kind pytorchjob"
         )
 
 
 def _launcher(job: KubernetesJob) -> list[str]:
     return [
-        *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.least}:{job.most}"),
+        *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.min_nodes}:{job.max_nodes}"),
         *("--job", job.name, "--max-restarts", str(job.max_restarts)),
         *("--save-s", str(job.save_s), "--", *job.arguments),
     ]
@@ -211,15 +220,15 @@ def _metadata(job: KubernetesJob) -> dict[str, Any]:
 
 
 def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
-    """The ``PyTorchJob``: a master and its workers, also where their number may change.
+    """The ``PyTorchJob``: a master and its workers, also for an elastic job.
 
-    A pod that ends with 0 is complete: the others go on, and its node is free. The job has succeeded when its master
-    has; of workers alone the training operator calls an elastic job done as soon as one of them is (UpdateJobStatus in
-    its pytorchjob_controller.go, release 1.9), so a released one would end the job for it. What has not come by then
-    is removed (``cleanPodPolicy``).
+    A pod that exits with 0 is complete: its node is free and the others continue. The job succeeds with its master. An
+    elastic job of workers alone would succeed with the first worker (UpdateJobStatus in pytorchjob_controller.go of
+    the training operator, release 1.9), that is with the first released node. ``cleanPodPolicy`` removes pods that
+    have not started by then.
     """
-    elastic = job.least != job.most
-    text = f'export NODE_RANK="$RANK" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT={PORT} && {_BY_RANK}'
+    elastic = job.min_nodes != job.max_nodes
+    text = f'export NODE_RANK="$RANK" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT={PORT} && {_EXEC_ARGUMENTS}'
     container = _container(job, "pytorch", ["bash", "-c", text, *_launcher(job)])
     container["ports"] = [{"containerPort": PORT, "name": "pytorchjob-port"}]
 
@@ -229,34 +238,35 @@ def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
     policy: dict[str, Any] = {"cleanPodPolicy": "Running" if elastic else "None", "backoffLimit": job.max_restarts}
     spec: dict[str, Any] = {"runPolicy": policy}
     if elastic:
-        policy["schedulingPolicy"] = {"minAvailable": job.least}
+        policy["schedulingPolicy"] = {"minAvailable": job.min_nodes}
         spec["elasticPolicy"] = {
             "rdzvBackend": "c10d",
-            "minReplicas": job.least,
-            "maxReplicas": job.most,
+            "minReplicas": job.min_nodes,
+            "maxReplicas": job.max_nodes,
             "maxRestarts": job.max_restarts,
         }
-    workers = {"Worker": replicas(job.most - 1)} if job.most > 1 else {}
+    workers = {"Worker": replicas(job.max_nodes - 1)} if job.max_nodes > 1 else {}
     spec["pytorchReplicaSpecs"] = {"Master": replicas(1), **workers}
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
 
 
 def usable_save_s(job: KubernetesJob) -> int:
-    """The seconds to save in of a TrainJob: below Trainer 2.3 pods have the time to end that their runtime gives."""
-    return job.save_s if trainer_form(job.trainer) >= (2, 3) else min(job.save_s, USUAL_SAVE_S)
+    """Seconds to save of a TrainJob; before Trainer 2.3 the runtime determines the grace period."""
+    return job.save_s if override_version(job.trainer) >= (2, 3) else min(job.save_s, DEFAULT_SAVE_S)
 
 
 def train_job(job: KubernetesJob) -> dict[str, Any]:
-    """The ``TrainJob`` of Kubeflow Trainer 2, on a cluster's training runtime, in the form of ``job.trainer``."""
-    form = trainer_form(job.trainer)
+    """The ``TrainJob`` of Kubeflow Trainer 2, for version ``job.trainer``, on a training runtime of the cluster."""
+    version = override_version(job.trainer)
     job = replace(job, save_s=usable_save_s(job))
     text = (
-        'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT" && ' + _BY_RANK
+        'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT" && '
+        + _EXEC_ARGUMENTS
     )
     trainer: dict[str, Any] = {
         "image": job.image,
         "command": ["bash", "-c", text, *_launcher(job)],
-        "numNodes": job.most,
+        "numNodes": job.max_nodes,
         "numProcPerNode": job.nproc,
         "env": _environment(job),
     }
@@ -266,11 +276,11 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
         "volumes": _volumes(job),
         "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
     }
-    if form >= (2, 3):
+    if version >= (2, 3):
         pod["terminationGracePeriodSeconds"] = job.save_s + 15
     if job.instance_type:
         pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
-    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, **_changed_pods(form, pod)}
+    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, **_pod_overrides(version, pod)}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -279,12 +289,12 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
     }
 
 
-def _changed_pods(form: Version, pod: dict[str, Any]) -> dict[str, Any]:
-    """The field of a TrainJob that changes the pods of its runtime."""
+def _pod_overrides(version: Version, pod: dict[str, Any]) -> dict[str, Any]:
+    """The field of a TrainJob that overrides the pods of its runtime."""
     targets = [{"name": "node"}]
-    if form == (2, 0):
+    if version == (2, 0):
         return {"podSpecOverrides": [{"targetJobs": targets, **pod}]}
-    if form == (2, 1):
+    if version == (2, 1):
         return {"podTemplateOverrides": [{"targetJobs": targets, "spec": pod}]}
     jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
     patch = {
@@ -295,21 +305,21 @@ def _changed_pods(form: Version, pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
-    """A ``Job`` of numbered pods, for a cluster without Kubeflow, and the headless service that gives them names."""
+    """An indexed ``Job`` for a cluster without Kubeflow, and the headless service for the host names of its pods."""
     address = f"{job.name}-0.{job.name}"
-    text = f'export NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{address}" MASTER_PORT={PORT} && {_BY_RANK}'
+    text = f'export NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{address}" MASTER_PORT={PORT} && {_EXEC_ARGUMENTS}'
     container = _container(job, "dynmo", ["bash", "-c", text, *_launcher(job)])
-    container["ports"] = [{"containerPort": PORT, "name": "meeting"}]
+    container["ports"] = [{"containerPort": PORT, "name": "rendezvous"}]
     pod = {**_training_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.name}
     spec = {
         "completionMode": "Indexed",
-        "completions": job.most,
-        "parallelism": job.most,
+        "completions": job.max_nodes,
+        "parallelism": job.max_nodes,
         "backoffLimit": job.max_restarts,
         "template": {"spec": pod},
     }
-    if job.least != job.most:
-        # Pods that have not come when the first is done are not waited for (Kubernetes 1.31 or newer).
+    if job.min_nodes != job.max_nodes:
+        # Succeed with the first pod, without pods that have not started (Kubernetes 1.31 or newer).
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     service = {
         "apiVersion": "v1",
@@ -317,16 +327,16 @@ def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
         "metadata": _metadata(job),
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # the nodes meet before any of them is ready
+            "publishNotReadyAddresses": True,  # the rendezvous precedes readiness
             "selector": {"job-name": job.name},
-            "ports": [{"name": "meeting", "port": PORT}],
+            "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
     return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}]
 
 
 def data_job(job: KubernetesJob) -> dict[str, Any]:
-    """A plain ``Job`` that runs the command itself once: fetching or preparing data."""
+    """A ``Job`` that runs a command once, to download or prepare data."""
     container = _container(job, job.name, list(job.arguments))
     pod = {**_pod(job, container), "restartPolicy": "OnFailure"}
     spec = {"backoffLimit": job.max_restarts, "template": {"spec": pod}}
@@ -334,7 +344,7 @@ def data_job(job: KubernetesJob) -> dict[str, Any]:
 
 
 def volume_claim(claim: Claim, namespace: str, size: str, storage_class: str) -> dict[str, Any]:
-    """A claim that all pods write to."""
+    """A volume claim to which all pods can write."""
     spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}}
     if storage_class:
         spec["storageClassName"] = storage_class
@@ -342,22 +352,24 @@ def volume_claim(claim: Claim, namespace: str, size: str, storage_class: str) ->
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
-def to_yaml(documents: Sequence[dict[str, Any]], needs: Sequence[Need] = ()) -> str:
-    """The manifests as one YAML text, which begins with what they need."""
+def to_yaml(documents: Sequence[dict[str, Any]], requirements: Sequence[Requirement] = ()) -> str:
+    """The manifests as YAML, after comments with their requirements."""
     import yaml
 
-    class Plain(yaml.SafeDumper):
-        """Writes a value that stands in two places twice: anchors confuse people and tools that edit manifests."""
+    class DumperWithoutAnchors(yaml.SafeDumper):
+        """Writes a repeated value twice: anchors confuse people and tools that edit manifests."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    head = "".join(f"# Needs {need.text}.\n" for need in needs)
-    return head + "---\n".join(yaml.dump(document, Dumper=Plain, sort_keys=False, width=120) for document in documents)
+    head = "".join(f"# Requires {each.text}.\n" for each in requirements)
+    return head + "---\n".join(
+        yaml.dump(document, Dumper=DumperWithoutAnchors, sort_keys=False, width=120) for document in documents
+    )
 
 
 def served_version() -> Version | None:
-    """The version of the cluster's Kubernetes; None where ``kubectl`` does not report it."""
+    """The Kubernetes version of the cluster; None if ``kubectl`` does not report it."""
     done = subprocess.run(
         ["kubectl", "version", "-o", "json"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -368,19 +380,19 @@ def served_version() -> Version | None:
         return None
 
 
-def apply(text: str, needs: Sequence[Need] = ()) -> str:
-    """Submit manifests with ``kubectl``; what it says.
+def apply(text: str, requirements: Sequence[Requirement] = ()) -> str:
+    """Apply manifests with ``kubectl`` and return its output.
 
     Raises:
-        UsageError: there is no ``kubectl`` here, or the cluster's Kubernetes is older than the manifests need.
-        DynmoError: the cluster refuses them.
+        UsageError: ``kubectl`` is not installed, or the cluster is older than the manifests require.
+        DynmoError: the cluster rejected the manifests.
     """
     if shutil.which("kubectl") is None:
-        raise UsageError("kubectl is not on PATH; write the manifest with --dry-run and apply it there")
-    if any(need.product == "Kubernetes" for need in needs) and (version := served_version()) is not None:
-        check_version(needs, "Kubernetes", version, "the cluster's Kubernetes")
+        raise UsageError("kubectl: not found on PATH; print the manifest with --dry-run and apply it on the cluster")
+    if any(each.product == "Kubernetes" for each in requirements) and (version := served_version()) is not None:
+        check_version(requirements, "Kubernetes", version, "the cluster's Kubernetes")
     done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        needed = f"; it needs {' and '.join(need.text for need in needs)}" if needs else ""
-        raise DynmoError(f"kubectl refuses the manifest: {done.stderr.strip()}{needed}")
+        required = f"; it requires {' and '.join(each.text for each in requirements)}" if requirements else ""
+        raise DynmoError(f"kubectl rejected the manifest: {done.stderr.strip()}{required}")
     return done.stdout.strip()

@@ -1,4 +1,11 @@
-"""A run's processes from first start to end: on this machine alone, or on this one of several nodes."""
+"""Launch a run on this node and restart it until it finishes: on a single machine, or as one of several nodes.
+
+::
+
+    Rendezvous.next_round ──> run_worker_group ──> failures ──> Rendezvous.report
+            ^                                                        │
+            └────── Decision.restart <── node 0: _decide <───────────┘
+"""
 
 from __future__ import annotations
 
@@ -14,20 +21,44 @@ from .._common.console import say
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..formats.os_errors import reason
 from ..formats.run import read_run, take_grow_request
-from .exit_status import LASTING, Failure, causes, failure_message, last_lines, shell_code, usage_words
-from .node_agent import PeerTroubleError, Work, interface_towards, run_once, worker_environment
-from .rendezvous import CALLED, DONE, LAST_CALL_S, Ending, Meeting, MeetingLostError, Nodes, Start, Verdict
-from .restart import packing_flags, pipeline_size, place_flags, processes_of
+from .exit_status import (
+    PERMANENT_CODES,
+    Failure,
+    failure_message,
+    last_lines,
+    root_causes,
+    shell_exit_code,
+    usage_message,
+)
+from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .rendezvous import (
+    FINISHED,
+    RESTART_JOIN_S,
+    SIGNALED,
+    Decision,
+    NodeConfig,
+    NodeResult,
+    Rendezvous,
+    RendezvousLostError,
+    Round,
+)
+from .restart import pack_to_flags, pipeline_size, process_count, resume_flags
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """What to start on each node: ``nproc`` processes of ``command`` with ``arguments``; logs under ``log_dir``.
+    """The processes to launch on this node.
 
-    ``grace_s`` is how long a process may take to end because of others, ``save_s`` how long it may take to end and to
-    save where the launcher is told to end.
+    Attributes:
+        nproc: number of processes.
+        arguments: arguments of ``command``.
+        log_dir: folder of process logs.
+        grace_s: seconds that processes have to exit after a failure elsewhere.
+        save_s: seconds that processes have to save if the launcher receives a signal.
+        command: program of each process.
+        nodes: this node and the rendezvous.
     """
 
     nproc: int
@@ -36,46 +67,47 @@ class LocalLaunch:
     grace_s: float = 5.0
     save_s: float = 60.0
     command: tuple[str, ...] = WORKER
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: NodeConfig = field(default_factory=NodeConfig)
 
     @property
-    def told_file(self) -> Path:
-        """There once this launcher was told to end; the folder may be one of several machines."""
-        return self.log_dir / f"told-{socket.gethostname()}-{os.getpid()}"
+    def shutdown_file(self) -> Path:
+        """A file that exists once this launcher received a signal; other nodes may share its folder."""
+        return self.log_dir / f"shutdown-{socket.gethostname()}-{os.getpid()}"
 
 
-def _tell(failures: Sequence[Failure], *, shown_first: bool) -> None:
-    """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words.
+def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
+    """Print the causes of a failed round, without lines that the log of rank 0 has already shown.
 
-    A usage error that rank 0 has told in full needs no more words. Rank 0 may be none of those that failed, another
-    one was seen to end first; where rank 0 was ended before it could speak, the words of that one stand for it.
+    A usage error of all ranks is printed once. If rank 0 was terminated before it could print the error, the message of
+    another rank is printed.
 
     Args:
-        shown_first: whether rank 0 runs here.
+        failures: failures of this node.
+        has_rank0: whether rank 0 runs on this node, which has printed its log.
     """
     logs = {f.rank: Path(f.log).read_text(encoding="utf-8", errors="replace") for f in failures}
     log_of_first = Path(failures[0].log).parents[1] / "0" / "stderr.log"
-    said = log_of_first.read_text(encoding="utf-8", errors="replace") if shown_first and log_of_first.exists() else ""
-    shown = {line.rstrip() for line in said.splitlines()}
+    printed = log_of_first.read_text(encoding="utf-8", errors="replace") if has_rank0 and log_of_first.exists() else ""
+    shown = {line.rstrip() for line in printed.splitlines()}
     tails = {rank: tail for rank, log in logs.items() if not shown.issuperset(tail := last_lines(log))}
-    roots = causes(failures)
+    roots = root_causes(failures)
     if roots[0].code == EXIT_USAGE:
-        told = [usage_words(tails[failure.rank]) for failure in roots if failure.rank in tails]
-        if all(told):
-            for words in dict.fromkeys(told):
-                say(words)
+        messages = [usage_message(tails[failure.rank]) for failure in roots if failure.rank in tails]
+        if all(messages):
+            for message in dict.fromkeys(messages):
+                say(message)
             return
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
-def _next_start(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, tuple[str, ...]]:
-    """Processes of the next start, and the flags that it gets behind those of the first.
+def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, tuple[str, ...]]:
+    """Number of processes of the next round, and the flags appended to the command.
 
     Args:
-        run_dir: of the run; without a ``run.json`` a process is a worker.
-        before: processes of the start that ended.
-        workers: pipeline positions that somebody asked for.
-        now: processes that are left where nodes were lost.
+        run_dir: run directory; without ``run.json`` each process is a pipeline rank.
+        before: number of processes of the last round.
+        workers: number of pipeline ranks that a user requested.
+        now: number of remaining processes, if nodes were lost.
     """
     try:
         document = read_run(run_dir / "run.json")
@@ -83,158 +115,168 @@ def _next_start(run_dir: Path, before: int, workers: int | None, now: int | None
     except UsageError:
         config = {"parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": before}}
     if workers is not None:
-        more = place_flags(str(run_dir), workers) + packing_flags(config, workers)
-        return processes_of(config, before, workers), more
+        flags = resume_flags(str(run_dir), workers) + pack_to_flags(config, workers)
+        return process_count(config, before, workers), flags
     processes = before if now is None else now
-    return processes, place_flags(str(run_dir), pipeline_size(config, before, processes))
+    return processes, resume_flags(str(run_dir), pipeline_size(config, before, processes))
 
 
 @dataclass
 class _Launcher:
-    """The starts of one launch, seen from one node. ``restarts`` counts those that followed a failure."""
+    """The rounds of a launch, seen from one node; ``restarts`` counts rounds after a failure."""
 
     launch: LocalLaunch
-    meeting: Meeting
+    rendezvous: Rendezvous
     launch_file: Path
     max_restarts: int
     restarts: int = 0
     workers: int | None = None
 
-    def _work(self, start: Start) -> Work:
+    def _worker_group(self, current: Round) -> WorkerGroupConfig:
         launch, nodes = self.launch, self.launch.nodes
-        index = start.members.index(nodes.rank)
-        log_dir = launch.log_dir if nodes.most == 1 else launch.log_dir / f"node-{nodes.rank}"
-        return Work(
-            name=f"start-{start.number - 1}",
-            nproc=start.processes[index],
-            command=(*launch.command, *launch.arguments, *start.more),
+        index = current.members.index(nodes.rank)
+        log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.rank}"
+        return WorkerGroupConfig(
+            name=f"round-{current.number - 1}",
+            nproc=current.processes[index],
+            command=(*launch.command, *launch.arguments, *current.extra_flags),
             log_dir=log_dir,
             grace_s=launch.grace_s,
             save_s=launch.save_s,
-            told_file=launch.told_file,
+            shutdown_file=launch.shutdown_file,
             index=index,
-            count=len(start.members),
+            count=len(current.members),
             host=nodes.host,
-            port=start.port,
-            trouble=self.meeting.trouble,
+            port=current.port,
+            failure_reason=self.rendezvous.failure_reason,
         )
 
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
 
-    def _decide(self, start: Start, own: list[Failure]) -> Verdict:
-        """Node 0: what follows the start, from how it ended on all nodes."""
-        endings, lost = self.meeting.endings(self.launch.grace_s + self.launch.nodes.node_timeout_s)
-        failures = [Failure(rank=rank, code=code, log="") for e in endings for rank, code in e.failures] or own
-        code = causes(failures)[0].code if failures else EXIT_FAILURE
+    def _decide(self, current: Round, own: list[Failure]) -> Decision:
+        """On node 0, decide what follows the round from the results of all nodes."""
+        results, lost = self.rendezvous.collect_results(self.launch.grace_s + self.launch.nodes.node_timeout_s)
+        failures = [
+            Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures
+        ] or own
+        code = root_causes(failures)[0].code if failures else EXIT_FAILURE
         if lost:
-            say(f"dynmo-train: node {', '.join(map(str, lost))} was lost")
+            say(f"dynmo-train: lost node {', '.join(map(str, lost))}")
         run_dir = self._run_dir()
-        asks = code == EXIT_RELAUNCH and not lost
-        if run_dir is None or (not asks and (code in LASTING or self.restarts == self.max_restarts)):
-            why = "a worker asks to be started again, but had not begun a run" if asks else ""
-            return Verdict(again=False, code=shell_code(code), why=why)
-        self.restarts += 0 if asks else 1
-        away = self.meeting.departed().union(lost)
+        is_relaunch = code == EXIT_RELAUNCH and not lost
+        if run_dir is None or (not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.max_restarts)):
+            message = "a process requested a restart before it created a run directory" if is_relaunch else ""
+            return Decision(restart=False, code=shell_exit_code(code), message=message)
+        self.restarts += 0 if is_relaunch else 1
+        away = self.rendezvous.departed_nodes().union(lost)
         self.workers = take_grow_request(run_dir) or (self.workers if not away else None)
-        left = [count for node, count in zip(start.members, start.processes, strict=True) if node not in away]
-        processes, more = _next_start(run_dir, sum(start.processes), self.workers, sum(left) if away else None)
-        return self._again(processes, left, more)
+        remaining = [count for node, count in zip(current.members, current.processes, strict=True) if node not in away]
+        processes, flags = _next_size(run_dir, sum(current.processes), self.workers, sum(remaining) if away else None)
+        return self._restart(processes, remaining, flags)
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
-        """Flags of a start with so many processes, fewer than the verdict on the one before counts on."""
+        """Flags of a round with fewer processes than decided."""
         run_dir = self._run_dir()
-        return _next_start(run_dir, processes, None, processes)[1] if run_dir else ()
+        return _next_size(run_dir, processes, None, processes)[1] if run_dir else ()
 
-    def _again(self, processes: int, left: list[int], more: tuple[str, ...]) -> Verdict:
-        """Another start with ``processes``; ``left`` are those of the nodes that live."""
-        most = self.launch.nodes.most
-        if most == 1:
-            return Verdict(again=True, processes=processes, nodes=1, more=more)
-        if processes == sum(left):
-            return Verdict(again=True, processes=processes, nodes=len(left), more=more)
-        nodes = processes // left[0]
-        if len(set(left)) > 1 or processes % left[0] or nodes > most:
-            why = f"{processes} processes do not fill any of {most} nodes with {left[0]} each"
-            return Verdict(again=False, code=EXIT_USAGE, why=why)
-        return Verdict(again=True, processes=processes, nodes=nodes, more=more)
+    def _restart(self, processes: int, remaining: list[int], flags: tuple[str, ...]) -> Decision:
+        """Decide on another round.
+
+        Args:
+            processes: total number of processes.
+            remaining: number of processes of each remaining node.
+            flags: flags that are appended to the command.
+        """
+        max_nodes = self.launch.nodes.max_nodes
+        if max_nodes == 1:
+            return Decision(restart=True, processes=processes, nodes=1, extra_flags=flags)
+        if processes == sum(remaining):
+            return Decision(restart=True, processes=processes, nodes=len(remaining), extra_flags=flags)
+        nodes = processes // remaining[0]
+        if len(set(remaining)) > 1 or processes % remaining[0] or nodes > max_nodes:
+            message = (
+                f"{processes} processes must be a multiple of the {remaining[0]} per node, on at most {max_nodes} nodes"
+            )
+            return Decision(restart=False, code=EXIT_USAGE, message=message)
+        return Decision(restart=True, processes=processes, nodes=nodes, extra_flags=flags)
 
     def _finish(self) -> int:
-        """Node 0: its processes are done; those of the others may not be, and may fail yet."""
-        self.meeting.wait_for_others()
-        endings, lost = self.meeting.endings(0.0)
-        failures = [Failure(rank=rank, code=code, log="") for e in endings for rank, code in e.failures]
-        code = shell_code(causes(failures)[0].code) if failures else (EXIT_FAILURE if lost else 0)
-        self.meeting.decide(Verdict(again=False, code=code))
+        """On node 0, wait for the processes of the other nodes, which may still fail."""
+        self.rendezvous.wait_for_others()
+        results, lost = self.rendezvous.collect_results(0.0)
+        failures = [Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures]
+        code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if lost else 0)
+        self.rendezvous.publish_decision(Decision(restart=False, code=code))
         if code:
-            time.sleep(LAST_CALL_S)
-        self.meeting.leave(DONE)
+            time.sleep(RESTART_JOIN_S)
+        self.rendezvous.leave(FINISHED)
         return code
 
-    def _once(self, start: Start) -> list[Failure] | None:
-        """One start on this node: what failed here; None where all is done here."""
+    def _run_round(self, current: Round) -> list[Failure] | None:
+        """Run a round on this node and return its failures; None if all processes finished."""
         try:
-            failures = run_once(self._work(start))
-        except PeerTroubleError as trouble:
-            say(f"dynmo-train: node {self.launch.nodes.rank} ends its processes: {trouble}")
+            failures = run_worker_group(self._worker_group(current))
+        except PeerFailureError as error:
+            say(f"dynmo-train: terminated the processes of node {self.launch.nodes.rank}: {error}")
             return []
         except SystemExit:
-            self.meeting.leave(CALLED)
+            self.rendezvous.leave(SIGNALED)
             raise
         if not failures:
             return None
-        if causes(failures)[0].code != EXIT_RELAUNCH:
-            _tell(failures, shown_first=start.members.index(self.launch.nodes.rank) == 0)
+        if root_causes(failures)[0].code != EXIT_RELAUNCH:
+            report_failures(failures, has_rank0=current.members.index(self.launch.nodes.rank) == 0)
         return failures
 
-    def _follow(self, start: Start, failures: list[Failure]) -> Verdict:
-        """What follows a start that failed somewhere: node 0 decides, the others hear of it."""
+    def _next_decision(self, current: Round, failures: list[Failure]) -> Decision:
+        """Report the failures and return the decision of node 0."""
         nodes = self.launch.nodes
-        self.meeting.report(Ending(node=nodes.rank, failures=tuple((f.rank, f.code) for f in failures)))
-        if not self.meeting.leads:
-            return self.meeting.verdict(self.launch.grace_s + 2 * nodes.node_timeout_s)
-        verdict = self._decide(start, failures)
-        self.meeting.decide(verdict)
-        if verdict.again:
-            say(f"dynmo-train: starting again with {verdict.processes} processes from {self._run_dir()}")
-        return verdict
+        self.rendezvous.report(NodeResult(node=nodes.rank, failures=tuple((f.rank, f.code) for f in failures)))
+        if not self.rendezvous.is_leader:
+            return self.rendezvous.wait_for_decision(self.launch.grace_s + 2 * nodes.node_timeout_s)
+        decision = self._decide(current, failures)
+        self.rendezvous.publish_decision(decision)
+        if decision.restart:
+            say(f"dynmo-train: restarting from {self._run_dir()} | processes: {decision.processes}")
+        return decision
 
     def run(self) -> int:
-        """All starts; returns the exit code."""
-        verdict: Verdict | None = None
-        while verdict is None or verdict.again:
-            alone = self.launch.nodes.most == 1 and verdict is not None
-            start = self.meeting.gather(
-                verdict.processes if alone and verdict else self.launch.nproc, verdict, self._flags_of
+        """Run all rounds and return the exit code."""
+        decision: Decision | None = None
+        while decision is None or decision.restart:
+            is_single = self.launch.nodes.max_nodes == 1 and decision is not None
+            current = self.rendezvous.next_round(
+                decision.processes if is_single and decision else self.launch.nproc, decision, self._flags_of
             )
-            failures = self._once(start)
-            if failures is None and self.meeting.leads:
+            failures = self._run_round(current)
+            if failures is None and self.rendezvous.is_leader:
                 return self._finish()
             if failures is None:
-                self.meeting.leave(DONE)
+                self.rendezvous.leave(FINISHED)
                 return 0
-            verdict = self._follow(start, failures)
-        if verdict.why:
-            say(f"dynmo-train: error: {verdict.why}")
-        if self.meeting.leads and self.launch.nodes.most > 1:
-            time.sleep(LAST_CALL_S)  # for the others to read the verdict
-        self.meeting.leave(DONE)
-        return verdict.code
+            decision = self._next_decision(current, failures)
+        if decision.message:
+            say(f"dynmo-train: error: {decision.message}")
+        if self.rendezvous.is_leader and self.launch.nodes.max_nodes > 1:
+            time.sleep(RESTART_JOIN_S)  # other nodes read the decision
+        self.rendezvous.leave(FINISHED)
+        return decision.code
 
 
 def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
-    """Run to the end, starting again where a worker asks for it (75) or, ``max_restarts`` times, after a failure.
+    """Launch a run; restart it when a process exits with 75, and at most ``max_restarts`` times after failures.
 
     Returns:
-        0, or the exit code of the process that failed; 75 where node 0 of several is gone.
+        0, or the exit code of the process that failed; 75 if node 0 is lost.
 
     Raises:
-        UsageError: the log directory cannot be made, or the nodes cannot meet.
+        UsageError: the log folder cannot be created, or the rendezvous fails.
     """
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the log directory {launch.log_dir}: {reason(error)}") from error
+        raise UsageError(f"cannot create the log folder {launch.log_dir}: {reason(error)}") from error
     launch_file = launch.log_dir / "run_dir"
     if launch.nodes.rank == 0:
         launch_file.unlink(missing_ok=True)
@@ -245,12 +287,12 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
             launch_file=launch_file,
             grace_s=launch.grace_s,
             save_s=launch.save_s,
-            told_file=launch.told_file.absolute(),
+            shutdown_file=launch.shutdown_file.absolute(),
             interface=interface_towards(launch.nodes.host),
         )
     )
     try:
-        return _Launcher(launch, Meeting(launch.nodes), launch_file, max_restarts).run()
-    except MeetingLostError as error:
+        return _Launcher(launch, Rendezvous(launch.nodes), launch_file, max_restarts).run()
+    except RendezvousLostError as error:
         say(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

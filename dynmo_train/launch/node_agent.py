@@ -1,4 +1,8 @@
-"""The processes of one start on this node: torch's elastic agent, built so that nothing waits long for what is over."""
+"""Run the processes of one round on this node with torch's elastic agent.
+
+The agent is subclassed in three log_paths: membership comes from :class:`~.rendezvous.Rendezvous`, there is no exit
+barrier, so that nodes with released ranks can leave, and shutdown waits for processes that save a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 from .._common.console import say
 from .._common.errors import DynmoError
 from .exit_status import Failure
-from .worker import GRACE_VARIABLE, LAUNCH_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, TOLD_FILE_VARIABLE
+from .worker import GRACE_VARIABLE, LAUNCH_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, SHUTDOWN_FILE_VARIABLE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore
@@ -30,21 +34,31 @@ if TYPE_CHECKING:
 
 MONITOR_INTERVAL_S = 0.1
 _SIOCGIFADDR = 0x8915
-# The signals that the agent takes over while its workers run.
+# Signals that the agent handles while its workers run.
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class PeerTroubleError(DynmoError):
-    """A start is over because of another node; the processes here have been ended."""
+class PeerFailureError(DynmoError):
+    """Another node ended the round; the processes of this node have been terminated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What runs on a node in one start.
+class WorkerGroupConfig:
+    """The processes of one round on this node.
 
-    ``nproc`` processes of ``command``, which get ``grace_s`` seconds to end, and ``save_s`` where the launcher was told
-    to end, which ``told_file`` says; this is member ``index`` of ``count``; the processes meet in the store at ``host``
-    and ``port``; ``trouble`` says why the start cannot go on, seen from other nodes, else None.
+    Attributes:
+        name: name of the round, in the paths of logs.
+        nproc: number of processes.
+        command: command of each process.
+        log_dir: folder of process logs.
+        grace_s: seconds that processes have to exit.
+        save_s: seconds that processes have to exit if the launcher received a signal.
+        shutdown_file: file that exists once the launcher received a signal.
+        index: index of this node among the members.
+        count: number of members.
+        host: host of the processes' store.
+        port: port of the processes' store.
+        failure_reason: returns why another node ended the round, else None.
     """
 
     name: str
@@ -53,16 +67,16 @@ class Work:
     log_dir: Path
     grace_s: float
     save_s: float
-    told_file: Path
+    shutdown_file: Path
     index: int
     count: int
     host: str
     port: int
-    trouble: Callable[[], str | None]
+    failure_reason: Callable[[], str | None]
 
 
-# glibc gives large freed blocks back to the kernel, which zeroes each page again when it is next touched. Measured on
-# two stages, hidden size 256 and a vocabulary of 8,192: 8 to 12 % of the busier stage's processor time.
+# glibc returns large freed blocks to the kernel, which zeroes their pages again at the next access. Measured with two
+# stages, hidden size 256 and vocabulary size 8,192: 8 to 12 % of the CPU time of the busier stage.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 
 
@@ -73,14 +87,23 @@ def worker_environment(
     launch_file: Path,
     grace_s: float,
     save_s: float,
-    told_file: Path,
+    shutdown_file: Path,
     interface: str | None,
 ) -> dict[str, str]:
-    """Variables that workers get beside the launcher's own; what a person has set stays.
+    """Environment variables of workers in addition to those of the launcher; existing values are kept.
 
-    One thread a process, because the processes share the cores; gloo on the interface that leads to the other nodes, or
-    on loopback, because the machine's name may resolve to an address that leads nowhere; blocks that glibc's malloc got
-    back stay with the process, which needs them again in the next microbatch.
+    One thread per process, because processes share the cores. gloo on the interface towards the other nodes, or
+    loopback, because the host name may resolve to an unreachable address. glibc keeps freed blocks, which the next
+    microbatch allocates again.
+
+    Args:
+        present: environment of the launcher.
+        launcher: process id of the launcher.
+        launch_file: file in which rank 0 records the run directory.
+        grace_s: seconds that processes have to exit.
+        save_s: seconds that processes have to exit if the launcher received a signal.
+        shutdown_file: file that exists once the launcher received a signal.
+        interface: network interface for gloo.
     """
     defaults = {"OMP_NUM_THREADS": "1", **KEEP_MEMORY} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
     return {name: value for name, value in defaults.items() if name not in present} | {
@@ -88,23 +111,23 @@ def worker_environment(
         LAUNCH_FILE_VARIABLE: str(launch_file),
         GRACE_VARIABLE: str(grace_s),
         SAVE_VARIABLE: str(save_s),
-        TOLD_FILE_VARIABLE: str(told_file),
+        SHUTDOWN_FILE_VARIABLE: str(shutdown_file),
     }
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine reaches ``host``, or that has its address; None where none does."""
+    """The network interface with the route to ``host``; None if there is none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing
-            own = probe.getsockname()[0]
+            address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:
                     found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 except OSError:
                     continue  # an interface without an address
-                if socket.inet_ntoa(found[20:24]) == own:
+                if socket.inet_ntoa(found[20:24]) == address:
                     return name
     except OSError:
         return None
@@ -112,42 +135,42 @@ def interface_towards(host: str) -> str | None:
 
 
 class _Tail(threading.Thread):
-    """Copies what is appended to a file to a stream of ours; ``find`` says where the file is once that is known."""
+    """A thread that copies what is appended to a file to a stream; ``find`` returns the path once it is known."""
 
     def __init__(self, find: Callable[[], str | None], stream: IO[str]) -> None:
         super().__init__(daemon=True)
         self.find, self.stream = find, stream
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
     def run(self) -> None:
-        """Wait for the file, then copy and look again a little later; once more after the end."""
-        over = False
+        """Copy until ``finish``, and once more after it."""
+        is_last = False
         while not ((path := self.find()) and os.path.exists(path)):
-            if over:
+            if is_last:
                 return
-            over = self.over.wait(MONITOR_INTERVAL_S)
+            is_last = self.finished.wait(MONITOR_INTERVAL_S)
         with open(path, encoding="utf-8", errors="replace") as source:
             while True:
                 while text := source.read(1 << 16):
                     self.stream.write(text)
                     self.stream.flush()
-                if over:
+                if is_last:
                     return
-                over = self.over.wait(MONITOR_INTERVAL_S)
+                is_last = self.finished.wait(MONITOR_INTERVAL_S)
 
     def finish(self) -> None:
         """Copy the rest and return."""
-        self.over.set()
+        self.finished.set()
         self.join()
 
 
-def _meeting_point(work: Work) -> type:
-    """The class by which the elastic agent hears of a start; loads torch."""
+def _rendezvous_handler(group: WorkerGroupConfig) -> type:
+    """The class from which the elastic agent gets the members of a round; imports torch."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-    class Known(RendezvousHandler):
-        """Members and their order are known already."""
+    class FixedMembers(RendezvousHandler):
+        """Returns members that the launchers have already agreed on."""
 
         def __init__(self) -> None:
             self.store: PrefixStore | None = None
@@ -159,120 +182,120 @@ def _meeting_point(work: Work) -> type:
             return "dynmo"
 
         def next_rendezvous(self) -> RendezvousInfo:
-            store = TCPStore(work.host, work.port, is_master=False)
+            store = TCPStore(group.host, group.port, is_master=False)
             self.store = PrefixStore("agents", store)
-            return RendezvousInfo(self.store, work.index, work.count, RendezvousStoreInfo(work.host, work.port))
+            return RendezvousInfo(self.store, group.index, group.count, RendezvousStoreInfo(group.host, group.port))
 
         def num_nodes_waiting(self) -> int:
-            """Asked by the agent at each look at its processes: they get a grace to end by themselves."""
-            reason = work.trouble()
+            """Called at every check of the processes, which may exit within the grace period."""
+            reason = group.failure_reason()
             if reason is None:
                 return 0
             self.since = self.since or time.monotonic()
-            if time.monotonic() - self.since > work.grace_s:
-                raise PeerTroubleError(reason)
+            if time.monotonic() - self.since > group.grace_s:
+                raise PeerFailureError(reason)
             return 0
 
         def is_closed(self) -> bool:
             return False
 
         def set_closed(self) -> None:
-            """Nothing to tell: the meeting of the nodes decides."""
+            """No effect: the launchers decide on further rounds."""
 
         def get_run_id(self) -> str:
-            return work.name
+            return group.name
 
         def shutdown(self) -> bool:
             return True
 
-    return Known
+    return FixedMembers
 
 
-def _build_agent(work: Work) -> tuple[LocalElasticAgent, list[LogsDest]]:
-    """The agent, and a list into which it puts where the logs are once its workers have started."""
+def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[LogsDest]]:
+    """The agent, and a list to which it appends the log paths when its workers have started."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    places: list[LogsDest] = []
+    log_paths: list[LogsDest] = []
 
     class Logs(DefaultLogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            places.append(super().reify(envs))
-            return places[-1]
+            log_paths.append(super().reify(envs))
+            return log_paths[-1]
 
     class Agent(LocalElasticAgent):
         def _exit_barrier(self) -> None:
-            """None: a node whose processes are done leaves, and the meeting knows it; torch's would hold it."""
+            """Do not wait: a node whose processes finished leaves; torch's barrier would block it."""
 
-        def _shutdown(self, *signals: Any, **_patience: Any) -> None:
-            """End the workers: with a signal where the launcher got that signal itself, else because of others.
+        def _shutdown(self, *signals: Any, **_timeouts: Any) -> None:
+            """Terminate the workers, with the signal of the launcher if it received one.
 
-            torch 2.11 takes no time to wait, so the workers are waited for here.
+            Waits for the workers here, because ``_shutdown`` of torch 2.11 has no timeout parameter.
             """
             number = signals[0] if signals else signal.SIGTERM
             may_save = bool(signals) and number in (signal.SIGTERM, signal.SIGINT)
             if may_save:
-                work.told_file.touch()
-            else:  # a second signal, while the workers save, takes that time from them
-                work.told_file.unlink(missing_ok=True)
+                group.shutdown_file.touch()
+            else:  # a second signal while the workers save cancels the time to save
+                group.shutdown_file.unlink(missing_ok=True)
             if self._pcontext is not None:
-                self._pcontext.close(number, math.ceil(max(work.grace_s, work.save_s if may_save else 0.0)) + 2)
+                self._pcontext.close(number, math.ceil(max(group.grace_s, group.save_s if may_save else 0.0)) + 2)
             super()._shutdown(number)
 
     spec = WorkerSpec(
         role="worker",
-        local_world_size=work.nproc,
-        entrypoint=work.command[0],
-        args=work.command[1:],
-        rdzv_handler=_meeting_point(work)(),
+        local_world_size=group.nproc,
+        entrypoint=group.command[0],
+        args=group.command[1:],
+        rdzv_handler=_rendezvous_handler(group)(),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=work.host,
+        local_addr=group.host,
     )
     agent = Agent(
         spec=spec,
-        logs_specs=Logs(log_dir=str(work.log_dir), redirects=Std.ALL),
+        logs_specs=Logs(log_dir=str(group.log_dir), redirects=Std.ALL),
     )
-    return agent, places
+    return agent, log_paths
 
 
-def run_once(work: Work) -> list[Failure]:
-    """Start the processes, show what rank 0 says, wait for the end of all; returns the ones that failed.
+def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
+    """Start the processes, print the output of rank 0, wait for all, and return the failures.
 
     Raises:
-        SystemExit: this process was told to end; the workers are gone.
-        PeerTroubleError: another node was lost, or its processes failed; the workers are gone.
+        SystemExit: this process received a signal; the workers have been terminated.
+        PeerFailureError: another node was lost, or its processes failed; the workers have been terminated.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    # The agent tells each rank's end on several lines; the one message at the end says it all.
-    agent, places = _build_agent(work)
+    # The agent logs the exit of each rank on several lines; the launcher prints one message instead.
+    agent, log_paths = _build_agent(group)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each of its modules has a level of its own
+        if name.startswith("torch.distributed.elastic"):  # each module has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)
     tails = (
-        _Tail(lambda: places[0].stdouts[0] if places else None, sys.stdout),
-        _Tail(lambda: places[0].stderrs[0] if places else None, sys.stderr),
+        _Tail(lambda: log_paths[0].stdouts[0] if log_paths else None, sys.stdout),
+        _Tail(lambda: log_paths[0].stderrs[0] if log_paths else None, sys.stderr),
     )
-    shown = tails if work.index == 0 else ()
+    active = tails if group.index == 0 else ()
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    for tail in shown:
+    for tail in active:
         tail.start()
     try:
         result = agent.run()
     except SignalException as received:
-        say(f"dynmo-train: {signal.Signals(received.sigval).name}: the {work.nproc} processes have ended")
+        say(f"dynmo-train: {signal.Signals(received.sigval).name}: terminated | processes: {group.nproc}")
         raise SystemExit(128 + received.sigval) from received
     finally:
-        for tail in shown:
+        for tail in active:
             tail.finish()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        work.told_file.unlink(missing_ok=True)
+        group.shutdown_file.unlink(missing_ok=True)
     workers = agent.get_worker_group().workers
     first = workers[0].global_rank if workers else 0
     return [
-        Failure(rank=rank, code=failure.exitcode, log=places[0].stderrs[rank - first])
+        Failure(rank=rank, code=failure.exitcode, log=log_paths[0].stderrs[rank - first])
         for rank, failure in sorted(result.failures.items())
     ]

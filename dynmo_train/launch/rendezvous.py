@@ -1,13 +1,19 @@
-"""Where the nodes of a launch meet: who takes part in a start, in which order, and what becomes of it.
+"""Rendezvous of the nodes of a launch: membership, heartbeats, results and decisions.
 
-One launcher runs on each node. They meet in a key-value store that node 0 holds for the whole launch. A launch is a
-sequence of *starts*. For each, node 0 waits for enough nodes and publishes them in the order of their numbers, so that
-rank 0 is always where the store is; every node reports how its processes ended; node 0 gives one verdict for all. Nodes
-tell each other that they live once a second; one that falls silent is lost, and the start is over.
+One launcher runs on each node. The launchers share a key-value store on node 0, which exists for the whole launch. A
+launch is a sequence of *rounds*; processes are restarted by a new round::
 
-Keys, each behind the name of the launch: ``start`` the number of the start; ``S/here/N`` node N is ready for start S;
-``S/members`` its members; ``S/ended/N`` how it ended on node N; ``S/verdict``; ``beat/N`` a counter; ``gone/N`` node N
-left and does not come back.
+    node 0                                   node N
+    wait for min_nodes, publish members  <-- R/ready/N
+    R/members                            --> start the processes
+    R/result/0                               R/result/N
+    R/decision: restart or exit code     --> next round, or exit
+
+Members are in the order of their ranks, so that global rank 0 is on the node with the store. Every node increments its
+heartbeat once per second. A member without heartbeat is lost, which ends the round.
+
+Keys, with the name of the launch as prefix: ``round`` number of the current round R; ``R/ready/N`` number of processes
+of node N; ``R/members``; ``R/result/N``; ``R/decision``; ``heartbeat/N`` counter; ``left/N`` node N left for good.
 """
 
 from __future__ import annotations
@@ -26,30 +32,37 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store
 
 POLL_S = 0.1
-BEAT_S = 1.0
-# How long a start waits for more nodes once it has enough: the first, and later ones, whose nodes are known.
-FIRST_CALL_S, LAST_CALL_S = 30.0, 3.0
-# Why a node left: its work is done, or somebody told it to end.
-DONE, CALLED = "done", "called"
+HEARTBEAT_S = 1.0
+# Seconds to wait for more than the minimum number of nodes: in the first round, and in later ones.
+FIRST_JOIN_S, RESTART_JOIN_S = 30.0, 3.0
+# Why a node left: its processes finished, or its launcher received a signal.
+FINISHED, SIGNALED = "finished", "signaled"
 
 
-class MeetingLostError(DynmoError):
-    """The node that holds the store cannot be reached; a scheduler should launch again (exit code 75)."""
+class RendezvousLostError(DynmoError):
+    """Node 0 with the store is unreachable; a scheduler should requeue the job (exit code 75)."""
 
     exit_code = EXIT_RELAUNCH
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The nodes of a launch, as one of them sees it.
+class NodeConfig:
+    """This node and the rendezvous.
 
-    ``rank`` counts from 0; ``least`` to ``most`` nodes take part. ``host`` and ``port`` are node 0's; port 0 is a free
-    one, for a launch of one node. Times in seconds.
+    Attributes:
+        rank: rank of this node, from 0.
+        min_nodes: minimum number of nodes of a round.
+        max_nodes: maximum number of nodes of a round.
+        host: host name or address of node 0.
+        port: port of the store; 0 selects a free port, for a single node.
+        name: name of the launch.
+        join_timeout_s: seconds to wait for the other nodes.
+        node_timeout_s: seconds without heartbeat after which a node is lost.
     """
 
     rank: int = 0
-    least: int = 1
-    most: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
     host: str = "127.0.0.1"
     port: int = 0
     name: str = "dynmo"
@@ -57,77 +70,93 @@ class Nodes:
     node_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise UsageError(f"--nnodes must be N or LEAST:MOST with 1 <= LEAST <= MOST, is {self.least}:{self.most}")
-        if not 0 <= self.rank < self.most:
-            raise UsageError(f"--node-rank must be from 0 to {self.most - 1} with --nnodes {self.most}, is {self.rank}")
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise UsageError(f"--nnodes {self.min_nodes}:{self.max_nodes}: must have 1 <= MIN <= MAX")
+        if not 0 <= self.rank < self.max_nodes:
+            raise UsageError(
+                f"--node-rank {self.rank}: must be 0 to {self.max_nodes - 1} with --nnodes {self.max_nodes}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """One start: its number, its nodes in order and the processes of each, the store of these, flags behind theirs."""
+class Round:
+    """One start of the processes on all nodes.
+
+    Attributes:
+        number: number of the round, from 1.
+        members: ranks of its nodes, ascending.
+        processes: number of processes of each member.
+        port: port of the processes' store on node 0.
+        extra_flags: flags that are appended to the command.
+    """
 
     number: int
     members: tuple[int, ...]
     processes: tuple[int, ...]
     port: int
-    more: tuple[str, ...]
+    extra_flags: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a start ended on one node: the exit codes of the ranks that failed; none where all ended well."""
+class NodeResult:
+    """Result of a round on one node: (rank, exit code) of each failed process."""
 
     node: int
     failures: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What follows a start: another with ``more`` flags on so many ``nodes``, or the end with ``code``.
+class Decision:
+    """What follows a round: another round, or the exit of the launch.
 
-    ``processes`` is for a launch of one node, which can have any number; nodes of several keep theirs.
+    Attributes:
+        restart: whether another round follows.
+        code: exit code, if not.
+        processes: number of processes of the next round; only a single node can change its number.
+        nodes: number of nodes of the next round.
+        extra_flags: flags that are appended to the command.
+        message: error message.
     """
 
-    again: bool
+    restart: bool
     code: int = 0
     processes: int = 0
     nodes: int = 0
-    more: tuple[str, ...] = ()
-    why: str = ""
+    extra_flags: tuple[str, ...] = ()
+    message: str = ""
 
 
 @dataclass
-class _Watch:
-    """What the heart-beat thread saw; ``ended`` holds (start, node)."""
+class _Observations:
+    """State of the other nodes, written by the heartbeat thread; ``results`` has (round, node)."""
 
     silent: set[int] = field(default_factory=set)
-    called: set[int] = field(default_factory=set)
-    ended: set[tuple[int, int]] = field(default_factory=set)
+    signaled: set[int] = field(default_factory=set)
+    results: set[tuple[int, int]] = field(default_factory=set)
     store_lost: bool = False
     answered_s: float = field(default_factory=time.monotonic)
 
 
-def _within(action: Callable[[], Any], seconds: float) -> Any:
-    """What ``action`` gives; ``RuntimeError`` where it takes longer: over a cut cable an answer never comes."""
-    given: list[Any] = []
+def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
+    """The result of ``action``; ``RuntimeError`` after a timeout: over a broken link the store never answers."""
+    results: list[Any] = []
     raised: list[RuntimeError] = []
 
     def run() -> None:
         try:
-            given.append(action())
+            results.append(action())
         except RuntimeError as error:
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if raised or not given:
+    if raised or not results:
         raise raised[0] if raised else RuntimeError(f"no answer within {seconds:g} s")
-    return given[0]
+    return results[0]
 
 
-def _connect(nodes: Nodes, *, leads: bool) -> Store:
+def _connect(nodes: NodeConfig, *, is_leader: bool) -> Store:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 
@@ -135,7 +164,7 @@ def _connect(nodes: Nodes, *, leads: bool) -> Store:
         return TCPStore(
             nodes.host,
             nodes.port,
-            is_master=leads,
+            is_master=is_leader,
             wait_for_workers=False,
             timeout=timedelta(seconds=nodes.join_timeout_s),
         )
@@ -143,93 +172,94 @@ def _connect(nodes: Nodes, *, leads: bool) -> Store:
         first = str(error).splitlines()[0]
         place = f"{nodes.host}:{nodes.port}"
         raise UsageError(
-            f"cannot hold the meeting of the nodes at {place}: {first}; give another --master-port"
-            if leads
+            f"cannot open the rendezvous store at {place}: {first}; give another --master-port"
+            if is_leader
             else f"node {nodes.rank} cannot reach node 0 at {place} within {nodes.join_timeout_s:g} s: {first}"
         ) from error
 
 
-class Meeting:
-    """The meeting of all nodes of a launch, at one of them."""
+class Rendezvous:
+    """Membership and decisions of a launch, seen from one node."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        """Connect; node 0 holds the store.
+    def __init__(self, nodes: NodeConfig) -> None:
+        """Create the store on node 0, or connect to it.
 
         Raises:
-            UsageError: the store cannot be made, or node 0 cannot be reached.
+            UsageError: the store cannot be created, or node 0 is unreachable.
         """
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self.nodes = nodes
-        held = _connect(nodes, leads=nodes.rank == 0)
-        self.port = held.port if isinstance(held, TCPStore) else nodes.port
-        self._held = held
-        self.store: PrefixStore = PrefixStore(nodes.name, held)
-        self._start_stores: list[Store] = []
-        self._watch = _Watch()
+        store = _connect(nodes, is_leader=nodes.rank == 0)
+        self.port = store.port if isinstance(store, TCPStore) else nodes.port
+        self.store: PrefixStore = PrefixStore(nodes.name, store)
+        self._process_stores: list[Store] = []
+        self._observations = _Observations()
         self._members: tuple[int, ...] = ()
         self._number = 0
-        self._over = threading.Event()
-        if nodes.most > 1:
-            threading.Thread(target=self._beat, daemon=True).start()
+        self._stopped = threading.Event()
+        if nodes.max_nodes > 1:
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is node 0."""
         return self.nodes.rank == 0
 
-    def _beat(self) -> None:
-        """Tell that this node lives, and look whether the other members do; with a connection of its own."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats and observe the other members; runs in a thread with a separate connection."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         nodes = self.nodes
-        heard: dict[int, tuple[int, float]] = {}
+        last_beats: dict[int, tuple[int, float]] = {}
         try:
-            own = TCPStore(nodes.host, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s))
-            store = PrefixStore(nodes.name, own)
-            while not self._over.wait(BEAT_S):
-                store.add(f"beat/{nodes.rank}", 1)
-                self._watch.answered_s = time.monotonic()
+            connection = TCPStore(
+                nodes.host, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s)
+            )
+            store = PrefixStore(nodes.name, connection)
+            while not self._stopped.wait(HEARTBEAT_S):
+                store.add(f"heartbeat/{nodes.rank}", 1)
+                self._observations.answered_s = time.monotonic()
                 now, number = time.monotonic(), self._number
                 for node in self._members:
-                    if store.check([f"gone/{node}"]):
-                        if json.loads(store.get(f"gone/{node}")) == CALLED:
-                            self._watch.called.add(node)
+                    if store.check([f"left/{node}"]):
+                        if json.loads(store.get(f"left/{node}")) == SIGNALED:
+                            self._observations.signaled.add(node)
                         continue
-                    if store.check([f"{number}/ended/{node}"]):
-                        self._watch.ended.add((number, node))
-                    count = store.add(f"beat/{node}", 0)
-                    if node not in heard or heard[node][0] != count:
-                        heard[node] = (count, now)
-                        self._watch.silent.discard(node)
-                    elif now - heard[node][1] > nodes.node_timeout_s:
-                        self._watch.silent.add(node)
+                    if store.check([f"{number}/result/{node}"]):
+                        self._observations.results.add((number, node))
+                    count = store.add(f"heartbeat/{node}", 0)
+                    if node not in last_beats or last_beats[node][0] != count:
+                        last_beats[node] = (count, now)
+                        self._observations.silent.discard(node)
+                    elif now - last_beats[node][1] > nodes.node_timeout_s:
+                        self._observations.silent.add(node)
         except (RuntimeError, OSError):
-            self._watch.store_lost = True
+            self._observations.store_lost = True
 
-    def _ask(self, action: Callable[[], Any]) -> Any:
-        """An operation on the store; ``MeetingLostError`` where node 0 is gone."""
+    def _request(self, action: Callable[[], Any]) -> Any:
+        """The result of a store operation; raises ``RendezvousLostError`` if node 0 is unreachable."""
         try:
-            if self._watch.store_lost:
-                raise RuntimeError("no answer came before")
-            return action() if self.leads else _within(action, self.nodes.node_timeout_s)
+            if self._observations.store_lost:
+                raise RuntimeError("an earlier request failed")
+            return action() if self.is_leader else _call_with_timeout(action, self.nodes.node_timeout_s)
         except RuntimeError as error:
-            self._watch.store_lost = True
-            raise MeetingLostError(
-                f"node 0 at {self.nodes.host}:{self.port} is gone, and with it the meeting of the nodes; launch again"
+            self._observations.store_lost = True
+            raise RendezvousLostError(
+                f"lost node 0 with the rendezvous store at {self.nodes.host}:{self.port}; launch again"
             ) from error
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self.store.check([key])))
+        return bool(self._request(lambda: self.store.check([key])))
 
     def _get(self, key: str) -> Any:
-        return json.loads(self._ask(lambda: self.store.get(key)))
+        return json.loads(self._request(lambda: self.store.get(key)))
 
     def _set(self, key: str, value: Any) -> None:
-        self._ask(lambda: self.store.set(key, json.dumps(value)))
+        self._request(lambda: self.store.set(key, json.dumps(value)))
 
-    def _gone(self, nodes: Iterable[int]) -> set[int]:
-        return {node for node in nodes if node in self._watch.silent or self._has(f"gone/{node}")}
+    def _absent(self, nodes: Iterable[int]) -> set[int]:
+        return {node for node in nodes if node in self._observations.silent or self._has(f"left/{node}")}
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -239,140 +269,147 @@ class Meeting:
             time.sleep(POLL_S)
         return True
 
-    def gather(
-        self, processes: int, after: Verdict | None, flags_of: Callable[[int], tuple[str, ...]] | None = None
-    ) -> Start:
-        """Wait for the nodes of the next start.
+    def next_round(
+        self, processes: int, previous: Decision | None, flags_of: Callable[[int], tuple[str, ...]] | None = None
+    ) -> Round:
+        """Wait for the nodes of the next round.
 
         Args:
-            processes: of this node.
-            after: the verdict on the start before, None where this node comes fresh.
-            flags_of: flags for a number of processes in all, where fewer nodes come than the verdict counts on.
+            processes: number of processes of this node.
+            previous: decision on the previous round; None in the first round of this node.
+            flags_of: maps the total number of processes to flags, if fewer nodes join than decided.
 
         Raises:
-            DynmoError: too few nodes came in time.
-            MeetingLostError: node 0 is gone.
+            DynmoError: too few nodes joined in time.
+            RendezvousLostError: node 0 is unreachable.
         """
-        if self.leads:
-            self._number = int(self._ask(lambda: self.store.add("start", 1)))
-            start = self._call(processes, after, flags_of)
+        if self.is_leader:
+            self._number = int(self._request(lambda: self.store.add("round", 1)))
+            current = self._open_round(processes, previous, flags_of)
         else:
-            start = self._join(processes)
-        self._number, self._members = start.number, start.members
-        return start
+            current = self._join(processes)
+        self._number, self._members = current.number, current.members
+        return current
 
-    def _call(self, processes: int, after: Verdict | None, flags_of: Callable[[int], tuple[str, ...]] | None) -> Start:
-        """Node 0: wait for the others, and publish who takes part."""
+    def _open_round(
+        self, processes: int, previous: Decision | None, flags_of: Callable[[int], tuple[str, ...]] | None
+    ) -> Round:
+        """On node 0, wait for the other nodes and publish the members."""
         nodes, number = self.nodes, self._number
-        wanted = after.nodes if after and after.nodes else nodes.most
-        self._set(f"{number}/here/0", processes)
+        target = previous.nodes if previous and previous.nodes else nodes.max_nodes
+        self._set(f"{number}/ready/0", processes)
 
-        def present() -> list[int]:
-            return [node for node in range(nodes.most) if self._has(f"{number}/here/{node}")]
+        def ready() -> list[int]:
+            return [node for node in range(nodes.max_nodes) if self._has(f"{number}/ready/{node}")]
 
-        if not self._wait(lambda: len(present()) >= nodes.least, nodes.join_timeout_s):
-            here = ", ".join(map(str, present()))
-            raise DynmoError(f"{len(present())} of {nodes.least} nodes came within {nodes.join_timeout_s:g} s: {here}")
-        self._wait(lambda: len(present()) >= wanted, LAST_CALL_S if after else FIRST_CALL_S)
-        members = tuple(present()[:wanted])
-        counts = tuple(self._get(f"{number}/here/{node}") for node in members)
-        more = after.more if after else ()
-        if flags_of is not None and after and after.nodes and len(members) < wanted:
-            more = flags_of(sum(counts))
-        start = Start(number=number, members=members, processes=counts, port=self._start_store(), more=more)
-        self._set(f"{number}/members", asdict(start))
-        return start
+        if not self._wait(lambda: len(ready()) >= nodes.min_nodes, nodes.join_timeout_s):
+            names = ", ".join(map(str, ready()))
+            raise DynmoError(
+                f"{len(ready())} of {nodes.min_nodes} nodes joined within {nodes.join_timeout_s:g} s: {names}"
+            )
+        self._wait(lambda: len(ready()) >= target, RESTART_JOIN_S if previous else FIRST_JOIN_S)
+        members = tuple(ready()[:target])
+        counts = tuple(self._get(f"{number}/ready/{node}") for node in members)
+        extra_flags = previous.extra_flags if previous else ()
+        if flags_of is not None and previous and previous.nodes and len(members) < target:
+            extra_flags = flags_of(sum(counts))
+        port = self._open_process_store()
+        current = Round(number=number, members=members, processes=counts, port=port, extra_flags=extra_flags)
+        self._set(f"{number}/members", asdict(current))
+        return current
 
-    def _start_store(self) -> int:
-        """A store for the processes of one start, so that no key of an older one is met; its port."""
+    def _open_process_store(self) -> int:
+        """Open a store for the processes of a round, without keys of earlier rounds, and return its port."""
         from torch._C._distributed_c10d import TCPStore
 
         store = TCPStore(self.nodes.host, 0, is_master=True, wait_for_workers=False)
-        self._start_stores = [store]  # the one before may go
+        self._process_stores = [store]  # releases the previous one
         return int(store.port)
 
-    def _join(self, processes: int) -> Start:
-        """Another node: say that it is here, in the start that node 0 calls for now or calls for next."""
-        rank, said = self.nodes.rank, -1
+    def _join(self, processes: int) -> Round:
+        """On other nodes, register for the current or the next round, and wait for its members."""
+        rank, registered = self.nodes.rank, -1
         end = time.monotonic() + self.nodes.join_timeout_s
         while time.monotonic() < end:
-            number = int(self._ask(lambda: self.store.add("start", 0)))
-            if number > self._number and number != said:
-                self._set(f"{number}/here/{rank}", processes)
-                said = number
-            if number == said and self._has(f"{number}/members"):
+            number = int(self._request(lambda: self.store.add("round", 0)))
+            if number > self._number and number != registered:
+                self._set(f"{number}/ready/{rank}", processes)
+                registered = number
+            if number == registered and self._has(f"{number}/members"):
                 found = self._get(f"{number}/members")
-                lists = {name: tuple(found[name]) for name in ("members", "processes", "more")}
-                start = Start(number=number, port=found["port"], **lists)
-                if rank in start.members:
-                    return start
-                self._number, end = number, time.monotonic() + self.nodes.join_timeout_s  # came late: the next one
+                lists = {name: tuple(found[name]) for name in ("members", "processes", "extra_flags")}
+                current = Round(number=number, port=found["port"], **lists)
+                if rank in current.members:
+                    return current
+                self._number, end = number, time.monotonic() + self.nodes.join_timeout_s  # too late for this round
             time.sleep(POLL_S)
-        raise DynmoError(f"node {rank} waited {self.nodes.join_timeout_s:g} s in vain for node 0 to start")
+        raise DynmoError(f"node 0 opened no round for node {rank} within {self.nodes.join_timeout_s:g} s")
 
-    def _ended(self) -> set[int]:
-        """Nodes on which processes of this start failed."""
-        return {node for number, node in self._watch.ended if number == self._number}
+    def _failed_nodes(self) -> set[int]:
+        """NodeConfig that reported a result, because processes of this round failed."""
+        return {node for number, node in self._observations.results if number == self._number}
 
-    def trouble(self) -> str | None:
-        """Why this start cannot go on, seen from elsewhere: a node lost, or one whose processes failed; else None."""
-        watch = self._watch
-        if not self.leads and time.monotonic() - watch.answered_s > self.nodes.node_timeout_s + BEAT_S:
-            watch.store_lost = True
-        if watch.store_lost:
-            return "node 0 is gone"
-        if silent := sorted(watch.silent & set(self._members)):
-            return f"node {', '.join(map(str, silent))} has been silent for {self.nodes.node_timeout_s:g} s"
-        if called := sorted(watch.called & set(self._members)):
-            return f"node {', '.join(map(str, called))} was told to end"
-        if ended := sorted(self._ended() - {self.nodes.rank}):
-            return f"processes of node {', '.join(map(str, ended))} failed"
+    def failure_reason(self) -> str | None:
+        """Why another node ends this round: it was lost, signaled, or its processes failed; else None."""
+        observed = self._observations
+        if not self.is_leader and time.monotonic() - observed.answered_s > self.nodes.node_timeout_s + HEARTBEAT_S:
+            observed.store_lost = True
+        if observed.store_lost:
+            return "lost node 0"
+        if silent := sorted(observed.silent & set(self._members)):
+            return f"node {', '.join(map(str, silent))} sent no heartbeat for {self.nodes.node_timeout_s:g} s"
+        if signaled := sorted(observed.signaled & set(self._members)):
+            return f"node {', '.join(map(str, signaled))} received a signal"
+        if failed := sorted(self._failed_nodes() - {self.nodes.rank}):
+            return f"processes of node {', '.join(map(str, failed))} failed"
         return None
 
-    def departed(self) -> set[int]:
-        """Members of this start that left for good: their workers were released, or they were told to end."""
-        return {node for node in self._members if self._has(f"gone/{node}")}
+    def departed_nodes(self) -> set[int]:
+        """Members that left for good: their processes finished, or their launcher received a signal."""
+        return {node for node in self._members if self._has(f"left/{node}")}
 
-    def report(self, ending: Ending) -> None:
-        """Tell the others how this start ended here."""
-        self._set(f"{self._number}/ended/{ending.node}", asdict(ending))
+    def report(self, result: NodeResult) -> None:
+        """Publish the result of this node."""
+        self._set(f"{self._number}/result/{result.node}", asdict(result))
 
-    def endings(self, wait_s: float) -> tuple[list[Ending], list[int]]:
-        """Node 0: how the start ended on each node that still lives, and the nodes that were lost."""
+    def collect_results(self, wait_s: float) -> tuple[list[NodeResult], list[int]]:
+        """On node 0, the results of the members and the lost nodes, after at most ``wait_s`` seconds."""
 
         def missing() -> set[int]:
-            told = {node for node in self._members if self._has(f"{self._number}/ended/{node}")}
-            return set(self._members) - told - self._gone(self._members)
+            reported = {node for node in self._members if self._has(f"{self._number}/result/{node}")}
+            return set(self._members) - reported - self._absent(self._members)
 
         self._wait(lambda: not missing(), wait_s)
-        told = [node for node in self._members if self._has(f"{self._number}/ended/{node}")]
-        found = [self._get(f"{self._number}/ended/{node}") for node in told]
-        endings = [Ending(node=f["node"], failures=tuple((r, c) for r, c in f["failures"])) for f in found]
-        left = {node for node in self._members if self._has(f"gone/{node}") and self._get(f"gone/{node}") == DONE}
-        return endings, sorted(set(self._members) - set(told) - left - {self.nodes.rank})
+        reported = [node for node in self._members if self._has(f"{self._number}/result/{node}")]
+        found = [self._get(f"{self._number}/result/{node}") for node in reported]
+        results = [NodeResult(node=f["node"], failures=tuple((r, c) for r, c in f["failures"])) for f in found]
+        finished = {
+            node for node in self._members if self._has(f"left/{node}") and self._get(f"left/{node}") == FINISHED
+        }
+        return results, sorted(set(self._members) - set(reported) - finished - {self.nodes.rank})
 
-    def decide(self, verdict: Verdict) -> None:
-        """Node 0: publish what follows."""
-        self._set(f"{self._number}/verdict", asdict(verdict))
+    def publish_decision(self, decision: Decision) -> None:
+        """On node 0, publish what follows this round."""
+        self._set(f"{self._number}/decision", asdict(decision))
 
-    def verdict(self, wait_s: float) -> Verdict:
-        """What node 0 decided; ``MeetingLostError`` where it does not say within ``wait_s``."""
-        key = f"{self._number}/verdict"
+    def wait_for_decision(self, wait_s: float) -> Decision:
+        """The decision of node 0; raises ``RendezvousLostError`` after ``wait_s`` seconds."""
+        key = f"{self._number}/decision"
         if not self._wait(lambda: self._has(key), wait_s):
-            raise MeetingLostError(f"node 0 gave no verdict within {wait_s:g} s; launch again")
+            raise RendezvousLostError(f"node 0 published no decision within {wait_s:g} s; launch again")
         found = self._get(key)
-        return Verdict(**found | {"more": tuple(found["more"])})
+        return Decision(**found | {"extra_flags": tuple(found["extra_flags"])})
 
     def wait_for_others(self) -> None:
-        """Node 0: wait until no other node of this start is at work; it holds their store, however long they take."""
+        """On node 0, wait for all other members: they need its store until they finish."""
         others = set(self._members) - {self.nodes.rank}
-        self._wait(lambda: others <= self._gone(others) | self._ended(), float("inf"))
+        self._wait(lambda: others <= self._absent(others) | self._failed_nodes(), float("inf"))
 
-    def leave(self, why: str) -> None:
-        """Leave for good: ``DONE`` or ``CALLED``."""
+    def leave(self, reason: str) -> None:
+        """Leave for good; ``reason`` is ``FINISHED`` or ``SIGNALED``."""
         try:
-            self._set(f"gone/{self.nodes.rank}", why)
-        except MeetingLostError:
-            pass  # nobody is left to be told
+            self._set(f"left/{self.nodes.rank}", reason)
+        except RendezvousLostError:
+            pass  # node 0 is gone: no other node can observe this
         finally:
-            self._over.set()
+            self._stopped.set()

@@ -1,4 +1,4 @@
-"""With how many processes, and with which flags, a run goes on: pure functions of what it was."""
+"""Number of processes and flags of a restarted run: pure functions of its previous configuration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processes: int) -> int | None:
-    """Workers of the pipeline when a run goes on with another number of processes.
+    """Pipeline size of a run that resumes with another number of processes.
 
-    The tensor-parallel size stays as it is, because it fixes the mathematics. The pipeline stays where the processes
-    still make whole replicas, whose number follows by itself; else it takes all the processes that a replica can have.
+    The tensor-parallel size does not change, because the bits of the results depend on it. The pipeline size does not
+    change if the processes make whole replicas. Otherwise the number of replicas is kept, if possible.
 
     Args:
-        config: of the run, as in ``run.json``.
-        before: processes that the run had.
-        processes: that it has now.
+        config: configuration of the run, as in ``run.json``.
+        before: previous number of processes.
+        processes: new number of processes.
 
     Returns:
-        The new size; None where nothing has to be said, or where no size fits.
+        The new size; None if it does not change, or if no size fits.
     """
     parallel = config["parallel"]
     tensor, pipeline = int(parallel["tensor_model_parallel_size"]), int(parallel["pipeline_model_parallel_size"])
@@ -30,18 +30,18 @@ def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processe
     return processes // tensor
 
 
-def processes_of(config: Mapping[str, Mapping[str, Any]], before: int, workers: int) -> int:
-    """Processes of a run that goes on with ``workers`` pipeline positions: each has the processes that it had."""
+def process_count(config: Mapping[str, Mapping[str, Any]], before: int, workers: int) -> int:
+    """Number of processes of a run that resumes with ``workers`` pipeline ranks."""
     return before // int(config["parallel"]["pipeline_model_parallel_size"]) * workers
 
 
-def place_flags(run_dir: str, pipeline: int | None) -> tuple[str, ...]:
-    """The flags behind the command of a first start that make it go on with a run."""
+def resume_flags(run_dir: str, pipeline: int | None) -> tuple[str, ...]:
+    """Flags that, appended to the command, resume the run of ``run_dir``."""
     size = () if pipeline is None else ("--pipeline-model-parallel-size", str(pipeline))
     return ("--run-dir", run_dir, "--save", run_dir, "--load", run_dir, *size)
 
 
-def packing_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) -> tuple[str, ...]:
-    """What keeps the planner from releasing at once the workers that somebody asked for."""
+def pack_to_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) -> tuple[str, ...]:
+    """Flags that keep the planner from releasing the pipeline ranks that a user requested."""
     pack_to = config.get("balance", {}).get("pack_to")
     return () if workers is None or pack_to is None else ("--pack-to", str(max(int(pack_to), workers)))

@@ -1,4 +1,4 @@
-"""A batch script for Slurm: a job step for each node, nodes given back when released, requeued where it must go on."""
+"""Batch scripts for Slurm: one job step per node, so that released nodes leave the job; requeue to resume."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from .._common.document import MAX_JOBS, MAX_RANKS
 from .._common.errors import DynmoError, UsageError
-from .job_script import array, exports, one_word, shell_words
+from .job_script import bash_array, check_word, export_lines, shell_words
 
-# One step for each node rather than one for all: a step that ends gives its node back, the others go on.
+# One step per node instead of one for all: a finished step releases its node, and the others continue.
 _BODY = """
 export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 """
 _RUN = """
 declare -A node_of=()  # process of a step: number of its node
-# Shortly before the time is over Slurm sends USR1: save, end, and resume in the queue. A signal may come at once.
-again=
-trap 'again=time; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# Slurm sends USR1 before the time limit: save, exit and requeue. The signal may arrive immediately.
+requeue=
+trap 'requeue=time; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM INT
 
 for node in "${!hosts[@]}"; do
@@ -28,40 +28,40 @@ for node in "${!hosts[@]}"; do
   node_of[$!]=$node
 done
 
-done_early=()
+released=()
 
-give_back() {  # a node whose workers were released
+release_node() {  # a node whose ranks were released
   unset "hosts[$1]"
-  local left
-  left=$(IFS=,; echo "${hosts[*]}")
-  echo "node $1 is given back, $left go on"
-  (cd "$(mktemp -d)" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$left") || true
+  local remaining
+  remaining=$(IFS=,; echo "${hosts[*]}")
+  echo "Released node $1; $remaining continue."
+  (cd "$(mktemp -d)" && scontrol update JobId="$SLURM_JOB_ID" NodeList="$remaining") || true
 }
 
 code=0
 while ((${#node_of[@]})); do
   sleep 1 &
-  wait "$!"  # a trap interrupts it
+  wait "$!"  # a trap interrupts wait
   finished=()
   for step_id in "${!node_of[@]}"; do
     kill -0 "$step_id" 2>/dev/null || finished+=("$step_id")
   done
   for step_id in "${finished[@]}"; do
     wait "$step_id"
-    ended=$?
+    status=$?
     node=${node_of[$step_id]}
     unset "node_of[$step_id]"
-    if ((ended == 0 && node > 0)); then done_early+=("$node"); fi
-    if ((ended != 0 && code != 75)); then code=$ended; fi
+    if ((status == 0 && node > 0)); then released+=("$node"); fi
+    if ((status != 0 && code != 75)); then code=$status; fi
   done
-  # At the end of a run all steps end together: a node is given back once the others have gone on for two looks.
-  if ((${#finished[@]} == 0 && ${#done_early[@]} && ${#node_of[@]})); then
-    for node in "${done_early[@]}"; do give_back "$node"; done
-    done_early=()
+  # At the end of a run all steps end together: release a node only if the others still run at the next check.
+  if ((${#finished[@]} == 0 && ${#released[@]} && ${#node_of[@]})); then
+    for node in "${released[@]}"; do release_node "$node"; done
+    released=()
   fi
 done
 
-if [[ -n $again || $code == 75 ]]; then
+if [[ -n $requeue || $code == 75 ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -69,8 +69,8 @@ exit "$code"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A group of like nodes of a heterogeneous job."""
+class HetGroup:
+    """A group of identical nodes of a heterogeneous job."""
 
     nodes: int
     partition: str
@@ -79,12 +79,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What is submitted. ``least`` to ``most`` nodes of ``nproc`` processes; empty texts and None leave options out."""
+    """A Slurm job: ``min_nodes`` to ``max_nodes`` nodes with ``nproc`` processes; empty strings omit options."""
 
     arguments: tuple[str, ...]
     name: str
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     nproc: int
     gpus: int = 0
     cpus: int = 0
@@ -94,7 +94,7 @@ class SlurmJob:
     qos: str = ""
     output: str = "slurm-%x-%j.out"
     array: int = 0
-    parts: tuple[Part, ...] = ()
+    het_groups: tuple[HetGroup, ...] = ()
     save_before_s: int = 120
     max_restarts: int = 3
     log_dir: str = "logs"
@@ -102,29 +102,29 @@ class SlurmJob:
     mounts: tuple[str, ...] = ()
     workdir: str = ""
     exports: dict[str, str] = field(default_factory=dict)
-    more: tuple[str, ...] = ()
+    extra_options: tuple[str, ...] = ()
 
 
-def parse_part(text: str) -> Part:
-    """``NODES:PARTITION[:GPUS]`` of ``--het``."""
+def parse_het_group(text: str) -> HetGroup:
+    """Parse ``NODES:PARTITION[:GPUS]``, the value of ``--het``."""
     words = text.split(":")
     if len(words) not in (2, 3) or not words[0].isdecimal() or int(words[0]) < 1 or not all(words):
-        raise UsageError(f"--het takes NODES:PARTITION or NODES:PARTITION:GPUS, is {text!r}")
+        raise UsageError(f"--het {text!r}: must be NODES:PARTITION or NODES:PARTITION:GPUS")
     gpus = words[2] if len(words) == 3 else "0"
     if not gpus.isdecimal():
-        raise UsageError(f"--het takes a number of GPUs a node, is {text!r}")
+        raise UsageError(f"--het {text!r}: GPUS must be an integer, the number per node")
     if int(words[0]) > MAX_RANKS or int(gpus) > MAX_JOBS:
-        raise UsageError(f"--het {text!r}: must be at most {MAX_RANKS:,} nodes, of at most {MAX_JOBS:,} GPUs")
-    return Part(nodes=int(words[0]), partition=words[1], gpus=int(gpus))
+        raise UsageError(f"--het {text!r}: must have at most {MAX_RANKS:,} nodes with at most {MAX_JOBS:,} GPUs")
+    return HetGroup(nodes=int(words[0]), partition=words[1], gpus=int(gpus))
 
 
 def _request(nodes: str, partition: str, gpus: int, job: SlurmJob) -> str:
-    """The options by which a group of nodes is asked for."""
+    """The ``#SBATCH`` lines that request a group of nodes."""
     lines = f"#SBATCH --nodes={nodes}\n"
-    if "-" not in nodes:  # of a range Slurm gives no more nodes than the tasks need: the least
+    if "-" not in nodes:  # for a range, a task count makes Slurm allocate the minimum
         lines += "#SBATCH --ntasks-per-node=1\n"
     if partition:
-        lines += f"#SBATCH --partition={one_word('--partition', partition)}\n"
+        lines += f"#SBATCH --partition={check_word('--partition', partition)}\n"
     if gpus:
         lines += f"#SBATCH --gpus-per-node={gpus}\n"
     if job.cpus:
@@ -139,25 +139,27 @@ def _head(job: SlurmJob) -> str:
         "--time": job.time,
         "--account": job.account,
         "--qos": job.qos,
-        # One at a time: each element goes on with what the one before has saved.
+        # One at a time: each element resumes from the checkpoint of the previous one.
         "--array": f"1-{job.array}%1" if job.array else "",
     }
-    lines = "".join(f"#SBATCH {option}={one_word(option, value)}\n" for option, value in named.items() if value)
+    lines = "".join(f"#SBATCH {option}={check_word(option, value)}\n" for option, value in named.items() if value)
     lines += "#SBATCH --requeue\n#SBATCH --open-mode=append\n"
     if job.time:
         lines += f"#SBATCH --signal=B:USR1@{job.save_before_s}\n"
-    for word in job.more:
-        lines += f"#SBATCH {one_word('--sbatch', word)}\n"
-    if not job.parts:
-        nodes = str(job.most) if job.least == job.most else f"{job.least}-{job.most}"
+    for word in job.extra_options:
+        lines += f"#SBATCH {check_word('--sbatch', word)}\n"
+    if not job.het_groups:
+        nodes = str(job.max_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes}-{job.max_nodes}"
         return lines + _request(nodes, job.partition, job.gpus, job)
-    groups = [_request(str(part.nodes), part.partition, part.gpus, job) for part in job.parts]
+    groups = [_request(str(group.nodes), group.partition, group.gpus, job) for group in job.het_groups]
     return lines + "#SBATCH hetjob\n".join(groups)
 
 
 def _hosts(job: SlurmJob) -> str:
-    """Lines that put the names of the job's nodes in order into ``hosts``."""
-    lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(len(job.parts))] or ["SLURM_JOB_NODELIST"]
+    """Bash lines that set ``hosts`` to the node names of the job, in order."""
+    lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(len(job.het_groups))] or [
+        "SLURM_JOB_NODELIST"
+    ]
     lines = "hosts=()\n"
     for name in lists:
         lines += f'mapfile -t -O "${{#hosts[@]}}" hosts < <(scontrol show hostnames "${name}")\n'
@@ -165,59 +167,66 @@ def _hosts(job: SlurmJob) -> str:
 
 
 def _step(job: SlurmJob) -> list[str]:
-    """Options of one node's job step, quoted."""
+    """The ``srun`` options of the job step of a node, quoted."""
     words = ["--nodes=1", "--ntasks=1", "--export=ALL", "--cpu-bind=none"]
     if job.cpus:
         words.append(f"--cpus-per-task={job.cpus}")
-    if job.parts:
-        words.append(f"--het-group=0-{len(job.parts) - 1}")
+    if job.het_groups:
+        words.append(f"--het-group=0-{len(job.het_groups) - 1}")
     container = {
         "--container-image": job.image,
         "--container-mounts": ",".join(job.mounts),
         "--container-workdir": job.workdir,
     }
-    words += [f"{option}={one_word(option, value)}" for option, value in container.items() if value]
+    words += [f"{option}={check_word(option, value)}" for option, value in container.items() if value]
     return words
 
 
 def slurm_script(job: SlurmJob) -> str:
-    """The batch script, a pure function of the job.
+    """The batch script of a job.
 
     Raises:
-        UsageError: a value would not stay one word.
+        UsageError: a value is not a single word.
     """
-    least = str(job.least) if not job.parts else str(sum(part.nodes for part in job.parts))
+    min_nodes = str(job.min_nodes) if not job.het_groups else str(sum(group.nodes for group in job.het_groups))
     launcher = ["dynmo-train", "launch", "node", "--nproc", str(job.nproc)]
-    launcher += ["--nnodes", f'"{least}:${{#hosts[@]}}"', "--job", '"slurm-$SLURM_JOB_ID"']
+    launcher += ["--nnodes", f'"{min_nodes}:${{#hosts[@]}}"', "--job", '"slurm-$SLURM_JOB_ID"']
     launcher += ["--max-restarts", str(job.max_restarts), "--save-s", str(job.save_before_s)]
-    launcher += ["--log-dir", one_word("--log-dir", job.log_dir) + '/"$SLURM_JOB_ID"', "--"]
+    launcher += ["--log-dir", check_word("--log-dir", job.log_dir) + '/"$SLURM_JOB_ID"', "--"]
     return (
         "#!/bin/bash\n"
         + _head(job)
-        + "\n# Written by dynmo-train launch slurm. Sizes can be set when it is submitted: NUM_LAYERS=64 sbatch FILE\n"
+        + "\n# Generated by dynmo-train launch slurm. Environment variables override sizes: NUM_LAYERS=64 sbatch FILE\n"
         + "set -uo pipefail\n\n"
-        + exports(job.exports)
+        + export_lines(job.exports)
         + _hosts(job)
         + _BODY.lstrip("\n")
-        + array("step", _step(job))
-        + array("command", [*launcher, *shell_words(job.arguments)])
+        + bash_array("step", _step(job))
+        + bash_array("command", [*launcher, *shell_words(job.arguments)])
         + _RUN
     )
 
 
 def submit_script(file: Path, command: Sequence[str], *, by_stdin: bool) -> str:
-    """Hand a script to its scheduler; what that says, such as the number of the job.
+    """Submit a script and return the output of the scheduler, such as the job id.
+
+    Args:
+        file: batch script.
+        command: submission command of the scheduler.
+        by_stdin: whether the command reads the script from standard input.
 
     Raises:
-        UsageError: the command is not here.
-        DynmoError: the scheduler refuses the script.
+        UsageError: the submission command is not installed.
+        DynmoError: the scheduler rejected the script.
     """
     words = [*command] if by_stdin else [*command, str(file)]
-    given = file.read_text(encoding="utf-8") if by_stdin else None
+    script = file.read_text(encoding="utf-8") if by_stdin else None
     try:
-        done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, input=script, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise UsageError(f"{command[0]} is not on PATH; write the script with --dry-run and submit it there") from error
+        raise UsageError(
+            f"{command[0]}: not found on PATH; print the script with --dry-run and submit it on the cluster"
+        ) from error
     if done.returncode:
-        raise DynmoError(f"{command[0]} refuses {file}: {done.stderr.strip()}")
+        raise DynmoError(f"{command[0]} rejected {file}: {done.stderr.strip()}")
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""What a worker process does so that it never outlives its launcher or a signal."""
+"""Worker processes end with their launcher and after a signal, also inside a blocking collective."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 LAUNCHER_PID_VARIABLE = "DYNMO_LAUNCHER_PID"
 GRACE_VARIABLE = "DYNMO_GRACE_S"
-# Seconds to save in where the whole launch was told to end, and the file that is there once it was.
+# Seconds to save a checkpoint after the launcher received a signal, and the file that exists from then on.
 SAVE_VARIABLE = "DYNMO_SAVE_S"
-TOLD_FILE_VARIABLE = "DYNMO_TOLD_FILE"
-# The file in which rank 0 records the run directory; the launcher restarts workers from what is there.
+SHUTDOWN_FILE_VARIABLE = "DYNMO_SHUTDOWN_FILE"
+# The file in which rank 0 records the run directory, from which the launcher restarts the workers.
 LAUNCH_FILE_VARIABLE = "DYNMO_LAUNCH_FILE"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
@@ -30,25 +30,25 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def watch_launcher(environment: Mapping[str, str]) -> None:
-    """Start a thread that ends this process where Python cannot; nothing happens outside a launcher.
+    """Start a thread that ends this process after a signal or the end of the launcher; no effect without a launcher.
 
-    The main thread may stand in a collective for minutes, and Python's signal handlers wait for it. So the thread ends
-    the process a few seconds after SIGTERM or SIGINT, or once the launcher is gone. Where the launcher itself was told
-    to end it says so in a file, and there is more time: for the step, and to save.
+    Python runs signal handlers in the main thread, which may block in a collective for minutes. The thread therefore
+    ends the process ``DYNMO_GRACE_S`` seconds after SIGTERM or SIGINT, or once the launcher is gone. If the launcher
+    itself received the signal, which a file indicates, the process has ``DYNMO_SAVE_S`` seconds to save.
     """
     if not is_launched(environment):
         return
     grace_s = float(environment.get(GRACE_VARIABLE, "5"))
     save_s = float(environment.get(SAVE_VARIABLE, "0"))
-    told_file = Path(told) if (told := environment.get(TOLD_FILE_VARIABLE)) else None
+    shutdown_file = Path(path) if (path := environment.get(SHUTDOWN_FILE_VARIABLE)) else None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     launcher = int(environment[LAUNCHER_PID_VARIABLE])
-    threading.Thread(target=_watch, args=(reader, launcher, grace_s, save_s, told_file), daemon=True).start()
+    threading.Thread(target=_watch, args=(reader, launcher, grace_s, save_s, shutdown_file), daemon=True).start()
 
 
-def _watch(reader: int, launcher: int, grace_s: float, save_s: float, told_file: Path | None) -> None:
+def _watch(reader: int, launcher: int, grace_s: float, save_s: float, shutdown_file: Path | None) -> None:
     received, since = 0, 0.0
     while True:
         ready, _, _ = select.select([reader], [], [], min(_POLL_S, grace_s or _POLL_S))
@@ -59,21 +59,24 @@ def _watch(reader: int, launcher: int, grace_s: float, save_s: float, told_file:
             time.sleep(grace_s)
             os._exit(128 + (received or signal.SIGHUP))
         if received:
-            told = told_file is not None and told_file.exists()
-            if time.monotonic() - since >= (max(grace_s, save_s) if told else grace_s):
+            may_save = shutdown_file is not None and shutdown_file.exists()
+            if time.monotonic() - since >= (max(grace_s, save_s) if may_save else grace_s):
                 os._exit(128 + received)
 
 
-def end(code: object, environment: Mapping[str, str]) -> None:
-    """End this process with the exit code that its work gave; an exit with a message goes on from here.
+def exit_process(code: object, environment: Mapping[str, str]) -> None:
+    """Exit without finalizing the interpreter; returns if ``code`` is a message.
 
-    Threads of process groups, which a run in one process has as well, let go of tensors when they like. Where one does
-    so while the interpreter is being torn down, the process ends by SIGABRT ("terminate called without an active
-    exception") after all its work is done, so the interpreter is not torn down: what Python does at an exit is done
-    here.
+    Threads of process groups may release tensors at any time. If one does so during finalization, the process aborts
+    ("terminate called without an active exception") after all its work is done. This function therefore joins threads,
+    runs exit handlers and flushes streams itself.
+
+    Args:
+        code: argument of ``SystemExit``: an exit code, None or a message.
+        environment: environment of the process.
     """
     if is_launched(environment):
-        # A scheduler or a terminal signals the launcher and its workers, and the launcher signals them again.
+        # A scheduler or terminal signals both launcher and workers, and the launcher forwards the signal.
         for number in _ENDING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     if code is not None and not isinstance(code, int):

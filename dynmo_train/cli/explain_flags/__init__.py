@@ -1,1 +1,1 @@
-"""``explain-flags``: what the flags of published scripts mean here."""
+"""``dynmo-train explain-flags``: translate the flags of published scripts."""

@@ -1,4 +1,4 @@
-"""``dynmo-train explain-flags``: what a script of Megatron-LM, DeepSpeed or Optimus-CC means here."""
+"""``dynmo-train explain-flags``: the equivalents of flags in a script of Megatron-LM, DeepSpeed or Optimus-CC."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ import typer
 
 from ..._common.console import Format, emit, emit_json, emit_table
 from ..._common.errors import UsageError
-from ...config.compat import FLAGS, Known
+from ...config.compat import FLAGS, CompatFlag, ignored, refused
 from ...config.resolve import option_specs
 from ...config.task_command import TASK_FLAGS, TaskCommand
 from ...formats.input_text import read_input
-from .command_help import explain_foreign, script_of
+from .command_help import equivalent_script, explain_other_package
 from .published_scripts import TABLE
-from .script_commands import Meaning, ScriptCommand, explain, read_script
+from .script_commands import FlagMeaning, ScriptCommand, explain, read_script
 
-# Flags of the programs behind evaluation that the name of the command here, or its --load, replaces.
-_TASK_SCRIPTS = {
-    "--task": Known("nothing", ("the name of the command says it",), 1),
-    "--model": Known("nothing", ("the checkpoint says it",), 1),
-    "--model_args": Known("refused", ("write --load and the directory that pretrained= names",), 1),
+# Flags of evaluation programs that the name of the command, or --load, replaces.
+_TASK_SCRIPT_FLAGS = {
+    "--task": ignored("implied by the command", 1),
+    "--model": ignored("implied by the checkpoint", 1),
+    "--model_args": refused("is not supported; use --load with the directory of pretrained=", 1),
 }
 
 
-def _command(root: Any, ours: str) -> Any:
-    """The subcommand that a name such as ``dynmo-train pretrain gpt`` stands for; None for another package's.
+def _find_command(root: Any, name: str) -> Any:
+    """The subcommand of a name such as ``dynmo-train pretrain gpt``; None for a command of another package.
 
     Args:
         root: the command ``dynmo-train``.
-        ours: the name.
+        name: name of the subcommand.
     """
-    program, *names = ours.split()
+    program, *names = name.split()
     command: Any = root if program == "dynmo-train" else None
     for name in names:
         command = getattr(command, "commands", {}).get(name)
     return command
 
 
-def _explain(root: Any, command: ScriptCommand) -> list[Meaning] | None:
-    """Every flag of a command of a script; None where its command here is not installed, or a script."""
-    ours = _command(root, command.ours)
-    if ours is None:
-        return explain_foreign(command)
+def _explain(root: Any, command: ScriptCommand) -> list[FlagMeaning] | None:
+    """The meaning of each flag of a command; None if its equivalent is a script or not installed."""
+    equivalent = _find_command(root, command.equivalent)
+    if equivalent is None:
+        return explain_other_package(command)
     flags: dict[str, int] = {}
     helps: dict[str, str] = {}
-    table: Mapping[str, Known] = FLAGS
-    if isinstance(ours, TaskCommand):
-        table = {**TASK_FLAGS, **_TASK_SCRIPTS}
+    table: Mapping[str, CompatFlag] = FLAGS
+    if isinstance(equivalent, TaskCommand):
+        table = {**TASK_FLAGS, **_TASK_SCRIPT_FLAGS}
         for spec in option_specs().values():
-            says = "checked against the checkpoint" if spec.concern == "model" else "nothing to do without training"
+            meaning = "checked against the checkpoint" if spec.concern == "model" else "no effect without training"
             for name in (spec.flag, spec.negative):
                 if name:
-                    flags[name], helps[name] = int(spec.kind is not bool), says
-    for option in ours.params:
+                    flags[name], helps[name] = int(spec.kind is not bool), meaning
+    for option in equivalent.params:
         for name in (*option.opts, *option.secondary_opts):
             flags[name] = 0 if getattr(option, "is_flag", False) else option.nargs
             helps[name] = getattr(option, "help", None) or ""
     return explain(command, flags, helps, table)
 
 
-def _document(command: ScriptCommand, meanings: list[Meaning]) -> dict[str, Any]:
+def _document(command: ScriptCommand, meanings: list[FlagMeaning]) -> dict[str, Any]:
     return {
         "program": command.program,
-        "command": command.ours,
+        "command": command.equivalent,
         "launcher": command.launcher,
         "flags": [{"flag": m.flag, "values": list(m.values), "kind": m.kind, "meaning": m.text} for m in meanings],
     }
@@ -74,32 +74,30 @@ def _document(command: ScriptCommand, meanings: list[Meaning]) -> dict[str, Any]
 def explain_flags(
     context: typer.Context,
     script: Annotated[
-        Path | None, typer.Argument(help="A shell script that starts Megatron's programs; it is not run.")
+        Path | None, typer.Argument(help="Shell script that starts Megatron's programs; it is not executed.")
     ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the table of published scripts and what they are here.")
-    ] = False,
-    form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+    table: Annotated[bool, typer.Option("--table", help="Print published scripts and their equivalents.")] = False,
+    form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say, flag by flag, what a script of Megatron-LM and its kin means here.
+    """Translate the flags of a script of Megatron-LM, Megatron-DeepSpeed, DeepSpeed or Optimus-CC.
 
-    Ends with exit code 3 where a flag is refused or unknown.
+    Exits with code 3 if a flag is refused or unknown.
     """
     if table:
         _show_table(form)
         return
     if script is None:
-        raise UsageError("explain-flags needs a SCRIPT, or --table")
-    commands, stands_in = read_script(read_input(script)), script_of(str(script))
-    if not commands and stands_in is None:
-        raise UsageError(f"{script} starts none of the programs that are known here, such as pretrain_gpt.py")
+        raise UsageError("SCRIPT is missing; give the path of a shell script, or --table")
+    commands, equivalent = read_script(read_input(script)), equivalent_script(str(script))
+    if not commands and equivalent is None:
+        raise UsageError(f"{script}: must start a known program, such as pretrain_gpt.py")
     root = context.find_root().command
     explained = [(command, _explain(root, command)) for command in commands]
     if form is Format.JSON:
         emit_json([_document(command, meanings or []) for command, meanings in explained])
     else:
-        if stands_in:
-            emit(f"{script}: here {stands_in}\n")
+        if equivalent:
+            emit(f"{script}: equivalent to {equivalent}\n")
         for command, meanings in explained:
             _show(command, meanings)
     bad = any(one.kind in ("refused", "unknown") for _, meanings in explained for one in meanings or ())
@@ -107,19 +105,18 @@ def explain_flags(
 
 
 def _show_table(form: Format) -> None:
-    rows = [(row.source, row.name, row.ours) for row in TABLE]
+    rows = [(row.source, row.name, row.equivalent) for row in TABLE]
     if form is Format.JSON:
-        emit_json([{"source": source, "name": name, "ours": ours} for source, name, ours in rows])
+        emit_json([{"source": source, "name": name, "equivalent": equivalent} for source, name, equivalent in rows])
     else:
-        emit_table("", ("published by", "script", "here"), rows)
+        emit_table("", ("publisher", "script", "equivalent"), rows)
 
 
-def _show(command: ScriptCommand, meanings: list[Meaning] | None) -> None:
-    emit(f"{command.program}: {command.ours}" + (f", started by {command.launcher}" if command.launcher else ""))
+def _show(command: ScriptCommand, meanings: list[FlagMeaning] | None) -> None:
+    emit(f"{command.program}: {command.equivalent}" + (f", launched by {command.launcher}" if command.launcher else ""))
     if meanings is None:
-        emit(
-            "  what it takes is said at its head\n" if command.ours.startswith("bin/") else f"  {command.ours} --help\n"
-        )
+        is_script = command.equivalent.startswith("bin/")
+        emit("  see the comment at the top of the script\n" if is_script else f"  {command.equivalent} --help\n")
         return
     rows = [(" ".join((m.flag, *m.values)), m.kind, m.text) for m in meanings]
-    emit_table("", ("flag", "here", "meaning"), rows)
+    emit_table("", ("flag", "kind", "meaning"), rows)

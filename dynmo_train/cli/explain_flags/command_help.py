@@ -1,4 +1,4 @@
-"""What a command of another package says of its flags, read from its ``--help``: the packages share no code."""
+"""Flags of commands of the other packages, parsed from their ``--help``: the packages share no code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import subprocess
 
 from ...config.compat import is_flag
 from ...launch.find_command import program_path
-from .published_scripts import CLASSIC_FLAGS, PLACES, find
-from .script_commands import Meaning, ScriptCommand, flags_with_values
+from .published_scripts import CLASSIC_FLAGS, POSITIONAL_ARGUMENTS, find
+from .script_commands import FlagMeaning, ScriptCommand, flags_with_values
 
 _OPTION = re.compile(r"  (-\S.*?)(?:  +(\S.*))?$")
 _FLAG = re.compile(r"--?[A-Za-z][\w-]*")
 
 
 def parse_help(text: str) -> dict[str, str]:
-    """Flag -> what it does, of the help text that a command prints."""
+    """Parse the help text of a command into a mapping from flag to help."""
     found: dict[str, str] = {}
     flags: list[str] = []
     for line in text.splitlines():
@@ -30,43 +30,50 @@ def parse_help(text: str) -> dict[str, str]:
     return found
 
 
-def explain_foreign(command: ScriptCommand) -> list[Meaning] | None:
-    """Flag by flag, what a command of a script means to a command of another package; None where that is not here."""
-    program, *names = command.ours.split()
-    where = program_path(program) if program.startswith("dynmo-") else None
-    if where is None:
+def explain_other_package(command: ScriptCommand) -> list[FlagMeaning] | None:
+    """The meaning of each flag to a command of another package; None if that package is not installed."""
+    program, *names = command.equivalent.split()
+    path = program_path(program) if program.startswith("dynmo-") else None
+    if path is None:
         return None
-    done = subprocess.run([where, *names, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run([path, *names, "--help"], capture_output=True, text=True, check=False)
     return explain_by_help(command, parse_help(done.stdout)) if done.returncode == 0 else None
 
 
-def explain_by_help(command: ScriptCommand, helps: dict[str, str]) -> list[Meaning]:
-    """As ``explain_foreign``, for help that was read."""
-    meanings = _by_place(command)
+def explain_by_help(command: ScriptCommand, helps: dict[str, str]) -> list[FlagMeaning]:
+    """The meaning of each flag of a command.
+
+    Args:
+        command: command of a script.
+        helps: flag of the equivalent command to its help.
+    """
+    meanings = _positional_meanings(command)
     for flag, values in flags_with_values(command.arguments):
         own = next((name for name in (flag, flag.replace("_", "-")) if name in helps), None)
-        if own is None and (classic := CLASSIC_FLAGS.get((command.ours, flag))):
-            meanings.append(Meaning(flag, values, "same", classic))
+        if own is None and (classic := CLASSIC_FLAGS.get((command.equivalent, flag))):
+            meanings.append(FlagMeaning(flag, values, "same", classic))
         elif own is None:
-            meanings.append(Meaning(flag, values, "unknown", f"{command.ours} has no such flag"))
+            meanings.append(FlagMeaning(flag, values, "unknown", f"{command.equivalent} has no such flag"))
         else:
-            meanings.append(Meaning(flag, values, "same", ("" if own == flag else f"{own}: ") + helps[own]))
+            meanings.append(FlagMeaning(flag, values, "same", ("" if own == flag else f"{own}: ") + helps[own]))
     return meanings
 
 
-def _by_place(command: ScriptCommand) -> list[Meaning]:
-    """The words before the first flag: files that the program knows by their places."""
+def _positional_meanings(command: ScriptCommand) -> list[FlagMeaning]:
+    """The meanings of positional arguments: the words before the first flag."""
     words = list(itertools.takewhile(lambda word: not is_flag(word), command.arguments))
-    places = PLACES.get(command.program.rpartition("/")[2], ())
-    if not places:
-        return [Meaning(word, (), "same", "a file") for word in words]
+    roles = POSITIONAL_ARGUMENTS.get(command.program.rpartition("/")[2], ())
+    if not roles:
+        return [FlagMeaning(word, (), "same", "a file") for word in words]
     if len(words) != len(command.arguments):
-        return [Meaning(word, (), "unknown", f"with flags behind it, {command.ours} wants -o") for word in words]
-    known = [Meaning(word, (), "same", place) for word, place in zip(words, places, strict=False)]
-    return known + [Meaning(word, (), "unknown", "one word too many") for word in words[len(places) :]]
+        return [
+            FlagMeaning(word, (), "unknown", f"with flags after it, {command.equivalent} needs -o") for word in words
+        ]
+    known = [FlagMeaning(word, (), "same", role) for word, role in zip(words, roles, strict=False)]
+    return known + [FlagMeaning(word, (), "unknown", "unexpected argument") for word in words[len(roles) :]]
 
 
-def script_of(path: str) -> str | None:
-    """The script here that stands in for a published one, known by its name; None without one."""
+def equivalent_script(path: str) -> str | None:
+    """The script in ``bin/`` that is equivalent to a published one of that name; None without one."""
     row = find(path)
-    return row.ours if row and row.ours.startswith("bin/") else None
+    return row.equivalent if row and row.equivalent.startswith("bin/") else None

@@ -1,4 +1,4 @@
-"""Shell scripts of Megatron-LM and its kin, read but never run: which programs they start, and with which flags."""
+"""Parse shell scripts of Megatron-LM and similar projects, without executing them: programs and their flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...config.compat import FLAGS, SEVERAL, Known, is_flag, own_name, translate
+from ...config.compat import FLAGS, MULTI_WORD_FLAGS, CompatFlag, declared_name, is_flag, translate, values_after
 from .published_scripts import LAUNCHERS, TASKS, find
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -20,17 +20,17 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """A command line that a script starts, with its variables filled in: words before the program, and behind it."""
+    """A command line of a script with expanded variables: words before the program, and its arguments."""
 
     before: tuple[str, ...]
     program: str
     arguments: tuple[str, ...]
 
     @property
-    def ours(self) -> str:
-        """The command here that does its work."""
+    def equivalent(self) -> str:
+        """The equivalent command of this project."""
         row = find(self.program)
-        name = row.ours if row else self.program
+        name = row.equivalent if row else self.program
         if name != "dynmo-train tasks":
             return name
         if "--tasks" in self.arguments:  # lm-evaluation-harness
@@ -40,33 +40,33 @@ class ScriptCommand:
 
     @property
     def launcher(self) -> str | None:
-        """The command here in place of the one that started several processes, if there was one."""
+        """The equivalent launch command; None if the script does not use a launcher."""
         return next((LAUNCHERS[word] for word in self.before if word in LAUNCHERS), None)
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Variables filled in, as far as the script itself gives them values."""
+    """Expand the variables that the script assigns."""
     for _ in range(_DEPTH):
-        made = _EXPANSION.sub(
+        expanded = _EXPANSION.sub(
             lambda m: variables.get(m[1] or m[3], m[2] if m[2] is not None else m[0]),
             text,
         )
-        if made == text:
+        if expanded == text:
             break
-        text = made
+        text = expanded
     return text
 
 
 def _lines(text: str) -> list[str]:
-    """Logical lines: continued ones joined, also inside quotes; comments gone."""
+    """Logical lines: without comments, with continuation lines and quoted line breaks joined."""
     lines: list[str] = []
-    held = ""
+    pending = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
-        held += ("\n" if held else "") + (line if held else _COMMENT.sub("", line))
-        if held.count('"') % 2 == 0 and held.count("'") % 2 == 0:
-            lines.append(held)
-            held = ""
-    return [*lines, held] if held else lines
+        pending += ("\n" if pending else "") + (line if pending else _COMMENT.sub("", line))
+        if pending.count('"') % 2 == 0 and pending.count("'") % 2 == 0:
+            lines.append(pending)
+            pending = ""
+    return [*lines, pending] if pending else lines
 
 
 def _words(line: str) -> list[str]:
@@ -77,7 +77,7 @@ def _words(line: str) -> list[str]:
 
 
 def _follow(line: str, variables: Mapping[str, str], branches: list[bool]) -> bool:
-    """Whether a line is an ``if``, ``else`` or ``fi``; keeps which of the open branches are taken."""
+    """Whether a line is an ``if``, ``else`` or ``fi``; updates which open branches are taken."""
     if match := _CONDITION.match(line):
         same = _expand(match[1], variables) == _expand(match[3], variables)
         branches.append(same != (match[2] == "!="))
@@ -95,8 +95,8 @@ def _follow(line: str, variables: Mapping[str, str], branches: list[bool]) -> bo
 def read_script(text: str) -> list[ScriptCommand]:
     """The known programs that a script starts, in order.
 
-    Assignments are taken in the order of the text. An ``if`` that compares two words is followed, any other is taken to
-    hold; nothing is run.
+    Assignments apply in the order of the text. An ``if`` that compares two words is evaluated; any other condition is
+    assumed to be true. Nothing is executed.
     """
     variables: dict[str, str] = {}
     found: list[ScriptCommand] = []
@@ -104,10 +104,10 @@ def read_script(text: str) -> list[ScriptCommand]:
     for line in _lines(_SUBSHELL.sub("$(...)", text)):
         if _follow(line.strip(), variables, branches) or not all(branches):
             continue
-        given = _words(line)
-        given = given[1:] if given[:1] == ["export"] else given
-        pairs = [match for match in map(_ASSIGNMENT.fullmatch, given) if match]
-        if given and len(pairs) == len(given):  # else they are for one command
+        words = _words(line)
+        words = words[1:] if words[:1] == ["export"] else words
+        pairs = [match for match in map(_ASSIGNMENT.fullmatch, words) if match]
+        if words and len(pairs) == len(words):  # else they apply to one command
             for match in pairs:
                 value = " ".join(match[2].split())
                 variables[match[1]] = _expand(value, {**variables, match[1]: variables.get(match[1], "")})
@@ -117,14 +117,14 @@ def read_script(text: str) -> list[ScriptCommand]:
             continue
         at = next((n for n, word in enumerate(words) if find(word)), None)
         if at is not None:
-            behind = [word for word in words[at + 1 :] if word not in ("$@", "\\", ";", "&")]
-            found.append(ScriptCommand(tuple(words[:at]), words[at], tuple(behind)))
+            arguments = [word for word in words[at + 1 :] if word not in ("$@", "\\", ";", "&")]
+            found.append(ScriptCommand(tuple(words[:at]), words[at], tuple(arguments)))
     return found
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What a flag of a script means here. ``kind``: same, becomes, nothing, refused or unknown."""
+class FlagMeaning:
+    """The meaning of a flag of a script. ``kind``: same, becomes, ignored, refused or unknown."""
 
     flag: str
     values: tuple[str, ...]
@@ -133,28 +133,25 @@ class Meaning:
 
 
 def _flags(
-    arguments: Sequence[str], declared: Mapping[str, int], table: Mapping[str, Known]
+    arguments: Sequence[str], declared: Mapping[str, int], table: Mapping[str, CompatFlag]
 ) -> list[tuple[str, tuple[str, ...]]]:
-    """Flags with their values; a flag that nobody knows has the words before the next flag."""
-    made: list[tuple[str, tuple[str, ...]]] = []
+    """Flags with their values; an unknown flag has all words before the next flag."""
+    flags: list[tuple[str, tuple[str, ...]]] = []
     at = 0
     while at < len(arguments):
         flag, equals, value = arguments[at].partition("=")
         at += 1
         if not is_flag(flag):
             continue
-        own, known = own_name(flag, declared, table), table.get(flag)
-        count = SEVERAL.get(own, declared[own]) if own in declared else (abs(known.values or 0) if known else None)
-        end = at
-        while end < len(arguments) and not is_flag(arguments[end]) and (count is None or end - at < count):
-            end += 1
-        made.append((flag, (value,) if equals else tuple(arguments[at:end])))
-        at = at if equals else end
-    return made
+        name, known = declared_name(flag, declared, table), table.get(flag)
+        count = MULTI_WORD_FLAGS.get(name, declared[name]) if name in declared else known.num_values if known else None
+        values, at = ([value], at) if equals else values_after(arguments, at, count)
+        flags.append((flag, tuple(values)))
+    return flags
 
 
 def flags_with_values(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Flags with the words before the next one, of a command whose flags nobody here declares."""
+    """Flags with all words before the next flag, for a command of another package."""
     return _flags(arguments, {}, {})
 
 
@@ -162,31 +159,32 @@ def explain(
     command: ScriptCommand,
     declared: Mapping[str, int],
     helps: Mapping[str, str],
-    table: Mapping[str, Known] = FLAGS,
-) -> list[Meaning]:
-    """Flag by flag, what a command of a script means here.
+    table: Mapping[str, CompatFlag] = FLAGS,
+) -> list[FlagMeaning]:
+    """The meaning of each flag of a command.
 
     Args:
-        command: of the script.
-        declared: flags of the command here, and how many words follow each.
-        helps: what each of those does.
-        table: what the other flags mean to it.
+        command: command of a script.
+        declared: flag of the equivalent command to its number of values.
+        helps: flag of the equivalent command to its help.
+        table: flags that are not declared.
     """
-    family = command.ours.rpartition(" ")[2] if command.ours.startswith("dynmo-train pretrain") else "gpt"
-    meanings: list[Meaning] = []
+    family = command.equivalent.rpartition(" ")[2] if command.equivalent.startswith("dynmo-train pretrain") else "gpt"
+    meanings: list[FlagMeaning] = []
     for flag, values in _flags(command.arguments, declared, table):
-        own = own_name(flag, declared, table)
-        if own in declared:
-            meanings.append(Meaning(flag, values, "same", ("" if own == flag else f"{own}: ") + helps.get(own, "")))
+        name = declared_name(flag, declared, table)
+        if name in declared:
+            alias = "" if name == flag else f"{name}: "
+            meanings.append(FlagMeaning(flag, values, "same", alias + helps.get(name, "")))
             continue
         if flag not in table:
-            meanings.append(Meaning(flag, values, "unknown", f"{command.ours} has no such flag"))
+            meanings.append(FlagMeaning(flag, values, "unknown", f"{command.equivalent} has no such flag"))
             continue
-        made = translate([flag, *values], family, declared, table)
-        if made.problems:
-            meanings.append(Meaning(flag, values, "refused", made.problems[0].message))
-        elif made.notes:
-            meanings.append(Meaning(flag, values, "nothing", made.notes[0].partition(": ")[2]))
+        translation = translate([flag, *values], family, declared, table)
+        if translation.problems:
+            meanings.append(FlagMeaning(flag, values, "refused", translation.problems[0].message))
+        elif translation.notes:
+            meanings.append(FlagMeaning(flag, values, "ignored", translation.notes[0].partition(": ")[2]))
         else:
-            meanings.append(Meaning(flag, values, "becomes", " ".join(made.arguments)))
+            meanings.append(FlagMeaning(flag, values, "becomes", " ".join(translation.arguments)))
     return meanings

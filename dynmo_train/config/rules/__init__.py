@@ -1,1 +1,1 @@
-"""What contradicts what: rules over several options, each a small pure function, by concern."""
+"""Rules over several options: one module per concern, each rule a pure function."""

@@ -1,4 +1,4 @@
-"""Rules over ``--torch-compile``: what it does not hold with."""
+"""Rules over ``--torch-compile``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..._common.document import Problem
 from ..schema import Config
-from .problem import Rule, later
+from .problem import Rule, unsupported
 
 FLAG = "--torch-compile"
 
@@ -16,22 +16,22 @@ def _compiled(config: Config, _world_size: int) -> Iterator[Problem]:
     if not training.torch_compile:
         return
     if training.recompute_granularity == "selective":
-        yield later(
+        yield unsupported(
             FLAG,
-            "hides the products that --recompute-granularity selective would keep; use full or none, or leave it out",
+            "cannot be combined with --recompute-granularity selective; use full or none",
         )
     if config.pruning.sparsify:
-        yield later(
-            FLAG, "cannot be combined with --sparsify: torch cannot compile the sparse products that weights turn to"
+        yield unsupported(
+            FLAG, "cannot be combined with --sparsify: torch cannot compile sparse matrix products; remove one"
         )
     if parallel.tensor_model_parallel_size > 1:
-        yield later(
+        yield unsupported(
             FLAG,
-            f"cannot be combined with --tensor-model-parallel-size {parallel.tensor_model_parallel_size}: products are"
-            " followed by sums over processes",
+            f"cannot be combined with --tensor-model-parallel-size {parallel.tensor_model_parallel_size}, whose"
+            " products have collectives; remove one",
         )
     if training.curriculum_shortest is not None:
-        yield later(FLAG, "would compile every length of --curriculum-shortest anew; leave one of them out")
+        yield unsupported(FLAG, "recompiles for every length of --curriculum-shortest; remove one")
 
 
 COMPILING_RULES: tuple[Rule, ...] = (_compiled,)

@@ -1,4 +1,4 @@
-"""Rules over compressed communication."""
+"""Rules over gradient compression."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..._common.document import Problem
 from ..schema import Config
-from .problem import Rule, conflict, later
+from .problem import Rule, conflict, unsupported
 
 FACTOR_BYTES = 4
 AUTO = "auto"
@@ -17,7 +17,7 @@ def _boundaries(config: Config, _world_size: int) -> Iterator[Problem]:
     if not given.inter_grad_comp:
         return
     if config.parallel.pipeline_model_parallel_size == 1:
-        yield conflict("--inter-grad-comp", "needs --pipeline-model-parallel-size 2 or more: one worker sends nothing")
+        yield conflict("--inter-grad-comp", "requires --pipeline-model-parallel-size of at least 2")
     parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     rows = config.training.micro_batch_size * model.seq_length // parts
     rank = min(given.inter_grad_comp_rank, rows, model.hidden_size)
@@ -26,8 +26,8 @@ def _boundaries(config: Config, _world_size: int) -> Iterator[Problem]:
     if packed >= whole:
         yield conflict(
             "--inter-grad-comp-rank",
-            f"{given.inter_grad_comp_rank}: its float32 factors take {packed:,} bytes, the gradient {whole:,};"
-            " take a lower rank",
+            f"is {given.inter_grad_comp_rank}; its float32 factors have {packed:,} bytes, the gradient has {whole:,};"
+            " use a lower rank",
         )
 
 
@@ -36,27 +36,32 @@ def _replicas(config: Config, _world_size: int) -> Iterator[Problem]:
     if not given.grad_comp:
         return
     if parallel.data_parallel_size == 1:
-        yield conflict("--grad-comp", "needs two data-parallel replicas or more: one has nobody to add gradients with")
+        yield conflict("--grad-comp", "requires at least 2 data-parallel replicas; remove it, or start more processes")
     if parallel.zero_stage:
-        yield later("--grad-comp", f"does not go with --zero-stage {parallel.zero_stage}, which cuts matrices by rows")
-    if parallel.expert_model_parallel_size > 1:
-        yield later(
+        yield unsupported(
             "--grad-comp",
-            f"does not go with --expert-model-parallel-size {parallel.expert_model_parallel_size}; leave one out",
+            f"cannot be combined with --zero-stage {parallel.zero_stage}, which shards matrices; use --zero-stage 0",
+        )
+    if parallel.expert_model_parallel_size > 1:
+        yield unsupported(
+            "--grad-comp",
+            f"cannot be combined with --expert-model-parallel-size {parallel.expert_model_parallel_size}; remove one",
         )
 
 
 def _selection(config: Config, _world_size: int) -> Iterator[Problem]:
     given, workers = config.compression, config.parallel.pipeline_model_parallel_size
-    way = given.selective_grad_comp_way
+    stages = given.selective_grad_comp_way
     if not (given.grad_comp and given.selective_grad_comp):
         return
-    if way is None:
-        yield conflict("--selective-grad-comp", "needs --selective-grad-comp-way: how many workers compress")
-    elif way != AUTO and not (way.isdecimal() and 1 <= int(way) <= workers):
+    if stages is None:
+        yield conflict(
+            "--selective-grad-comp", "requires --selective-grad-comp-way: the number of pipeline ranks that compress"
+        )
+    elif stages != AUTO and not (stages.isdecimal() and 1 <= int(stages) <= workers):
         yield conflict(
             "--selective-grad-comp-way",
-            f"is {way!r}: write auto, or how many workers: 1 to {workers}, as --pipeline-model-parallel-size has it",
+            f"is {stages!r}; must be auto, or 1 to --pipeline-model-parallel-size {workers}",
         )
 
 
@@ -64,12 +69,10 @@ def _fused(config: Config, _world_size: int) -> Iterator[Problem]:
     if not config.compression.emb_comm_opt:
         return
     if config.model.untie_embeddings_and_output_weights:
-        yield conflict(
-            "--emb-comm-opt", "has no effect with --untie-embeddings-and-output-weights: there is nothing to fuse"
-        )
+        yield conflict("--emb-comm-opt", "has no effect with --untie-embeddings-and-output-weights; remove it")
     if config.parallel.zero_stage:
-        yield later(
-            "--emb-comm-opt", f"does not go with --zero-stage {config.parallel.zero_stage}, which cuts tables by rows"
+        yield unsupported(
+            "--emb-comm-opt", f"cannot be combined with --zero-stage {config.parallel.zero_stage}; remove one"
         )
 
 

@@ -1,8 +1,8 @@
-"""Options that have no effect in the given configuration: one rule, and a table of when each has an effect.
+"""Options without effect: a table of the condition under which each option has an effect.
 
-An option counts as given where the command line or a file has it with another value than its default. Where it asks for
-something that the run then lacks, the run is refused. A warning names the parameters of something that is switched off,
-and what the number of processes leaves without effect: a run that has lost workers is resumed with the same options.
+An option counts as given if the command line or a file sets it to another value than its default. If the user would
+miss what the option requests, the run is refused. Otherwise a warning is printed: for parameters of a disabled feature,
+and for options that depend on the number of processes, because a run that lost ranks resumes with the same options.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .problem import Rule, conflict
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """When some options have an effect.
+    """The condition under which options have an effect.
 
     Attributes:
-        options: their names.
-        when: whether they have one in a configuration.
-        without: what is missing, in words that follow "has no effect".
-        refuse: whether a run without the effect is refused; else it is warned of.
+        options: names of the options.
+        when: whether they have an effect in a configuration.
+        without: continues the message "has no effect".
+        refuse: whether the lack of effect is an error; else a warning.
     """
 
     options: tuple[str, ...]
@@ -79,15 +79,11 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         options=("mask_prob", "short_seq_prob", "whole_word_masking"),
         when=lambda c: c.model.base_family in ("bert", "t5"),
-        without="on models other than bert and t5",
+        without="for families other than bert and t5",
     ),
-    Effect(
-        options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path, which is not split"
-    ),
+    Effect(options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path"),
     Effect(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
-    Effect(
-        options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica: there is nothing to fuse"
-    ),
+    Effect(options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica"),
     Effect(
         options=("torch_compile_backend",), when=lambda c: c.training.torch_compile, without="without --torch-compile"
     ),
@@ -105,7 +101,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         options=("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         when=_scales,
-        without="without --fp16 and its dynamic loss scale",
+        without="without --fp16 and dynamic loss scaling",
     ),
     Effect(
         options=(
@@ -201,7 +197,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         options=("pack_to", "min_throughput_fraction", "balance_lockstep"),
         when=_several,
-        without="on one pipeline position: there is no worker to release or to move layers to",
+        without="with a pipeline size of 1",
     ),
     Effect(
         options=("emulate_scale",),
@@ -219,7 +215,7 @@ EFFECTS: tuple[Effect, ...] = (
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Whether the command line or a file has another value than the default."""
+    """Whether the command line or a file sets an option to another value than its default."""
     spec = option_specs()[name]
     value = getattr(config.concern(spec.concern), name)
     return config.sources.get(name) in ("flag", "file") and value != spec.default
@@ -235,11 +231,11 @@ def _without_effect(config: Config, *, refuse: bool) -> Iterator[tuple[str, str]
 
 def _refused(config: Config, _world_size: int) -> Iterator[Problem]:
     for flag, without in _without_effect(config, refuse=True):
-        yield conflict(flag, f"has no effect {without}")
+        yield conflict(flag, f"has no effect {without}; remove it")
 
 
 def effect_warnings(config: Config) -> list[str]:
-    """The options that are given and change nothing, each with what it would need."""
+    """One message per given option that has no effect."""
     return [f"{flag} has no effect {without}" for flag, without in _without_effect(config, refuse=False)]
 
 

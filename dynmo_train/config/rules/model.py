@@ -1,4 +1,4 @@
-"""Rules over the shape of the model and its family."""
+"""Rules over the architecture of the model and the length of the training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import fields
 
 from ..._common.document import MAX_ALL_EXPERTS, Problem
 from ..ict import IctConfig
-from ..resolve import OTHER_NAMES
+from ..resolve import ALIASES
 from ..schema import Config
-from .problem import Rule, conflict, later
+from .problem import Rule, conflict, unsupported
 
-EXPERTS = ("gpt", "llama")
-OF_FAMILIES: dict[str, tuple[str, ...]] = {
+MOE_FAMILIES = ("gpt", "llama")
+FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "encoder_num_layers": ("t5",),
     "decoder_num_layers": ("t5",),
     "encoder_seq_length": ("t5",),
@@ -26,15 +26,15 @@ OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "rope_scaling_factor": ("llama",),
     "bert_no_binary_head": ("bert",),
     "untie_embeddings_and_output_weights": ("gpt", "llama"),
-    "num_experts": EXPERTS,
-    "moe_router_topk": EXPERTS,
-    "moe_routing": EXPERTS,
-    "moe_aux_loss_coeff": EXPERTS,
-    "moe_z_loss_coeff": EXPERTS,
-    "moe_expert_capacity_factor": EXPERTS,
+    "num_experts": MOE_FAMILIES,
+    "moe_router_topk": MOE_FAMILIES,
+    "moe_routing": MOE_FAMILIES,
+    "moe_aux_loss_coeff": MOE_FAMILIES,
+    "moe_z_loss_coeff": MOE_FAMILIES,
+    "moe_expert_capacity_factor": MOE_FAMILIES,
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
-POSITIONS_OF = {
+POSITION_TYPES = {
     "gpt": ("learned",),
     "bert": ("learned",),
     "ict": ("learned",),
@@ -48,73 +48,73 @@ def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
     if model.hidden_size % model.num_attention_heads and config.sources.get("kv_channels") == "derived":
         yield conflict(
             "--hidden-size",
-            f"{model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}",
+            f"is {model.hidden_size}; must be a multiple of --num-attention-heads {model.num_attention_heads}",
         )
     if model.seq_length > model.max_position_embeddings:
         yield conflict(
             "--seq-length",
-            f"{model.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+            f"is {model.seq_length}; must be at most --max-position-embeddings {model.max_position_embeddings}",
         )
 
 
 def _routing(config: Config, _world_size: int) -> Iterator[Problem]:
-    """How experts and tokens find each other."""
+    """Experts and routing."""
     model = config.model
     if model.num_layers * (model.num_experts or 0) > MAX_ALL_EXPERTS:
         yield conflict(
             "--num-experts",
-            f"{model.num_experts} in each of {model.num_layers} layers: at most {MAX_ALL_EXPERTS:,} in all layers",
+            f"is {model.num_experts} in {model.num_layers} layers; must be at most {MAX_ALL_EXPERTS:,} in total",
         )
     if model.moe_routing == "balanced" and model.moe_router_topk != 1:
-        yield conflict("--moe-router-topk", f"{model.moe_router_topk}: --moe-routing balanced gives a token 1 expert")
+        yield conflict("--moe-router-topk", f"is {model.moe_router_topk}; must be 1 with --moe-routing balanced")
     if model.moe_routing != "topk" and model.moe_expert_capacity_factor is not None:
         yield conflict(
             "--moe-expert-capacity-factor",
-            f"has no effect with --moe-routing {model.moe_routing}: no expert overflows",
+            f"has no effect with --moe-routing {model.moe_routing}; remove it",
         )
 
 
 def _family(config: Config, _world_size: int) -> Iterator[Problem]:
-    """Options that belong to other families than the run's."""
+    """Options of other model families."""
     model = config.model
-    for name, families in OF_FAMILIES.items():
+    for name, families in FAMILY_OPTIONS.items():
         if model.base_family not in families and config.sources.get(name) in ("flag", "file"):
             flag = "--" + name.replace("_", "-")
-            yield conflict(flag, f"belongs to {' and '.join(families)}; this is pretrain {model.family}")
-    positions = POSITIONS_OF[model.base_family]
+            yield conflict(flag, f"requires family {' or '.join(families)}, is {model.family}; remove it")
+    positions = POSITION_TYPES[model.base_family]
     if model.position_embedding_type not in positions:
         yield conflict(
             "--position-embedding-type",
-            f"{model.position_embedding_type}: {model.family} has {' or '.join(positions)} positions",
+            f"is {model.position_embedding_type}; must be {' or '.join(positions)} for {model.family}",
         )
     if model.num_attention_heads % model.num_query_groups:
         yield conflict(
             "--num-query-groups",
-            f"{model.num_query_groups} does not divide --num-attention-heads {model.num_attention_heads}",
+            f"is {model.num_query_groups}; must divide --num-attention-heads {model.num_attention_heads}",
         )
     if model.base_family == "llama" and model.kv_channels % 2:
-        yield conflict("--kv-channels", f"{model.kv_channels} is odd; rotary positions turn pairs: give an even width")
+        yield conflict("--kv-channels", f"is {model.kv_channels}; must be even for rotary embeddings")
     if model.position_embedding_type == "relative":
         exact = model.relative_attention_num_buckets // 4
         if model.relative_attention_max_distance <= 2 * exact:
             yield conflict(
                 "--relative-attention-max-distance",
-                f"{model.relative_attention_max_distance} is not above half of"
+                f"is {model.relative_attention_max_distance}; must be above half of"
                 f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
             )
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:
         yield conflict(
-            "--moe-router-topk", f"{model.moe_router_topk} is more than the {model.num_experts} of --num-experts"
+            "--moe-router-topk", f"is {model.moe_router_topk}; must be at most --num-experts {model.num_experts}"
         )
-    for other, name in OTHER_NAMES.items():
+    for other, name in ALIASES.items():
         value, taken = getattr(model, other, None), getattr(model, name)
         if value is not None and value != taken:
             flags = ["--" + each.replace("_", "-") for each in (other, name)]
-            yield conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")
+            yield conflict(flags[0], f"is {value}, but its alias {flags[1]} is {taken}; remove one")
     if model.base_family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
         yield conflict(
             "--decoder-seq-length",
-            f"{model.decoder_seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+            f"is {model.decoder_seq_length}; must be at most --max-position-embeddings {model.max_position_embeddings}",
         )
 
 
@@ -132,24 +132,23 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
         "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples is not None,
     }
     wrong = by_steps if config.counts_samples else by_samples
-    other = "counts samples: write" if config.counts_samples else "counts steps: write"
     for flag in (flag for flag, given in wrong.items() if given):
         ending = "-samples" if config.counts_samples else "-iters"
-        yield conflict(flag, f"a run with --train{ending} {other} {flag.rsplit('-', 1)[0]}{ending}")
+        yield conflict(flag, f"disagrees with --train{ending}; use {flag.rsplit('-', 1)[0]}{ending}")
     shortest, multiple = training.curriculum_shortest, training.curriculum_multiple
     if shortest is not None and shortest > config.model.seq_length:
-        yield conflict("--curriculum-shortest", f"{shortest} is longer than --seq-length {config.model.seq_length}")
+        yield conflict(
+            "--curriculum-shortest", f"is {shortest}; must be at most --seq-length {config.model.seq_length}"
+        )
     parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     for flag, length in (("--curriculum-shortest", shortest or 0), ("--curriculum-multiple", multiple)):
         if shortest is not None and length % parts:
             yield conflict(
                 flag,
-                f"{length} is not a multiple of --tensor-model-parallel-size {parts}, whose ranks share the tokens",
+                f"is {length}; must be a multiple of --tensor-model-parallel-size {parts} with --sequence-parallel",
             )
     if shortest is not None and config.model.base_family not in ("gpt", "llama"):
-        yield later(
-            "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"
-        )
+        yield unsupported("--curriculum-shortest", f"requires family gpt or llama, is {config.model.family}; remove it")
 
 
 MODEL_RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Rules over the layout of workers: tensor, pipeline, data and expert parallel, schedules, microbatches."""
+"""Rules over parallelism: tensor, pipeline, data and expert parallel sizes, schedules, microbatches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     if world_size % (tensor * pipeline):
         yield conflict(
             "--pipeline-model-parallel-size",
-            f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
-            f" run; start with --nproc {tensor * pipeline}",
+            f"is {pipeline}; times --tensor-model-parallel-size {tensor} it must divide the world size {world_size};"
+            f" start with --nproc {tensor * pipeline}",
         )
 
 
@@ -27,34 +27,34 @@ def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
     if size == 1:
         return
     if model.num_experts is None:
-        yield conflict(flag, f"{size} needs --num-experts")
+        yield conflict(flag, f"is {size}; requires --num-experts")
     elif model.num_experts % size:
-        yield conflict(flag, f"{size} does not divide --num-experts {model.num_experts}")
+        yield conflict(flag, f"is {size}; must divide --num-experts {model.num_experts}")
     if parallel.data_parallel_size % size:
-        yield conflict(flag, f"{size} does not divide the {parallel.data_parallel_size} data-parallel replicas")
+        yield conflict(flag, f"is {size}; must divide the {parallel.data_parallel_size} data-parallel replicas")
 
 
-def _cuts_answers(config: Config) -> bool:
-    """Whether a decoder's stream is cut along its tokens."""
+def _shards_decoder(config: Config) -> bool:
+    """Whether decoder activations are sharded along the sequence."""
     return config.parallel.sequence_parallel and config.model.base_family == "t5"
 
 
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
-    """What tensor parallelism cuts must divide."""
+    """Sizes of sharded dimensions."""
     parallel, model = config.parallel, config.model
     size = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and size == 1:
-        yield conflict("--sequence-parallel", "needs --tensor-model-parallel-size 2 or more")
-    cut = [
+        yield conflict("--sequence-parallel", "requires --tensor-model-parallel-size of at least 2")
+    sharded = [
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
     ]
-    cut += [("--num-query-groups", model.num_query_groups)] if model.base_family == "llama" else []
-    cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
-    cut += [("--decoder-seq-length", model.decoder_seq_length)] if _cuts_answers(config) else []
-    for flag, value in cut:
+    sharded += [("--num-query-groups", model.num_query_groups)] if model.base_family == "llama" else []
+    sharded += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    sharded += [("--decoder-seq-length", model.decoder_seq_length)] if _shards_decoder(config) else []
+    for flag, value in sharded:
         if value % size:
-            yield conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
+            yield conflict(flag, f"is {value}; must be a multiple of --tensor-model-parallel-size {size}")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -66,55 +66,55 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     if config.model.base_family == "ict":
         items = 2 * items if sublayer else 2 * items - 1
     if config.num_stages > items:
-        parts = "blocks and MLPs apart" if sublayer else "blocks"
+        unit = "attentions and MLPs" if sublayer else "blocks"
         yield conflict(
             "--pipeline-model-parallel-size",
-            f"{config.num_stages} stages are more than the {items} items of the model: embedding, {items - 2} {parts},"
-            " head",
+            f"makes {config.num_stages} stages; must be at most the {items} layers of the model: embedding, {items - 2}"
+            f" {unit}, head",
         )
     virtual = parallel.virtual_stages_per_worker
     if parallel.schedule == "interleaved-1f1b" and virtual < 2:
         yield conflict(
-            "--virtual-stages-per-worker", f"{virtual}: interleaved-1f1b needs 2 or more; or use --schedule 1f1b"
+            "--virtual-stages-per-worker",
+            f"is {virtual}; must be at least 2 with interleaved-1f1b; or use --schedule 1f1b",
         )
     if parallel.schedule == "zb-v" and virtual != 2:
-        yield conflict(
-            "--virtual-stages-per-worker", f"{virtual}: zb-v runs 2 stages a worker; write 2 or leave it out"
-        )
+        yield conflict("--virtual-stages-per-worker", f"is {virtual}; must be 2 with --schedule zb-v")
     if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
         yield conflict(
             "--virtual-stages-per-worker",
-            f"{virtual}: {parallel.schedule} runs one stage a worker; use --schedule interleaved-1f1b or zero-bubble",
+            f"is {virtual}; must be 1 with {parallel.schedule}; or use --schedule interleaved-1f1b or zero-bubble",
         )
 
 
 def _virtual(config: Config, _world_size: int) -> Iterator[Problem]:
-    """Megatron's conditions of interleaving by blocks."""
+    """Megatron's conditions for interleaving."""
     parallel, model = config.parallel, config.model
     blocks, workers = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     flag = "--num-layers-per-virtual-pipeline-stage"
     if blocks is None:
         return
     if model.base_family in ("t5", "ict"):
-        yield conflict(flag, f"{model.family} has two stacks of blocks; use --virtual-stages-per-worker")
+        yield conflict(flag, f"is not supported for {model.family}; use --virtual-stages-per-worker")
         return
     if workers < 2:
-        yield conflict(flag, f"{blocks} needs --pipeline-model-parallel-size 2 or more")
+        yield conflict(flag, f"is {blocks}; requires --pipeline-model-parallel-size of at least 2")
     if model.num_layers % (workers * blocks):
         yield conflict(
             flag,
-            f"{blocks} x --pipeline-model-parallel-size {workers} does not divide --num-layers {model.num_layers}",
+            f"is {blocks}; times --pipeline-model-parallel-size {workers} it must divide --num-layers"
+            f" {model.num_layers}",
         )
     elif workers * blocks * parallel.virtual_stages_per_worker != model.num_layers:
         yield conflict(
             flag,
-            f"{blocks} means {model.num_layers // workers // blocks} virtual stages, --virtual-stages-per-worker is"
-            f" {parallel.virtual_stages_per_worker}; give one of them",
+            f"is {blocks}, which means {model.num_layers // workers // blocks} stages, but --virtual-stages-per-worker"
+            f" is {parallel.virtual_stages_per_worker}; remove one",
         )
 
 
 def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
-    """The conditions of torch.distributed.pipelining's schedules, of the first batch size that breaks one."""
+    """Conditions of the schedules of torch.distributed.pipelining, for all batch sizes."""
     parallel, workers = config.parallel, config.parallel.pipeline_model_parallel_size
     try:
         sizes = config.batch_sizes.sizes()
@@ -124,28 +124,30 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
     for size in sizes:
         microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
         if not microbatches:
-            return  # told by another rule
+            return  # reported by the rule of --global-batch-size
         if microbatches > MAX_MICROBATCHES:
-            yield conflict(flag, f"{size} makes {microbatches:,} microbatches; a step has at most {MAX_MICROBATCHES:,}")
+            yield conflict(
+                flag, f"is {size}, which makes {microbatches:,} microbatches; must make at most {MAX_MICROBATCHES:,}"
+            )
             return
         rounds = max(1, microbatches // workers)
         if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches % rounds:
             yield conflict(
                 flag,
-                f"{size} makes {microbatches} microbatches; {parallel.schedule} on {workers} workers needs a multiple"
-                f" of the {rounds} rounds, such as {workers * rounds}",
+                f"is {size}, which makes {microbatches} microbatches; must make a multiple of {rounds} with"
+                f" {parallel.schedule} on {workers} pipeline ranks, such as {workers * rounds}",
             )
             return
 
 
 def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
-    """A plan's own operations are of one partition and one number of microbatches."""
+    """A custom schedule is for one partition and one number of microbatches."""
     if config.parallel.schedule != "custom":
         return
     if config.balance.balance != "offline" or config.balance.plan is None:
-        yield conflict("--schedule", "custom needs --balance offline and --plan FILE, whose operations it runs")
+        yield conflict("--schedule", "custom requires --balance offline and --plan FILE with operations")
     if len(config.batch_sizes.sizes()) > 1:
-        yield conflict("--schedule", "custom has one number of microbatches; leave --rampup-batch-size out")
+        yield conflict("--schedule", "custom requires a constant number of microbatches; remove --rampup-batch-size")
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (

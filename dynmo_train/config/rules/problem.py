@@ -1,4 +1,4 @@
-"""What a rule is, and how it tells what it found."""
+"""The type of a rule over several options, and constructors of its problems."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Rule = Callable[[Config, int], Iterator[Problem]]
 
 
 def conflict(flag: str, message: str) -> Problem:
-    """Two options that contradict each other."""
+    """A value that disagrees with other options."""
     return Problem(flag, "conflict", message)
 
 
-def later(flag: str, message: str) -> Problem:
-    """A combination of options that a run cannot have."""
+def unsupported(flag: str, message: str) -> Problem:
+    """A combination of options that is not supported."""
     return Problem(flag, "unsupported", message)

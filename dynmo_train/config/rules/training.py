@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..._common.document import Problem
 from ..._common.errors import UsageError
 from ..schema import Config
-from .problem import Rule, conflict, later
+from .problem import Rule, conflict, unsupported
 
 
 def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -17,15 +17,15 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
     if training.global_batch_size % multiple:
         yield conflict(
             "--global-batch-size",
-            f"{training.global_batch_size} is not a multiple of --micro-batch-size {training.micro_batch_size}"
+            f"is {training.global_batch_size}; must be a multiple of --micro-batch-size {training.micro_batch_size}"
             f" x {replicas} data-parallel replicas",
         )
     accumulated = training.gradient_accumulation_steps
     if accumulated is not None and training.global_batch_size != multiple * accumulated:
         yield conflict(
             "--gradient-accumulation-steps",
-            f"{accumulated} x --micro-batch-size {training.micro_batch_size} x {replicas} replicas is not"
-            f" --global-batch-size {training.global_batch_size}; leave one of them out",
+            f"is {accumulated}; times --micro-batch-size {training.micro_batch_size} x {replicas} replicas it must be"
+            f" --global-batch-size {training.global_batch_size}; remove one",
         )
     if training.rampup_batch_size is None:
         return
@@ -37,40 +37,40 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
     if sizes.start % multiple or sizes.increment % multiple:
         yield conflict(
             "--rampup-batch-size",
-            f"{training.rampup_batch_size}: start and increment must be multiples of --micro-batch-size"
+            f"is {training.rampup_batch_size}; START and INCREMENT must be multiples of --micro-batch-size"
             f" {training.micro_batch_size} x {replicas} data-parallel replicas",
         )
     if training.train_samples is None:
-        yield conflict("--rampup-batch-size", "needs --train-samples in place of --train-iters")
+        yield conflict("--rampup-batch-size", "requires --train-samples instead of --train-iters")
 
 
 def _evaluation(config: Config, _world_size: int) -> Iterator[Problem]:
     if not config.training.skip_train:
         return
     if not config.training.eval_iters:
-        yield conflict("--skip-train", "leaves nothing to do with --eval-iters 0; give a number of batches")
+        yield conflict("--skip-train", "requires --eval-iters above 0")
     if config.run.load is None:
-        yield conflict("--skip-train", "evaluates a trained model: give --load")
+        yield conflict("--skip-train", "requires --load")
 
 
 def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
     ending = "samples" if config.counts_samples else "iters"
     if optimizer.min_lr > optimizer.lr:
-        yield conflict("--min-lr", f"{optimizer.min_lr} is above --lr {optimizer.lr}")
+        yield conflict("--min-lr", f"is {optimizer.min_lr}; must be at most --lr {optimizer.lr}")
     if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
-        yield conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; give one of them")
+        yield conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; remove one")
     elif config.warmup_samples > config.decay_samples:
         unit = 1 if config.counts_samples else config.training.global_batch_size
         warmup, decay = config.warmup_samples / unit, config.decay_samples // unit
-        yield conflict(f"--lr-warmup-{ending}", f"{warmup:g} is above --lr-decay-{ending} {decay}")
+        yield conflict(f"--lr-warmup-{ending}", f"is {warmup:g}; must be at most --lr-decay-{ending} {decay}")
     if optimizer.lr_warmup_init > optimizer.lr:
-        yield conflict("--lr-warmup-init", f"{optimizer.lr_warmup_init} is above --lr {optimizer.lr}")
+        yield conflict("--lr-warmup-init", f"is {optimizer.lr_warmup_init}; must be at most --lr {optimizer.lr}")
     given = optimizer.lr_wsd_decay_samples if config.counts_samples else optimizer.lr_wsd_decay_iters
     if optimizer.lr_decay_style == "WSD" and given is None:
-        yield conflict("--lr-decay-style", f"WSD needs the length of its last decay: give --lr-wsd-decay-{ending}")
+        yield conflict("--lr-decay-style", f"WSD requires --lr-wsd-decay-{ending}")
     elif optimizer.lr_decay_style != "WSD" and given is not None:
-        yield conflict(f"--lr-wsd-decay-{ending}", "is of --lr-decay-style WSD; leave it out, or give that style")
+        yield conflict(f"--lr-wsd-decay-{ending}", "requires --lr-decay-style WSD; remove it, or use that style")
 
 
 def _weight_decay(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -79,31 +79,33 @@ def _weight_decay(config: Config, _world_size: int) -> Iterator[Problem]:
     if given.weight_decay_incr_style == "constant":
         for flag, value in bounds:
             if value is not None:
-                yield conflict(flag, f"{value} needs --weight-decay-incr-style linear or cosine")
+                yield conflict(flag, f"is {value}; requires --weight-decay-incr-style linear or cosine")
         return
     missing = " and ".join(flag for flag, value in bounds if value is None)
     if missing:
-        yield conflict("--weight-decay-incr-style", f"{given.weight_decay_incr_style} needs {missing}")
+        yield conflict("--weight-decay-incr-style", f"{given.weight_decay_incr_style} requires {missing}")
     if (given.start_weight_decay or 0.0) > (math.inf if given.end_weight_decay is None else given.end_weight_decay):
         yield conflict(
-            "--start-weight-decay", f"{given.start_weight_decay} is above --end-weight-decay {given.end_weight_decay}"
+            "--start-weight-decay",
+            f"is {given.start_weight_decay}; must be at most --end-weight-decay {given.end_weight_decay}",
         )
 
 
 def _precision(config: Config, _world_size: int) -> Iterator[Problem]:
     precision = config.precision
     if precision.fp16 and precision.bf16:
-        yield conflict("--fp16", "cannot be combined with --bf16; give one of them")
+        yield conflict("--fp16", "cannot be combined with --bf16; remove one")
     if precision.loss_scale is not None and not precision.fp16:
-        yield conflict("--loss-scale", f"{precision.loss_scale}: only --fp16 scales the loss")
+        yield conflict("--loss-scale", f"is {precision.loss_scale}; requires --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield conflict(
             "--min-loss-scale",
-            f"{precision.min_loss_scale} is above --initial-loss-scale {precision.initial_loss_scale}",
+            f"is {precision.min_loss_scale}; must be at most --initial-loss-scale {precision.initial_loss_scale}",
         )
     if not precision.accumulate_allreduce_grads_in_fp32:
-        yield later(
-            "--no-accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32; leave it out"
+        yield unsupported(
+            "--no-accumulate-allreduce-grads-in-fp32",
+            "is not supported: gradients are always accumulated in float32; remove it",
         )
 
 
@@ -117,18 +119,21 @@ def _data(config: Config, _world_size: int) -> Iterator[Problem]:
         return
     if blend and any(own):
         yield conflict(
-            "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
+            "--data-path",
+            "cannot be combined with --train-data-path, --valid-data-path or --test-data-path; remove one",
         )
     elif blend and not shares[0]:
-        yield conflict("--split", f"{data.split!r} leaves nothing to train on")
+        yield conflict("--split", f"is {data.split!r}; the weight of the training split must be above 0")
     if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
-        yield conflict("--tokenizer-type", "NullTokenizer reads no file; leave the files out, or give their type")
+        yield conflict(
+            "--tokenizer-type", "NullTokenizer reads no files; remove --tokenizer-model, --vocab-file and --merge-file"
+        )
 
 
 def _run(config: Config, _world_size: int) -> Iterator[Problem]:
     run = config.run
     if run.run_dir is not None and run.save is not None and run.run_dir != run.save:
-        yield conflict("--save", f"{run.save!r} and --run-dir {run.run_dir!r} both name the run directory; give one")
+        yield conflict("--save", f"is {run.save!r}, but its alias --run-dir is {run.run_dir!r}; remove one")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
