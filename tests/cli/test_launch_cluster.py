@@ -151,23 +151,25 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
     for name in ("sbatch", "bsub", "kubectl"):
         (place / name).unlink()
     monkeypatch.setenv("PATH", str(place))
-    assert "sbatch is not on PATH; write the script with --dry-run" in dynmo("launch", "slurm", *TRAIN, code=2).stderr
-    assert "kubectl is not on PATH" in dynmo("launch", "kubernetes", "--image", "i", *TRAIN, code=2).stderr
+    assert (
+        "sbatch: not found on PATH; print the script with --dry-run" in dynmo("launch", "slurm", *TRAIN, code=2).stderr
+    )
+    assert "kubectl: not found on PATH" in dynmo("launch", "kubernetes", "--image", "i", *TRAIN, code=2).stderr
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("slurm", "--nodes", "4:2"), "--nodes needs 1 <= LEAST <= MOST, is 4:2"),
-        (("node", "--nnodes", "x"), "--nnodes must be N or LEAST:MOST"),
-        (("slurm", "--in-job"), "SLURM_JOB_ID is not set"),
-        (("slurm", "--nodes", "x"), "--nodes must be N or LEAST:MOST"),
-        (("slurm", "--partition", "a b"), "no blanks"),
-        (("kubernetes", "--image", "i", "--kind", "trainjob", "--nodes", "1:2"), "fixed number of nodes"),
+        (("slurm", "--nodes", "4:2"), "--nodes 4:2: must have 1 <= MIN <= MAX"),
+        (("node", "--nnodes", "x"), "--nnodes 'x': must be N or MIN:MAX"),
+        (("slurm", "--in-job"), "SLURM_JOB_ID must be set"),
+        (("slurm", "--nodes", "x"), "--nodes 'x': must be N or MIN:MAX"),
+        (("slurm", "--partition", "a b"), "must not have blanks"),
+        (("kubernetes", "--image", "i", "--kind", "trainjob", "--nodes", "1:2"), "must be a fixed number"),
         (("lsf", "--container", "docker"), "singularity or apptainer"),
         (("hostfile", "--hostfile", "none"), "none: no such file or directory"),
-        (("hostfile", "--least", "3", "--num-gpus", "1"), "--least 3: without --hostfile there is this machine alone"),
-        (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank must be from 0 to 1"),
+        (("hostfile", "--min-nodes", "3", "--num-gpus", "1"), "--min-nodes 3: must be 1 without --hostfile"),
+        (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank 3: must be 0 to 1"),
     ],
 )
 def test_wrong_options_end_with_one_line(place, words, told):
@@ -218,6 +220,6 @@ def test_a_host_that_cannot_be_reached_ends_the_others(place):
     reach.write_text('#!/bin/bash\n[[ $1 == bad ]] && exit 255\necho $$ > "$PLACE/pid"\ncat > /dev/null\nexit 143\n')
     reach.chmod(0o755)
     said = dynmo("launch", "hostfile", "--hostfile", "hostfile", "--ssh", str(reach), *TRAIN, code=143).stderr
-    assert "the connection to bad failed" in said
+    assert "connection to bad failed" in said
     assert json.loads((place / "pid").read_text()) > 0
     assert not Path(f"/proc/{(place / 'pid').read_text().strip()}").exists()

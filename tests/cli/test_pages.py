@@ -12,7 +12,7 @@ import typer
 
 from dynmo_train.cli.explain_flags.published_scripts import find
 from dynmo_train.cli.explain_flags.script_commands import read_script
-from dynmo_train.config.compat import FLAGS, own_name
+from dynmo_train.config.compat import FLAGS, declared_name
 from dynmo_train.config.presets import read_recipe
 from dynmo_train.config.task_command import TASK_FLAGS
 
@@ -68,7 +68,7 @@ def check_ours(words):
     _, at, flags = command_of(words)
     known = {*flags, *FLAGS, *TASK_FLAGS} if words[0] == "dynmo-train" else flags
     declared = dict.fromkeys(flags, 1)
-    given = [own_name(word, declared, {}) for word in words[at:] if re.match(r"--?[a-zA-Z]", word)]
+    given = [declared_name(word, declared, {}) for word in words[at:] if re.match(r"--?[a-zA-Z]", word)]
     assert set(given) <= known, set(given) - known
     assert all(FLAGS[flag].kind != "refused" for flag in given if flag in FLAGS and flag not in flags)
     return " ".join(words[:at])
@@ -80,8 +80,8 @@ def test_a_row_names_what_the_table_of_scripts_names(left, right):
     ours = [named for code in codes(right) if (named := check_ours(shlex.split(code)))]
     if theirs.startswith(("(", "--")):
         return
-    meant = {command.ours for command in read_script(theirs)}
-    meant |= {row.ours for word in shlex.split(theirs) if (row := find(word)) and not word.endswith(".py")}
+    meant = {command.equivalent for command in read_script(theirs)}
+    meant |= {row.equivalent for word in shlex.split(theirs) if (row := find(word)) and not word.endswith(".py")}
     assert meant, f"nobody knows {theirs}"
     assert set(ours) & meant, (ours, meant)
 

@@ -60,7 +60,7 @@ def test_everything_missing_is_told_at_once():
     code, out, err = train("pretrain", "gpt", "--num-layers", "2")
     assert (code, out) == (2, "")
     assert err.splitlines()[0] == "dynmo-train: error: the configuration: 7 problems"
-    assert "--hidden-size: must be given: Width of the residual stream. [missing]" in err
+    assert "--hidden-size: is required: Hidden size of the transformer. [missing]" in err
 
 
 def test_contradictions_are_told_at_once():
@@ -74,7 +74,7 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path):
     rest = words(without="--num-attention-heads", min_lr="0.01", config="c.toml")
     code, _, err = train("pretrain", "gpt", *rest, cwd=tmp_path)
     assert code == 2
-    assert "8 is not a multiple of --num-attention-heads 3" in err
+    assert "is 8; must be a multiple of --num-attention-heads 3" in err
     assert "--min-lr" not in err
 
 

@@ -108,7 +108,7 @@ def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
     )
     code, out, err = run(tmp_path, program, save_s=300.0)  # not the time that is for others' failures
     assert (code, out) == (1, "")
-    assert "dynmo-train: error: rank 1 ended with exit code 1; its log is" in err
+    assert "dynmo-train: error: rank 1 exited with code 1; its log is" in err
     assert "  | no such thing" in err
     assert err.splitlines()[-1] == "with it ended rank 0"
     assert not lives(int((tmp_path / "pid-0").read_text()))
@@ -121,7 +121,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
     process.send_signal(number)
     returned, _, err = finish(process)
     assert returned == code
-    assert f"{number.name}: the 2 processes have ended" in err
+    assert f"{number.name}: terminated | processes: 2" in err
     assert not any(lives(int(path.read_text())) for path in tmp_path.glob("pid-*"))
 
 
@@ -152,9 +152,9 @@ def test_a_launch_that_is_told_to_end_has_time_to_save(tmp_path):
     for pid in [*pids, process.pid]:  # as Slurm does: the launcher and its workers
         os.kill(pid, signal.SIGTERM)
     returned, _, err = finish(process)
-    assert (returned, err) == (143, "dynmo-train: SIGTERM: the 2 processes have ended\n")
+    assert (returned, err) == (143, "dynmo-train: SIGTERM: terminated | processes: 2\n")
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
-    assert not list((tmp_path / "logs").glob("told-*"))
+    assert not list((tmp_path / "logs").glob("shutdown-*"))
     assert not any(map(lives, pids))
 
 
@@ -169,7 +169,7 @@ def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):
 
 def test_a_request_to_be_started_again_grows_the_run(tmp_path):
     program = BEGIN_RUN + (
-        "if start == 'start-0':\n"
+        "if start == 'round-0':\n"
         "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
         "sys.exit(4 if start == 'start-1' else 0)\n"
@@ -183,7 +183,7 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
     )
     assert grown[0] == ["3", "first", *more]
     assert after_failure == [["3", "first", *more]] * 3
-    assert err.count("starting again with 3 processes") == 2
+    assert err.count("processes: 3") == 2
     assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
 
 
@@ -198,11 +198,15 @@ def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [(75, "a worker asks to be started again, but had not begun a run"), (3, "rank 0 ended with exit code 3"), (2, "")],
+    [
+        (75, "a process requested a restart before it created a run directory"),
+        (3, "rank 0 exited with code 3"),
+        (2, ""),
+    ],
 )
 def test_without_a_run_nothing_is_started_again(tmp_path, code, told):
     returned, _, err = run(tmp_path, f"import sys; sys.exit({code})", nproc=1, restarts=3)
     assert returned == code
     assert err.startswith(f"dynmo-train: error: {told}" if told else "")
     assert bool(err) == bool(told)
-    assert "starting again" not in err
+    assert "restarting from" not in err

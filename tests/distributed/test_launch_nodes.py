@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 from dynmo_train.launch import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
-from dynmo_train.launch.rendezvous import Nodes
+from dynmo_train.launch.rendezvous import NodeConfig
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
 rendezvous.FIRST_CALL_S = rendezvous.LAST_CALL_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
-nodes = Nodes(rank=int(rank), least=int(least), most=int(most), port=int(port), join_timeout_s=300,
+nodes = NodeConfig(rank=int(rank), min_nodes=int(least), max_nodes=int(most), port=int(port), join_timeout_s=300,
               node_timeout_s=float(silence_s))
 launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), grace_s=1.0,
                      command=(sys.executable, "-c", program), nodes=nodes)
@@ -113,35 +113,35 @@ def test_a_failure_on_one_node_ends_all_with_its_code(tmp_path):
     program = "sys.exit(7) if rank == 1 else linger()"
     (first, out, err), (second, _, words) = (finish(node) for node in start(tmp_path, program))
     assert (first, second, out) == (7, 7, "")
-    assert "rank 1 ended with exit code 7" in words
+    assert "rank 1 exited with code 7" in words
     assert "node 0 ends its processes: processes of node 1 failed" in err
 
 
 def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
-    program = "linger() if start == 'start-0' else None"
+    program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1, silence_s=15)
     wait_for(lambda: len(seen(tmp_path, 0)) == 2)
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
     code, _, err = finish(first)
     assert code == 0, err
-    assert "node 1 has been silent for 15 s" in err
-    assert "node 1 was lost" in err
+    assert "node 1 sent no heartbeat for 15 s" in err
+    assert "lost node 1" in err
     place = str((tmp_path / "run").resolve())
     more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "1"]
     assert seen(tmp_path, 1) == [["0", 1, *more]]
-    assert "starting again with 1 processes" in err
+    assert "processes: 1" in err
 
 
 def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
-    program = "linger() if start == 'start-0' else None"
+    program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1)
     wait_for(lambda: len(seen(tmp_path, 0)) == 2)
     second.send_signal(signal.SIGTERM)
     assert finish(second)[0] == 143
     code, _, err = finish(first)
     assert code == 0, err
-    assert "node 1 was lost" in err
+    assert "lost node 1" in err
 
 
 def test_the_loss_of_node_zero_asks_to_be_launched_again(tmp_path):
@@ -167,7 +167,7 @@ def test_a_node_whose_processes_are_done_leaves_the_others_alone(tmp_path):
 
 def test_growth_takes_in_a_node_that_waits(tmp_path):
     program = (
-        "if start == 'start-0':\n    put('run/requests/grow.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
+        "if start == 'round-0':\n    put('run/requests/grow.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
         "print('sum', int(total), flush=True)\n"
     )
     port = free_port()

@@ -84,7 +84,7 @@ def test_a_killed_worker_changes_nothing(place):
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "rank 1 was killed by SIGKILL" in err
-    assert "starting again with 2 processes" in err
+    assert "processes: 2" in err
     assert json.loads((place / "broken" / "run.json").read_text())["segment"] == 1
     assert losses(place / "broken") == losses(place / "whole")
     assert len(losses(place / "whole")) == 120

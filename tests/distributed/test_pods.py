@@ -143,14 +143,14 @@ def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluste
 
     second.send_signal(signal.SIGTERM)  # its node is drained: it has time to save
     # The launcher's note is there once it has passed the signal on to its worker, which waits for rank 0 in this step.
-    wait_for(lambda: list(tmp_path.glob("*/**/told-*")), "note of the signal", first)
+    wait_for(lambda: list(tmp_path.glob("*/**/shutdown-*")), "note of the signal", first)
     planner.keep_until_end(second)
     _, words = second.communicate(timeout=600)
     assert second.returncode == 143, words
     left = steps_done(run)
     _, words = first.communicate(timeout=600)
     assert first.returncode == 0, words
-    assert "starting again with 1 processes" in words
+    assert "processes: 1" in words
     assert succeeded(job, {pods[0].name: 0, pods[1].name: 143, pods[2].name: 0})
     # Nothing was done twice, and no bit differs from one process.
     assert [line["step"] for line in lines(run / "metrics.jsonl") if "lm_loss" in line] == [*range(1, 121)]

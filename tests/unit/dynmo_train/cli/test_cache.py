@@ -1,4 +1,4 @@
-"""``dynmo-train cache`` lists and removes converted models, and nothing else."""
+"""``dynmo-train cache`` lists and removes converted checkpoints, and no other files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = [f"{name}-{digit * 16}" for name, digit in (("gpt2", "a"), ("my-bert", "
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two converted models, and what else a folder may have."""
+    """Two converted checkpoints and other files."""
     for name in NAMES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")
@@ -34,40 +34,40 @@ def call(*words):
     return done.stdout
 
 
-def test_list_shows_name_size_and_source(folder):
+def test_cache_list_shows_name_size_and_source(folder):
     text = call("list", "--cache-dir", folder)
     assert all(name in text for name in NAMES)
-    assert "2 converted models" in text
+    assert "2 converted checkpoints" in text
     rows = json.loads(call("list", "--cache-dir", folder, "--format", "json"))["conversions"]
     assert [(row["name"], row["source"]) for row in rows] == [(name, f"/models/{name}") for name in NAMES]
     assert all(row["bytes"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"\xff", b"[]"])
-def test_cache_entry_without_a_readable_source_is_listed_and_cleared(folder, content):
+def test_cache_entry_without_source_is_listed_and_cleared(folder, content):
     (folder / NAMES[0] / "conversion.json").unlink()
     if content is not None:
         (folder / NAMES[0] / "conversion.json").write_bytes(content)
     rows = json.loads(call("list", "--cache-dir", folder, "--format", "json"))["conversions"]
     assert [(row["name"], row["source"]) for row in rows] == [(NAMES[0], ""), (NAMES[1], f"/models/{NAMES[1]}")]
-    assert "removed 1 converted models" in call("clear", NAMES[0], "--cache-dir", folder)
+    assert "removed 1 converted checkpoint" in call("clear", NAMES[0], "--cache-dir", folder)
 
 
-def test_clear_leaves_other_files_alone(folder):
-    assert "removed 1 converted models" in call("clear", NAMES[0], "--cache-dir", folder)
+def test_cache_clear_keeps_other_files(folder):
+    assert "removed 1 converted checkpoint" in call("clear", NAMES[0], "--cache-dir", folder)
     assert not (folder / NAMES[0]).exists()
     assert (folder / NAMES[1]).exists()
-    assert "removed 1 converted models" in call("clear", "--cache-dir", folder)
+    assert "removed 1 converted checkpoint" in call("clear", "--cache-dir", folder)
     assert sorted(path.name for path in folder.iterdir()) == [f"link-{'b' * 16}", "notes.txt", "run"]
     assert (folder / "run" / "manifest.json").exists()
 
 
-def test_an_unknown_name_removes_nothing(folder):
+def test_cache_clear_unknown_name_removes_nothing(folder):
     with pytest.raises(UsageError, match="run: not in"):
         call("clear", NAMES[0], "run", "--cache-dir", folder)
     assert (folder / NAMES[0]).exists()
 
 
-def test_a_missing_folder_is_empty(tmp_path):
-    assert "0 converted models" in call("list", "--cache-dir", tmp_path / "none")
-    assert "removed 0 converted models" in call("clear", "--cache-dir", tmp_path / "none")
+def test_cache_missing_folder_is_empty(tmp_path):
+    assert "0 converted checkpoints" in call("list", "--cache-dir", tmp_path / "none")
+    assert "removed 0 converted checkpoints" in call("clear", "--cache-dir", tmp_path / "none")

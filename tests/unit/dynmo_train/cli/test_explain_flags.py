@@ -1,4 +1,4 @@
-"""Scripts of Megatron-LM, DeepSpeed and Optimus-CC: what they start, and what each flag means here."""
+"""``explain-flags``: programs and flags of scripts of Megatron-LM, DeepSpeed and Optimus-CC."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ eval ${run_cmd}
 """
 
 
-def told(tmp_path, text, *words, code=0):
+def explain(tmp_path, text, *words, code=0):
     script = tmp_path / "script.sh"
     script.write_text(text)
     result = CliRunner().invoke(app, ["explain-flags", str(script), *words])
@@ -63,15 +63,15 @@ def told(tmp_path, text, *words, code=0):
     return result.output
 
 
-def test_variables_and_continued_lines_are_followed():
+def test_read_script_variables_and_continued_lines_are_expanded():
     (command,) = read_script(DISTRIBUTED)
-    assert command.ours == "dynmo-train pretrain gpt"
+    assert command.equivalent == "dynmo-train pretrain gpt"
     assert command.launcher == "dynmo-train launch node"
     assert command.arguments[:6] == ("--model-parallel-size", "1", "--num-layers", "24", "--hidden-size", "1024")
     assert "/data/text_sentence" in command.arguments
 
 
-def test_branches_are_followed_and_echo_starts_nothing():
+def test_read_script_branches_are_evaluated_and_echo_skipped():
     (command,) = read_script(DEEPSPEED)
     assert command.launcher == "dynmo-train launch hostfile"
     assert command.arguments == (
@@ -79,21 +79,21 @@ def test_branches_are_followed_and_echo_starts_nothing():
     )
 
 
-def test_flag_by_flag(tmp_path):
-    (found,) = json.loads(told(tmp_path, DISTRIBUTED, "--format", "json", code=3))
+def test_explain_flags_every_flag_has_a_kind(tmp_path):
+    (found,) = json.loads(explain(tmp_path, DISTRIBUTED, "--format", "json", code=3))
     kinds = {one["flag"]: (one["kind"], one["meaning"]) for one in found["flags"]}
     assert kinds["--model-parallel-size"] == ("becomes", "--tensor-model-parallel-size 1")
     assert kinds["--num-layers"][0] == "same"
-    assert kinds["--distributed-backend"][0] == "nothing"
+    assert kinds["--distributed-backend"][0] == "ignored"
     assert kinds["--num-layers-per-virtual-pipeline-stage"][0] == "same"
     assert kinds["--no-such-flag"][0] == "unknown"
-    text = told(tmp_path, DISTRIBUTED, code=3)
-    assert "../pretrain_gpt2.py: dynmo-train pretrain gpt, started by dynmo-train launch node" in text
-    told(tmp_path, DEEPSPEED)
+    text = explain(tmp_path, DISTRIBUTED, code=3)
+    assert "../pretrain_gpt2.py: dynmo-train pretrain gpt, launched by dynmo-train launch node" in text
+    explain(tmp_path, DEEPSPEED)
 
 
 @pytest.mark.parametrize(
-    ("line", "ours"),
+    ("line", "equivalent"),
     [
         ("python tasks/main.py --task WIKITEXT103 --valid-data x --load y", "dynmo-train evaluate wikitext"),
         ("python tasks/main.py --task RACE --epochs 3", "dynmo-train finetune race"),
@@ -106,18 +106,18 @@ def test_flag_by_flag(tmp_path):
         ("bash ASPLOS23/fig10/GPT2-8.3B-CB-Breakdown.sh", "bin/ASPLOS23/fig10.sh"),
     ],
 )
-def test_programs_have_a_command_here(line, ours):
+def test_read_script_program_has_equivalent_command(line, equivalent):
     (command,) = read_script(line)
-    assert command.ours == ours
+    assert command.equivalent == equivalent
 
 
-def test_every_command_that_a_program_becomes_exists():
+def test_table_every_equivalent_command_exists():
     import importlib
 
     packages = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
     import typer
 
-    for ours in sorted({row.ours for row in TABLE}):
+    for ours in sorted({row.equivalent for row in TABLE}):
         program, *names = ours.split()
         if program not in packages:
             assert (ROOT / ours).is_file(), ours
@@ -128,8 +128,8 @@ def test_every_command_that_a_program_becomes_exists():
             command = command.commands[name]
 
 
-def test_a_script_without_any_is_told(tmp_path):
-    assert "starts none of the programs" in str(
+def test_explain_flags_script_without_program_is_refused(tmp_path):
+    assert "must start a known program" in str(
         CliRunner().invoke(app, ["explain-flags", str(_empty(tmp_path))]).exception
     )
 
@@ -139,7 +139,7 @@ def _empty(tmp_path):
     return tmp_path / "x.sh"
 
 
-def test_the_readme_has_the_table_and_nobody_is_named_twice():
+def test_readme_table_is_generated_and_names_are_unique():
     readme = (ROOT / "dynmo_train" / "launch" / "README.md").read_text(encoding="utf-8")
     begin, end = "<!-- scripts: begin -->\n", "<!-- scripts: end -->"
     written = readme[readme.index(begin) + len(begin) : readme.index(end)]
@@ -150,8 +150,8 @@ def test_the_readme_has_the_table_and_nobody_is_named_twice():
     assert find("megatron/arguments.py") is None
 
 
-def test_every_script_of_ours_is_in_the_table_or_says_that_it_is_our_own(tmp_path):
-    ours = {row.ours.removeprefix("bin/") for row in TABLE if row.ours.startswith("bin/")}
+def test_bin_every_script_is_in_the_table_or_our_own(tmp_path):
+    ours = {row.equivalent.removeprefix("bin/") for row in TABLE if row.equivalent.startswith("bin/")}
     own = {"environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
     own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
     own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
@@ -160,20 +160,20 @@ def test_every_script_of_ours_is_in_the_table_or_says_that_it_is_our_own(tmp_pat
     assert files == ours | own
 
 
-def test_the_table_is_printed(tmp_path):
+def test_explain_flags_table_is_printed(tmp_path):
     result = CliRunner().invoke(app, ["explain-flags", "--table", "--format", "json"])
     rows = json.loads(result.output)
     assert {
         "source": "AWS test case",
         "name": "pytorchjob.yaml-template",
-        "ours": "bin/pytorchjob.yaml-template",
+        "equivalent": "bin/pytorchjob.yaml-template",
     } in rows
     assert "bin/download_ckpt.sh" in CliRunner().invoke(app, ["explain-flags", "--table"]).output
 
 
-def test_flags_of_other_packages_are_explained_by_their_own_help(tmp_path):
+def test_explain_flags_other_packages_are_explained_by_help(tmp_path):
     line = "python tools/preprocess_data.py --input a.json --vocab v.txt --json_key body --split-sentences --no-such 1"
-    (found,) = json.loads(told(tmp_path, line, "--format", "json", code=3))
+    (found,) = json.loads(explain(tmp_path, line, "--format", "json", code=3))
     kinds = {one["flag"]: (one["kind"], one["values"], one["meaning"]) for one in found["flags"]}
     assert kinds["--vocab"][:2] == ("same", ["v.txt"])
     assert "vocabulary of the GPT2" in kinds["--vocab"][2]
@@ -181,7 +181,7 @@ def test_flags_of_other_packages_are_explained_by_their_own_help(tmp_path):
     assert kinds["--no-such"][0] == "unknown"
 
 
-def test_help_is_read_with_its_continued_lines():
+def test_parse_help_continued_lines_are_joined():
     text = "Options:\n  -o, --output <path>  The\n                       file.\n  --long-name, --other <int range>\n"
     text += "                                  Of the input.  [x>=1]\n\nMore:\n  none\n"
     assert parse_help(text) == {
@@ -190,8 +190,10 @@ def test_help_is_read_with_its_continued_lines():
     }
 
 
-def test_a_published_script_is_named_by_the_one_that_stands_in_for_it(tmp_path):
+def test_explain_flags_published_script_prints_equivalent(tmp_path):
     script = tmp_path / "pretrain_gpt.sh"
     script.write_text("python pretrain_gpt.py --num-layers 2\n")
-    assert f"{script}: here bin/pretrain_gpt.sh" in CliRunner().invoke(app, ["explain-flags", str(script)]).output
-    assert "needs a SCRIPT" in str(CliRunner().invoke(app, ["explain-flags"]).exception)
+    assert (
+        f"{script}: equivalent to bin/pretrain_gpt.sh" in CliRunner().invoke(app, ["explain-flags", str(script)]).output
+    )
+    assert "SCRIPT is missing" in str(CliRunner().invoke(app, ["explain-flags"]).exception)

@@ -1,4 +1,4 @@
-"""Where the options of ``launch`` end and its command begins."""
+"""``launch``: its options, and the start of COMMAND."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("dashes", [["--"], []])
 @pytest.mark.parametrize("where", ["local", "node"])
-def test_command_is_taken_with_and_without_dashes(started, where, dashes):
+def test_launch_command_with_and_without_dashes_is_the_same(started, where, dashes):
     done = CliRunner().invoke(app, ["launch", where, "--nproc", "2", *dashes, *COMMAND])
     assert done.exit_code == 0, done.output
     assert started == [(COMMAND, 2)]
 
 
 @pytest.mark.parametrize("where", [["slurm"], ["lsf"], ["kubernetes", "--image", "i"]])
-def test_cluster_launch_without_dashes_carries_the_command(where):
+def test_cluster_launch_without_dashes_keeps_the_command(where):
     dashed, given = (
         CliRunner().invoke(app, ["launch", *where, "--dry-run", *dashes, *COMMAND]) for dashes in (["--"], [])
     )
@@ -38,7 +38,7 @@ def test_cluster_launch_without_dashes_carries_the_command(where):
     assert dashed.stdout == given.stdout
 
 
-def test_dry_run_of_a_node_prints_each_process(started):
+def test_launch_node_dry_run_prints_each_process(started):
     launch = ["launch", "node", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--dry-run"]
     done = CliRunner().invoke(app, [*launch, "--", "pretrain", "gpt", "--data-path", "a b"])
     assert (done.exit_code, started) == (0, [])
@@ -49,7 +49,7 @@ def test_dry_run_of_a_node_prints_each_process(started):
     assert lines[0][8:] == ["pretrain", "gpt", "--data-path", "a b"]
 
 
-def test_hostfile_launch_without_file_runs_here(monkeypatch):
+def test_launch_hostfile_without_file_runs_locally(monkeypatch):
     runs = []
     monkeypatch.setattr(cluster, "run_processes", lambda words, nproc, *_: runs.append((list(words), nproc)) or 3)
     here = ["launch", "hostfile", "--num_nodes", "1", "--num_gpus", "2"]
@@ -60,9 +60,12 @@ def test_hostfile_launch_without_file_runs_here(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--num-nodes", "2", "--num-gpus", "1"], "this machine alone"), (["-i", "other", "--num-gpus", "1"], "'other'")],
+    [
+        (["--num-nodes", "2", "--num-gpus", "1"], "must be 1 without --hostfile"),
+        (["-i", "other", "--num-gpus", "1"], "'other'"),
+    ],
 )
-def test_hostfile_launch_without_file_is_one_machine(options, words):
+def test_launch_hostfile_without_file_refuses_other_hosts(options, words):
     done = CliRunner().invoke(app, ["launch", "hostfile", *options, "pretrain", "gpt"])
     assert words in str(done.exception)
 
@@ -73,31 +76,31 @@ def test_hostfile_launch_without_file_is_one_machine(options, words):
         (["--num-nodes", "3"], "--num-nodes 3: the hostfile has 2 hosts"),
         (["--num-nodes", "2", "-i", "a"], "--num-nodes 2: the hostfile with --include has 1 host;"),
         (["--num-nodes", "2", "-e", "a"], "--num-nodes 2: the hostfile with --exclude has 1 host;"),
-        (["--num-gpus", "5"], "--num-gpus 5: a, b has fewer slots"),
-        (["--num-nodes", "1", "--least", "2"], "--least 2 is more than the 1 host"),
+        (["--num-gpus", "5"], "--num-gpus 5: must be at most the slots of a host; a, b has fewer"),
+        (["--num-nodes", "1", "--min-nodes", "2"], "--min-nodes 2: must be at most 1"),
     ],
 )
-def test_hostfile_launch_with_more_than_the_hostfile_has_is_refused(tmp_path, options, words):
+def test_launch_hostfile_more_than_available_is_refused(tmp_path, options, words):
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     launch = ["launch", "hostfile", "--hostfile", str(tmp_path / "hosts"), "--dry-run"]
     done = CliRunner().invoke(app, [*launch, *options, "pretrain", "gpt"])
     assert words in str(done.exception)
 
 
-def test_hostfile_launch_here_with_more_than_the_chosen_gpus_is_refused(monkeypatch):
+def test_launch_hostfile_more_gpus_than_included_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     launch = ["launch", "hostfile", "--dry-run", "--num-gpus", "3", "-i", "localhost:0,1"]
     done = CliRunner().invoke(app, [*launch, "pretrain", "gpt"])
-    assert "--num-gpus 3: the filters leave 2" in str(done.exception)
+    assert "--num-gpus 3: must be at most the 2 after --include and --exclude" in str(done.exception)
 
 
-def test_options_behind_dashes_are_refused_with_the_remedy(started):
+def test_launch_options_after_dashes_are_refused(started):
     done = CliRunner().invoke(app, ["launch", "local", "--", "--nproc", "2", "pretrain"])
-    assert "cannot begin with the option --nproc" in str(done.exception)
+    assert "cannot start with the option --nproc" in str(done.exception)
     assert started == []
 
 
-def test_slurm_asks_for_cpus_by_default_and_as_told():
+def test_launch_slurm_cpus_have_a_default_and_an_option():
     def head(*options):
         done = CliRunner().invoke(app, ["launch", "slurm", "--dry-run", *options, "--", *COMMAND])
         assert done.exit_code == 0, done.output
@@ -108,9 +111,9 @@ def test_slurm_asks_for_cpus_by_default_and_as_told():
     assert head("--nproc", "8", "--cpus-per-task", "0") == []
 
 
-def test_elastic_indexed_job_is_refused_by_an_older_kubernetes():
+def test_launch_kubernetes_older_version_refuses_elastic_job():
     launch = ["launch", "kubernetes", "--image", "i", "--kind", "indexed-job", "--nodes", "2:4", "--dry-run"]
     done = CliRunner().invoke(app, [*launch, "--", *COMMAND])
-    assert "# Needs Kubernetes 1.31 or newer (Job.spec.successPolicy).\n" in done.stdout
+    assert "# Requires Kubernetes 1.31 or newer (Job.spec.successPolicy).\n" in done.stdout
     done = CliRunner().invoke(app, [*launch, "--kubernetes-version", "1.29", "--", *COMMAND])
-    assert "--kubernetes-version 1.29: the manifest needs Kubernetes 1.31" in str(done.exception)
+    assert "--kubernetes-version 1.29: the manifest requires Kubernetes 1.31" in str(done.exception)

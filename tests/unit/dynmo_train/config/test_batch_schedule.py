@@ -1,4 +1,4 @@
-"""Batch sizes and sample lengths as pure functions, against plain loops."""
+"""Batch-size ramp-up and curriculum, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GPT3 = BatchSizes(start=16, increment=16, ramp_samples=5_859_375, final=1536)
 SMALL = BatchSizes(start=2, increment=2, ramp_samples=50, final=8)
 
 
-def test_the_ramp_of_gpt3():
+def test_batch_sizes_ramp_of_gpt3():
     assert [GPT3.at(consumed) for consumed in (0, 61_677, 61_678, 5_859_375, 5_859_376)] == [16, 16, 32, 1536, 1536]
     assert GPT3.sizes()[:2] + GPT3.sizes()[-2:] == [16, 32, 1520, 1536]
 
 
-def test_a_small_ramp_by_hand():
+def test_batch_sizes_small_ramp_equals_loop():
     # Three parts of 50 / 3 samples: 2 until 16.7, 4 until 33.3, 6 until 50, then 8.
     sizes, consumed = [], 0
     for _ in range(20):
@@ -31,26 +31,26 @@ def test_a_small_ramp_by_hand():
     "sizes", [SMALL, BatchSizes.constant(8), BatchSizes(start=8, increment=4, ramp_samples=10, final=8)]
 )
 @pytest.mark.parametrize("samples", [0, 7, 17, 18, 33, 52, 53, 100, 123])
-def test_steps_are_those_that_fit_into_the_samples(sizes, samples):
+def test_steps_for_fits_into_the_samples(sizes, samples):
     steps = sizes.steps_for(samples)
     assert sizes.consumed_after(steps) <= samples < sizes.consumed_after(steps + 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("16 16", "START INCREMENT SAMPLES"),
-        ("a b c", "is 'a b c'"),
-        ("3 2 10", "whole steps"),
-        ("9 1 10", "whole steps"),
+        ("a b c", "'a b c': must be START"),
+        ("3 2 10", "must be . plus a multiple"),
+        ("9 1 10", "must be . plus a multiple"),
     ],
 )
-def test_a_ramp_that_cannot_be_is_refused(text, told):
-    with pytest.raises(UsageError, match=told):
+def test_batch_sizes_of_invalid_ramp_is_refused(text, message):
+    with pytest.raises(UsageError, match=message):
         batch_sizes_of(text, 8)
 
 
-def test_the_curriculum_by_hand():
+def test_curriculum_lengths_equal_worked_values():
     linear = Curriculum(shortest=64, longest=1024, steps=100, multiple=8, root=1.0)
     assert [linear.at(step) for step in (1, 2, 50, 99, 100, 500)] == [72, 80, 544, 1008, 1024, 1024]
     root = Curriculum(shortest=64, longest=1024, steps=100, multiple=8, root=2.0)

@@ -1,4 +1,4 @@
-"""The recipes' models have the published numbers of parameters, counted without memory for them."""
+"""Recipes have the published numbers of parameters, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ def count(name: str, family: str, **changes) -> int:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_counts(name):
+def test_recipe_parameter_count_is_exact(name):
     family, changes, expected = EXACT[name]
     assert count(name, family, **changes) == expected
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_counts_of_the_table(size):
+def test_recipe_parameter_count_equals_published_table(size):
     """Table 1 of arXiv:2104.04473 rounds to a tenth of a billion, with a vocabulary of 51,200."""
     billions = count(f"gpt-{size}b", "gpt", vocab_size=51200) / 1e9
     assert billions == pytest.approx(float(size), abs=0.051)
 
 
-def test_gpt_3():
+def test_recipe_gpt3_parameter_count_equals_published():
     assert count("gpt-175b", "gpt", vocab_size=50257) / 1e9 == pytest.approx(174.6, abs=0.05)
 
 
-def test_every_recipe_is_named_by_a_test():
+def test_recipes_are_all_tested():
     tested = {*EXACT, *(f"gpt-{size}b" for size in SIZES), "gpt-175b", "quickstart"}
     assert tested == set(recipe_names())
 
 
-def test_another_name_or_family_is_told():
+def test_read_recipe_unknown_name_or_family_is_refused():
     with pytest.raises(UsageError, match="did you mean llama-2-7b"):
         read_recipe("llama2-7b", "llama")
-    with pytest.raises(UsageError, match="write pretrain llama"):
+    with pytest.raises(UsageError, match="use pretrain llama"):
         read_recipe("llama-2-7b", "gpt")
 
 
-def test_the_command_takes_a_recipe():
+def test_pretrain_recipe_sets_required_options():
     from typer.testing import CliRunner
 
     from dynmo_train.cli import app
 
     done = CliRunner().invoke(app, ["pretrain", "llama", "--recipe", "llama-2-7b", "--micro-batch-size", "1"])
     assert "5 problems" not in str(done.exception)
-    told = str(done.exception)
-    assert "--train-iters" in told
-    assert "--num-layers" not in told
+    message = str(done.exception)
+    assert "--train-iters" in message
+    assert "--num-layers" not in message

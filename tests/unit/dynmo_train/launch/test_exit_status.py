@@ -1,4 +1,4 @@
-"""What the ends of several processes mean."""
+"""Exit codes and logs: root causes, messages, environment and restart of workers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from dynmo_train.launch import launcher
 from dynmo_train.launch.exit_status import (
     Failure,
-    causes,
-    end_text,
+    describe_exit,
     failure_message,
     last_lines,
-    shell_code,
-    usage_words,
+    root_causes,
+    shell_exit_code,
+    usage_message,
 )
 from dynmo_train.launch.node_agent import interface_towards, worker_environment
-from dynmo_train.launch.restart import packing_flags, pipeline_size, place_flags, processes_of
+from dynmo_train.launch.restart import pack_to_flags, pipeline_size, process_count, resume_flags
 
 
 def failures(*codes):
@@ -40,62 +40,62 @@ def failures(*codes):
         ((-15, 143), [0, 1]),
     ],
 )
-def test_the_cause_goes_before_what_followed_from_it(codes, ranks):
-    assert [failure.rank for failure in causes(failures(*codes))] == ranks
+def test_root_causes_precede_their_consequences(codes, ranks):
+    assert [failure.rank for failure in root_causes(failures(*codes))] == ranks
 
 
-def test_signals_are_told_as_a_shell_does():
-    assert [shell_code(code) for code in (0, 2, 75, -9, -15)] == [0, 2, 75, 137, 143]
-    assert end_text(-9) == "was killed by SIGKILL"
-    assert end_text(-signal.SIGRTMIN - 1).startswith("was killed by signal")
-    assert end_text(3) == "ended with exit code 3"
+def test_exit_codes_signals_are_reported_as_by_a_shell():
+    assert [shell_exit_code(code) for code in (0, 2, 75, -9, -15)] == [0, 2, 75, 137, 143]
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-signal.SIGRTMIN - 1).startswith("was killed by signal")
+    assert describe_exit(3) == "exited with code 3"
 
 
-def test_the_last_lines_are_those_that_hold_something():
+def test_last_lines_blank_lines_are_skipped():
     assert last_lines("a\n\nb  \n\n", 2) == ["a", "b"]
     assert last_lines("\n".join(map(str, range(50))), 3) == ["47", "48", "49"]
     assert last_lines("") == []
 
 
-def test_one_message_tells_all():
+def test_failure_message_lists_all_ranks():
     text = failure_message(failures(143, 3, 3, 0, 1), {1: ["one"], 2: ["one"], 4: ["four"]})
     assert text.splitlines() == [
-        "rank 1 ended with exit code 3; its log is log-1",
+        "rank 1 exited with code 3; its log is log-1",
         "  | one",
-        "rank 2 ended with exit code 3; its log is log-2",
-        "rank 4 ended with exit code 1; its log is log-4",
+        "rank 2 exited with code 3; its log is log-2",
+        "rank 4 exited with code 1; its log is log-4",
         "  | four",
-        "with it ended rank 0",
+        "also failed: rank 0",
     ]
 
 
-def test_workers_get_one_thread_and_what_a_person_set_stays():
-    told = {"launcher": 7, "launch_file": Path("f"), "grace_s": 2.0, "save_s": 90.0, "told_file": Path("t")}
-    fresh = worker_environment({}, **told, interface="lo")
+def test_worker_environment_defaults_yield_to_existing_values():
+    options = {"launcher": 7, "launch_file": Path("f"), "grace_s": 2.0, "save_s": 90.0, "shutdown_file": Path("t")}
+    fresh = worker_environment({}, **options, interface="lo")
     assert fresh["OMP_NUM_THREADS"] == "1"
     assert int(fresh["MALLOC_TRIM_THRESHOLD_"]) > 1 << 30
     assert fresh["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert (fresh["DYNMO_LAUNCHER_PID"], fresh["DYNMO_GRACE_S"], fresh["DYNMO_LAUNCH_FILE"]) == ("7", "2.0", "f")
-    assert (fresh["DYNMO_SAVE_S"], fresh["DYNMO_TOLD_FILE"]) == ("90.0", "t")
-    set_by_hand = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
-    kept = worker_environment(set_by_hand, **told, interface="lo")
-    assert not kept.keys() & set_by_hand.keys()
+    assert (fresh["DYNMO_SAVE_S"], fresh["DYNMO_SHUTDOWN_FILE"]) == ("90.0", "t")
+    existing = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
+    added = worker_environment(existing, **options, interface="lo")
+    assert not added.keys() & existing.keys()
 
 
 def parallel(tensor, pipeline):
     return {"parallel": {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}}
 
 
-def test_the_interface_towards_this_machine_is_loopback():
+def test_interface_towards_this_machine_is_loopback():
     assert interface_towards("127.0.0.1").startswith("lo")
     assert interface_towards("no.such.host.invalid") is None
 
 
-def test_starting_again_goes_on_with_the_run():
-    assert place_flags("/r", None) == ("--run-dir", "/r", "--save", "/r", "--load", "/r")
-    assert place_flags("/r", 3)[-2:] == ("--pipeline-model-parallel-size", "3")
-    assert packing_flags({"balance": {"pack_to": 2}}, 4) == ("--pack-to", "4")
-    assert packing_flags({"balance": {"pack_to": 2}}, None) == packing_flags({"balance": {"pack_to": None}}, 4) == ()
+def test_resume_flags_name_the_run():
+    assert resume_flags("/r", None) == ("--run-dir", "/r", "--save", "/r", "--load", "/r")
+    assert resume_flags("/r", 3)[-2:] == ("--pipeline-model-parallel-size", "3")
+    assert pack_to_flags({"balance": {"pack_to": 2}}, 4) == ("--pack-to", "4")
+    assert pack_to_flags({"balance": {"pack_to": 2}}, None) == pack_to_flags({"balance": {"pack_to": None}}, 4) == ()
 
 
 @pytest.mark.parametrize(
@@ -111,40 +111,40 @@ def test_starting_again_goes_on_with_the_run():
         (4, 2, 8, 6, None),  # no size fits: the run says so itself
     ],
 )
-def test_lost_processes_shorten_the_pipeline_or_cost_replicas(tensor, pipeline, before, now, size):
+def test_pipeline_size_after_a_loss_keeps_replicas_if_possible(tensor, pipeline, before, now, size):
     assert pipeline_size(parallel(tensor, pipeline), before, now) == size
 
 
-def test_growth_counts_in_workers_of_several_processes():
-    assert processes_of(parallel(2, 2), 8, 3) == 12
-    assert processes_of(parallel(1, 2), 2, 4) == 4
+def test_process_count_growth_counts_pipeline_ranks():
+    assert process_count(parallel(2, 2), 8, 3) == 12
+    assert process_count(parallel(1, 2), 2, 4) == 4
 
 
-def test_the_words_of_a_usage_error_are_the_end_of_a_log():
-    assert usage_words(["apex: no", "dynmo-train: error: a", "  b"]) == "dynmo-train: error: a\n  b"
-    assert usage_words(["apex: no"]) == ""
+def test_usage_message_is_the_end_of_the_log():
+    assert usage_message(["apex: no", "dynmo-train: error: a", "  b"]) == "dynmo-train: error: a\n  b"
+    assert usage_message(["apex: no"]) == ""
 
 
 @pytest.mark.parametrize(
-    ("logs", "codes", "told"),
+    ("logs", "codes", "expected"),
     [
-        # rank 0 has said it, and was shown
+        # printed by rank 0
         (["E: x", "E: x"], {0: 2, 1: 2}, ""),
         (["E: x", "E: x"], {1: 2}, ""),
-        # rank 0 was ended before it could speak: what the others say is told once, as they say it
+        # rank 0 was terminated before it could print: the message of the others is printed once
         (["", "apex: no\nE: x\n  y", "E: x\n  y"], {0: 143, 1: 2, 2: 2}, "E: x\n  y\n"),
-        # no message of a usage error
-        (["", "Killed"], {1: 2}, "E: rank 1 ended with exit code 2; its log is LOG\n  | Killed\n"),
-        (["", "E: x"], {1: 1}, "E: rank 1 ended with exit code 1; its log is LOG\n  | E: x\n"),
+        # not a usage error
+        (["", "Killed"], {1: 2}, "E: rank 1 exited with code 2; its log is LOG\n  | Killed\n"),
+        (["", "E: x"], {1: 1}, "E: rank 1 exited with code 1; its log is LOG\n  | E: x\n"),
     ],
 )
-def test_a_launcher_says_once_what_rank_0_could_not(tmp_path, capsys, logs, codes, told):
+def test_report_failures_prints_each_message_once(tmp_path, capsys, logs, codes, expected):
     paths = []
     for rank, text in enumerate(logs):
         paths.append(tmp_path / str(rank) / "stderr.log")
         paths[-1].parent.mkdir()
         paths[-1].write_text(text.replace("E:", "dynmo-train: error:"))
-    ended = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
-    launcher._tell(ended, shown_first=True)
-    expected = told.replace("E:", "dynmo-train: error:")
+    failures = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
+    launcher.report_failures(failures, has_rank0=True)
+    expected = expected.replace("E:", "dynmo-train: error:")
     assert capsys.readouterr().err == expected.replace("LOG", str(paths[1]))

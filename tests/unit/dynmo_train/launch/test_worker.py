@@ -1,4 +1,4 @@
-"""How a process ends, a launcher's worker or not: nothing lost, and the interpreter is not torn down."""
+"""``exit_process``: no output is lost, and the interpreter is not finalized."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dynmo_train.launch.worker import LAUNCHER_PID_VARIABLE
 
 SCRIPT = """
 import atexit, threading, time
-from dynmo_train.launch.worker import end
+from dynmo_train.launch.worker import exit_process
 
-class TornDown:
+class Finalized:
     def __del__(self):
-        print("torn down")
+        print("finalized")
 
-kept = TornDown()
+finalized = Finalized()
 atexit.register(print, "at exit")
 ending = threading.Event()
 class Late(threading.Thread):
@@ -25,8 +25,8 @@ class Late(threading.Thread):
         ending.set()  # the process is about to end
         super().join(*timeout)
 Late(target=lambda: (ending.wait(), print("thread"))).start()
-end({code}, {{"{variable}": "1"}} if {launched} else {{}})
-print("goes on")
+exit_process({code}, {{"{variable}": "1"}} if {launched} else {{}})
+print("returned")
 ending.set()
 """
 
@@ -39,10 +39,10 @@ ending.set()
         ("0", False, (0, ["thread", "at exit"])),
         ("2", True, (2, ["thread", "at exit"])),
         ("2", False, (2, ["thread", "at exit"])),
-        ("'told'", True, (0, ["goes on", "thread", "at exit", "torn down"])),
+        ("'message'", True, (0, ["returned", "thread", "at exit", "finalized"])),
     ],
 )
-def test_a_process_ends_with_all_its_words_and_no_tear_down(code, launched, expected):
+def test_exit_process_flushes_output_without_finalization(code, launched, expected):
     script = SCRIPT.format(code=code, variable=LAUNCHER_PID_VARIABLE, launched=launched)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split("\n")[:-1], done.stderr) == (*expected, "")

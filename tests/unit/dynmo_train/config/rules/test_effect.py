@@ -1,4 +1,4 @@
-"""Options without effect are refused or warned of, and a bad value hides no contradiction."""
+"""Options without effect are refused or cause a warning; invalid values do not hide conflicts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train.config import Facts, config_of, option_specs, resolve_checked, validate
-from dynmo_train.config.evaluation import GenerateConfig
+from dynmo_train.config.evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
+from dynmo_train.config.fields import values_of
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
-from dynmo_train.config.rules.task_effect import generate_warnings
+from dynmo_train.config.rules.task_effect import task_warnings
 
 SMALL = {
     "num_layers": 4,
@@ -21,7 +22,7 @@ SMALL = {
     "lr": 0.001,
     "data_path": "corpus",
 }
-# What takes the effect from an option that has one by itself.
+# Other options that disable an option which has an effect by default.
 WITHOUT = {
     "rope_scaling_factor": {"family": "llama"},
     "relative_attention_num_buckets": {"family": "t5"},
@@ -71,31 +72,60 @@ def messages_of(name, world_size=1, **values):
 
 
 @pytest.mark.parametrize(("name", "refuse"), [(name, effect.refuse) for effect in EFFECTS for name in effect.options])
-def test_option_without_effect_is_refused_or_warned_of(name, refuse):
+def test_effect_option_without_effect_is_refused_or_reported(name, refuse):
     refused, warned = messages_of(name, **WITHOUT.get(name, {}))
     assert (len(refused), len(warned)) == ((1, 0) if refuse else (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("given", "temperature", "flags"),
+    ("given", "flags"),
     [
-        ({"greedy": True, "temperature": 0.7, "top_k": 5}, 0.0, ["--top-k", "--temperature"]),
-        ({"temperature": 0.0, "top_p": 0.9, "seed": 7}, 0.0, ["--seed", "--top-p"]),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 7}, 0.7, []),
-        ({"top_p": 0.0, "seed": 7}, 0.0, ["--seed"]),
-        ({"genfile": "a", "sample_output_file": "b"}, 0.0, ["--sample-output-file"]),
-        ({"prompts": "a", "sample_input_file": "b"}, 0.0, ["--sample-input-file"]),
-        ({"interactive": True, "genfile": "a"}, 0.0, ["--genfile"]),
-        ({"interactive": True}, 0.0, []),
+        ({"greedy": True, "temperature": 0.7, "top_k": 5}, ["--top-k", "--temperature"]),
+        ({"temperature": 0.0, "top_p": 0.9, "seed": 7}, ["--seed", "--top-p"]),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 7}, []),
+        ({"top_p": 0.0, "seed": 7}, ["--seed"]),
+        ({"genfile": "a", "sample_output_file": "b"}, ["--sample-output-file"]),
+        ({"prompts": "a", "sample_input_file": "b"}, ["--sample-input-file"]),
+        ({"interactive": True, "genfile": "a"}, ["--genfile"]),
+        ({"interactive": True}, []),
     ],
 )
-def test_option_of_generate_without_effect_is_warned_of(given, temperature, flags):
-    warned = generate_warnings(GenerateConfig(**given), temperature)
+def test_task_warnings_generate_option_without_effect_is_reported(given, flags):
+    warned = task_warnings(GenerateConfig(**given))
     assert [warning.partition(" has no effect ")[0] for warning in warned] == flags
 
 
+FILES = {"vocab_file": "v.json", "merge_file": "m.txt"}
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({}, []),
+        ({"bf16": True}, []),
+        ({"bf16": True, "fp16": True}, ["--fp16"]),
+        ({"tokenizer_model": "t.json"}, []),
+        ({**FILES, "tokenizer_type": "GPT2BPETokenizer"}, []),
+        ({**FILES, "tokenizer_type": "GPT2BPETokenizer", "tokenizer_model": "t.json"}, ["--tokenizer-model"]),
+        ({**FILES, "tokenizer_type": "BertWordPieceLowerCase"}, ["--merge-file"]),
+        ({"tokenizer_model": "t.json", "vocab_file": "v.txt"}, ["--vocab-file"]),
+        ({"tokenizer_type": "BertWordPieceCase"}, ["--tokenizer-type"]),
+        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "t.model"}, []),
+    ],
+)
+def test_task_warnings_evaluate_option_without_effect_is_reported(given, flags):
+    warned = task_warnings(values_of(InferenceConfig, {"load": "run", **given}))
+    assert [warning.partition(" has no effect ")[0] for warning in warned] == flags
+
+
+def test_task_warnings_finetune_epochs_without_data_is_reported():
+    values = {"valid_data": "d", "epochs": 2}
+    assert task_warnings(FinetuneConfig(**values)) == ["--epochs has no effect without --train-data"]
+    assert task_warnings(FinetuneConfig(**values, train_data="t")) == []
+
+
 @pytest.mark.parametrize("name", WITH)
-def test_option_with_effect_is_taken_without_a_word(name):
+def test_effect_option_with_effect_is_accepted(name):
     assert messages_of(name, **WITH[name]) == ([], [])
 
 
@@ -124,11 +154,11 @@ def problems(**values):
         ({"hidden_size": 0, "num_attention_heads": 3}, ["--hidden-size"]),
     ],
 )
-def test_bad_value_hides_no_contradiction_and_makes_none(values, flags):
+def test_resolve_checked_invalid_value_hides_no_conflict(values, flags):
     assert problems(**values) == flags
 
 
-def test_missing_options_make_no_contradiction():
+def test_resolve_checked_missing_options_make_no_conflict():
     with pytest.raises(DocumentError) as error:
         resolve_checked(flags={}, file={}, command={"family": "gpt"}, facts=Facts())
     assert {problem.kind for problem in error.value.problems} == {"missing"}
