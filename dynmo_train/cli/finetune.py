@@ -27,6 +27,14 @@ _SPECS = (
 )
 
 
+class FinetuneCommand(MegatronCommand):
+    """A command that also accepts the flags of Megatron's scripts; its name is the task."""
+
+    def family(self) -> str:
+        """The family of every fine-tuned model."""
+        return "bert"
+
+
 def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> None:
     """Resolve and check the configuration, then train."""
     need_torch()
@@ -151,14 +159,14 @@ def fine_tuning(context: typer.Context) -> None:
     context.with_resource(ignore_signals_until_training())
 
 
-@finetune.command("mnli", cls=MegatronCommand)
+@finetune.command("mnli", cls=FinetuneCommand)
 @with_specs(_SPECS)
 def finetune_mnli(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on sentence pairs: entailment, contradiction or neutral; evaluates after each epoch."""
     _finetune("mnli", config, flags)
 
 
-@finetune.command("race", cls=MegatronCommand)
+@finetune.command("race", cls=FinetuneCommand)
 @with_specs(_SPECS)
 def finetune_race(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on questions with four choices about a passage; evaluates after each epoch."""

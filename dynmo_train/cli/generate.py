@@ -46,8 +46,8 @@ def generate_text(
             raise UsageError("--interactive: must run in one process; start it without the launcher")
         texts = None
     else:
-        texts = _prompts(prompt, options)
-    settings = _settings(options, unconditional=texts is not None and texts == [""] * len(texts))
+        texts = read_prompts(prompt, options)
+    settings = generation_settings(options, unconditional=texts is not None and texts == [""] * len(texts))
     for line in task_warnings(config, options) if is_rank0() else ():
         say(f"warning: {line}")
     from ..evaluation.model_checkpoint import evaluation_world
@@ -63,7 +63,7 @@ def generate_text(
         _report(completions, options.genfile or options.sample_output_file, report)
 
 
-def _settings(options: GenerateConfig, *, unconditional: bool) -> GenerationSettings:
+def generation_settings(options: GenerateConfig, *, unconditional: bool) -> GenerationSettings:
     """Sampling and length settings from the options.
 
     Raises:
@@ -140,7 +140,7 @@ def _read_stdin() -> str:
     return text
 
 
-def _prompts(given: list[str] | None, options: GenerateConfig) -> list[str]:
+def read_prompts(given: list[str] | None, options: GenerateConfig) -> list[str]:
     """The prompts from the command line, a file or standard input, one per line without blank lines.
 
     Without prompts, ``--num-samples`` empty prompts.

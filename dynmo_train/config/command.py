@@ -91,6 +91,10 @@ class MegatronCommand(TyperCommand):
         ctx.meta[INSTALLED_KEY] = {name: ctx.params.pop(name) for name in installed_specs() if name in ctx.params}
         return super().invoke(ctx)
 
+    def family(self) -> str:
+        """The built-in family whose flags the command accepts."""
+        return base_family(self.name or "")
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate Megatron's flags, then parse.
 
@@ -102,7 +106,7 @@ class MegatronCommand(TyperCommand):
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         }
-        translation = translate(args, base_family(self.name or ""), declared | {"--help": 0})
+        translation = translate(args, self.family(), declared | {"--help": 0})
         if translation.problems:
             raise DocumentError("the command line", list(translation.problems))
         if translation.notes and os.environ.get("RANK", "0") == "0":

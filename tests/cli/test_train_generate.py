@@ -97,16 +97,16 @@ def test_the_run_states_its_configuration(place):
     assert document["config"]["model"]["vocab_size"] == 16
 
 
-def test_the_log_begins_with_what_became_of_apex(place):
+def test_log_starts_with_the_state_of_apex(place):
     assert (place / "talk").read_text().startswith("apex: ")
 
 
-def test_the_model_has_learned_to_count(place):
+def test_generate_trained_model_counts(place):
     code, out, _ = generate("--load", "run", "--prompt", "w3 w4 w5", "--max-new-tokens", 4)
     assert (code, out) == (0, "w3 w4 w5 w6 w7 w8 w9\n")
 
 
-def test_prompts_come_from_a_file_or_standard_input(place):
+def test_generate_prompts_from_file_or_standard_input(place):
     (place / "prompts.txt").write_text("w1 w2\n\nw7 w8\n")
     common = ("--load", "run/checkpoints", "--max-new-tokens", 2)
     code, out, _ = generate(*common, "--prompts", "prompts.txt")
@@ -114,7 +114,7 @@ def test_prompts_come_from_a_file_or_standard_input(place):
     assert generate(*common, text="w1 w2\nw7 w8\n")[1] == out
 
 
-def test_generate_from_a_checkpoint_with_damaged_optimizer_state_takes_its_weights(place):
+def test_generate_damaged_optimizer_state_is_ignored(place):
     shutil.copytree("run", "damaged")
     damaged = next((place / "damaged").rglob("optimizer-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
@@ -123,7 +123,7 @@ def test_generate_from_a_checkpoint_with_damaged_optimizer_state_takes_its_weigh
     assert "warning" not in err
 
 
-def test_json_tells_every_sample(place):
+def test_generate_json_has_every_sample(place):
     options = ("--temperature", 3, "--num-samples", 3, "--max-new-tokens", 5, "--format", "json")
     code, out, _ = generate("--load", "run", "--prompt", "w1", *options)
     assert code == 0
@@ -140,9 +140,9 @@ def test_json_tells_every_sample(place):
     [
         (("--load", "nowhere", "--prompt", "w1"), "no checkpoint here"),
         (("--load", "run", "--prompt", " ".join(["w1"] * 17)), "17 tokens; the model has 16 positions"),
-        (("--load", "run", "--prompt", "w1", "--num-samples", "2"), "--num-samples above 1"),
+        (("--load", "run", "--prompt", "w1", "--num-samples", "2"), "--num-samples 2: must be 1"),
         (("--load", "run", "--prompt", "w1", "--top-p", "-1"), "--top-p -1.0: must be in (0, 1]"),
-        (("--load", "run", "--prompt", "w1", "--prompts", "prompts.txt"), "not both"),
+        (("--load", "run", "--prompt", "w1", "--prompts", "prompts.txt"), "--prompt: cannot be combined"),
         (("--load", "run", "--prompts", "no.txt"), "cannot read the prompts"),
         (("--load", "run"), "no prompt"),
         (("--load", "run", "--prompt", "w1", "--tokenizer-model", "no.json"), "no tokenizer at"),
@@ -153,7 +153,7 @@ def test_json_tells_every_sample(place):
         (("--load", "hf", "--prompt", "w1", "--cache-dir", "x.bin/y"), "cannot create the folder of conversions"),
     ],
 )
-def test_bad_input_is_one_line(place, arguments, words):
+def test_generate_invalid_input_is_refused_in_one_line(place, arguments, words):
     (place / "hf").mkdir(exist_ok=True)
     (place / "hf" / "config.json").write_text("{}")
     code, out, err = generate(*arguments)
@@ -162,7 +162,7 @@ def test_bad_input_is_one_line(place, arguments, words):
     assert len(err.splitlines()) == 1
 
 
-def test_a_checkpoint_without_tokenizer_wants_one(place):
+def test_generate_checkpoint_without_tokenizer_is_refused(place):
     bare = place / "bare"
     step = next((place / "run" / "checkpoints").glob("step-*"))
     shutil.copytree(step, bare / step.name, ignore=shutil.ignore_patterns("tokenizer"), dirs_exist_ok=True)
@@ -171,6 +171,6 @@ def test_a_checkpoint_without_tokenizer_wants_one(place):
     assert "tokenizer" in err
 
 
-def test_the_command_runs_by_itself(place):
+def test_generate_runs_as_a_program(place):
     code, out, err = train("generate", "--load", "run", "--prompt", "w1 w2", "--max-new-tokens", 2, cwd=place)
     assert (code, out, err) == (0, "w1 w2 w3 w4\n", "")

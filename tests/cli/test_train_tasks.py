@@ -1,4 +1,4 @@
-"""The seeds' command lines of evaluation, fine-tuning and generation, on small files."""
+"""Megatron's command lines of evaluation, fine-tuning and generation, on small files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINING += " --lr-decay-style cosine --lr-warmup-fraction .01"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A native GPT of random weights, GPT-2's two files of a small vocabulary, texts, and MNLI's files."""
+    """A native GPT with random weights, GPT-2 tokenizer files with a small vocabulary, texts, and MNLI files."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     folder = tmp_path_factory.mktemp("tasks")
@@ -64,7 +64,7 @@ def run(line):
 
 
 @pytest.mark.parametrize("command", ["tasks --task WIKITEXT103", "evaluate --task=WIKITEXT103", "evaluate wikitext"])
-def test_wikitext(place, command):
+def test_wikitext_megatron_command_line_prints_result(place, command):
     line = f"{command} {GPT} --valid-data wiki.txt --tokenizer-type GPT2BPETokenizer --load gpt --micro-batch-size 8"
     code, out, err = run(f"{line} --checkpoint-activations --log-interval 10 --no-load-optim --no-load-rng --fp16")
     assert code == 0, err
@@ -73,8 +73,8 @@ def test_wikitext(place, command):
     assert "accepted for compatibility and ignored: --checkpoint-activations: no effect without training" in err
 
 
-def test_a_legacy_megatron_checkpoint_gives_the_same_figures(place, tmp_path):
-    """``--load checkpoints/gpt2_345m`` of the seeds is a directory of Megatron's."""
+def test_wikitext_legacy_megatron_checkpoint_has_same_perplexity(place, tmp_path):
+    """``--load checkpoints/gpt2_345m`` in Megatron's scripts is a directory in Megatron's format."""
     from dynmo_ckpt.cli import app as ckpt
 
     words = ["convert", str(place / "gpt"), str(tmp_path / "megatron"), "--to", "legacy", "--tp", "2", "--pp", "2"]
@@ -86,7 +86,7 @@ def test_a_legacy_megatron_checkpoint_gives_the_same_figures(place, tmp_path):
     assert "is a Megatron checkpoint; dynmo-ckpt converted it" in found[2]
 
 
-def test_lambada(place):
+def test_lambada_megatron_command_line_prints_result(place):
     line = f"tasks --task LAMBADA {GPT} --valid-data lambada.jsonl --strict-lambada --load gpt --micro-batch-size 8"
     code, out, err = run(f"{line} --tokenizer-type GPT2BPETokenizer --log-interval 10 --no-load-optim --no-load-rng")
     assert code == 0, err
@@ -94,14 +94,16 @@ def test_lambada(place):
     assert "total examples: 2.0000E+00" in out
 
 
-def test_lambada_reads_the_end_of_a_passage_that_is_too_long(place, tmp_path):
-    """The model has 12 positions: what stands before the last 12 tokens changes nothing, and is reported."""
+def test_lambada_long_passage_is_truncated_on_the_left(place, tmp_path):
+    """The model has 12 positions: tokens before the last 12 have no effect, which is reported."""
     ends = [f" {first}" + f" {word}" * 10 for word in ("cat", "mat", ",") for first in ("dog", "sat", "on")]
     (tmp_path / "prompts.txt").write_text("\n".join(end.strip() for end in ends))
     line = f"generate {GPT} --load gpt --prompts {tmp_path / 'prompts.txt'} --max-new-tokens 1 --greedy --format json"
-    said = [each["completion"] for each in json.loads(run(line)[1])]
-    # Some random weights say a part of a character, which no text can end with.
-    end, last = next((end, last) for end, last in zip(ends, said, strict=True) if last.isascii() and last.strip())
+    completions = [each["completion"] for each in json.loads(run(line)[1])]
+    # Random weights may generate part of a character, which no text can end with.
+    end, last = next(
+        (end, last) for end, last in zip(ends, completions, strict=True) if last.isascii() and last.strip()
+    )
     texts = [f"{start}{end}{answer}" for start in ("the mat", "sat on " * 20) for answer in (last, " dog")]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     out = tmp_path / "found.jsonl"
@@ -114,7 +116,7 @@ def test_lambada_reads_the_end_of_a_passage_that_is_too_long(place, tmp_path):
     assert found == [True, False] * 2
 
 
-def test_generate_from_nothing(place):
+def test_generate_unconditional_writes_samples(place):
     line = f"generate {GPT} {TRAINING} --load gpt --out-seq-length 12 --temperature 1.0 --genfile samples.json"
     code, out, err = run(f"{line} --num-samples 2 --top_p 0.9 --recompute")
     assert (code, out) == (0, ""), err
@@ -124,7 +126,7 @@ def test_generate_from_nothing(place):
     assert samples[0] != samples[1]
 
 
-def test_generate_from_a_file(place):
+def test_generate_prompt_file_writes_samples(place):
     files = "--sample-input-file prompts.txt --sample-output-file out.json"
     code, _, err = run(f"generate {GPT} --load gpt {files} --out-seq-length 10 --top_k 0 --top_p 0.0 --temperature 1.0")
     assert code == 0, err
@@ -136,15 +138,15 @@ def test_generate_from_a_file(place):
     assert [json.loads(line) for line in (place / "out.json").read_text().splitlines()] == samples
 
 
-def test_one_long_prompt_does_not_end_the_batch(place, tmp_path):
-    """Its line has the error; blank prompts are reported; each line has its prompt."""
+def test_generate_long_prompt_has_an_error_in_its_line(place, tmp_path):
+    """Other prompts are continued; blank prompts are reported."""
     long = "x" * 300
     (tmp_path / "prompts.txt").write_text(f"the cat\n\n{long}\n  \nthe dog\n")
     line = f"generate {GPT} --load gpt --max-new-tokens 2 --prompts {tmp_path / 'prompts.txt'}"
     code, _, err = run(f"{line} --genfile {tmp_path / 'out.json'}")
     assert code == 0, err
-    assert "2 blank prompts left out: line 2, 4" in err
-    assert "1 of 3 samples have an error; the first: the prompt" in err
+    assert "2 blank prompts skipped: line 2, 4" in err
+    assert "1 of 3 samples failed; first error: the prompt" in err
     samples = [json.loads(each) for each in (tmp_path / "out.json").read_text().splitlines()]
     assert [sample["prompt"] for sample in samples] == ["the cat", long, "the dog"]
     assert ["error" in sample for sample in samples] == [False, True, False]
@@ -155,11 +157,11 @@ def test_one_long_prompt_does_not_end_the_batch(place, tmp_path):
     assert "error: the prompt" in run(line)[1]
 
 
-def test_a_stop_token_ends_a_text(place):
+def test_generate_stop_token_ends_the_completion(place):
     command = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json --stop-token"
     whole = json.loads(run(f"{command} never")[1])[0]
     assert (whole["finish_reason"], whole["completion_tokens"]) == ("length", 8)
-    # A greedy text is the same up to the first place where a piece of it that is asked for stands.
+    # Greedy text is the same up to the stop token.
     text = whole["completion"]
     stop = next(each for each in text[1:] if each != text[0])
     ended = json.loads(run(f"{command} {stop}")[1])[0]
@@ -167,7 +169,7 @@ def test_a_stop_token_ends_a_text(place):
     assert ended["completion_tokens"] == len(ended["completion"].encode())
 
 
-def test_interactive_answers_line_after_line(place):
+def test_generate_interactive_continues_each_line(place):
     words = ["generate", *GPT.split(), "--load", "gpt", "--interactive", "--max-new-tokens", "2", "--device", "cpu"]
     done = CliRunner().invoke(app, words, input="the cat\n\nstop\n" + "the " * 40 + "\nthe dog\n")
     assert done.exit_code == 0, done.stderr
@@ -178,7 +180,7 @@ def test_interactive_answers_line_after_line(place):
     assert "the model has 12 positions" in done.stderr
 
 
-def test_finetune_mnli(place):
+def test_finetune_mnli_megatron_command_line_trains(place):
     shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     line = f"tasks --task MNLI --train-data train.tsv --valid-data train.tsv train.tsv {shape} --vocab-file bert.txt"
     line += (
@@ -197,16 +199,16 @@ def test_finetune_mnli(place):
     assert again.splitlines()[0].split("metrics")[1] == out.splitlines()[-3].split("metrics")[1] or "train" in again
 
 
-def test_finetune_with_bad_values_reports_all_of_them(place):
+def test_finetune_invalid_values_are_all_reported(place):
     (place / "finetune.toml").write_text('micro_batch_size = "eight"\nglobal_batch_size = 0\n')
     code, _, err = run("finetune mnli --config finetune.toml --train-data train.tsv --epochs -1 --lr 0")
     assert code == 2
     flags = ("--epochs", "--valid-data", "--micro-batch-size", "--global-batch-size", "--lr")
-    assert all(f"\n  {flag}: must be " in err for flag in flags), err
+    assert all(f"\n  {flag}: must be " in err or f"\n  {flag}: is required: " in err for flag in flags), err
 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "global_batch_size", "pipeline_model_parallel_size"])
-def test_finetune_with_a_size_of_zero_is_refused(place, name):
+def test_finetune_size_of_zero_is_refused(place, name):
     line = "finetune mnli --train-data train.tsv --valid-data train.tsv --lr 1e-5"
     code, _, err = run(f"{line} --{name.replace('_', '-')} 0")
     assert code == 2
@@ -215,7 +217,7 @@ def test_finetune_with_a_size_of_zero_is_refused(place, name):
 
 @pytest.fixture
 def race(place):
-    """RACE's folders: a line for each passage, with its questions."""
+    """Folders of RACE: a line per passage with its questions."""
     for folder, first in (("RACE/train/middle", 0), ("RACE/dev/middle", 8), ("RACE/dev/high", 12)):
         (place / folder).mkdir(parents=True, exist_ok=True)
         for number in range(first, first + 4):
@@ -231,8 +233,8 @@ def race(place):
     return place
 
 
-def test_finetune_race(race):
-    """The line of Megatron's ``finetune_race_distributed.sh``, and its model evaluated."""
+def test_finetune_race_megatron_command_line_trains(race):
+    """The command line of Megatron's ``finetune_race_distributed.sh``, and an evaluation of the model."""
     shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
     line = "tasks --task RACE --seed 1234 --train-data RACE/train/middle --valid-data RACE/dev/middle RACE/dev/high"
     line += " --tokenizer-type BertWordPieceLowerCase --vocab-file bert.txt --epochs 3 --tensor-model-parallel-size 1"
@@ -254,18 +256,21 @@ def test_finetune_race(race):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("tasks --valid-data wiki.txt", "give --task NAME: WIKITEXT103, LAMBADA, MNLI, RACE"),
-        ("evaluate --task QQP", "--task QQP: the tasks are"),
+        ("tasks --valid-data wiki.txt", "--task is required: one of WIKITEXT103, LAMBADA, MNLI, RACE"),
+        ("evaluate --task QQP", "--task QQP: must be one of"),
         ("generate --load gpt --prompt x --vocab-file vocab.json --merge-file no.txt", "no tokenizer at no.txt"),
-        (f"generate {GPT} --load gpt --prompt x --interactive", "--interactive asks for the prompts itself"),
+        (f"generate {GPT} --load gpt --prompt x --interactive", "--interactive: cannot be combined"),
         (f"generate {GPT} --load gpt --prompt {'x' * 300} --max-new-tokens 1", "the model has 12 positions"),
         (f"generate {GPT} --load gpt --prompt thecatsat --out-seq-length 2", "must be below --out-seq-length 2"),
         (f"generate {GPT} --load gpt --prompt x --genfile no/such", "--genfile no/such: cannot be written"),
-        (f"generate {GPT} --hidden-size 32 --load gpt --prompt x", "--hidden-size: is 32; the model of"),
+        (
+            f"generate {GPT} --hidden-size 32 --load gpt --prompt x",
+            "--hidden-size: is 32; must be 16, as in the checkpoint",
+        ),
         ("evaluate mnli --load gpt --valid-data train.tsv", "contains no model fine-tuned for mnli"),
     ],
 )
-def test_bad_input_is_told(place, line, words):
+def test_task_commands_invalid_input_is_refused(place, line, words):
     code, _, err = run(line)
     assert code == 2
     assert words in err, err

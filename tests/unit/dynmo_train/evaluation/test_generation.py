@@ -11,7 +11,7 @@ import torch
 
 from dynmo_train._common.document import MAX_DOCUMENT_BYTES
 from dynmo_train._common.errors import UsageError
-from dynmo_train.cli.generate import _prompts, _wanted
+from dynmo_train.cli.generate import generation_settings, read_prompts
 from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.evaluation.forward_engine import ForwardEngine
 from dynmo_train.evaluation.lambada import truncate_left
@@ -171,7 +171,7 @@ def test_top_k_and_top_p_remove_unlikely_tokens():
     ],
 )
 def test_settings_without_top_k_and_top_p_are_greedy(options, temperature):
-    assert _wanted(GenerateConfig(**options), from_nothing=False).sampling.temperature == temperature
+    assert generation_settings(GenerateConfig(**options), unconditional=False).sampling.temperature == temperature
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_settings_without_top_k_and_top_p_are_greedy(options, temperature):
     ],
 )
 def test_settings_with_zero_top_p_have_no_nucleus(options, sampling):
-    assert _wanted(GenerateConfig(**options), from_nothing=False).sampling == sampling
+    assert generation_settings(GenerateConfig(**options), unconditional=False).sampling == sampling
 
 
 @pytest.mark.parametrize("top_p", [-1.0, 1.5])
 def test_settings_with_top_p_out_of_range_are_refused(top_p):
     with pytest.raises(UsageError, match=r"--top-p .*: must be in \(0, 1\]"):
-        _wanted(GenerateConfig(top_k=5, top_p=top_p), from_nothing=False)
+        generation_settings(GenerateConfig(top_k=5, top_p=top_p), unconditional=False)
 
 
 @pytest.mark.parametrize(
@@ -242,16 +242,16 @@ def test_long_passage_is_truncated_on_the_left():
 def test_prompts_of_a_fifo_are_refused(tmp_path):
     os.mkfifo(tmp_path / "prompts")
     with pytest.raises(UsageError, match="is a FIFO; must be a regular file"):
-        _prompts(None, GenerateConfig(prompts=str(tmp_path / "prompts")))
+        read_prompts(None, GenerateConfig(prompts=str(tmp_path / "prompts")))
 
 
 @pytest.mark.parametrize("name", [None, "-", "/dev/stdin"])
 def test_prompts_are_read_from_stdin_up_to_a_limit(monkeypatch, name):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    assert _prompts(None, GenerateConfig(prompts=name)) == ["one", "two"]
+    assert read_prompts(None, GenerateConfig(prompts=name)) == ["one", "two"]
     monkeypatch.setattr("sys.stdin", io.StringIO("x" * (MAX_DOCUMENT_BYTES + 1)))
-    with pytest.raises(UsageError, match="more than 67,108,864 characters of prompts"):
-        _prompts(None, GenerateConfig(prompts=name))
+    with pytest.raises(UsageError, match="at most 67,108,864 characters of prompts"):
+        read_prompts(None, GenerateConfig(prompts=name))
 
 
 def test_a_hostfile_that_is_a_fifo_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
-from dynmo_train.cli.generate import _prompts
+from dynmo_train.cli.generate import read_prompts
 from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.config.resolve import read_config_file
 from dynmo_train.formats.input_text import read_input
@@ -38,7 +38,7 @@ def piped():
 def test_input_from_a_descriptor_is_read(piped):
     assert read_config_file(Path(piped(b"lr = 0.5\n"))) == {"lr": 0.5}
     assert [host.name for host in read_hostfile(Path(piped(b"alpha slots=2\n")))] == ["alpha"]
-    assert _prompts(None, GenerateConfig(prompts=piped(b"one\ntwo\n"))) == ["one", "two"]
+    assert read_prompts(None, GenerateConfig(prompts=piped(b"one\ntwo\n"))) == ["one", "two"]
 
 
 @pytest.mark.parametrize(("payload", "kind"), [(b"x" * 11, "size"), (b"\xff", "encoding")])
