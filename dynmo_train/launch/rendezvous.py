@@ -246,7 +246,7 @@ class Rendezvous:
         except RuntimeError as error:
             self._observations.store_lost = True
             raise RendezvousLostError(
-                f"lost node 0 with the rendezvous store at {self.nodes.host}:{self.port}; launch again"
+                f"lost node 0 at {self.nodes.host}:{self.port}, which hosts the rendezvous; launch again"
             ) from error
 
     def _has(self, key: str) -> bool:

@@ -110,7 +110,7 @@ def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
     assert (code, out) == (1, "")
     assert "dynmo-train: error: rank 1 exited with code 1; its log is" in err
     assert "  | no such thing" in err
-    assert err.splitlines()[-1] == "with it ended rank 0"
+    assert err.splitlines()[-1] == "also failed: rank 0"
     assert not lives(int((tmp_path / "pid-0").read_text()))
 
 
@@ -172,14 +172,14 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
         "if start == 'round-0':\n"
         "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
-        "sys.exit(4 if start == 'start-1' else 0)\n"
+        "sys.exit(4 if start == 'round-1' else 0)\n"
     )
     code, _, err = run(tmp_path, program, restarts=1)
     assert code == 0, err
     place = str((tmp_path / "run").resolve())
     more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "3"]
     grown, after_failure = (
-        [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"seen-start-{start}-*"))] for start in (1, 2)
+        [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"seen-round-{start}-*"))] for start in (1, 2)
     )
     assert grown[0] == ["3", "first", *more]
     assert after_failure == [["3", "first", *more]] * 3
@@ -188,11 +188,11 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
 
 
 def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
-    program = BEGIN_RUN + "sys.exit(4 if start != 'start-2' else 0)\n"
+    program = BEGIN_RUN + "sys.exit(4 if start != 'round-2' else 0)\n"
     code, _, err = run(tmp_path, program, nproc=1, restarts=2)
     assert code == 0, err
-    assert "--load" in (tmp_path / "seen-start-2-0").read_text()
-    code, _, _ = run(tmp_path, program.replace("start-2", "start-9"), nproc=1, restarts=1)
+    assert "--load" in (tmp_path / "seen-round-2-0").read_text()
+    code, _, _ = run(tmp_path, program.replace("round-2", "round-9"), nproc=1, restarts=1)
     assert code == 4
 
 

@@ -22,7 +22,7 @@ from dynmo_train.launch import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.rendezvous import NodeConfig
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
-rendezvous.FIRST_CALL_S = rendezvous.LAST_CALL_S = 300.0
+rendezvous.FIRST_JOIN_S = rendezvous.RESTART_JOIN_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
 nodes = NodeConfig(rank=int(rank), min_nodes=int(least), max_nodes=int(most), port=int(port), join_timeout_s=300,
               node_timeout_s=float(silence_s))
@@ -92,7 +92,7 @@ def finish(process):
 
 
 def seen(folder, start):
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"seen-start-{start}-*"))]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"seen-round-{start}-*"))]
 
 
 def wait_for(condition, seconds=600.0):
@@ -114,7 +114,7 @@ def test_a_failure_on_one_node_ends_all_with_its_code(tmp_path):
     (first, out, err), (second, _, words) = (finish(node) for node in start(tmp_path, program))
     assert (first, second, out) == (7, 7, "")
     assert "rank 1 exited with code 7" in words
-    assert "node 0 ends its processes: processes of node 1 failed" in err
+    assert "terminated the processes of node 0: processes of node 1 failed" in err
 
 
 def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
