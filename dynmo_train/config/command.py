@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from .._common.console import say
 from .._common.document import DocumentError
 from .compat import translate
-from .extensions import FAMILIES, base_family, installed_families
+from .extensions import base_family
 from .options import OptionSpec
 from .resolve import built_in_specs, installed_specs
 
