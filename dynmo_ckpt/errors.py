@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ._common.document import SHORT_CHARACTERS
+from ._common.document import SHORT_CHARACTERS, short_repr
 from ._common.errors import DynmoError
 
 EXIT_DIFFERENCE = 1
@@ -40,7 +40,9 @@ class StorageError(DynmoError):
 
 def short_name(name: object) -> str:
     """A name from a file, for a message: printable, and at most ``SHORT_CHARACTERS`` characters."""
-    text = str(name)[: SHORT_CHARACTERS + 1]
+    if not isinstance(name, str):  # nested lists of a pickle have a repr of exponential length
+        return short_repr(name)
+    text = name[: SHORT_CHARACTERS + 1]
     if not text.isprintable():
         text = repr(text)[1:-1]
     return text if len(text) <= SHORT_CHARACTERS else text[: SHORT_CHARACTERS - 3] + "..."

@@ -120,7 +120,7 @@ def verify(
 ) -> None:
     """Verify a checkpoint of any format and print every finding. Exit code 0: no findings; 1: findings.
 
-    Files without checksums, such as safetensors, are read to their end; a message says so.
+    Files without checksums, such as safetensors, are only read to their end; a message reports that.
     """
     from ..errors import EXIT_DIFFERENCE
     from ..operations.verify import verify_checkpoint

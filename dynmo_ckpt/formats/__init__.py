@@ -1,1 +1,1 @@
-"""File formats that this package owns or reads: one module a format, over the common rules of documents."""
+"""The format ``dynmo.checkpoint`` (specification, schema, fields, rules), and the options of commands."""

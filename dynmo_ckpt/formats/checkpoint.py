@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint (``manifest.json``, format ``dynmo.checkpoint``): its fields, seal and parser.
+"""The manifest of a checkpoint (``manifest.json``, format ``dynmo.checkpoint``): its fields, checksum and parser.
 
 Specification: ``checkpoint.md``; machine-readable form: ``checkpoint.schema.json``; rules across fields:
 ``checkpoint_rules.py``.
@@ -32,7 +32,7 @@ _SEAL_FIELD = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 
 def model_check(value: Any, path: str, problems: list[Problem]) -> None:
-    """Check the ``model`` of a manifest; further fields ``moe_*`` are the run's own, each a single value."""
+    """Check the ``model`` of a manifest; other fields ``moe_*`` belong to the run and are scalars."""
     before = len(problems)
     MODEL(value, path, problems)
     if len(problems) == before:
@@ -40,7 +40,7 @@ def model_check(value: Any, path: str, problems: list[Problem]) -> None:
 
 
 def expert_problems(model: Mapping[str, Any], path: str) -> list[Problem]:
-    """A model whose number of experts over all layers is above the bound."""
+    """The problem of a model whose total number of experts is above the limit; empty elsewhere."""
     if model["num_layers"] * model.get("num_experts", 0) <= MAX_ALL_EXPERTS:
         return []
     where = f"{path}.num_experts" if path else "num_experts"
@@ -48,7 +48,7 @@ def expert_problems(model: Mapping[str, Any], path: str) -> list[Problem]:
 
 
 def manifest_problems(value: Any) -> list[Problem]:
-    """Every fault of a manifest, the seal apart; rules across fields are looked at once the fields are right."""
+    """Every problem of a manifest except its checksum; rules across fields are checked when all fields are valid."""
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
         DOCUMENT(value, "", problems)
@@ -56,10 +56,10 @@ def manifest_problems(value: Any) -> list[Problem]:
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
-    """The bytes of ``manifest.json``; ``manifest_crc32`` is filled in.
+    """The bytes of ``manifest.json``, with ``manifest_crc32`` filled in.
 
     Raises:
-        WriterError: the manifest breaks the format that readers check.
+        WriterError: the manifest breaks its own format.
     """
     if problems := manifest_problems(json.loads(encode_json({**manifest, "manifest_crc32": BLANK_SEAL}))):
         raise WriterError("manifest.json", problems)
@@ -69,12 +69,17 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
-    """The manifest in ``payload``; raises ``DocumentError`` with every problem, that of the seal among them."""
+    """The manifest in ``payload``; raises ``DocumentError`` with every problem.
+
+    Args:
+        payload: the bytes of ``manifest.json``.
+        source: the file, for messages.
+    """
     at = _seal_offset(payload, source)
-    said = payload[at : at + 8].decode()
+    recorded = payload[at : at + 8].decode()
     found = f"{zlib.crc32(payload[:at] + BLANK_SEAL.encode() + payload[at + 8 :]):08x}"
-    if said != found:
-        message = f"is {said}, the bytes give {found}: the file was altered"
+    if recorded != found:
+        message = f"is {recorded}; the CRC-32 of the file is {found}: the file was altered"
         raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
     try:
         value = parse_json(payload, MAX_TABLE_BYTES)
@@ -88,9 +93,9 @@ def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
 
 
 def _seal_offset(payload: bytes, source: str) -> int:
-    """Where the eight digits begin; they must stand there exactly once."""
+    """Offset of the eight digits, which must occur exactly once."""
     found = [match.start(1) for match in _SEAL_FIELD.finditer(payload)]
     if len(found) != 1:
-        message = f"must stand there once, as 8 lower-case hexadecimal digits; found {len(found)} times"
+        message = f"must occur once, as 8 lower-case hexadecimal digits; found {len(found)} times"
         raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
     return found[0]

@@ -1,4 +1,4 @@
-"""The rules of a manifest that hold across its fields (section "Across fields" of ``checkpoint.md``)."""
+"""The rules across fields of a manifest (section "Rules across fields" of ``checkpoint.md``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .._common.document import Problem, short_repr
+from ..errors import short_name
 
 Document = dict[str, Any]
-# Tensors with a row for each id of the vocabulary.
+# Tensors with a row for each token id.
 VOCABULARY_ROWS = re.compile(
     r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
     r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
@@ -31,7 +32,7 @@ def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
 
 
 def block_items(model: Document) -> list[str]:
-    """Names of a model's items with blocks whole, in layer order."""
+    """Item names of a model in layer order, each block as one item."""
     blocks = list(model_blocks(model))
     if model["family"] not in ("ict", "t5"):
         return ["embedding", *blocks, "head"]
@@ -42,18 +43,18 @@ def block_items(model: Document) -> list[str]:
 
 
 def model_items(model: Document) -> list[str]:
-    """Names of a model's items at the finest granularity, in layer order."""
+    """Item names of a model in layer order, each block as its parts."""
     return finest_items(block_items(model), model)
 
 
 def finest_items(items: Iterable[str], model: Document) -> list[str]:
-    """``items`` at the finest granularity: a whole block is replaced by its parts."""
+    """``items`` with each block replaced by its parts."""
     blocks = model_blocks(model)
     return [name for item in items for name in ([f"{item}.{part}" for part in blocks.get(item, ())] or [item])]
 
 
 def cross_field_problems(manifest: Document) -> list[Problem]:
-    """Every broken rule of a manifest whose fields are right one by one."""
+    """Every broken rule across fields of a manifest whose fields are valid."""
     return [
         *_sizes(manifest),
         *_partition(manifest),
@@ -64,11 +65,15 @@ def cross_field_problems(manifest: Document) -> list[Problem]:
     ]
 
 
+def _path(tensor: str) -> str:
+    return f"tensors.{short_name(tensor)}"
+
+
 def _sizes(manifest: Document) -> Iterator[Problem]:
     model = manifest["model"]
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     if "head_dim" not in model and hidden % heads:
-        yield Problem("model.num_attention_heads", "range", f"{heads} heads do not divide hidden_size {hidden}")
+        yield Problem("model.num_attention_heads", "range", f"{heads} heads must divide hidden_size {hidden}")
     if heads % model.get("num_key_value_heads", heads):
         yield Problem("model.num_key_value_heads", "range", f"must divide num_attention_heads {heads}")
     if model["padded_vocab_size"] < model["vocab_size"]:
@@ -77,10 +82,10 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
         yield Problem("model.moe_top_k", "range", f"must be at most num_experts {model.get('num_experts', 0)}")
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
-            yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+            yield Problem(f"model.{field}", "family", "is required for the family t5, and not permitted for others")
     for field in ("projection_size", "shared_towers"):
         if (model["family"] == "ict") != (field in model):
-            yield Problem(f"model.{field}", "family", "belongs to the family ict, and to it alone")
+            yield Problem(f"model.{field}", "family", "is required for the family ict, and not permitted for others")
     if model.get("num_encoder_layers", model["num_layers"]) != model["num_layers"]:
         yield Problem("model.num_encoder_layers", "range", f"must be num_layers {model['num_layers']}")
 
@@ -89,7 +94,7 @@ def _partition(manifest: Document) -> Iterator[Problem]:
     model = manifest["model"]
     items = model_items(model)
     if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], model) != items:
-        yield Problem("topology.partition", "order", "must hold each item once, in layer order")
+        yield Problem("topology.partition", "order", "must have each item once, in layer order")
     for item in finest_items(manifest["dynamic"]["frozen_items"], model):
         if item not in items:
             yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
@@ -97,16 +102,18 @@ def _partition(manifest: Document) -> Iterator[Problem]:
     rows = [model["vocab_size"], model["padded_vocab_size"]]
     for name, entry in manifest["tensors"].items():
         if not name.startswith(owners):
-            yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
+            yield Problem(_path(name), "reference", "belongs to no item of the partition")
         if VOCABULARY_ROWS.fullmatch(name) and (not entry["shape"] or entry["shape"][0] not in rows):
-            yield Problem(f"tensors.{name}", "shape", f"must have the rows of the vocabulary, {rows[0]} or {rows[1]}")
+            yield Problem(
+                _path(name), "shape", f"must have the number of rows of the vocabulary, {rows[0]} or {rows[1]}"
+            )
 
 
 def _coverage(manifest: Document) -> Iterator[Problem]:
-    """Each tensor is covered once: whole, or by slices along ``split_dim`` that follow one another."""
+    """Each tensor must be covered once: by one shard, or by contiguous slices along ``split_dim``."""
     for name, entry in manifest["tensors"].items():
         shape, dim = entry["shape"], entry["split_dim"]
-        path = f"tensors.{name}"
+        path = _path(name)
         if dim is not None and dim >= len(shape):
             yield Problem(path, "cover", f"split_dim is {dim}, the shape is {shape}")
             continue
@@ -114,35 +121,35 @@ def _coverage(manifest: Document) -> Iterator[Problem]:
         if any(len(box) != len(shape) for box in boxes):
             yield Problem(path, "cover", f"each index needs {len(shape)} ranges")
             continue
-        whole = [[0, size] for size in shape]
+        full = [[0, size] for size in shape]
         if dim is None:
-            covered = boxes == [whole]
+            covered = boxes == [full]
         else:
             spans = sorted(box[dim] for box in boxes)
             ends = [0, *(end for _, end in spans)]
             covered = all(begin == at and end >= begin for (begin, end), at in zip(spans, ends, strict=False))
             covered = covered and ends[-1] == shape[dim]
-            covered = covered and all(box[:dim] + box[dim + 1 :] == whole[:dim] + whole[dim + 1 :] for box in boxes)
+            covered = covered and all(box[:dim] + box[dim + 1 :] == full[:dim] + full[dim + 1 :] for box in boxes)
         if not covered:
-            yield Problem(path, "cover", f"its shards do not cover the shape {shape} exactly once: {boxes}")
+            yield Problem(path, "cover", f"its shards must cover the shape {shape} exactly once: {short_repr(boxes)}")
 
 
 def _roles(manifest: Document) -> Iterator[Problem]:
-    """Masks and optimizer state extend the name of a parameter and have its shape."""
+    """Masks and optimizer state must extend the name of a parameter and have its shape."""
     tensors = manifest["tensors"]
     for name, entry in tensors.items():
-        role, path = entry["role"], f"tensors.{name}"
+        role, path = entry["role"], _path(name)
         if role == "optimizer" and manifest["optimizer"] is None:
-            yield Problem(path, "reference", "is optimizer state, yet optimizer is null")
+            yield Problem(path, "reference", "has the role optimizer, but optimizer is null")
         if role not in STATE_SUFFIXES:
             continue
         base, _, suffix = name.rpartition(".")
         parameter = tensors.get(base, {})
         if suffix not in STATE_SUFFIXES[role] or parameter.get("role") != "parameter":
             allowed = " or ".join(f".{suffix}" for suffix in STATE_SUFFIXES[role])
-            yield Problem(path, "reference", f"of role {role}, must be the name of a parameter and {allowed}")
+            yield Problem(path, "reference", f"of role {role}: must be the name of a parameter, followed by {allowed}")
         elif entry["dtype"] != STATE_DTYPES[role] or entry["shape"] != parameter["shape"]:
-            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} of the shape {parameter['shape']}")
+            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} with the shape {parameter['shape']}")
 
 
 def _references(manifest: Document) -> Iterator[Problem]:
@@ -150,12 +157,12 @@ def _references(manifest: Document) -> Iterator[Problem]:
     parameters = {name for name, entry in tensors.items() if entry["role"] == "parameter"}
     for name, target in manifest["ties"].items():
         if name in tensors:
-            yield Problem(f"ties.{name}", "reference", "is stored as well; a tied tensor is stored once")
+            yield Problem(f"ties.{short_name(name)}", "reference", "is stored; a tied tensor must be stored once")
         if target not in parameters:
-            yield Problem(f"ties.{name}", "reference", f"{short_repr(target)} is not a stored parameter")
+            yield Problem(f"ties.{short_name(name)}", "reference", f"{short_repr(target)} is not a stored parameter")
     for name in optimizer["steps"]:
         if name not in parameters:
-            yield Problem(f"optimizer.steps.{name}", "reference", "is not a stored parameter")
+            yield Problem(f"optimizer.steps.{short_name(name)}", "reference", "is not a stored parameter")
     for index, group in enumerate(optimizer["groups"]):
         for name in group["parameters"]:
             if name not in parameters:
@@ -165,10 +172,10 @@ def _references(manifest: Document) -> Iterator[Problem]:
     for name, entry in tensors.items():
         for shard in entry["shards"]:
             if shard["file"] not in manifest["files"]:
-                yield Problem(f"tensors.{name}", "reference", f"its file {short_repr(shard['file'])} is not in files")
+                yield Problem(_path(name), "reference", f"its file {short_repr(shard['file'])} must be in files")
 
 
 def _paths(manifest: Document) -> Iterator[Problem]:
     for path in manifest["files"]:
         if path == "manifest.json" or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
-            yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")
+            yield Problem(f"files.{short_name(path)}", "path", "must be a plain relative path within the directory")

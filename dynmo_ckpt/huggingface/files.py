@@ -1,4 +1,4 @@
-"""What stands beside the weights in a Hugging Face directory: configuration, generation settings, tokenizer, index."""
+"""The files of a Hugging Face directory: configuration, weights with their index, generation settings, tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
 from ..maps.name_map import Mapped
@@ -35,12 +35,12 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``; remote code that it may name is not looked at."""
+    """The contents of ``config.json``; remote code that it names is ignored."""
     return _object(directory / "config.json")
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """``generation_config.json``; None where there is none."""
+    """The contents of ``generation_config.json``; None where the file is missing."""
     path = directory / "generation_config.json"
     return _object(path) if path.exists() else None
 
@@ -51,19 +51,19 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptError(f"{path}: {error}") from error
     if not isinstance(config, dict):
-        raise CorruptError(f"{path}: is not an object")
+        raise CorruptError(f"{path}: must be a JSON object")
     return config
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory's weight files, which an index names where they are several.
+    """The tensors of the weight files of a directory, lazily.
 
-    ``model.safetensors`` goes before ``pytorch_model.bin``, as in transformers. No pickle is executed.
+    As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``. No pickle is executed.
 
     Raises:
-        CorruptError: no such file, or one that is broken or is not what the index says.
-        UnsafePickleError: ``pytorch_model.bin`` asks for more than plain data.
-        UnsupportedError: a type of numbers that no model here has.
+        CorruptError: a file is missing or broken, or does not fit the index.
+        UnsafePickleError: ``pytorch_model.bin`` refers to more than plain data.
+        UnsupportedError: a type that DynMo does not read.
     """
     for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_tensors)):
         if (directory / f"{name}.index.json").exists():
@@ -72,8 +72,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             return read(directory / name)
     others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
     raise CorruptError(
-        f"{directory}: has neither model.safetensors nor pytorch_model.bin, nor an index of them"
-        + (f"; it has {', '.join(others[:5])}" if others else "")
+        f"{directory}: must have model.safetensors or pytorch_model.bin, or an index of such files"
+        + (f"; it has {short_names(others)}" if others else "")
     )
 
 
@@ -82,13 +82,13 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _torch_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dictionary that ``torch.save`` wrote."""
+    """The tensors of a state dict that ``torch.save`` wrote."""
     file = open_torch(path)
     if not isinstance(file.tree, dict):
-        raise CorruptError(f"{path}: holds a {type(file.tree).__name__}, not a state dictionary")
-    odd = [str(key) for key, value in file.tree.items() if not isinstance(value, TensorRef)]
-    if odd:
-        raise UnsupportedError(f"{path}: not a flat state dictionary: {', '.join(odd[:5])} hold no tensor")
+        raise CorruptError(f"{path}: has a {type(file.tree).__name__} in place of a state dict")
+    others = [str(key) for key, value in file.tree.items() if not isinstance(value, TensorRef)]
+    if others:
+        raise UnsupportedError(f"{path}: not a flat state dict: {short_names(others)} are not tensors")
     return {str(key): file.tensor(ref, str(key)) for key, ref in file.tree.items()}
 
 
@@ -98,25 +98,25 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
         weight_map = parse_any_json(read_file(index_path, MAX_TABLE_BYTES), MAX_TABLE_BYTES)["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{index_path}: has no readable weight_map: {error}") from error
+        raise CorruptError(f"{index_path}: has no valid weight_map: {error}") from error
     if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
-        raise CorruptError(f"{index_path}: names files outside of its directory")
+        raise CorruptError(f"{index_path}: names files outside its directory")
     tensors: dict[str, Tensor] = {}
     for name in names:
         tensors |= read(index_path.parent / name)
     if set(tensors) != set(weight_map):
-        unlike = ", ".join(sorted(set(tensors) ^ set(weight_map))[:5])
-        raise CorruptError(f"{index_path}: the index and the files do not name the same tensors: {unlike}")
+        unlike = short_names(sorted(set(tensors) ^ set(weight_map)))
+        raise CorruptError(f"{index_path}: the index and the files have different tensor names: {unlike}")
     return tensors
 
 
 def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[SafetensorsFile]:
-    """The weight files: one ``model.safetensors``, or numbered ones of at most ``shard_bytes`` each.
+    """The weight files: one ``model.safetensors``, or numbered files of at most ``shard_bytes`` each.
 
     Args:
-        mapped: the tensors under their foreign names; what a mask prunes becomes zero.
-        shard_bytes: the largest file.
-        dtype: the type to write.
+        mapped: the tensors under the names of transformers; pruned elements become zero.
+        shard_bytes: size of the largest file, in bytes.
+        dtype: the type to write, as in safetensors.
     """
     tensors = [
         OutputTensor(
@@ -132,7 +132,7 @@ def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[S
 
 
 def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
-    """``model.safetensors.index.json`` of several files; None for one."""
+    """The contents of ``model.safetensors.index.json``; None for a single file."""
     if len(files) == 1:
         return None
     total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
@@ -141,27 +141,31 @@ def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
 
 
 def tokenizer_names(directory: Path) -> list[str]:
-    """Which of a tokenizer's files lie in ``directory``."""
+    """Names of the tokenizer files in ``directory``."""
     return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
 
 
 def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
-    """Byte copies of a tokenizer's files, with a configuration that AutoTokenizer opens, and the end token's id.
+    """Byte copies of the tokenizer files, with a configuration that AutoTokenizer opens, and the id of the end token.
 
     Args:
-        directory: where the files lie; without any there is no tokenizer.
-        vocab_size: the model's true vocabulary size.
-        max_length: the model's number of positions.
+        directory: the directory of the files; it may have none.
+        vocab_size: the true vocabulary size of the model.
+        max_length: number of positions of the model.
 
     Raises:
-        UsageError: the tokenizer has more tokens than the model's vocabulary.
+        CorruptError: an invalid file.
+        UsageError: the tokenizer has more tokens than the vocabulary of the model.
     """
     files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
     if "tokenizer.json" not in files:
         return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
     ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
     if max(ids.values(), default=-1) >= vocab_size:
-        raise UsageError(f"{directory}: has token {max(ids.values())}, the model's vocabulary ends at {vocab_size - 1}")
+        raise UsageError(
+            f"{directory}: the tokenizer has the token id {max(ids.values())}; the vocabulary of the model ends at "
+            f"{vocab_size - 1}"
+        )
     end = next((token for token in END_TOKENS if token in ids), None)
     if "tokenizer_config.json" not in files:
         special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
@@ -171,29 +175,31 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
 
 
 def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
-    """Ids of all tokens of a ``tokenizer.json``, the added ones among them."""
+    """Ids of all tokens of a ``tokenizer.json``, added tokens included."""
     try:
         document = parse_any_json(payload, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
         return _checked_ids(named | {token["content"]: token["id"] for token in document.get("added_tokens", [])})
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CorruptError(f"{path}: not a tokenizer's file: {error}") from error
+        raise CorruptError(f"{path}: not a tokenizer file: {error}") from error
 
 
 def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
     for token, number in ids.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"the id of {short_repr(token)} must be an integer of at least 0, is {short_repr(number)}")
+            raise ValueError(
+                f"the id of {short_repr(token)} must be an integer of at least 0, found {short_repr(number)}"
+            )
     return ids
 
 
 def _end_token_of_vocabulary(path: Path, payload: bytes | None) -> int | None:
-    """The id of the end token in a ``vocab.json``; None without the file, and without such a token."""
+    """Id of the end token in a ``vocab.json``; None without the file or the token."""
     try:
         vocabulary = {} if payload is None else parse_any_json(payload, MAX_TABLE_BYTES)
         if not isinstance(vocabulary, dict):
-            raise ValueError("must be an object of tokens and their ids")
+            raise ValueError("must be an object of tokens and ids")
         ids = _checked_ids({token: vocabulary[token] for token in END_TOKENS if token in vocabulary})
     except ValueError as error:
         raise CorruptError(f"{path}: not a vocabulary: {error}") from error

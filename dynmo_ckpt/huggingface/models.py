@@ -1,6 +1,6 @@
-"""Hugging Face configurations: which architecture a family becomes, and the model that a configuration describes. Pure.
+"""Hugging Face configurations: from a ``config.json`` to the ``model`` of a manifest, and back. Pure.
 
-Adding an architecture is a table in ``maps/``, two functions here and an entry in ``ARCHITECTURES``.
+An architecture is a table in ``maps/``, two functions here, and an entry of ``ARCHITECTURES``.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError, UnsupportedError, short_names
 from .config_keys import complete_config
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
-SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PRE_TRAINING, MASKED = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
 ROTARY_FIELDS = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-RACE_CHOICES = 4  # of a multiple-choice head, whose weights do not tell it
+RACE_CHOICES = 4  # the weights of a multiple-choice head do not show the number of choices
 TASK_HEADS = {
     "classification": "MegatronBertForSequenceClassification",
     "multichoice": "MegatronBertForMultipleChoice",
@@ -32,12 +32,12 @@ LAYER_NORMS = {"normalization": "layernorm", "position_embedding": "learned"}
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One ``model_type``: its map, and how a configuration and a model become one another.
+    """One ``model_type`` of transformers.
 
     Attributes:
         map: the table of ``maps/``.
-        to_config: the configuration's own fields of a model, ``architectures`` among them.
-        to_model: the ``model`` of a manifest, without the vocabulary.
+        to_config: from a ``model`` to the fields of the configuration, ``architectures`` included.
+        to_model: from a configuration to a ``model``, without the vocabulary.
     """
 
     map: str
@@ -46,7 +46,7 @@ class Architecture:
 
 
 def architecture_of_model(model: Config) -> tuple[str, Architecture]:
-    """The ``model_type`` that a model of ours becomes; raises ``UnsupportedError`` where there is none."""
+    """The ``model_type`` that computes a model; raises ``UnsupportedError`` where transformers has none."""
     family = model["family"]
     name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
     if name is None:
@@ -54,24 +54,32 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     if family == "llama":
         return ("mixtral" if model.get("num_experts") else "llama"), LLAMA
     if model.get("num_experts"):
-        raise UnsupportedError(f"no architecture of transformers is a {family} with experts")
+        raise UnsupportedError(f"transformers has no {family} with experts; use --to native")
     if family == "t5" and model.get("position_embedding") == "relative":
         return "t5", ARCHITECTURES["t5"]
     for field, needed in LAYER_NORMS.items():
         if model.get(field, needed) != needed:
-            raise UnsupportedError(f"{name} computes {field} = {needed} only; the model has {model[field]}")
+            raise UnsupportedError(f"{name} implements {field} = {needed} only; the model has {model[field]}")
     if model["activation"] not in ACTIVATIONS:
-        raise UnsupportedError(f"{name}: no activation function is {model['activation']}")
+        raise UnsupportedError(f"{name}: does not implement the activation {model['activation']}")
     if (
         model.get("head_dim", model["hidden_size"] // model["num_attention_heads"]) * model["num_attention_heads"]
         != (model["hidden_size"])
     ):
-        raise UnsupportedError(f"{name}: heads of {model['head_dim']} do not add up to the width")
+        raise UnsupportedError(
+            f"{name}: head_dim {model['head_dim']} times the number of heads must be the hidden size"
+        )
     return name, ARCHITECTURES[name]
 
 
 def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, Any]:
-    """``config.json`` of a model; ``dtype`` in torch's words."""
+    """The ``config.json`` of a model.
+
+    Args:
+        model: the ``model`` of a manifest.
+        dtype: type of the weights, as in torch.
+        end_token_id: id of the end token, or None.
+    """
     name, architecture = architecture_of_model(model)
     return {
         **architecture.to_config(model),
@@ -85,16 +93,16 @@ def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, 
 
 
 def hf_model(config: Config, make_vocab_size_divisible_by: int, ignored: Sequence[str] = ()) -> Model:
-    """The ``model`` of a manifest from a ``config.json``; code that it may name (``auto_map``) is not looked at.
+    """The ``model`` of a manifest from a ``config.json``; remote code (``auto_map``) is ignored.
 
     Args:
-        config: the content of a ``config.json``.
-        make_vocab_size_divisible_by: what the number of rows of the vocabulary is padded to a multiple of.
-        ignored: shell patterns of keys that are left out without a check.
+        config: the contents of a ``config.json``.
+        make_vocab_size_divisible_by: the padded vocabulary size is a multiple of this number of rows.
+        ignored: shell patterns of keys that are not checked.
 
     Raises:
         CorruptError: an invalid size.
-        UnsupportedError: another architecture, a variant that our model does not compute, or an unknown key.
+        UnsupportedError: another architecture, a variant that DynMo does not implement, or an unknown key.
     """
     complete = complete_config(config, ignored)
     model = ARCHITECTURES[config["model_type"]].to_model(complete)
@@ -104,19 +112,19 @@ def hf_model(config: Config, make_vocab_size_divisible_by: int, ignored: Sequenc
 
 
 def size(config: Config, field: str) -> int:
-    """A size of a configuration; raises ``CorruptError`` where it is none."""
+    """A size of a configuration; raises ``CorruptError`` where it is not a positive integer."""
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {short_repr(value)}")
+        raise CorruptError(f"config.json: {field} must be an integer of at least 1, found {short_repr(value)}")
     return value
 
 
 def _activation(config: Config, field: str) -> str:
     name = config[field]
-    if name in SAME_AS_TANH:
+    if name in TANH_GELUS:
         return "gelu_tanh"
     if name not in ("gelu", "relu"):
-        raise UnsupportedError(f"{field} {short_repr(name)}: known are gelu, relu and {', '.join(SAME_AS_TANH)}")
+        raise UnsupportedError(f"{field} {short_repr(name)}: must be one of gelu, relu, {', '.join(TANH_GELUS)}")
     return str(name)
 
 
@@ -155,7 +163,7 @@ def _llama_config(model: Config) -> dict[str, Any]:
     needed = {"normalization": "rmsnorm", "position_embedding": "rotary", "activation": "swiglu"}
     for field, value in needed.items():
         if model.get(field, value) != value:
-            raise UnsupportedError(f"a Llama computes {field} = {value} only; the model has {model[field]}")
+            raise UnsupportedError(f"a Llama implements {field} = {value} only; the model has {model[field]}")
     base, scaling = float(model.get("rotary_base", 10000.0)), model.get("rotary_scaling")
     config = {
         "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
@@ -170,7 +178,7 @@ def _llama_config(model: Config) -> dict[str, Any]:
         "rms_norm_eps": model["layernorm_epsilon"],
         "attention_bias": False,
         "mlp_bias": False,
-        # Releases of transformers before 5 read the first two, later ones the third.
+        # transformers reads the first two before release 5, the third since then.
         "rope_theta": base,
         "rope_scaling": scaling,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": base},
@@ -215,18 +223,18 @@ def _llama_model(config: Config) -> Model:
 
 
 def _refuse_window(config: Config, positions: int) -> None:
-    """Raise ``UnsupportedError`` where a layer attends to a window that is shorter than the longest text."""
+    """Raise ``UnsupportedError`` where a layer has an attention window shorter than the longest sequence."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if kinds is not None and set(map(str, kinds if isinstance(kinds, list) else [kinds])) != {"full_attention"}:
-        raise UnsupportedError(f"layer_types = {kinds}: our layers attend to the whole text")
+        raise UnsupportedError(f"layer_types = {short_repr(kinds)}: DynMo implements full_attention only")
     if window is not None and kinds is None and not (isinstance(window, int) and window >= positions):
         raise UnsupportedError(
-            f"sliding_window = {window}: our layers attend to the whole text, of up to {positions} positions"
+            f"sliding_window = {short_repr(window)}: DynMo attends to all of up to {positions} positions"
         )
 
 
 def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the rotary frequencies, and their scaling as transformers' object; None where there is none."""
+    """The base of the rotary frequencies, and their scaling as an object of transformers, or None."""
     found = [config[name] for name in ("rope_scaling", "rope_parameters") if config[name]]
     if any(not isinstance(each, dict) for each in found):
         raise CorruptError("config.json: rope_scaling and rope_parameters must be objects")
@@ -235,24 +243,26 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
         named = ({"rope_type": each["type"]} if "type" in each else {}) | each
         differing = sorted(key for key in rope.keys() & named.keys() if rope[key] != named[key])
         if differing:
-            raise CorruptError(f"config.json: rope_scaling and rope_parameters have different {', '.join(differing)}")
+            raise CorruptError(f"config.json: rope_scaling and rope_parameters have different {short_names(differing)}")
         rope |= named
     rope.pop("type", None)
     kind = rope.pop("rope_type", "default")
     base = rope.pop("rope_theta", config["rope_theta"])
     if rope.pop("partial_rotary_factor", config["partial_rotary_factor"]) not in (None, 1):
-        raise UnsupportedError("partial_rotary_factor: our heads are rotated as a whole")
+        raise UnsupportedError("partial_rotary_factor: DynMo rotates complete heads only; it must be 1")
     if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
-        raise UnsupportedError(f"rotary positions of the type {short_repr(kind)}: known are {', '.join(ROTARY_FIELDS)}")
+        raise UnsupportedError(f"rope_type {short_repr(kind)}: must be one of {', '.join(ROTARY_FIELDS)}")
     if kind == "llama3":
         rope.setdefault("original_max_position_embeddings", positions)
         if config["original_max_position_embeddings"] is not None:
             rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     unlike = sorted(rope.keys() ^ set(ROTARY_FIELDS[kind]))
     if unlike:
-        raise UnsupportedError(f"rotary positions of the type {kind}: missing or unknown are {', '.join(unlike)}")
+        raise UnsupportedError(f"rope_type {kind}: missing or unknown fields: {short_names(unlike)}")
     if not all(isinstance(value, int | float) and value > 0 for value in rope.values()):
-        raise CorruptError(f"config.json: rotary positions need numbers above 0, not {short_repr(rope)}")
+        raise CorruptError(
+            f"config.json: the fields of rope_scaling must be positive numbers, found {short_repr(rope)}"
+        )
     return base, None if kind == "default" else {"rope_type": kind, **rope}
 
 
@@ -277,12 +287,12 @@ def _bert_model(config: Config) -> Model:
     names = config["architectures"] or [PRE_TRAINING]
     known = (PRE_TRAINING, MASKED, *TASK_HEADS.values())
     if not isinstance(names, list) or names[0] not in known:
-        raise UnsupportedError(f"architectures {short_repr(names)}: known are {', '.join(known)}")
+        raise UnsupportedError(f"architectures {short_repr(names)}: must be one of {', '.join(known)}")
     if config["id2label"] is not None and not isinstance(config["id2label"], dict):
-        raise CorruptError(f"config.json: id2label must be an object, is {short_repr(config['id2label'])}")
+        raise CorruptError(f"config.json: id2label must be an object, found {short_repr(config['id2label'])}")
     head = next((head for head, name in TASK_HEADS.items() if name == names[0]), None)
     if head is None and config["tie_word_embeddings"] is not True:
-        raise UnsupportedError("tie_word_embeddings = False: the head of our BERT is the embedding's table")
+        raise UnsupportedError("tie_word_embeddings = False: DynMo's BERT ties its head to the embedding")
     labels = len(config["id2label"] or ()) or config["num_labels"] or 2
     task = (
         {} if head is None else {"task_head": head, "num_classes": labels if head == "classification" else RACE_CHOICES}
@@ -305,7 +315,9 @@ def _bert_model(config: Config) -> Model:
 
 def _blenderbot_config(model: Config) -> dict[str, Any]:
     if model["layernorm_epsilon"] != 1e-5:
-        raise UnsupportedError(f"Blenderbot's layer norms use 1e-5; the model has {model['layernorm_epsilon']}")
+        raise UnsupportedError(
+            f"blenderbot: layernorm_epsilon must be 1e-5; the model has {model['layernorm_epsilon']}"
+        )
     both = {"attention_heads": model["num_attention_heads"], "ffn_dim": model["ffn_hidden_size"]}
     return {
         "architectures": ["BlenderbotForConditionalGeneration"],
@@ -326,7 +338,7 @@ def _blenderbot_model(config: Config) -> Model:
     for field in ("attention_heads", "ffn_dim"):
         sides = [size(config, f"{side}_{field}") for side in ("encoder", "decoder")]
         if sides[0] != sides[1]:
-            raise UnsupportedError(f"encoder_{field} {sides[0]} and decoder_{field} {sides[1]}: ours are the same")
+            raise UnsupportedError(f"encoder_{field} {sides[0]} and decoder_{field} {sides[1]}: must be equal")
         sizes[field] = sides[0]
     layers = size(config, "encoder_layers")
     return {
@@ -351,9 +363,9 @@ def _t5_config(model: Config) -> dict[str, Any]:
     needed = {"normalization": "rmsnorm", "tied_embeddings": True}
     for field, value in needed.items():
         if model.get(field) != value:
-            raise UnsupportedError(f"a T5 computes {field} = {value} only; the model has {model.get(field)}")
+            raise UnsupportedError(f"t5 implements {field} = {value} only; the model has {model.get(field)}")
     if model["activation"] not in ACTIVATIONS:
-        raise UnsupportedError(f"t5: no activation function is {model['activation']}")
+        raise UnsupportedError(f"t5: does not implement the activation {model['activation']}")
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "d_model": model["hidden_size"],
@@ -376,7 +388,7 @@ def _t5_config(model: Config) -> dict[str, Any]:
 def _t5_model(config: Config) -> Model:
     projection = str(config["feed_forward_proj"])
     if projection.startswith("gated"):
-        raise UnsupportedError(f"feed_forward_proj {projection}: gated layers are not mapped")
+        raise UnsupportedError(f"feed_forward_proj {short_repr(projection)}: gated layers are not supported")
     layers = size(config, "num_layers")
     return {
         "family": "t5",
@@ -388,7 +400,7 @@ def _t5_model(config: Config) -> Model:
         "num_attention_heads": size(config, "num_heads"),
         "head_dim": size(config, "d_kv"),
         "normalization": "rmsnorm",
-        # Relative positions have no end; the configuration may still tell what the model was trained with.
+        # Relative positions have no limit; the configuration may record the training length.
         "max_position_embeddings": size(config, "n_positions"),
         "layernorm_epsilon": config["layer_norm_epsilon"],
         "activation": _activation(config, "dense_act_fn" if config["dense_act_fn"] else "feed_forward_proj"),

@@ -1,7 +1,7 @@
-"""Carries the configuration that a model came with to the Hugging Face directory that it is exported to. Pure.
+"""Keeps the original ``config.json`` of a model, and restores it on export to a Hugging Face directory. Pure.
 
-The manifest's ``source`` has the ``config.json`` and ``generation_config.json`` as they were read: token ids, dropouts,
-labels and settings of generation, which our model has no fields for.
+The ``source`` of a manifest has ``config.json`` and ``generation_config.json`` as they were read. So token ids,
+dropouts, labels and generation settings survive, for which the ``model`` of a manifest has no fields.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from ..errors import CorruptError
 from .config_keys import irrelevant_keys, key_table
 from .models import hf_model
 
-# Code that is not copied along, and facts of the files that the weights came from.
+# Remote code, and properties of the original files.
 DROPPED_KEYS = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
 CLASS_NAMES_KEY = "x_class_names"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 NOT_IN_CONFIG = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
-# Irrelevant to a logit, and yet of this model: the conversion computes them.
+# Keys that change no logit, but belong to this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
 LABEL_KEYS = ("num_labels", "id2label", "label2id")
 
 
 def source_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The ``source`` of a manifest, from the two documents of a Hugging Face directory.
+    """The ``source`` of a manifest.
+
+    Args:
+        config: the contents of ``config.json``.
+        generation: the contents of ``generation_config.json``, or None.
 
     Raises:
-        CorruptError: no manifest can have them: a number is not finite, or they are nested too deeply.
+        CorruptError: a manifest cannot store them: a number is not finite, or they are nested too deeply.
     """
     source = {
         "format": "huggingface",
@@ -46,12 +50,12 @@ def source_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -
 def export_config(
     source: Mapping[str, Any] | None, model: Mapping[str, Any], computed: dict[str, Any]
 ) -> dict[str, Any]:
-    """The ``config.json`` to write: that of ``source`` where it describes ``model``, else what can be kept of it.
+    """The ``config.json`` to write: that of ``source`` where it describes ``model``, else the keys that still apply.
 
     Args:
-        source: of the manifest; None where the model did not come from a Hugging Face directory.
-        model: of the manifest, as it is now.
-        computed: the configuration made from ``model`` alone; its type of the weights always stands.
+        source: the ``source`` of the manifest; None where the model does not come from a Hugging Face directory.
+        model: the current ``model`` of the manifest.
+        computed: the configuration computed from ``model``; its weight type is always used.
     """
     if source is None:
         return computed
@@ -61,16 +65,16 @@ def export_config(
         return {"architectures": computed["architectures"], **config, **present}
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")), {"irrelevant": {}, "mapped": {}})
-    kept = {*irrelevant_keys(table["every"]), *irrelevant_keys(kind)} - {*COMPUTED, *kind["mapped"]}
+    applicable = {*irrelevant_keys(table["every"]), *irrelevant_keys(kind)} - {*COMPUTED, *kind["mapped"]}
     if "num_classes" in model:
-        kept -= {*LABEL_KEYS}  # of the source's own head, which the model no longer has
-    return {**computed, **{key: value for key, value in config.items() if key in kept}}
+        applicable -= {*LABEL_KEYS}  # of the head of the source, which the model has replaced
+    return {**computed, **{key: value for key, value in config.items() if key in applicable}}
 
 
 def with_class_names(config: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the names of a classifier's classes, where the run that trained it has written them.
+    """A configuration with the class names of a classifier, where the training run recorded them.
 
-    They replace those of ``config``, which may be of the model that the run started from.
+    They replace those of ``config``, which may belong to the model from which the run started.
     """
     names = _class_names(manifest)
     if not names:
@@ -84,7 +88,7 @@ def with_class_names(config: dict[str, Any], manifest: Mapping[str, Any]) -> dic
 
 
 def _class_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the classes of a manifest's model: a different one for each; empty where there are none."""
+    """The unique class names of the model of a manifest; empty where none are recorded."""
     names, model = manifest.get(CLASS_NAMES_KEY), manifest["model"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return []
@@ -93,7 +97,7 @@ def _class_names(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def export_generation_config(source: Mapping[str, Any] | None, computed: dict[str, Any]) -> dict[str, Any] | None:
-    """The ``generation_config.json`` to write: that of ``source``, or none where the source had none."""
+    """The ``generation_config.json`` to write: that of ``source``, or None where the source has none."""
     if source is None:
         return computed
     generation: dict[str, Any] | None = source["generation_config"]
@@ -101,7 +105,7 @@ def export_generation_config(source: Mapping[str, Any] | None, computed: dict[st
 
 
 def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a model; the vocabulary's padding is no part of it."""
+    """Whether a configuration describes a model; the padding of the vocabulary is ignored."""
     try:
         described = hf_model(config, 1, ignored=("*",))
     except DynmoError:
@@ -110,7 +114,7 @@ def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
 
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's fields with the defaults of the format, and without what a configuration does not say."""
+    """The fields of a model with the defaults of the format, without those that a configuration does not have."""
     llama, heads = model["family"] == "llama", model["num_attention_heads"]
     defaults = {
         "num_key_value_heads": heads,

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, and the questions asked before one is begun."""
+"""New directories that appear by one rename when they are complete, and the checks before one is started."""
 
 from __future__ import annotations
 
@@ -17,58 +17,61 @@ from ..errors import StorageError
 
 
 def check_target(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:
-    """Refuse before anything is written.
+    """Check a new directory before anything is written.
 
     Raises:
-        UsageError: ``target`` exists and may not be replaced, or replacing it would remove ``source``.
-        StorageError: the file system has less room than ``need_bytes``.
+        UsageError: ``target`` exists without ``overwrite``, or replacing it would remove ``source``.
+        StorageError: the file system has less free space than ``need_bytes``.
     """
     inside, outside = source.resolve(), target.resolve()
     if inside.is_relative_to(outside):
-        raise UsageError(f"{target}: the output would replace the input {source}; give another directory")
+        raise UsageError(f"{target}: would replace the input {source}; choose another directory")
     if target.exists() and not overwrite:
-        raise UsageError(f"{target}: exists; give --overwrite to replace it, or another directory")
+        raise UsageError(f"{target}: exists; choose another directory, or replace it with --overwrite")
     parent = next(path for path in outside.parents if path.exists())
     free = shutil.disk_usage(parent).free
     if need_bytes > free:
-        raise StorageError(f"{parent}: {human_bytes(need_bytes)} are needed, {human_bytes(free)} are free")
+        raise StorageError(f"{parent}: has {human_bytes(free)} free; {human_bytes(need_bytes)} are needed")
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A staging directory that becomes ``target`` by one rename when the block ends without an error.
+    """A staging directory that is renamed to ``target`` when the block ends without an error.
 
-    An older ``target`` is replaced. On an error or interruption the staging directory goes and an older target stays.
+    An existing ``target`` is replaced. On an error or a signal the staging directory is removed and ``target`` stays.
+
+    Raises:
+        StorageError: the system refused.
     """
     token = secrets.token_hex(4)
     target = target.resolve()
     staging = target.with_name(f".{target.name}.tmp-{token}")
-    aside = target.with_name(f".{target.name}.old-{token}")
+    previous = target.with_name(f".{target.name}.old-{token}")
     try:
         staging.mkdir(parents=True)
         yield staging
         for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
             sync_directory(directory)
         if target.exists():
-            target.rename(aside)
+            target.rename(previous)
         staging.rename(target)
         sync_directory(target.parent)
     except OSError as error:
-        raise StorageError(f"{target}: {error.strerror or error}; nothing was put in place") from error
+        raise StorageError(f"{target}: {error.strerror or error}; no output was kept") from error
     finally:
         try:
-            _clean_up(target, staging, aside)
+            _clean_up(target, staging, previous)
         finally:
-            # Again, for the signal that came just before signals had to wait; there is nothing left to do otherwise.
-            _clean_up(target, staging, aside)
+            # Again: a signal just before _defer_signals interrupts the first call. A second call is idempotent.
+            _clean_up(target, staging, previous)
 
 
-def _clean_up(target: Path, staging: Path, aside: Path) -> None:
-    """Put an older target back where no new one is in its place, and remove the rest."""
+def _clean_up(target: Path, staging: Path, previous: Path) -> None:
+    """Restore the previous target where no new one has replaced it, and remove the rest."""
     with _defer_signals():
-        if aside.exists() and not target.exists():
-            aside.rename(target)
-        for leftover in (staging, aside):
+        if previous.exists() and not target.exists():
+            previous.rename(target)
+        for leftover in (staging, previous):
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             elif leftover.exists():
@@ -77,25 +80,25 @@ def _clean_up(target: Path, staging: Path, aside: Path) -> None:
 
 @contextmanager
 def _defer_signals() -> Iterator[None]:
-    """Signals that end this process wait until the block is over: tidying up half-way would leave a folder behind.
+    """Defer SIGTERM and SIGINT until the block ends: an interrupted cleanup would leave a directory.
 
-    Python runs its handlers in the main thread whichever thread the system gave a signal to, so blocking signals in
-    this thread would not do: the handlers are replaced.
+    Python runs signal handlers in the main thread, whichever thread the system delivered the signal to. So it is not
+    enough to block signals in this thread; the handlers are replaced.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
-        signal.signal(number, lambda number, _frame: came.append(number))
+        signal.signal(number, lambda number, _frame: received.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 def sync_directory(path: Path) -> None:

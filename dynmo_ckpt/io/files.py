@@ -1,4 +1,4 @@
-"""Opens input files: regular ones alone, bounded in size, with errors of this package."""
+"""Opens input files: regular files only, of bounded size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import CorruptError
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a shard or checkpoint file for reading; refuse a FIFO or a device without waiting for it.
+    """Open a checkpoint file for reading; a FIFO or device is refused without blocking.
 
     Raises:
         CorruptError: the file does not exist, is not a regular file, or permissions forbid reading it.
@@ -22,7 +22,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Read a whole file of at most ``max_bytes``.
+    """The contents of a file of at most ``max_bytes`` bytes.
 
     Raises:
         CorruptError: as ``open_file``, or the file is larger.

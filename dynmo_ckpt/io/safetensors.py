@@ -1,6 +1,6 @@
-"""The safetensors container, without torch: an index of a file, and the header of a new one.
+"""The safetensors container without torch: the index of a file, and the header of a new one.
 
-Sizes and offsets are checked against the size of the file before anything is allocated.
+Sizes and offsets are compared with the size of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._common.document import parse_json, short_repr
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError, UnsupportedError, short_name
 from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
-# Types of the format that no weight of ours has: eight bits and fewer, whose scales are other tensors, and integers.
+# Types of the format that DynMo does not read: eight bits and fewer, whose scales are separate tensors, and others.
 OTHER_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "C64")
 HEADER_LIMIT_BYTES = 100_000_000
 _PAGE_BYTES = 4096
@@ -24,7 +24,16 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """A contiguous row-major array in a file; ``offset`` in bytes from the file's start."""
+    """A contiguous row-major array in a file.
+
+    Attributes:
+        path: the file.
+        key: its name in the file.
+        dtype: as in safetensors.
+        shape: its dimensions.
+        offset: from the begin of the file, in bytes.
+        crc32: the recorded CRC-32 of its bytes; None where the file records none.
+    """
 
     path: Path
     key: str
@@ -35,13 +44,13 @@ class StoredArray:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the stored bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a safetensors file holds: arrays by key, in the order of their bytes, and the free metadata."""
+    """Index of a safetensors file: arrays by key, in the order of their bytes, metadata, header, size in bytes."""
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
@@ -53,8 +62,8 @@ def read_index(path: Path) -> Index:
     """Index a safetensors file.
 
     Raises:
-        CorruptError: it is not there, or breaks the format; says where.
-        UnsupportedError: a type of numbers that no model here has, such as float8.
+        CorruptError: the file is missing, or breaks the format.
+        UnsupportedError: a type that DynMo does not read, such as float8.
     """
     try:
         size = path.stat().st_size
@@ -62,7 +71,7 @@ def read_index(path: Path) -> Index:
             length = handle.read(8)
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
-                raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit in a file of {size} bytes")
+                raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit into a file of {size} bytes")
             text = handle.read(text_bytes)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
@@ -72,9 +81,9 @@ def read_index(path: Path) -> Index:
             raise ValueError("the header is not an object")
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("__metadata__ must hold strings only")
+            raise ValueError("__metadata__ must have string values only")
         arrays = {key: _array(path, key, value, 8 + text_bytes) for key, value in header.items()}
-        ordered = _without_gaps(arrays, 8 + text_bytes, size)
+        ordered = _contiguous(arrays, 8 + text_bytes, size)
     except ValueError as error:
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
     return Index(arrays=ordered, metadata=metadata, header=length + text, file_bytes=size)
@@ -82,43 +91,47 @@ def read_index(path: Path) -> Index:
 
 def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{key} needs dtype, shape and data_offsets, nothing else")
+        raise ValueError(f"{short_name(key)} must have exactly dtype, shape and data_offsets")
     dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
     if dtype in OTHER_TYPES:
         raise UnsupportedError(
-            f"{path}: {key} has the type {dtype}, which no model here has; known are {', '.join(DTYPE_BYTES)}. "
-            "Write it as one of these first, with the program that made it"
+            f"{path}: {short_name(key)} has the type {dtype}; supported are {', '.join(DTYPE_BYTES)}. Convert it to "
+            "one of "
+            "these with the program that wrote it"
         )
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{key} has the type {short_repr(dtype)}; known are {', '.join(DTYPE_BYTES)}")
+        raise ValueError(f"{short_name(key)} has the type {short_repr(dtype)}; must be one of {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, span):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers belong")
+            raise ValueError(f"{short_name(key)} has {short_repr(numbers)} in place of non-negative integers")
     array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + span[0])
     if len(span) != 2 or span[1] - span[0] != array.num_bytes:
         raise ValueError(
-            f"{key} has the offsets {short_repr(span)}, but {dtype} {short_repr(shape)} takes {array.num_bytes} bytes"
+            f"{short_name(key)} has the offsets {short_repr(span)}; {dtype} {short_repr(shape)} takes "
+            f"{array.num_bytes} bytes"
         )
     return array
 
 
-def _without_gaps(arrays: Mapping[str, StoredArray], begin: int, end: int) -> dict[str, StoredArray]:
+def _contiguous(arrays: Mapping[str, StoredArray], begin: int, end: int) -> dict[str, StoredArray]:
     ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].num_bytes)))
     for key, array in ordered.items():
         if array.offset != begin:
-            raise ValueError(f"{key} begins at byte {array.offset}, not at {begin}: a gap or an overlap")
+            raise ValueError(f"{short_name(key)} begins at byte {array.offset}, expected {begin}: a gap or an overlap")
         begin += array.num_bytes
     if begin != end:
-        raise ValueError(f"the arrays end at byte {begin}, the file at {end}")
+        raise ValueError(f"the arrays end at byte {begin}, the file at byte {end}")
     return ordered
 
 
 def encode_header(
     arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The first bytes of a file that will hold ``arrays``, each ``(key, dtype, shape)``, in this order without gaps.
+    """The header of a file with ``arrays`` in this order without gaps, padded with spaces to a page.
 
-    Padded with spaces to a page. To keep every array aligned, the order must go from wide types to narrow ones.
+    Args:
+        arrays: key, dtype and shape of each array; wide types must come before narrow ones, to keep all aligned.
+        metadata: strings for ``__metadata__``.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0

@@ -1,8 +1,8 @@
-"""Sends written pages to the disk early and gives them up once they are there.
+"""Starts writeback of written pages early, and drops them from the page cache when they are on disk.
 
-A large output that stays in the page cache costs twice: the flush at the end waits for all of it, and every page of it
-is fresh memory, whose first touch takes longer than the copy (most of all in a virtual machine). Here a few windows of
-pages are used again and again, and the rest of the system keeps its cache.
+A large output that stays in the page cache costs twice: the final flush waits for all of it, and each page is fresh
+memory, whose page fault takes longer than the copy, most of all in a virtual machine. With writeback a few windows of
+pages are reused, and the rest of the system keeps its cache.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ WINDOWS = 8
 
 @dataclass
 class Writeback:
-    """The windows of one thread; without ``release`` nothing is done, for small outputs may stay in the cache."""
+    """The windows of one thread; without ``release``, for small outputs, nothing is dropped from the cache."""
 
     release: bool
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
-    under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
+    started: deque[tuple[int, int, int]] = field(default_factory=deque)
 
-    def wrote(self, descriptor: int, begin: int, num_bytes: int) -> None:
-        """Note that bytes were written; every full window starts on its way, and the oldest is given up."""
+    def add(self, descriptor: int, begin: int, num_bytes: int) -> None:
+        """Record written bytes; a full window starts writeback, and the oldest started one leaves the cache."""
         if not self.release:
             return
         first, end = self.spans.get(descriptor, (begin, begin))
@@ -38,12 +38,12 @@ class Writeback:
 
     def _start(self, descriptor: int) -> None:
         span = (descriptor, *self.spans.pop(descriptor))
-        _give_up(*span)
-        self.under_way.append(span)
-        if len(self.under_way) > WINDOWS:
-            _give_up(*self.under_way.popleft())
+        _drop(*span)
+        self.started.append(span)
+        if len(self.started) > WINDOWS:
+            _drop(*self.started.popleft())
 
 
-def _give_up(descriptor: int, begin: int, end: int) -> None:
-    """Dirty pages start on their way to the disk; clean ones leave the cache."""
+def _drop(descriptor: int, begin: int, end: int) -> None:
+    """Start writeback of dirty pages and drop clean ones: so the second call for a window drops it."""
     drop_cached(descriptor, begin, end - begin)

@@ -437,7 +437,7 @@ def _with_rows(tensor: Tensor, axes: list[str], source_sizes: Sizes, target_size
     if "v" not in axes or old == new:
         return tensor
     dim = axes.index("v")
-    return tensor.narrow(dim, 0, new) if new < old else tensor.padded(dim, new)
+    return tensor.narrow(dim, 0, new) if new < old else tensor.zero_pad(dim, new)
 
 
 def _concatenated(parts: list[Tensor], link: Link, side: str) -> Tensor:

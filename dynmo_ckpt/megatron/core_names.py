@@ -1,6 +1,7 @@
-"""Megatron-core's names as legacy Megatron's, which hold the same matrices; the rules are in ``maps/core_names.json``.
+"""Translates Megatron-core's tensor names to those of legacy Megatron, which has the same matrices, and back.
 
-Megatron-core stacks the layers of a distributed checkpoint along a first dimension; here they come apart again.
+The rules are in ``maps/core_names.json``. In a distributed checkpoint Megatron-core stacks the layers along a first
+dimension; ``unstacked`` splits them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib import resources
 
 from .. import maps
 from .._common.document import parse_json
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")
@@ -25,7 +26,7 @@ LAYER_PARTS = {
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
-WHOLE = {
+SINGLE = {
     "language_model.embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
     "language_model.embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
     "language_model.encoder.final_layernorm.weight": "decoder.final_layernorm.weight",
@@ -36,12 +37,12 @@ WORD_TABLE = "embedding.word_embeddings.weight"
 
 
 def is_core(names: Iterable[str]) -> bool:
-    """Whether these are Megatron-core's names."""
+    """Whether ``names`` are those of Megatron-core."""
     return any(name == WORD_TABLE or name.startswith("decoder.layers.") for name in names)
 
 
 def legacy_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under legacy Megatron's names, one for each layer; a name that no rule takes stays as it is."""
+    """The tensors under legacy Megatron's names, one for each layer; a name without a rule is unchanged."""
     document = parse_json(resources.files(maps).joinpath("core_names.json").read_bytes())
     rules = [(re.compile(pattern), new) for pattern, new in document["rules"]]
 
@@ -52,26 +53,26 @@ def legacy_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def core_name(name: str) -> str:
-    """Megatron-core's name of a tensor of legacy Megatron, with norms of their own and not fused with what follows.
+    """Megatron-core's name of a tensor of legacy Megatron; norms are separate tensors, not fused into linear layers.
 
     Raises:
         UnsupportedError: a name that Megatron-core does not have.
     """
     match = LEGACY_LAYER.fullmatch(name)
-    whole = WHOLE.get(name) if match is None else None
+    single = SINGLE.get(name) if match is None else None
     inner = LAYER_PARTS.get(match[2]) if match is not None else None
     if match is not None and inner is not None:
         return f"decoder.layers.{match[1]}.{inner}.{match[3]}"
-    if whole is None:
-        raise UnsupportedError(f"{name}: has no name in Megatron-core")
-    return whole
+    if single is None:
+        raise UnsupportedError(f"{name}: has no name in Megatron-core; use --to legacy or native")
+    return single
 
 
 def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of all layers in one as one for each layer: ``decoder.layers.mlp...`` gives ``decoder.layers.0.mlp...``.
+    """Stacked tensors as one for each layer: ``decoder.layers.mlp...`` gives ``decoder.layers.0.mlp...``.
 
     Raises:
-        UnsupportedError: a stack that has no layers.
+        UnsupportedError: a stack without a dimension of layers.
     """
     result = {}
     for name, tensor in tensors.items():
@@ -80,7 +81,7 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         if len(tensor.shape) < 2:
             raise UnsupportedError(
-                f"{name}: the shape is {list(tensor.shape)}, layers along the first dimension expected"
+                f"{short_name(name)}: has the shape {list(tensor.shape)}; its first dimension must be the layers"
             )
         for i in range(tensor.shape[0]):
             layer = tensor.narrow(0, i, i + 1)

@@ -1,4 +1,4 @@
-"""What a legacy Megatron checkpoint's arguments and shapes say of the model, and the arguments that we write. Pure."""
+"""The model sizes of a legacy Megatron checkpoint, from its arguments and shapes; and the arguments to write. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tensors.views import Tensor
 Args = Mapping[str, Any]
 Merged = Mapping[str, Sequence[Tensor]]
 LM = "language_model."
-# Megatron has an argument for the factor alone; the rest of its rotary scaling is fixed.
+# Megatron has an argument for the factor only; the other values of its rotary scaling are fixed.
 MEGATRON_DIVISOR = 128
 MEGATRON_SCALING = {
     "rope_type": "llama3",
@@ -26,7 +26,7 @@ TASK_HEADS = {"classification_head.": "classification", "multichoice_head.": "mu
 
 
 def family_of(merged: Merged) -> str:
-    """The family, from the names of the tensors of all stages."""
+    """The model family, from the tensor names of all stages."""
     if any(name.startswith(f"{LM}decoder.") for name in merged):
         return "t5"
     if any(name.startswith(("lm_head.", *TASK_HEADS)) for name in merged):
@@ -45,23 +45,27 @@ def model_of(
     given: Mapping[str, int | None],
     remarks: list[str],
 ) -> dict[str, Any]:
-    """The model's sizes from its shapes, and what shapes cannot tell from the arguments or the person.
+    """The ``model`` of a manifest: sizes from shapes, and what shapes do not show from arguments or options.
 
     Args:
-        path: for messages.
-        family: as :func:`family_of` says.
-        args: the arguments that the files hold; may be empty.
-        merged: the tensors of all stages by name, those of all tensor ranks for each.
+        path: the file, for messages.
+        family: the model family.
+        args: the arguments of the files; may be empty.
+        merged: for each name the tensors of all tensor-parallel ranks.
         layers: number of layers of ``encoder`` and ``decoder``.
-        ranks: tensor ranks.
-        given: ``vocab_size`` and ``num_attention_heads`` where a person gives them.
-        remarks: where to say what was assumed.
+        ranks: tensor-parallel size.
+        given: ``vocab_size`` and ``num_attention_heads`` from the command line, or None.
+        remarks: remarks for the user are appended to it.
+
+    Raises:
+        UnsupportedError: tensors that do not have the shapes of the family.
+        UsageError: a size that is neither recorded nor given, or an impossible one.
     """
 
     def rows(name: str) -> tuple[int, ...]:
         found = merged.get(f"{LM}{name}.weight")
         if found is None or len(found[0].shape) != 2:
-            raise UnsupportedError(f"{path}: not a {family}: no matrix {LM}{name}.weight")
+            raise UnsupportedError(f"{path}: not a {family}: has no matrix {LM}{name}.weight")
         return found[0].shape
 
     word = rows("embedding.word_embeddings")
@@ -107,12 +111,13 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
     if not isinstance(vocab, int):
         vocab = padded
         remarks.append(
-            f"the true vocabulary size is not recorded; all {padded} rows are kept, --vocab-size cuts the rest off"
+            f"the true vocabulary size is not recorded; all {padded} rows are used. --vocab-size removes padding rows"
         )
     if not 1 <= vocab <= padded:
         raise UsageError(
-            f"a vocabulary of {vocab} tokens (by --vocab-size, --vocab-file or the checkpoint's arguments) "
-            f"must be within 1 and the padded size {padded}, the rows of its table"
+            f"vocabulary size {vocab} (from --vocab-size, --vocab-file or the checkpoint's arguments): must be between "
+            "1 "
+            f"and {padded}, the number of rows of the embedding"
         )
     return {"vocab_size": vocab, "padded_vocab_size": padded}
 
@@ -121,7 +126,7 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     width = args.get("kv_channels") or hidden // heads
     groups = (qkv_rows // width - heads) // 2
-    # Megatron-DeepSpeed states the groups under another name, and without a flag.
+    # Megatron-DeepSpeed records the groups under another name, and has no flag.
     recorded = (
         args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads", heads)
     )
@@ -134,7 +139,9 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
         scaling = {**MEGATRON_SCALING, "factor": float(args.get("rope_scaling_factor", 8.0))}
     positions = args.get("max_position_embeddings") or args.get("seq_length")
     if not isinstance(positions, int):
-        raise UsageError(f"{path}: the arguments do not tell max_position_embeddings, which rotary positions need")
+        raise UsageError(
+            f"{path}: the arguments have no max_position_embeddings, which a model with rotary positions needs"
+        )
     return {
         "num_key_value_heads": groups,
         "head_dim": width,
@@ -149,10 +156,10 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
 
 
 def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
-    """Rows of the word table that Megatron expects with ``ranks`` tensor-parallel ranks.
+    """Number of rows of the word embedding that Megatron expects with ``ranks`` tensor-parallel ranks.
 
-    It pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. Where the recorded
-    rows are no multiple of 128, another divisor was chosen; they stay, where the ranks share them evenly.
+    Megatron pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. A recorded
+    number that is not a multiple of 128 comes from another divisor; it is used where the ranks divide it.
     """
     vocabulary, recorded = int(model["vocab_size"]), int(model["padded_vocab_size"])
     if recorded % MEGATRON_DIVISOR and recorded % ranks == 0:
@@ -164,7 +171,7 @@ def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
 def legacy_args(
     model: Mapping[str, Any], ranks: int, workers: int, version: float, split_rank: int | None
 ) -> dict[str, Any]:
-    """The arguments that Megatron's loaders compare or build the model from."""
+    """The arguments that Megatron's loaders compare, or from which they build the model."""
     size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
     heads = model["num_attention_heads"]
     args = {
@@ -211,8 +218,12 @@ def _llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups,
     }
     if scaling is not None:
-        lost = {name: scaling.get(name) for name, ours in MEGATRON_SCALING.items() if scaling.get(name) != ours}
-        if lost:
-            raise UnsupportedError(f"rotary scaling with {lost}: a legacy checkpoint can only say {MEGATRON_SCALING}")
+        unlike = {name: scaling.get(name) for name, fixed in MEGATRON_SCALING.items() if scaling.get(name) != fixed}
+        if unlike:
+            raise UnsupportedError(
+                f"rotary scaling {short_repr(unlike)}: a legacy checkpoint can store {MEGATRON_SCALING} only; use --to "
+                "hf "
+                "or native"
+            )
         args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
     return args

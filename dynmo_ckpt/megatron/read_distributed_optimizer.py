@@ -1,13 +1,19 @@
-"""The state that Megatron's distributed optimizer keeps in flat buffers, as state of each weight.
+"""The state of Megatron's distributed optimizer: from flat buffers to tensors of each parameter.
 
-The parameters of a chunk lie in a buffer in reverse order, and the replicas hold equal parts of it. Three forms:
+The parameters of a chunk are in a buffer in reverse order, and each data-parallel rank has an equal part of it::
 
-* 2022: each replica's own file ``mp_rank_..._DDD/optim.pt``, with the part of every weight that it holds.
-* from May 2023: one ``distrib_optim.pt`` beside the model, the buffer put together, later in buckets.
-* from 2024: the buckets joined, without the padding at their ends; the weights may begin at multiples of 64 elements.
+    parameters of the chunk     a      b      c
+    buffer                    [ c c c | b b | a a a a | padding ]
+    data-parallel ranks         rank 0     |   rank 1
 
-No file says where a weight lies. It is computed as Megatron does, for each way that it had, and what is found must fit:
-the buckets' lengths, and every master rounded must be the weight.
+There are three forms of files:
+
+* 2022: a file ``mp_rank_..._DDD/optim.pt`` of each rank, with its parts of the parameters.
+* since May 2023: one ``distrib_optim.pt`` next to the model with the complete buffer, later split into buckets.
+* since 2024: concatenated buckets without padding; parameters may begin at multiples of 64 elements.
+
+No file records where a parameter begins. The layout is computed as each release of Megatron does, and the result is
+verified: the lengths of the buckets must fit, and each master must round to its weight.
 """
 
 from __future__ import annotations
@@ -35,33 +41,33 @@ Args = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Where the weights of a bucket begin in it, by name, and how many elements it has without padding at its end."""
+    """The begin of each parameter in a bucket, and the length of the bucket without padding, in elements."""
 
     begins: Mapping[str, int]
     num_elements: int
 
 
 def is_distributed(directory: Path) -> bool:
-    """Whether a rank's state is that of the distributed optimizer."""
+    """Whether the state of a rank was written by the distributed optimizer."""
     return (directory / WORLD_FILE).is_file() or bool(_replicas(directory))
 
 
 def _replicas(directory: Path) -> list[Path]:
-    """The replicas' files, in order."""
+    """The files of the data-parallel ranks, in order."""
     return sorted(directory.parent.glob(f"{directory.name}_[0-9][0-9][0-9]/{REPLICA_FILE}"))
 
 
 def read_distributed(file: TorchFile, chunks: Sequence[Chunk], args: Args, step: int) -> OptimizerState:
-    """The state of one model-parallel rank.
+    """The optimizer state of one model-parallel rank.
 
     Args:
-        file: the model's file.
-        chunks: its weights by chunk.
+        file: the model file.
+        chunks: its weights, for each virtual chunk.
         args: Megatron's arguments; may be empty.
-        step: the iteration, which is the number of updates where nothing tells it.
+        step: the iteration, which is the number of optimizer steps where none is recorded.
 
     Raises:
-        UnsupportedError: buffers that lie in no known way, or of several optimizers.
+        UnsupportedError: buffers with an unknown layout, or of several optimizers.
         CorruptError: files that do not fit the weights.
     """
     directory = file.path.parent
@@ -72,8 +78,8 @@ def read_distributed(file: TorchFile, chunks: Sequence[Chunk], args: Args, step:
 
 
 def _steps(file: TorchFile, tree: Any, step: int) -> int:
-    held = tree.get("optimizer") if isinstance(tree, dict) else None
-    inner = held.get("optimizer", held) if isinstance(held, dict) else {}
+    optimizer = tree.get("optimizer") if isinstance(tree, dict) else None
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     recorded = [file.number(g.get("step")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
     numbers = {int(number) for number in recorded if number is not None}
@@ -87,7 +93,7 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
     buffers = {key: value for key, value in tree.items() if isinstance(key, int)} if isinstance(tree, dict) else {}
     if sorted(buffers) != list(range(len(chunks))):
         raise UnsupportedError(
-            f"{world.path}: has {len(buffers)} buffers for {len(chunks)} chunks; experts are not mapped"
+            f"{world.path}: has {len(buffers)} buffers for {len(chunks)} chunks; experts (MoE) are not supported"
         )
     from ..tensors.equality import rounds_to
 
@@ -95,20 +101,20 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
     for number, chunk in enumerate(chunks):
         by_type = buffers[number]
         if not isinstance(by_type, dict) or len(by_type) != 1:
-            raise UnsupportedError(f"{world.path}: buffer {number}: one type of weights is expected")
-        dtype, held = next(iter(by_type.items()))
-        flats = {kind: _flats(world, held, key) for key, kind in KINDS.items()}
+            raise UnsupportedError(f"{world.path}: buffer {number}: must have one type of weights")
+        dtype, buffer = next(iter(by_type.items()))
+        flats = {kind: _flats(world, buffer, key) for key, kind in KINDS.items()}
         lengths = {tuple(flat.shape[0] for flat in each) for each in flats.values()}
         if len(lengths) != 1:
-            raise CorruptError(f"{world.path}: buffer {number}: weights and moments are not of one length")
-        known = _recorded_lengths(tree, number, dtype, held)
+            raise CorruptError(f"{world.path}: buffer {number}: weights and moments have different lengths")
+        known = _recorded_lengths(tree, number, dtype, buffer)
         for placed in _candidates(chunk, args, next(iter(lengths)), known):
             masters = _cut(flats["master"], placed, chunk)
             if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
                 break
         else:
             raise UnsupportedError(
-                f"{world.path}: buffer {number}: laid out in no known way, or not of these weights; no order of "
+                f"{world.path}: buffer {number}: unknown layout, or not the state of these weights: no known order of "
                 f"{len(chunk)} weights in {sum(next(iter(lengths)))} elements rounds to them"
             )
         for kind, each in flats.items():
@@ -116,31 +122,31 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
     return found
 
 
-def _flats(world: TorchFile, held: Any, key: str) -> list[Tensor]:
-    value = held.get(key) if isinstance(held, dict) else None
+def _flats(world: TorchFile, buffer: Any, key: str) -> list[Tensor]:
+    value = buffer.get(key) if isinstance(buffer, dict) else None
     refs = value if isinstance(value, list) else [value]
     tensors = [world.tensor(ref, key) for ref in refs if isinstance(ref, TensorRef) and len(ref.shape) == 1]
     if len(tensors) != len(refs):
-        raise CorruptError(f"{world.path}: no flat {key}")
+        raise CorruptError(f"{world.path}: has no flat buffer {key}")
     if any(tensor.dtype != "F32" for tensor in tensors):
-        raise UnsupportedError(f"{world.path}: {key} is not in float32")
+        raise UnsupportedError(f"{world.path}: {key} must be float32")
     return tensors
 
 
-def _recorded_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, held: Any) -> list[int] | int | None:
-    """What the file says of the lengths without padding: of each bucket, of all, or nothing."""
+def _recorded_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, buffer: Any) -> list[int] | int | None:
+    """The recorded lengths without padding, in elements: of each bucket, of all together, or None."""
     lengths_of = tree.get("per_bucket_numel_unpadded")
     if isinstance(lengths_of, list) and number < len(lengths_of) and isinstance(lengths_of[number], dict):
         lengths = lengths_of[number].get(dtype)
         return lengths if isinstance(lengths, list) else None
-    whole = held.get("numel_unpadded") if isinstance(held, dict) else None
-    return whole if isinstance(whole, int) else None
+    total = buffer.get("numel_unpadded") if isinstance(buffer, dict) else None
+    return total if isinstance(total, int) else None
 
 
 def _candidates(
     chunk: Chunk, args: Args, lengths: Sequence[int], known: list[int] | int | None
 ) -> Iterator[list[Bucket]]:
-    """Ways in which the weights may lie that fit the lengths of the buffers."""
+    """Yield the layouts of Megatron's releases that fit the lengths of the buffers."""
     replicas = _count(args, "data_parallel_size") * _count(args, "context_parallel_size")
     recorded = args.get("ddp_bucket_size")
     sizes = [
@@ -148,15 +154,17 @@ def _candidates(
         max(40_000_000, 1_000_000 * replicas),
         *([recorded] if isinstance(recorded, int) and recorded > 0 else []),
     ]
-    for alignment, size, apart, pairs in product((PARAM_ALIGNMENT, 1), sizes, (True, False), (False, True)):
-        buckets = layout(chunk, alignment=alignment, size=size, replicas=replicas, apart=apart, pairs=pairs)
+    for alignment, size, separate, paired in product((PARAM_ALIGNMENT, 1), sizes, (True, False), (False, True)):
+        buckets = layout(
+            chunk, alignment=alignment, size=size, replicas=replicas, separate_shared=separate, at_least_two=paired
+        )
         needed = [bucket.num_elements for bucket in buckets]
         if isinstance(known, list):
             fits = needed == known
         elif len(lengths) == 1 and len(needed) > 1:
             fits = sum(needed) == lengths[0]
         else:
-            fits = len(needed) == len(lengths) and all(n <= held for n, held in zip(needed, lengths, strict=True))
+            fits = len(needed) == len(lengths) and all(n <= length for n, length in zip(needed, lengths, strict=True))
         if fits:
             yield buckets
 
@@ -166,16 +174,18 @@ def _count(args: Args, name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def layout(chunk: Chunk, *, alignment: int, size: int | None, replicas: int, apart: bool, pairs: bool) -> list[Bucket]:
-    """Where Megatron puts the weights of a chunk: the last one first.
+def layout(
+    chunk: Chunk, *, alignment: int, size: int | None, replicas: int, separate_shared: bool, at_least_two: bool
+) -> list[Bucket]:
+    """The buckets in which Megatron stores the parameters of a chunk, the last parameter first.
 
     Args:
-        chunk: weights by name.
-        alignment: weights begin at multiples of it.
-        size: a bucket is full when it has so many elements; None: all weights are in one.
-        replicas: that share the buffer.
-        apart: the embedding that the first and the last stage share has a bucket of its own.
-        pairs: a bucket has at least two weights.
+        chunk: parameters by name.
+        alignment: parameters begin at multiples of this number of elements.
+        size: a bucket is closed when it has this number of elements; None: one bucket.
+        replicas: number of data-parallel ranks that share the buffer.
+        separate_shared: the embedding that the first and the last stage share has a separate bucket.
+        at_least_two: a bucket has at least two parameters.
     """
     buckets: list[Bucket] = []
     begins: dict[str, int] = {}
@@ -188,14 +198,14 @@ def layout(chunk: Chunk, *, alignment: int, size: int | None, replicas: int, apa
 
     for name in reversed(module_order(chunk)):
         count = math.prod(chunk[name].shape)
-        alone = apart and name in SHARED
+        alone = separate_shared and name in SHARED
         begin = -(-end // alignment) * alignment
         if alone and begins:
             multiple = math.lcm(replicas, BUCKET_ALIGNMENT) if begin % replicas else 1
             close(-(-begin // multiple) * multiple)
             begin = 0
         begins[name], end = begin, begin + count
-        if alone or (size is not None and end >= size and (len(begins) > 1 or not pairs)):
+        if alone or (size is not None and end >= size and (len(begins) > 1 or not at_least_two)):
             close(end)
     if begins:
         close(end)
@@ -203,7 +213,7 @@ def layout(chunk: Chunk, *, alignment: int, size: int | None, replicas: int, apa
 
 
 def _cut(flats: Sequence[Tensor], buckets: Sequence[Bucket], chunk: Chunk) -> dict[str, Tensor]:
-    """The weights' parts of the buffers in their shapes; several buckets may be in one buffer."""
+    """The parameters of the buffers in their shapes; one buffer may have several buckets."""
     found = {}
     at = 0
     for number, bucket in enumerate(buckets):
@@ -217,7 +227,7 @@ def _cut(flats: Sequence[Tensor], buckets: Sequence[Bucket], chunk: Chunk) -> di
 
 
 def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: int) -> OptimizerState:
-    """From each replica's own parts of the weights."""
+    """Merge the parts of the parameters that each data-parallel rank has."""
     parts: dict[str, dict[Key, list[tuple[int, Tensor]]]] = {kind: {} for kind in KINDS.values()}
     for replica, file in enumerate(files):
         tree = file.tree.get("optimizer") if isinstance(file.tree, dict) else None
@@ -225,12 +235,12 @@ def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: in
         inner = tree.get("optimizer") if isinstance(tree, dict) else None
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(masters, list) or not isinstance(groups, list) or not isinstance(inner, dict):
-            raise UnsupportedError(f"{file.path}: holds no part of the distributed optimizer's state")
+            raise UnsupportedError(f"{file.path}: has no state of the distributed optimizer")
         expected = _owned(chunks, replica, len(files))
         numbers = [group["params"] for group in groups if isinstance(group, dict) and group.get("params")]
         shards = [group for group in masters if group]
         if [len(group) for group in shards] != [len(group) for group in expected] or len(numbers) != len(expected):
-            raise CorruptError(f"{file.path}: holds parts of other weights than the replica {replica} has")
+            raise CorruptError(f"{file.path}: its parts are not those of the data-parallel rank {replica}")
         state = inner.get("state")
         state = state if isinstance(state, dict) else {}
         for g, group in enumerate(expected):
@@ -240,12 +250,12 @@ def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: in
                 for kind, ref in refs.items():
                     parts[kind].setdefault(key, []).append((begin, _part(file, ref, count, f"{kind} of {key[1]}")))
     tensors = {}
-    for kind, held in parts.items():
+    for kind, by_key in parts.items():
         tensors[kind] = {
             key: concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])], 0).unflatten(
                 0, chunks[key[0]][key[1]].shape
             )
-            for key, found in held.items()
+            for key, found in by_key.items()
         }
     optimizer = files[0].tree["optimizer"]
     return OptimizerState(tensors=tensors, steps=_steps(files[0], {"optimizer": optimizer}, step))
@@ -253,12 +263,12 @@ def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: in
 
 def _part(file: TorchFile, ref: Any, count: int, what: str) -> Tensor:
     if not isinstance(ref, TensorRef) or ref.shape != (count,) or ref.storage.dtype != "F32":
-        raise CorruptError(f"{file.path}: {what}: {count} elements in float32 are expected")
+        raise CorruptError(f"{file.path}: {what}: must have {count} elements in float32")
     return file.tensor(ref, what)
 
 
 def _owned(chunks: Sequence[Chunk], replica: int, replicas: int) -> list[list[tuple[Key, int, int]]]:
-    """The parts of weights that a replica has, by group: the weight, where in it the part begins, and its length."""
+    """The parts of a data-parallel rank by parameter group: parameter, begin in it and length, in elements."""
     groups: list[list[tuple[Key, int, int]]] = [[], []]
     for number, chunk in enumerate(chunks):
         total = sum(math.prod(weight.shape) for weight in chunk.values())

@@ -1,8 +1,8 @@
-"""The states of the random generators that Megatron's checkpoints hold, as they are right after it seeds them.
+"""The states of random number generators for Megatron's checkpoints, as they are immediately after seeding.
 
-Our trainer draws by a hash of seed, step, microbatch and item, so that a checkpoint of ours has a seed alone.
-Megatron and DeepSpeed refuse a checkpoint without states; they get those of its seed, each under the rule of
-``model_parallel_cuda_manual_seed``: one generator for the whole model, and one for each tensor rank.
+DynMo's trainer derives random numbers from a hash of seed, step, microbatch and item; its checkpoints store a seed
+only. Megatron and DeepSpeed refuse a checkpoint without states. They get those of the seed, by the rule of
+``model_parallel_cuda_manual_seed``: one generator for the whole model, and one for each tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from ..torch_save.writer import Constants, NewTensor
 
 MERSENNE_WORDS = 624
-PER_STAGE = 100  # Megatron adds it to the seed for each pipeline stage
-PER_TENSOR_RANK = 2718  # ... and this, and the number of the tensor rank, for its regions of tensor parallelism
+PER_STAGE = 100  # added to the seed for each pipeline stage
+PER_TENSOR_RANK = 2718  # added with the tensor-parallel rank, for tensor-parallel regions
 
 
 def mersenne_words(seed: int) -> list[int]:
@@ -27,24 +27,24 @@ def mersenne_words(seed: int) -> list[int]:
 
 
 def torch_state(seed: int) -> bytes:
-    """What ``torch.get_rng_state`` gives on a CPU after ``torch.manual_seed``: 5,056 bytes."""
+    """What ``torch.get_rng_state`` returns after ``torch.manual_seed`` on a CPU: 5,056 bytes."""
     words = struct.pack(f"<{MERSENNE_WORDS}Q", *mersenne_words(seed))
     return struct.pack("<QiiQ", seed, 1, 1, 0) + words + bytes(24 + 8) + bytes(8)
 
 
 def cuda_state(seed: int) -> bytes:
-    """What ``torch.cuda.get_rng_state`` gives after ``torch.cuda.manual_seed``: seed and offset."""
+    """What ``torch.cuda.get_rng_state`` returns after ``torch.cuda.manual_seed``: seed and offset, 16 bytes."""
     return struct.pack("<QQ", seed, 0)
 
 
 def rng_states(seed: int, *, tensor_rank: int, stage: int, constants: Constants) -> list[dict[str, Any]]:
-    """Megatron's ``rng_state`` of one model-parallel rank: a list with one entry, for all replicas.
+    """Megatron's ``rng_state`` of one model-parallel rank: a list with one entry for all data-parallel ranks.
 
     Args:
         seed: of the run.
-        tensor_rank: of this file.
-        stage: the pipeline stage of this file.
-        constants: where the bytes of the tensors go.
+        tensor_rank: the tensor-parallel rank.
+        stage: the pipeline stage.
+        constants: the states are added to it.
     """
     own = seed + PER_STAGE * stage
 

@@ -1,7 +1,7 @@
-"""How far a training run was: samples, learning-rate schedule, loss scale and seed, out of foreign checkpoints.
+"""The progress of a training run in Megatron's checkpoints: samples, learning-rate schedule, loss scale, seed.
 
-Megatron, Megatron-DeepSpeed and Megatron-core store the same facts in the same places: consumed samples and seed in
-``args``, the schedule under ``opt_param_scheduler`` and the loss scale with the optimizer. In a manifest they are
+Megatron, Megatron-DeepSpeed and Megatron-core store the same values in the same places: consumed samples and seed in
+``args``, the schedule under ``opt_param_scheduler``, and the loss scale with the optimizer. In a manifest they are
 ``consumed_train_samples``, ``x_consumed_valid_samples``, ``x_scheduler``, ``x_progress`` and ``rng.seed``.
 """
 
@@ -17,7 +17,7 @@ from ..torch_save.writer import Constants
 
 Number = Callable[[Any], int | float | None]
 SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")
-# Megatron's names for the fields of its scheduler before 2022, and those that it has used since.
+# Names of fields of Megatron's scheduler before 2022, and the names since then.
 OLDER_FIELDS = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps", "decay_style": "lr_decay_style"}
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}  # Megatron's defaults
 GRAD_SCALER = {"scale": "scale", "clean_steps": "growth_tracker", "overflows_left": "hysteresis_tracker"}
@@ -25,15 +25,15 @@ GRAD_SCALER = {"scale": "scale", "clean_steps": "growth_tracker", "overflows_lef
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run needs besides weights and optimizer state in order to continue.
+    """What a run needs to resume, apart from weights and optimizer state.
 
     Attributes:
-        consumed_train_samples: of the training split.
-        consumed_valid_samples: of the evaluations.
+        consumed_train_samples: number of training samples consumed.
+        consumed_valid_samples: number of evaluation samples consumed.
         seed: of the run.
-        scheduler: fields of Megatron's ``OptimizerParamScheduler``; it counts samples. None where there is none.
-        adam: ``beta1``, ``beta2`` and ``eps`` of the optimizer; None where they are not recorded.
-        loss_scale: ``scale``, ``clean_steps`` and ``overflows_left`` of a dynamic loss scale; None without one.
+        scheduler: fields of Megatron's ``OptimizerParamScheduler``, in samples; None: not recorded.
+        adam: ``beta1``, ``beta2`` and ``eps``; None: not recorded.
+        loss_scale: ``scale``, ``clean_steps`` and ``overflows_left`` of a dynamic loss scale; None: none.
     """
 
     consumed_train_samples: int = 0
@@ -50,24 +50,24 @@ UNKNOWN_PROGRESS = Progress()
 def read_progress(
     tree: Any, args: Mapping[str, Any], step: int, number: Number, optimizer: Mapping[str, Any] | None = None
 ) -> Progress:
-    """The progress in a checkpoint's file.
+    """The progress in a checkpoint file.
 
     Args:
-        tree: contents of the file.
+        tree: the contents of the file.
         args: Megatron's arguments; may be empty.
         step: the iteration.
-        number: a number of the tree, be it one or a tensor with one element.
-        optimizer: the optimizer's state, where it is not in ``tree``.
+        number: converts a value of the tree, a number or a tensor of one element, to a number; else None.
+        optimizer: the optimizer state, where it is not in ``tree``.
     """
     tree = tree if isinstance(tree, Mapping) else {}
-    held = optimizer if optimizer is not None else tree.get("optimizer")
+    state = optimizer if optimizer is not None else tree.get("optimizer")
     return Progress(
         consumed_train_samples=_consumed(tree, args, step),
         consumed_valid_samples=_count(args.get("consumed_valid_samples")),
         seed=_count(args.get("seed")),
         scheduler=_scheduler(tree, number),
         adam=_adam(args),
-        loss_scale=_loss_scale(held, number) if isinstance(held, Mapping) else None,
+        loss_scale=_loss_scale(state, number) if isinstance(state, Mapping) else None,
     )
 
 
@@ -76,18 +76,18 @@ def _count(value: Any) -> int:
 
 
 def _consumed(tree: Mapping[Any, Any], args: Mapping[str, Any], step: int) -> int:
-    """The samples consumed: as recorded, else as DeepSpeed counts them, else the steps times a constant batch size."""
+    """Number of training samples: Megatron's, else DeepSpeed's, else the steps times a constant batch size."""
     recorded = _count(args.get("consumed_train_samples")) or _count(tree.get("global_samples"))
-    grows = args.get("rampup_batch_size") is not None
-    return recorded or (0 if grows else step * _count(args.get("global_batch_size")))
+    ramps_up = args.get("rampup_batch_size") is not None
+    return recorded or (0 if ramps_up else step * _count(args.get("global_batch_size")))
 
 
 def _scheduler(tree: Mapping[Any, Any], number: Number) -> dict[str, Any] | None:
-    """The scheduler's numbers and words under their newer names; one that counts iterations is left out."""
-    held = next((tree[name] for name in SCHEDULERS if isinstance(tree.get(name), dict)), None)
-    if held is None or number(held.get("num_steps")) is None:
+    """The fields of the scheduler under their newer names; None for a scheduler that counts iterations."""
+    fields = next((tree[name] for name in SCHEDULERS if isinstance(tree.get(name), dict)), None)
+    if fields is None or number(fields.get("num_steps")) is None:
         return None
-    found = {OLDER_FIELDS.get(name, name): v if isinstance(v, str) else number(v) for name, v in held.items()}
+    found = {OLDER_FIELDS.get(name, name): v if isinstance(v, str) else number(v) for name, v in fields.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -97,34 +97,34 @@ def _adam(args: Mapping[str, Any]) -> dict[str, float] | None:
     return ADAM | found if found else None
 
 
-def _loss_scale(held: Mapping[Any, Any], number: Number) -> dict[str, int | float] | None:
-    scaler = held.get("grad_scaler")
+def _loss_scale(state: Mapping[Any, Any], number: Number) -> dict[str, int | float] | None:
+    scaler = state.get("grad_scaler")
     if isinstance(scaler, dict):
-        found = {ours: number(scaler.get(name)) for ours, name in GRAD_SCALER.items()}
+        found = {field: number(scaler.get(name)) for field, name in GRAD_SCALER.items()}
     else:
-        found = _counted_by_iterations(held, number)
+        found = _iteration_loss_scale(state, number)
     known = {name: value for name, value in found.items() if value is not None}
     return known if len(known) == len(GRAD_SCALER) else None
 
 
-def _counted_by_iterations(held: Mapping[Any, Any], number: Number) -> dict[str, int | float | None]:
-    """The loss scale of apex's and DeepSpeed's scaler, which count from the last overflow."""
-    scaler = held.get("loss_scaler")
-    fields = scaler.attributes if isinstance(scaler, OpaquePickle) else held
+def _iteration_loss_scale(state: Mapping[Any, Any], number: Number) -> dict[str, int | float | None]:
+    """The loss scale of the scalers of apex and DeepSpeed, which count iterations since the last overflow."""
+    scaler = state.get("loss_scaler")
+    fields = scaler.attributes if isinstance(scaler, OpaquePickle) else state
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     scale, done, last, window = (number(fields.get(name)) for name in names)
     if done is None or last is None or not window:
         return {}
-    left = number(fields.get("cur_hysteresis"))
+    hysteresis = number(fields.get("cur_hysteresis"))
     return {
         "scale": scale,
         "clean_steps": int(done - last - 1) % int(window),
-        "overflows_left": 1 if left is None else left,
+        "overflows_left": 1 if hysteresis is None else hysteresis,
     }
 
 
 def in_manifest(progress: Progress) -> dict[str, Any]:
-    """The fields of a manifest that state the progress, but for ``rng``."""
+    """The fields of a manifest for the progress, except ``rng``."""
     fields: dict[str, Any] = {"consumed_train_samples": progress.consumed_train_samples}
     if progress.consumed_valid_samples:
         fields["x_consumed_valid_samples"] = progress.consumed_valid_samples
@@ -138,10 +138,10 @@ def in_manifest(progress: Progress) -> dict[str, Any]:
 
 
 def progress_of(manifest: Mapping[str, Any]) -> Progress:
-    """The progress that a manifest states; fields of ``x_`` that are not as ours are left out."""
-    scheduler, own = manifest.get("x_scheduler"), manifest.get("x_progress")
-    scale = own.get("loss_scale") if isinstance(own, dict) else None
-    is_whole = isinstance(scale, dict) and all(isinstance(scale.get(name), int | float) for name in GRAD_SCALER)
+    """The progress in a manifest; invalid ``x_`` fields are ignored."""
+    scheduler, recorded = manifest.get("x_scheduler"), manifest.get("x_progress")
+    scale = recorded.get("loss_scale") if isinstance(recorded, dict) else None
+    is_valid = isinstance(scale, dict) and all(isinstance(scale.get(name), int | float) for name in GRAD_SCALER)
     adam = manifest.get("x_adam")
     return Progress(
         consumed_train_samples=manifest["consumed_train_samples"],
@@ -149,12 +149,12 @@ def progress_of(manifest: Mapping[str, Any]) -> Progress:
         seed=manifest["rng"]["seed"],
         scheduler=scheduler if isinstance(scheduler, dict) else None,
         adam=adam if isinstance(adam, dict) and adam.keys() == ADAM.keys() else None,
-        loss_scale=scale if is_whole else None,
+        loss_scale=scale if is_valid else None,
     )
 
 
 def megatron_args(progress: Progress) -> dict[str, Any]:
-    """Megatron's arguments that state the progress."""
+    """Megatron's arguments for the progress."""
     adam = {f"adam_{name}": value for name, value in (progress.adam or {}).items()}
     return {
         "consumed_train_samples": progress.consumed_train_samples,
@@ -170,13 +170,14 @@ def grad_scaler(progress: Progress, constants: Constants) -> dict[str, Any] | No
     if scale is None:
         return None
     stored = constants.add("scale", "F32", (1,), struct.pack("<f", scale["scale"]))
-    return {name: stored if ours == "scale" else int(scale[ours]) for ours, name in GRAD_SCALER.items()}
+    return {name: stored if field == "scale" else int(scale[field]) for field, name in GRAD_SCALER.items()}
 
 
 def adam_group(progress: Progress, weight_decay: float) -> dict[str, Any]:
     """The fields of a parameter group that Adam and Megatron's scheduler read.
 
-    The scheduler sets the learning rate before the next update, and the weight decay to its own times ``wd_mult``.
+    Before the next step the scheduler overwrites the learning rate, and sets the weight decay to its value times
+    ``wd_mult``.
     """
     adam = dict(ADAM) | dict(progress.adam or {})
     return {

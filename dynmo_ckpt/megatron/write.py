@@ -1,4 +1,4 @@
-"""Plans a legacy Megatron checkpoint on any topology, in the row order of any checkpoint version. Pure."""
+"""Plans a legacy Megatron checkpoint for any topology and checkpoint version. Pure."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def plan_legacy(
     dtype: str | None = None,
     with_optimizer: bool = False,
 ) -> tuple[list[TorchSaveFile], dict[str, bytes]]:
-    """Plan the ranks' files, and the small file that names the iteration.
+    """Plan the files of all ranks, and the file that names the iteration.
 
     Args:
-        checkpoint: the input; pruned weights become zeros in place.
-        counts: layers of each stage, in layer order, a T5's encoder before its decoder.
-        tensor_parallel_size: tensor ranks.
-        virtual_stages_per_worker: chunks of each worker; its files then hold ``model0``, ``model1``, ...
-        version: 0, 1.0, 2.0 or 3.0, the order of the query-key-value rows and the names of the time.
-        dtype: the type of the weights, as in safetensors; None: as they are.
-        with_optimizer: write the optimizer's state as well.
+        checkpoint: the input; pruned weights become zeros.
+        counts: number of layers of each stage, in layer order; a T5's encoder comes before its decoder.
+        tensor_parallel_size: number of tensor-parallel ranks.
+        virtual_stages_per_worker: chunks of each pipeline rank, stored as ``model0``, ``model1``, ...
+        version: 0, 1.0, 2.0 or 3.0; decides the row order of query-key-value matrices, and names.
+        dtype: type of the weights, as in safetensors; None keeps the type of the input.
+        with_optimizer: include the optimizer state.
 
     Raises:
-        UnsupportedError: sizes that do not divide, or a tensor that the map does not take.
-        UsageError: a stage with layers of a T5's encoder and of its decoder.
+        UnsupportedError: sizes that the ranks do not divide, or a tensor without a map.
+        UsageError: a stage with layers of both a T5's encoder and its decoder.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
     check_supported(model, version)
@@ -75,11 +75,11 @@ def plan_legacy(
         for worker in range(workers):
             tensors: list[OutputTensor] = []
             constants = Constants()
-            held = [
-                _held(mapped, stages, v * workers + worker, "head.weight" in ties)
+            chunk_weights = [
+                _chunk_weights(mapped, stages, v * workers + worker, "head.weight" in ties)
                 for v in range(virtual_stages_per_worker)
             ]
-            chunks = [nested_model(each, version, tensors, dtype) for each in held]
+            chunks = [nested_model(each, version, tensors, dtype) for each in chunk_weights]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
             tree = {
                 "args": NewObject(Name("argparse", "Namespace"), args),
@@ -94,14 +94,14 @@ def plan_legacy(
                 optimizer = checkpoint.manifest["optimizer"]
                 scaler = grad_scaler(progress, constants)
                 state = optimizer_tree(
-                    held,
+                    chunk_weights,
                     moments,
                     {HEAD_COPY: WORD},
                     optimizer,
                     tensors,
                     dtype=dtype,
                     group=partial(adam_group, progress),
-                    halves=scaler is not None,
+                    is_half=scaler is not None,
                 )
                 tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
             folder = f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{worker:03d}"
@@ -111,7 +111,7 @@ def plan_legacy(
 
 
 def check_supported(model: Mapping[str, Any], version: float) -> None:
-    """Raise ``UnsupportedError`` for a model that Megatron's names cannot state."""
+    """Raise ``UnsupportedError`` for a model that legacy Megatron cannot represent."""
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]
     if model["family"] == "llama":
@@ -120,20 +120,24 @@ def check_supported(model: Mapping[str, Any], version: float) -> None:
         needed["activation"] = "gelu"
     for field, value in needed.items():
         if model.get(field, value) != value:
-            raise UnsupportedError(f"legacy Megatron: {field} {model[field]!r} is not mapped, only {value!r} is")
+            raise UnsupportedError(
+                f"legacy Megatron: {field} {model[field]!r} is not supported, only {value!r}; use --to native"
+            )
     if model.get("num_experts"):
         raise UnsupportedError(
-            f"legacy Megatron has no form for this model's experts: its SwitchMLP gives each token one expert (here "
-            f"{model.get('moe_top_k', 2)}), by a softmax or a sigmoid that the files do not name; use --to hf or native"
+            "legacy Megatron cannot store this model's experts: its SwitchMLP routes each token to one expert (here "
+            f"{model.get('moe_top_k', 2)}), by a softmax or sigmoid that the files do not record; use --to hf or native"
         )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
-        raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
+        raise UnsupportedError(
+            f"checkpoint version {version:g} has no grouped queries; use --checkpoint-version 2.0 or 3.0"
+        )
     if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):
-        raise UnsupportedError("legacy Megatron: a BERT's head is tied to its embedding")
+        raise UnsupportedError("legacy Megatron: the head of a BERT must be tied to its embedding; use --to native")
 
 
 def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
-    """The first stage of a T5's decoder, where it has several stages; raises ``UsageError`` where a stage has both."""
+    """The first stage of a T5's decoder; None with one stage. Raises ``UsageError`` where a stage has both stacks."""
     if model["family"] != "t5" or len(counts) == 1:
         return None
     done = 0
@@ -144,26 +148,28 @@ def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
         if done > model["num_layers"]:
             break
     raise UsageError(
-        f"layers {list(counts)} of the stages: one would hold layers of the encoder, which has {model['num_layers']}, "
-        "and of the decoder; give --partition with a cut between them"
+        f"--partition {','.join(map(str, counts))}: one stage has layers of both the encoder, which has "
+        f"{model['num_layers']}, and the decoder; choose a partition with a stage boundary between them"
     )
 
 
-def _held(mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int, tied: bool) -> dict[str, Mapped]:
-    """The weights of one chunk under their whole names; the last stage has a copy of the embedding for its head."""
+def _chunk_weights(
+    mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int, tied: bool
+) -> dict[str, Mapped]:
+    """The weights of one chunk by full name; the last stage has a copy of the embedding for its head."""
     here = tuple(f"{item}." for item in stages[stage])
     if "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]:
         here = (*here, "encoder.embedding.")
-    held = {each.name: each for each in mapped if each.source_name.startswith(here)}
-    if stage == len(stages) - 1 and tied and WORD not in held:
-        held[HEAD_COPY] = next(each for each in mapped if each.name == WORD)
-    return held
+    found = {each.name: each for each in mapped if each.source_name.startswith(here)}
+    if stage == len(stages) - 1 and tied and WORD not in found:
+        found[HEAD_COPY] = next(each for each in mapped if each.name == WORD)
+    return found
 
 
 def nested_model(
-    held: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
+    weights: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
 ) -> dict[str, Any]:
-    """The ``model`` of one chunk; its tensors are appended to ``tensors``."""
+    """The ``model`` entry of one chunk; its tensors are appended to ``tensors``."""
     first_layer: dict[str, int] = {}
     state: dict[str, Any] = {"language_model": {}}
 
@@ -171,8 +177,8 @@ def nested_model(
         begin = first_layer.setdefault(match[1], int(match[2]))
         return f"language_model.{match[1]}.layers.{int(match[2]) - begin}."
 
-    for whole_name, each in held.items():
-        name = LAYER_NAME.sub(local, whole_name)
+    for full_name, each in weights.items():
+        name = LAYER_NAME.sub(local, full_name)
         for new, old in OLDER_NAMES if version < 3 else ():
             name = name.replace(new, old)
         _place(state, name, _stored(each, tensors, dtype))
@@ -180,7 +186,7 @@ def nested_model(
 
 
 def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
-    """Put a tensor where Megatron has it: nested dictionaries down to a module's own, whose keys are dotted."""
+    """Insert a tensor where Megatron stores it: nested dictionaries, and dotted keys in the innermost one."""
     part, _, rest = name.partition(".")
     inner = state.setdefault(part, {})
     for nested in ("language_model", "embedding"):
@@ -191,7 +197,7 @@ def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
 
 
 def _stored(mapped: Mapped, tensors: list[OutputTensor], dtype: str | None) -> NewTensor:
-    """A tensor of the tree, with the storage it gets."""
+    """A tensor for the tree; its storage is appended to ``tensors``."""
     number = len(tensors)
     key = f"model_optim_rng/data/{number}"
     cast = None if dtype == mapped.content.dtype else dtype

@@ -1,8 +1,8 @@
 """Plans a distributed checkpoint as Megatron-core writes it (``torch_dist``), without torch. Pure.
 
-``__0_0.distcp`` holds the tensors, each as ``torch.save`` writes it, ``.metadata`` their places, and ``common.pt`` what
-is no tensor of the model. The layers are stacked along a first dimension, a chunk each. Optimizer state has the form
-that Megatron-core calls ``fully_reshardable``: float32 weights and moments under the names of the weights.
+``__0_0.distcp`` has the tensors, each as ``torch.save`` writes it, ``.metadata`` their places, and ``common.pt``
+everything else. Layers are stacked along a first dimension, one chunk each. Optimizer state has the form that
+Megatron-core calls ``fully_reshardable``: float32 weights and moments under the names of the weights.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 def plan_core(
     checkpoint: NativeCheckpoint, *, dtype: str | None = None, with_optimizer: bool = False
 ) -> tuple[list[Writable], dict[str, bytes]]:
-    """Plan the files of one iteration and the small files next to them.
+    """Plan the files of one iteration, and the small files next to them.
 
     Args:
-        checkpoint: the input; pruned weights become zeros in place.
-        dtype: the type of the weights, as in safetensors; None: as they are.
-        with_optimizer: write the optimizer's state as well.
+        checkpoint: the input; pruned weights become zeros.
+        dtype: type of the weights, as in safetensors; None keeps the type of the input.
+        with_optimizer: include the optimizer state.
 
     Raises:
-        UnsupportedError: a family other than a GPT or a Llama, or a tensor without a map.
+        UnsupportedError: a family other than GPT and Llama, or a tensor without a map.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
     if model["family"] not in ("gpt", "llama"):
-        raise UnsupportedError(f"Megatron-core: a {model['family']} is not mapped, only a gpt or a llama is")
+        raise UnsupportedError(
+            f"Megatron-core: the family {model['family']} is not supported, only gpt and llama; use --to native"
+        )
     check_supported(model, 3.0)
     layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=megatron_rows(model, 1))
     stored = checkpoint.weights()
@@ -83,7 +85,7 @@ Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
 
 
 def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entries:
-    """The chunks of each tensor by Megatron-core's name: where a chunk begins, and what is written."""
+    """For each Megatron-core name its chunks: begin in the stacked tensor, and the tensor to write."""
     found: Entries = {}
     for each in tensors:
         name = core_name(each.name)
@@ -98,12 +100,12 @@ def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entri
 
 
 def _part(tensor: OutputTensor) -> TorchSaveFile:
-    """One chunk as ``torch.save`` writes it."""
+    """A chunk as ``torch.save`` writes it."""
     return TorchSaveFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
 
 
 def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
-    """What torch pickles as ``.metadata``."""
+    """The object that torch pickles as ``.metadata``."""
     tensors: dict[str, NewObject] = {}
     places: list[tuple[NewObject, NewObject]] = []
     at = iter(zip(data.begins, data.parts, strict=True))
@@ -111,15 +113,17 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
         described = []
         for begin, tensor in chunks:
             offset, part = next(at)
-            described.append(_about("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
-            index = _about("MetadataIndex", fqn=name, offset=_size(begin), index=None)
+            described.append(_metadata_object("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
+            index = _metadata_object("MetadataIndex", fqn=name, offset=_size(begin), index=None)
             place = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
             places.append((index, NewObject(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)))
         ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
         size = tuple(max(along) for along in zip(*ends, strict=True))
         properties = _properties(chunks[0][1].dtype)
-        tensors[name] = _about("TensorStorageMetadata", properties=properties, size=_size(size), chunks=described)
-    return _about(
+        tensors[name] = _metadata_object(
+            "TensorStorageMetadata", properties=properties, size=_size(size), chunks=described
+        )
+    return _metadata_object(
         "Metadata",
         state_dict_metadata=tensors,
         planner_data=None,
@@ -129,7 +133,7 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
     )
 
 
-def _about(kind: str, **fields: Any) -> NewObject:
+def _metadata_object(kind: str, **fields: Any) -> NewObject:
     return NewObject(Name(PACKAGE, kind), fields)
 
 
@@ -138,7 +142,7 @@ def _size(shape: tuple[int, ...]) -> NewCall:
 
 
 def _properties(dtype: str) -> NewObject:
-    """Torch's description of a dense, contiguous tensor without gradient."""
+    """``TensorProperties`` of a dense contiguous tensor without gradient."""
     layout = NewCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = NewCall(Name(PACKAGE, "_MEM_FORMAT_ENCODING"), (0,))
     return NewObject(
@@ -147,7 +151,7 @@ def _properties(dtype: str) -> NewObject:
 
 
 def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchSaveFile:
-    """``common.pt``: arguments, progress, and the optimizer's groups without its tensors."""
+    """``common.pt``: arguments, progress, and the parameter groups without tensors."""
     model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
     progress, constants = progress_of(checkpoint.manifest), Constants()
     args = legacy_args(model, 1, 1, 3.0, None) | megatron_args(progress)
@@ -160,16 +164,16 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
     if progress.scheduler is not None:
         tree["opt_param_scheduler"] = dict(progress.scheduler)
     if with_optimizer:
-        updates = set(optimizer["steps"].values())
-        if len(updates) > 1:
+        steps = set(optimizer["steps"].values())
+        if len(steps) > 1:
             raise UnsupportedError(
-                f"{checkpoint.directory}: its weights had {sorted(updates)} updates; Megatron-core counts them together"
+                f"{checkpoint.directory}: its parameters did {sorted(steps)} optimizer steps; Megatron-core stores one "
+                "number; "
+                "use --no-optimizer or --to native"
             )
         decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
-        groups = [
-            {**adam_group(progress, each), "step": max(updates, default=0), "params": []} for each in (decay, 0.0)
-        ]
-        held: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
+        groups = [{**adam_group(progress, each), "step": max(steps, default=0), "params": []} for each in (decay, 0.0)]
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
         scaler = grad_scaler(progress, constants)
-        tree["optimizer"] = held if scaler is None else {**held, "grad_scaler": scaler}
+        tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
     return TorchSaveFile(name=name, tensors=(), tree=tree, constants=constants.payloads)

@@ -1,9 +1,9 @@
-"""Plans a Megatron-DeepSpeed checkpoint: one module for each tensor rank, optimizer state as with ZeRO 1. Pure.
+"""Plans a Megatron-DeepSpeed checkpoint: one module per tensor-parallel rank, optimizer state of ZeRO 1. Pure.
 
-Each tensor rank has ``mp_rank_TT_model_states.pt`` and, with optimizer state, one shard for one replica. The float32
-weights of a group of parameters are one flat buffer, and so is each of Adam's moments: first those with weight decay,
-then those without, each in the order of the module. DeepSpeed loads it with one replica; its own converter
-(``ds_to_universal``) brings it to others.
+Each tensor-parallel rank has ``mp_rank_TT_model_states.pt`` and, with optimizer state, one shard. The float32 weights
+of a parameter group are one flat buffer, and so is each of Adam's moments: the group with weight decay, then the one
+without, each in the order of the module. DeepSpeed loads it with a data-parallel size of 1; its converter
+``ds_to_universal`` changes that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .training_progress import Progress, adam_group, megatron_args, progress_of
 from .write import check_supported, nested_model
 from .write_optimizer import MOMENTS, Moments, mapped_moments
 
-VERSION = "0.9.0"  # of the form of the files; DeepSpeed compares it with the oldest that it loads
+VERSION = "0.9.0"  # of the file format; DeepSpeed compares it with the oldest version that it loads
 ADDRESS = Name("deepspeed.utils.tensor_fragment", "fragment_address")
 STAGE = Name("deepspeed.runtime.zero.config", "ZeroStageEnum")
 HALF = ("F16", "BF16")
@@ -37,15 +37,24 @@ HALF = ("F16", "BF16")
 def plan_deepspeed(
     checkpoint: NativeCheckpoint, *, tensor_parallel_size: int, dtype: str | None = None, with_optimizer: bool = False
 ) -> tuple[list[TorchSaveFile], dict[str, bytes]]:
-    """Plan the ranks' files, and the small file that names the step; parameters as those of ``plan_legacy``.
+    """Plan the files of all ranks, and the file that names the step.
+
+    Args:
+        checkpoint: the input; pruned weights become zeros.
+        tensor_parallel_size: number of tensor-parallel ranks.
+        dtype: type of the weights, as in safetensors; None keeps the type of the input.
+        with_optimizer: include the optimizer state.
 
     Raises:
-        UnsupportedError: a family other than a GPT or a Llama, sizes that do not divide, or a tensor without a map.
-        UsageError: weights to be written in several types.
+        UnsupportedError: a family other than GPT and Llama, sizes that the ranks do not divide, or a tensor without a
+            map.
+        UsageError: weights of several types.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
     if model["family"] not in ("gpt", "llama"):
-        raise UnsupportedError(f"Megatron-DeepSpeed: a {model['family']} is not mapped, only a gpt or a llama is")
+        raise UnsupportedError(
+            f"Megatron-DeepSpeed: the family {model['family']} is not supported, only gpt and llama; use --to native"
+        )
     check_supported(model, 3.0)
     check_divisible(model, tensor_parallel_size)
     layout = layout_of(
@@ -55,7 +64,7 @@ def plan_deepspeed(
     masks = checkpoint.masks()
     types = {dtype or stored[name].dtype for name in stored}
     if with_optimizer and len(types) > 1:
-        raise UsageError(f"weights of the types {', '.join(sorted(types))} in one model; give --dtype")
+        raise UsageError(f"weights have the types {', '.join(sorted(types))}; choose one with --dtype")
     tag = f"global_step{checkpoint.manifest['step']}"
     progress = progress_of(checkpoint.manifest)
     args = legacy_args(model, tensor_parallel_size, 1, 3.0, None) | megatron_args(progress)
@@ -80,7 +89,7 @@ def _model_tree(
     groups: Sequence[Sequence[str]] | None,
     mapped: Mapping[str, Mapped],
 ) -> dict[str, Any]:
-    """The contents of a model's file, except for the module and the random states."""
+    """The contents of a model file, except the module and the random states."""
     step = checkpoint.manifest["step"]
     tree: dict[str, Any] = {
         "buffer_names": [],
@@ -122,18 +131,18 @@ def _shard(
     mapped: Mapping[str, Mapped],
     moments: Moments,
 ) -> TorchSaveFile:
-    """The shard of the only replica: flat buffers of each group, as ZeRO 1 has them."""
+    """The only shard: the flat buffers of each group, as in ZeRO 1."""
     optimizer = checkpoint.manifest["optimizer"]
     tensors: list[OutputTensor] = []
     lengths: list[int] = []
 
-    def flat(kind: str, held: Sequence[Mapped]) -> NewTensor:
-        for each in held:
+    def flat(kind: str, parameters: Sequence[Mapped]) -> NewTensor:
+        for each in parameters:
             cast = None if each.content.dtype == "F32" else "F32"
             key = f"{kind}/{each.name}"
             tensors.append(OutputTensor(key=key, shape=each.shape, content=each.content, mask=each.mask, cast=cast))
-        lengths.append(len(held))
-        return NewTensor(len(lengths) - 1, "F32", (sum(math.prod(each.shape) for each in held),))
+        lengths.append(len(parameters))
+        return NewTensor(len(lengths) - 1, "F32", (sum(math.prod(each.shape) for each in parameters),))
 
     decays = (max((group["weight_decay"] for group in optimizer["groups"]), default=0.0), 0.0)
     state, masters, described = {}, [], []
@@ -142,13 +151,15 @@ def _shard(
         steps = {optimizer["steps"].get(mapped[n].source_name, 0) for n in names}
         if len(steps) > 1:
             raise UnsupportedError(
-                f"{checkpoint.directory}: its weights had {sorted(steps)} updates; DeepSpeed counts them together"
+                f"{checkpoint.directory}: its parameters did {sorted(steps)} optimizer steps; DeepSpeed stores one "
+                "number; use "
+                "--no-optimizer or --to native"
             )
         done = max(steps, default=0)
         state[number] = {"step": done} | {kind: flat(kind, [moments[kind][n] for n in names]) for kind in MOMENTS}
         described.append({**group_of(decay), "step": done, "params": [number]})
         masters.append(flat("master", [mapped[n] for n in names]))
-    held: dict[str, Any] = {
+    optimizer_state: dict[str, Any] = {
         "dynamic_loss_scale": progress.loss_scale is not None,
         "overflow": False,
         "clip_grad": 0.0,
@@ -161,13 +172,13 @@ def _shard(
         "param_slice_mappings": [_addresses(names, mapped) for names in groups],
     }
     if progress.loss_scale is not None:
-        held["loss_scaler"] = _loss_scaler(progress.loss_scale)
-    tree = {"optimizer_state_dict": held, "ds_config": {}, "ds_version": VERSION}
+        optimizer_state["loss_scaler"] = _loss_scaler(progress.loss_scale)
+    tree = {"optimizer_state_dict": optimizer_state, "ds_config": {}, "ds_version": VERSION}
     return TorchSaveFile(name=name, tensors=tuple(tensors), tree=tree, lengths=tuple(lengths))
 
 
 def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:
-    """DeepSpeed's dynamic loss scale; it counts from the last overflow, and raises the scale after every window."""
+    """DeepSpeed's dynamic loss scaler, which counts from the last overflow and grows after each window."""
     window = 1000
     while window <= scale["clean_steps"]:
         window *= 2
@@ -189,7 +200,7 @@ def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:
 
 
 def _addresses(names: Sequence[str], mapped: Mapping[str, Mapped]) -> dict[str, NewObject]:
-    """Where each weight lies in the flat buffer of its group."""
+    """Begin and length of each parameter in the flat buffer of its group."""
     found, at = {}, 0
     for name in names:
         count = math.prod(mapped[name].shape)

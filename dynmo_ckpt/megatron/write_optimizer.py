@@ -1,6 +1,6 @@
-"""The optimizer's state of a legacy Megatron rank, as Megatron writes it: by position, in two groups. Pure.
+"""The optimizer state of a legacy Megatron rank, as Megatron writes it: by position, in two groups. Pure.
 
-Beside 16-bit weights stand float32 masters, as its optimizer of 16-bit weights keeps them; float32 weights need none.
+16-bit weights have float32 masters, as in Megatron's optimizer for 16-bit weights; float32 weights have none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, short_names
 from ..maps.name_map import Layout, Mapped, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor
@@ -20,19 +20,28 @@ Moments = Mapping[str, Mapping[str, Mapped]]
 
 
 def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, ranks: int) -> Moments:
-    """Adam's moments of one tensor rank under legacy names, by kind.
+    """Adam's moments of one tensor-parallel rank by kind and legacy name.
+
+    Args:
+        checkpoint: the input.
+        layout: of the model.
+        rank: the tensor-parallel rank.
+        ranks: the tensor-parallel size.
 
     Raises:
-        UnsupportedError: a checkpoint without them, or with moments of some weights only.
+        UnsupportedError: the checkpoint has no moments, or only of some weights.
     """
     if checkpoint.manifest["optimizer"] is None:
-        raise UnsupportedError(f"{checkpoint.directory}: has no optimizer state that could be written")
+        raise UnsupportedError(f"{checkpoint.directory}: has no optimizer state; use --no-optimizer")
     result = {}
     for kind in MOMENTS:
         stored = {name: checkpoint.tensors.get(f"{name}.{kind}") for name in checkpoint.names("parameter")}
         missing = [name for name, tensor in stored.items() if tensor is None]
         if missing:
-            raise UnsupportedError(f"{checkpoint.directory}: {len(missing)} weights have no {kind}: {missing[:5]}")
+            raise UnsupportedError(
+                f"{checkpoint.directory}: {len(missing)} weights have no {kind}: {short_names(missing)}; use "
+                "--no-optimizer"
+            )
         found = {name: tensor for name, tensor in stored.items() if tensor is not None}
         mapped = to_foreign(layout, found, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
         result[kind] = {each.name: each for each in mapped}
@@ -48,19 +57,19 @@ def optimizer_tree(
     *,
     dtype: str | None,
     group: Callable[[float], dict[str, Any]],
-    halves: bool,
+    is_half: bool,
 ) -> dict[str, Any]:
-    """What stands under ``optimizer`` in a rank's file; its tensors are appended to ``tensors``.
+    """The ``optimizer`` entry of the file of a rank; its tensors are appended to ``tensors``.
 
     Args:
         chunks: the weights of each chunk by legacy name.
         moments: as :func:`mapped_moments`.
         originals: for a copy of a weight the name of the weight whose moments it has.
-        optimizer: the manifest's.
+        optimizer: the ``optimizer`` of the manifest.
         tensors: the tensors of the file so far.
-        dtype: the type that weights are written in; None: as they are.
+        dtype: the written type of the weights, as in safetensors; None: the type of the input.
         group: the fields of a parameter group except its members, given its weight decay.
-        halves: whether the run computes in 16 bits, so that masters are expected whatever the weights' type.
+        is_half: the run computes in 16 bits, so that masters are expected for weights of any type.
     """
     weights = [(name, chunk[name]) for chunk in chunks for name in module_order(chunk)]
     groups = [[pair for pair in weights if (len(pair[1].shape) > 1) is decays] for decays in (True, False)]
@@ -72,12 +81,12 @@ def optimizer_tree(
         described.append({"params": numbers, **group(weight_decay)})
         for number, (name, weight) in zip(numbers, members, strict=True):
             steps = optimizer["steps"].get(weight.source_name, 0)
-            held = {kind: moments[kind][originals.get(name, name)] for kind in MOMENTS}
-            state[number] = {"step": steps} | {kind: _stored(held[kind], tensors) for kind in MOMENTS}
+            original = originals.get(name, name)
+            state[number] = {"step": steps} | {k: _stored(moments[k][original], tensors) for k in MOMENTS}
         masters.append(members)
     inner = {"state": state, "param_groups": described}
     written = {dtype or weight.content.dtype for _, weight in weights}
-    if written <= {"F32"} and not halves:
+    if written <= {"F32"} and not is_half:
         return inner
     copies = [[_stored(weight, tensors, "F32") for _, weight in members] for members in masters]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}

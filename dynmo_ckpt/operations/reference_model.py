@@ -1,7 +1,7 @@
-"""What a checkpoint computes, from the definitions, in numpy; one tensor is held at a time.
+"""A reference implementation of all model families in numpy; it loads one tensor at a time.
 
-Shapes: T tokens, S tokens attended to, D model width, V true vocabulary, N heads, G key-value heads, H head dimension,
-F inner width, E experts, C classes or choices. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et
+Shapes: T tokens, S attended tokens, D model width, V true vocabulary, N heads, G key-value heads, H head dimension,
+F FFN width, E experts, C classes or choices. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et
 al. 2019, arXiv:1909.08053), Llama (Touvron et al. 2023, arXiv:2302.13971), Mixtral (Jiang et al. 2024,
 arXiv:2401.04088); ``gelu_tanh`` is the approximation of section 2 of Hendrycks and Gimpel 2016.
 """
@@ -26,9 +26,12 @@ Ids = NDArray[np.int64]
 
 
 def load_array(checkpoint: NativeCheckpoint, name: str, dtype: str | None = None) -> Array:
-    """One tensor as float32 in its stored shape, pruned weights zero; a tied name gives what it is tied to.
+    """One tensor as float32 in its stored shape; pruned elements are zero.
 
-    ``dtype`` is a type that it is rounded to before, as in safetensors.
+    Args:
+        checkpoint: the checkpoint.
+        name: of the tensor, or a tied name.
+        dtype: the type to which it is rounded first, as in safetensors; None: not rounded.
     """
     name = checkpoint.manifest["ties"].get(name, name)
     content = checkpoint.tensors[name]
@@ -45,14 +48,16 @@ def load_array(checkpoint: NativeCheckpoint, name: str, dtype: str | None = None
 
 
 def model_logits(checkpoint: NativeCheckpoint, tokens: Ids, dtype: str | None = None) -> tuple[Array, Array | None]:
-    """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``; of a task's head ``[C]`` alone.
-
-    The C logits are of classes, or of choices, of which there are two: both rows of ``tokens``.
+    """The logits of a model.
 
     Args:
-        checkpoint: any family of ours, its attention causal as the family has it.
-        tokens: ``[2, T]``; the second row is what a T5's decoder reads. Token types alternate.
-        dtype: the type that weights are rounded to before, as in safetensors; None: as they are.
+        checkpoint: a model of any family; its attention is causal or bidirectional as in the family.
+        tokens: token ids, ``[2, T]`` int64. The second row is the input of a T5's decoder. Token types alternate.
+        dtype: the type to which weights are rounded first, as in safetensors; None: not rounded.
+
+    Returns:
+        Token logits ``[T, V]`` float32 of the first row, and logits ``[2]`` of BERT's binary head or None. A model with
+        a task head has logits ``[C]`` in place of the first: of classes, or of two choices, the rows of ``tokens``.
     """
     return _Model(checkpoint, dtype).logits(tokens)
 
@@ -103,14 +108,14 @@ class _Model:
         return result, binary
 
     def encoded(self, tokens_T: Ids) -> Array:
-        """What the one stack of a family without decoder gives to its head, normalised."""
+        """The normalized output ``[T, D]`` of the layers of a family with one stack."""
         x_TD = self.embed("embedding", tokens_T)
         for i in range(self.model["num_layers"]):
             x_TD = self.block(f"layers.{i}", x_TD, causal=self.family != "bert")
         return self.norm("head.norm", x_TD)
 
     def pooled(self, x_TD: Array) -> Array:
-        """What a BERT's heads of whole texts read ``[1, D]``: the first token's."""
+        """The pooled output ``[1, D]`` of the first token, for BERT's binary and task heads."""
         result: Array = np.tanh(self.linear("head.pooler", x_TD[:1]))
         return result
 
@@ -136,9 +141,9 @@ class _Model:
         if self.family == "llama" or self.relative:
             scaled: Array = x_TD / np.sqrt((x_TD**2).mean(-1, keepdims=True) + epsilon)
             return scaled * self.load(f"{name}.weight")
-        centred = x_TD - x_TD.mean(-1, keepdims=True)
-        scale = self.load(f"{name}.weight") / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
-        result: Array = centred * scale + self.load(f"{name}.bias")
+        centered = x_TD - x_TD.mean(-1, keepdims=True)
+        scale = self.load(f"{name}.weight") / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon)
+        result: Array = centered * scale + self.load(f"{name}.bias")
         return result
 
     def linear(self, name: str, x: Array) -> Array:
@@ -152,17 +157,17 @@ class _Model:
         qkv_TGRH = self.linear(f"{name}.qkv", self.norm(f"{name}.norm", x_TD)).reshape(shape)
         q_TGQH, k_TGH, v_TGH = qkv_TGRH[:, :, :-2], qkv_TGRH[:, :, -2], qkv_TGRH[:, :, -1]
         if self.family == "llama":
-            q_TGQH, k_TGH = self.rotated(q_TGQH), self.rotated(k_TGH)
+            q_TGQH, k_TGH = self.apply_rotary(q_TGQH), self.apply_rotary(k_TGH)
         repeat = heads // groups
         q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
         k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
-        bias_NTS = self.distances(name, len(x_TD), causal=causal) if self.relative else None
+        bias_NTS = self.relative_bias(name, len(x_TD), causal=causal) if self.relative else None
         return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS))
 
-    def distances(self, name: str, tokens: int, *, causal: bool) -> Array:
-        """What is added to the scores ``[N, T, T]`` for the distance of two tokens (arXiv:1910.10683, section 2.1)."""
+    def relative_bias(self, name: str, tokens: int, *, causal: bool) -> Array:
+        """The relative position bias ``[N, T, T]`` of the attention scores (T5, arXiv:1910.10683, section 2.1)."""
         table_BN = self.load(f"{name.split('.')[0]}.layers.0.attention.relative.weight")
-        count, far = len(table_BN), self.model.get("relative_max_distance", 128)
+        count, max_distance = len(table_BN), self.model.get("relative_max_distance", 128)
         ahead_TS = np.arange(tokens)[None] - np.arange(tokens)[:, None]
         offset_TS = np.zeros_like(ahead_TS)
         if not causal:
@@ -170,7 +175,7 @@ class _Model:
             offset_TS = (ahead_TS > 0) * count
         gap_TS = np.maximum(-ahead_TS, 0) if causal else np.abs(ahead_TS)
         exact = count // 2
-        ratio = np.log(np.maximum(gap_TS, 1).astype(np.float32) / exact) / math.log(far / exact)
+        ratio = np.log(np.maximum(gap_TS, 1).astype(np.float32) / exact) / math.log(max_distance / exact)
         wide_TS = np.minimum(exact + (ratio * (count - exact)).astype(np.int64), count - 1)
         bias_NTS: Array = table_BN[offset_TS + np.where(gap_TS < exact, gap_TS, wide_TS)].transpose(2, 0, 1)
         return bias_NTS
@@ -180,11 +185,11 @@ class _Model:
         q_TNH = self.linear(f"{name}.query", self.norm(f"{name}.norm", x_TD)).reshape(len(x_TD), heads, -1)
         kv_SN2H = self.linear(f"{name}.key_value", memory_SD).reshape(len(memory_SD), heads, 2, -1)
         q_NTH, k_NSH, v_NSH = (x.transpose(1, 0, 2) for x in (q_TNH, kv_SN2H[:, :, 0], kv_SN2H[:, :, 1]))
-        nothing = np.zeros(1, np.float32) if self.relative else None
-        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=nothing))
+        no_bias = np.zeros(1, np.float32) if self.relative else None
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=no_bias))
 
-    def rotated(self, x: Array) -> Array:
-        """``x`` of ``[T, ..., H]``, each head's halves turned against each other (Su et al. 2021, section 3.4.2)."""
+    def apply_rotary(self, x: Array) -> Array:
+        """Rotary embedding of ``x`` ``[T, ..., H]`` by halves of a head (RoFormer, Su et al. 2021, section 3.4.2)."""
         width = x.shape[-1]
         inverse = 1.0 / float(self.model.get("rotary_base", 10000.0)) ** (np.arange(0, width, 2) / width)
         scaling = self.model.get("rotary_scaling")
@@ -214,7 +219,7 @@ class _Model:
         return result
 
     def experts(self, name: str, x_TD: Array) -> Array:
-        """The likeliest experts of each token, weighed by their probabilities made to add up to 1."""
+        """The top-k experts of each token, weighted by their renormalized probabilities."""
         scores_TE = self.linear(f"{name}.router", x_TD)
         weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
         order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
@@ -230,7 +235,7 @@ class _Model:
 
 
 def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool, bias_NTS: Array | None = None) -> Array:
-    """Attention; with ``bias_NTS`` that is added to the scores, which are then not scaled, as a T5's."""
+    """Attention ``[T, N x H]``; with ``bias_NTS``, as in T5, the bias is added to unscaled scores."""
     scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1)
     scores_NTS = scores_NTS / np.float32(math.sqrt(q_NTH.shape[-1])) if bias_NTS is None else scores_NTS + bias_NTS
     if causal:
@@ -242,9 +247,9 @@ def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool, bias_NTS:
 
 
 def _scaled(inverse: NDArray[np.float64], scaling: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Llama 3's frequencies: long waves slowed by ``factor``, short ones kept, blended between (arXiv:2407.21783)."""
-    waves = 2 * math.pi / inverse
+    """Llama 3's frequencies: low ones divided by ``factor``, high ones kept, blended between (arXiv:2407.21783)."""
+    wavelengths = 2 * math.pi / inverse
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    share = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
     result: NDArray[np.float64] = (1 - share) * inverse / scaling["factor"] + share * inverse
     return result

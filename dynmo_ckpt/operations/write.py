@@ -187,7 +187,7 @@ def _refuse_findings(findings: Iterable[str]) -> None:
     except CorruptError as error:  # in what was just written: the disk is at fault, not the input
         found.append(str(error))
     if found:
-        raise StorageError("\n  ".join(["the written files read back differently; the output was removed", *found]))
+        raise StorageError("\n  ".join(["the written files read back differently; no output was kept", *found]))
 
 
 def _report(

@@ -1,4 +1,4 @@
-"""Equality and rounding of tensors' contents, a panel at a time."""
+"""Compares and rounds the contents of tensors, a panel at a time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Numbers = NDArray[Any]
 
 
 def count_true(mask: Tensor) -> int:
-    """How many elements of a mask are true."""
+    """Number of true elements of a mask."""
     output = OutputTensor(key="", shape=mask.shape, content=mask)
     with open_sources(sources([output])) as files:
         return sum(int(panel.sum()) for panel in panels(output, Reader(files)))
 
 
 def equal_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bytes in row-major order."""
+    """Whether two tensors have the same type, and the same bytes in row-major order."""
     return left.dtype == right.dtype and rounds_to(left, right)
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """Whether a tensor is another's numbers, rounded to the nearest of that one's type."""
+    """Whether ``wide``, rounded to the type of ``narrow``, is equal to ``narrow`` byte for byte."""
     if wide.shape != narrow.shape:
         return False
     cast = None if wide.dtype == narrow.dtype else narrow.dtype
@@ -41,7 +41,7 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 
 def as_numbers(words: Words, dtype: str) -> Numbers:
-    """Raw words as numbers that numpy can compute with; BF16 becomes float32."""
+    """Raw words of a type of safetensors as a numpy array of numbers; BF16 becomes float32."""
     if dtype == "BF16":
         return (words.astype(np.uint32) << 16).view(np.float32)
     kinds = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "BOOL": "u1", "U8": "u1"}
@@ -49,12 +49,15 @@ def as_numbers(words: Words, dtype: str) -> Numbers:
 
 
 def aligned(left: Iterator[Numbers], right: Iterator[Numbers]) -> Iterator[tuple[Numbers, Numbers]]:
-    """Two streams of the same elements, cut alike; a panel is used up before the next is asked for."""
-    nothing: Numbers = np.empty(0, np.float32)
-    one, other = nothing, nothing
+    """Two streams of flat arrays, cut at the same elements.
+
+    A panel is consumed before the next one is requested, because the next one reuses its buffer.
+    """
+    empty: Numbers = np.empty(0, np.float32)
+    one, other = empty, empty
     while True:
-        one = one if one.size else next(left, nothing)
-        other = other if other.size else next(right, nothing)
+        one = one if one.size else next(left, empty)
+        other = other if other.size else next(right, empty)
         size = min(one.size, other.size)
         if not size:
             return

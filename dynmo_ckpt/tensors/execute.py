@@ -1,9 +1,24 @@
-"""Carries out a copy plan with bounded memory: the one place where bytes of tensors are written.
+"""Executes a copy plan in bounded memory: the only place that writes the bytes of tensors.
 
-Output files are preallocated, every tensor's checksum is taken on the way, and tensors are independent of each other,
-so that a few threads share them; only those that are columns of the same source are written in turn by one thread, so
-that the source is read once. What is written is read back from the file at once, while the system still holds it;
-then its way to the disk is begun, and somewhat later its pages are given up (see :mod:`dynmo_ckpt.io.writeback`).
+::
+
+    Writable files --> _Job per tensor --> groups --> a few threads, the largest group first
+                                                        |
+    per tensor:   panels() --> pwrite --> read back --> CRC-32 --> writeback (pages to disk, cache dropped)
+                    ^                                     |
+              source files                 compared with the source's recorded CRC-32
+                                                          |
+    per file:     other_bytes(checksums), fsync, CRC-32 of the file from those of its parts --> WrittenFile
+
+Invariants and decisions:
+
+* Files are preallocated and offsets are known, so tensors are independent and threads need no order. The exception is
+  tensors that are columns of the same stored array (tensor parallelism along dimension 1): one thread writes them in
+  turn, panel by panel, so that the array is read once and not once per rank.
+* No byte is read only for a checksum. A CRC-32 of a whole is combined from those of its parts (:mod:`.copy_plan`).
+* A panel is read back immediately after it is written, while the page cache has it: a faulty copy or ``pwrite`` is
+  found at no cost of disk reads.
+* Memory is the buffers of each thread; it does not grow with the model.
 """
 
 from __future__ import annotations
@@ -22,8 +37,8 @@ import numpy as np
 from .._common.console import Tick
 from .._common.crc32 import combine
 from .._common.portable import allocate, read_into
-from ..errors import CorruptError, StorageError
-from ..io.checks import Part, SourceChecks, altered
+from ..errors import CorruptError, StorageError, short_name
+from ..io.checks import Part, SourceChecks, altered_message
 from ..io.reading import Reader, Words, open_sources
 from ..io.safetensors import StoredArray
 from ..io.writeback import Writeback
@@ -38,9 +53,10 @@ from .copy_plan import (
 )
 from .tiled_copy import panels
 
+# An output up to this size stays in the page cache.
 CACHED_OUTPUT_BYTES = 256 << 20
 READ_BACK_BYTES = 1 << 18
-READ_BACK_MISMATCH = "the written bytes read back differently; the output was removed"
+READ_BACK_MISMATCH = "the written bytes read back differently; no output was kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +64,12 @@ class _Job:
     """A tensor to write at a byte offset of an open file.
 
     Attributes:
-        tensor: what is written.
-        descriptor: the open file.
-        offset: where the tensor's bytes begin in it.
-        path: the file, for messages.
-        expected: the checksum that the written bytes must have, where it is known beforehand.
-        run: the array, and the offset in it, of which the written bytes are a copy; None where they are regrouped.
+        tensor: the tensor.
+        descriptor: of the open file.
+        offset: byte offset of the tensor in the file.
+        path: of the file, for messages.
+        expected: the CRC-32 that the written bytes must have, where it is known in advance.
+        source: the array and byte offset of which the written bytes are a copy; None where they are reordered.
         checked: the arrays whose recorded checksums are compared.
     """
 
@@ -62,13 +78,13 @@ class _Job:
     offset: int
     path: Path
     expected: int | None
-    run: tuple[StoredArray, int] | None
+    source: tuple[StoredArray, int] | None
     checked: Sequence[StoredArray]
 
 
 @dataclass
 class _Worker:
-    """What one thread keeps: buffers for reading, and the pages that it has under way to the disk."""
+    """State of one thread: read buffers, and the pages that it has started to write to disk."""
 
     reader: Reader
     checks: SourceChecks
@@ -79,18 +95,21 @@ class _Worker:
 def execute(
     directory: Path, files: Sequence[Writable], *, jobs: int, tick: Tick, verify: bool = True
 ) -> dict[str, WrittenFile]:
-    """Write ``files`` into ``directory``, flushed to disk.
+    """Write ``files`` into ``directory`` and flush them to disk.
 
     Args:
-        directory: an existing directory, usually a staging one.
+        directory: an existing directory, usually a staging directory.
         files: the plan.
-        jobs: threads; memory grows with them, by at most twice ``TRANSPOSE_PANEL_BYTES`` each.
-        tick: told of every megabyte written.
-        verify: read every byte back from the file and compare its checksum with what was meant.
+        jobs: number of threads; each needs at most twice ``TRANSPOSE_PANEL_BYTES`` of memory.
+        tick: advances a progress display, in MB.
+        verify: read every byte back and compare its checksum.
+
+    Returns:
+        For each file by name its size and checksums.
 
     Raises:
-        CorruptError: a source whose bytes do not have its checksum, or ends early.
-        StorageError: the system refused, or gave back other bytes than were written.
+        CorruptError: the bytes of a source do not have its recorded checksum, or the file ends early.
+        StorageError: the system refused to write, or the written bytes read back differently.
     """
     try:
         with ExitStack() as stack:
@@ -106,7 +125,7 @@ def execute(
             for _ in range(jobs):
                 workers.put(_Worker(Reader(inputs, checks), checks, Writeback(release), verify))
 
-            def run(group: Sequence[int]) -> list[int]:
+            def write_group(group: Sequence[int]) -> list[int]:
                 worker = workers.get()
                 try:
                     return _write_tensors([queue[number] for number in group], worker)
@@ -115,22 +134,22 @@ def execute(
                     for number in group:
                         tick(queue[number].tensor.num_bytes / 1e6, queue[number].tensor.key)
 
-            # Large tensors first, so that the threads end together.
+            # The largest groups first, so that all threads finish at about the same time.
             groups = sorted(_groups(queue), key=lambda group: -sum(queue[n].tensor.num_bytes for n in group))
             done = {
                 n: c
-                for group, sums in zip(groups, pool.map(run, groups), strict=True)
+                for group, sums in zip(groups, pool.map(write_group, groups), strict=True)
                 for n, c in zip(group, sums, strict=True)
             }
-            left = iter([done[number] for number in range(len(queue))])
-            checksums = [[next(left) for _ in file.tensors] for file in files]
+            ordered = iter([done[number] for number in range(len(queue))])
+            checksums = [[next(ordered) for _ in file.tensors] for file in files]
             return dict(zip((file.name for file in files), pool.map(_finish, files, outputs, checksums), strict=True))
     except OSError as error:
-        raise StorageError(f"{directory}: {error.strerror or error}; nothing was put in place") from error
+        raise StorageError(f"{directory}: {error.strerror or error}; no output was kept") from error
 
 
 def _jobs(file: Writable, descriptor: int, directory: Path) -> list[_Job]:
-    """Preallocate a file, and list its tensors with their places."""
+    """Preallocate a file, and list its tensors with their offsets."""
     allocate(descriptor, 0, file.num_bytes)
     pairs = zip(file.tensors, file.offsets, strict=True)
     path = directory / file.name
@@ -145,24 +164,24 @@ def _job(tensor: OutputTensor, descriptor: int, offset: int, path: Path) -> _Job
         offset=offset,
         path=path,
         expected=expected,
-        run=contiguous_source(tensor) if expected is None else None,
+        source=contiguous_source(tensor) if expected is None else None,
         checked=sources_to_check(tensor) if expected is None else (),
     )
 
 
 def _groups(queue: Sequence[_Job]) -> list[list[int]]:
-    """The jobs' numbers: together those that regroup the same arrays into the same shape, apart all others."""
+    """Group the numbers of jobs: those that read the same array with the same strides share a group."""
     groups: dict[object, list[int]] = {}
     for number, job in enumerate(queue):
-        together = job.expected is None and job.run is None and len(job.tensor.content.pieces) == 1
-        view = job.tensor.content.pieces[0].view if together else None
+        is_shared = job.expected is None and job.source is None and len(job.tensor.content.pieces) == 1
+        view = job.tensor.content.pieces[0].view if is_shared else None
         key = number if view is None else (view.array, view.shape, view.strides)
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 
 
 def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> WrittenFile:
-    """Write what stands around the tensors, flush, and put the file's checksum together."""
+    """Write the bytes around the tensors, flush, and combine the checksum of the file."""
     parts = []
     for offset, payload in file.other_bytes(checksums):
         _write_all(descriptor, payload, offset)
@@ -177,60 +196,60 @@ def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Writte
     return WrittenFile(num_bytes=file.num_bytes, crc32=total, tensors=named)
 
 
-class _Writing:
-    """One tensor on its way into its file, panel by panel."""
+class _TensorWriter:
+    """Writes one tensor panel by panel."""
 
     def __init__(self, job: _Job, worker: _Worker) -> None:
         self.job, self.worker = job, worker
         self.panels = panels(job.tensor, worker.reader)
-        self.at, self.meant, self.found = job.offset, 0, 0
-        # Where the checksum is known beforehand or compared with the source's, that of the bytes read back suffices.
-        self.computes_checksum = not worker.verify or (job.expected is None and job.run is None)
+        self.at, self.sent_crc, self.read_crc = job.offset, 0, 0
+        # Where another checksum is known or compared with the source's, that of the bytes read back is enough.
+        self.computes_checksum = not worker.verify or (job.expected is None and job.source is None)
 
     def step(self) -> bool:
-        """Write the next panel; whether there was one."""
+        """Write the next panel; returns whether there was one."""
         reader = self.worker.reader
-        reader.check = self.job.expected is None and self.job.run is None
+        reader.check = self.job.expected is None and self.job.source is None
         panel: Words | None = next(self.panels, None)
         if panel is None:
             return False
         payload = panel.reshape(-1).view(np.uint8).data
         if self.computes_checksum:
-            self.meant = zlib.crc32(payload, self.meant)
+            self.sent_crc = zlib.crc32(payload, self.sent_crc)
         _write_all(self.job.descriptor, payload, self.at)
         if self.worker.verify:
-            self.found = _read_back(self.job.descriptor, self.at, len(payload), self.found, reader)
-        self.worker.writeback.wrote(self.job.descriptor, self.at, len(payload))
+            self.read_crc = _read_back(self.job.descriptor, self.at, len(payload), self.read_crc, reader)
+        self.worker.writeback.add(self.job.descriptor, self.at, len(payload))
         self.at += len(payload)
         return True
 
     def end(self) -> int:
-        """Compare the checksums; that of the tensor."""
+        """Compare the checksums; returns that of the tensor."""
         job, reader = self.job, self.worker.reader
-        got = self.found if self.worker.verify else self.meant
-        if job.run is not None:
-            self.worker.checks.passed(job.run[0], Part(job.run[1], job.tensor.num_bytes, got))
+        got = self.read_crc if self.worker.verify else self.sent_crc
+        if job.source is not None:
+            self.worker.checks.add(job.source[0], Part(job.source[1], job.tensor.num_bytes, got))
         reader.finish(job.checked)
         if job.expected is not None and got != job.expected:
             _refuse_source(job.tensor, job.expected, reader)
-        wanted = self.meant if self.computes_checksum else got if job.expected is None else job.expected
-        if got != wanted:
-            raise StorageError(f"{job.path}: {job.tensor.key}: {READ_BACK_MISMATCH}")
-        return wanted
+        expected = self.sent_crc if self.computes_checksum else got if job.expected is None else job.expected
+        if got != expected:
+            raise StorageError(f"{job.path}: {short_name(job.tensor.key)}: {READ_BACK_MISMATCH}")
+        return expected
 
 
 def _write_tensors(jobs: Sequence[_Job], worker: _Worker) -> list[int]:
-    """Write tensors, a panel of each in turn; returns their checksums."""
+    """Write tensors, a panel of each in turn; returns their CRC-32s."""
     worker.reader.sharing = len(jobs)
-    writing = [_Writing(job, worker) for job in jobs]
-    left = writing
-    while left:
-        left = [one for one in left if one.step()]
-    return [one.end() for one in writing]
+    writers = [_TensorWriter(job, worker) for job in jobs]
+    active = writers
+    while active:
+        active = [writer for writer in active if writer.step()]
+    return [writer.end() for writer in writers]
 
 
 def _read_back(descriptor: int, begin: int, count: int, checksum: int, reader: Reader) -> int:
-    """The checksum so far, continued over ``count`` bytes of the file; a file that ends early gives another."""
+    """``checksum`` continued over ``count`` bytes of the file; a file that ends early gives another value."""
     end = begin + count
     while begin < end:
         part = reader.buffer("back", min(READ_BACK_BYTES, end - begin), 1).data
@@ -243,13 +262,13 @@ def _read_back(descriptor: int, begin: int, count: int, checksum: int, reader: R
 
 
 def _refuse_source(tensor: OutputTensor, expected: int, reader: Reader) -> None:
-    """Raise ``CorruptError`` where the source does not have the checksum that was recorded for it."""
+    """Raise ``CorruptError`` where the bytes of the source do not have its recorded checksum."""
     checksum = 0
     for panel in panels(tensor, reader):
         checksum = zlib.crc32(panel.reshape(-1).view(np.uint8).data, checksum)
     if checksum != expected:
-        places = ", ".join(f"{piece.view.array.path}: {piece.view.array.key}" for piece in tensor.content.pieces)
-        raise CorruptError(altered(places, checksum, expected))
+        places = ", ".join(f"{p.view.array.path}: {short_name(p.view.array.key)}" for p in tensor.content.pieces[:5])
+        raise CorruptError(altered_message(places, checksum, expected))
 
 
 def _write_all(descriptor: int, payload: bytes | memoryview, offset: int) -> None:

@@ -1,4 +1,13 @@
-"""Produces the content of a planned tensor in row-major order, a panel of bounded size at a time."""
+"""Produces the content of a planned tensor in row-major order, a panel of bounded size at a time.
+
+How a panel is read depends on the strides of its views::
+
+    contiguous in the file            one read into the panel
+    a window that is mostly dense     one block read, then a strided copy (transpositions, columns of a row)
+    scattered runs                    one read per contiguous run, packed by decreasing stride, then a strided copy
+
+Strided copies between arrays whose fastest dimensions differ run in blocks that fit the cache.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +27,19 @@ from .views import Tensor, View
 PANEL_BYTES = 1 << 20
 TRANSPOSE_PANEL_BYTES = 32 << 20
 BLOCK_PANELS = 8
-# Of a transposition in blocks: this many rows of a cache line each (measured for 2 and 4 bytes, on 1536 to 7680 rows)
+# A block of a transposition: rows of one cache line each (measured for 2 and 4 bytes, on 1536 to 7680 rows).
 _ROWS = 1024
 _LINE_BYTES = 64
-_APART = 1 << 14
+# Matrices of this number of elements and more are transposed one by one: together they would not fit the cache.
+_SEPARATE_ELEMENTS = 1 << 14
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2"}
 
 
 def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
-    """The content of ``tensor`` in row-major order, a panel at a time; each panel is valid until the next."""
+    """Yield the content of ``tensor`` in row-major order as panels of raw words.
+
+    A panel is valid until the next one is requested, because both use the same buffer.
+    """
     content = tensor.content
     itemsize = DTYPE_BYTES[content.dtype]
     shape = content.shape or (1,)
@@ -36,24 +49,30 @@ def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
         panel = reader.buffer("panel", math.prod(extents), itemsize).reshape(extents)
         _fill(panel, content, box, reader)
         if tensor.mask is not None:
-            kept = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
-            _fill(kept, tensor.mask, box, reader)
-            panel[kept == 0] = 0
+            mask = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
+            _fill(mask, tensor.mask, box, reader)
+            panel[mask == 0] = 0
         yield panel if tensor.cast is None else cast(panel, content.dtype, tensor.cast)
 
 
 def buffer_bytes(tensor: OutputTensor) -> int:
-    """The most memory that a thread's buffers take for a tensor: panel and block, and what masks and casts add."""
+    """Upper bound of the buffers of one thread for a tensor, in bytes: panel, block, mask and cast."""
     limit = PANEL_BYTES if _reads_in_order(tensor.content) else TRANSPOSE_PANEL_BYTES
     times = 2 + (0 if tensor.mask is None else 1) + (0 if tensor.cast is None else 4)
     return BLOCK_PANELS * PANEL_BYTES + times * min(limit, tensor.content.num_bytes)
 
 
 def cast(words: Words, source: str, target: str) -> Words:
-    """Raw words of one type of number as those of another, rounded to the nearest, ties to even."""
-    is_brain = source == "BF16"
+    """Convert raw words between floating-point types, rounding to nearest even.
+
+    Args:
+        words: unsigned integers with the bits of the numbers; any shape.
+        source: type of ``words``, as in safetensors.
+        target: type of the result, as in safetensors.
+    """
+    is_bf16 = source == "BF16"
     with np.errstate(over="ignore"):
-        numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_brain else words.view(_NUMBERS[source])
+        numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_bf16 else words.view(_NUMBERS[source])
         if target != "BF16":
             return numbers.astype(_NUMBERS[target]).view(f"u{DTYPE_BYTES[target]}")
         wide = numbers.astype(np.float32).view(np.uint32)
@@ -64,7 +83,7 @@ def cast(words: Words, source: str, target: str) -> Words:
 
 
 def _reads_in_order(content: Tensor) -> bool:
-    """Whether the fastest dimension of the output is the fastest of every source."""
+    """Whether the fastest dimension of the output is the fastest one of every source."""
     return all(
         next((s for n, s in zip(piece.view.shape[::-1], piece.view.strides[::-1], strict=True) if n > 1), 1) == 1
         for piece in content.pieces
@@ -72,7 +91,7 @@ def _reads_in_order(content: Tensor) -> bool:
 
 
 def _boxes(shape: Sequence[int], limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut a row-major array into boxes of at most ``limit`` elements that follow one another in memory."""
+    """Split a row-major array into boxes of at most ``limit`` elements, each contiguous, in memory order."""
     if 0 in shape:
         return
     dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), len(shape) - 1)
@@ -97,7 +116,7 @@ def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[i
 
 
 def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> None:
-    """Read the elements of ``view`` into ``target``, which has its shape."""
+    """Read the elements of ``view`` into ``target``, which has the same shape."""
     itemsize = target.dtype.itemsize
     span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1
     begin = view.start * itemsize
@@ -117,9 +136,9 @@ def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> 
 
 
 def _whole_rows(view: View, span: int) -> tuple[int, int]:
-    """The elements of the array between which a window lies, extended to whole rows where it is cut out of rows.
+    """First and last element of a window in its array, extended to complete rows where it is a range of columns.
 
-    So the windows beside it ask for the same elements.
+    So the windows of other tensor-parallel ranks on the same rows read the same block, which is cached.
     """
     row, low, high = max(view.strides, default=0), view.start, view.start + span
     if not view.strides or view.strides[0] != row or view.strides[-1] != 1 or view.shape[0] < 2:
@@ -139,7 +158,7 @@ def _is_row_major(view: View) -> bool:
 
 
 def _read_runs(packed: Words, strides: list[int], array: StoredArray, begin: int, reader: Reader) -> None:
-    """Read into a packed array whose dimensions go from wide to narrow strides: one read for each contiguous run."""
+    """Read into a packed array whose dimensions have decreasing strides: one read for each contiguous run."""
     dims, run = packed.ndim, 1
     while dims and (strides[dims - 1] == run or packed.shape[dims - 1] == 1):
         dims -= 1
@@ -152,7 +171,7 @@ def _read_runs(packed: Words, strides: list[int], array: StoredArray, begin: int
 
 
 def transposed_copy(target: Words, source: Words) -> None:
-    """``target[...] = source``, in blocks that stay in the cache where their fastest dimensions differ."""
+    """``target[...] = source``, in blocks that fit the cache where the fastest dimensions differ."""
     if target.ndim < 2 or source.strides[-1] == source.itemsize:
         target[...] = source
         return
@@ -163,7 +182,7 @@ def transposed_copy(target: Words, source: Words) -> None:
     rows, columns = np.moveaxis(target, fast, 0), np.moveaxis(source, fast, 0)
     width = max(1, _LINE_BYTES // source.itemsize) * max(1, _ROWS // max(1, rows.shape[0]))
     middles: Iterator[tuple[Any, ...]] = iter([(...,)])
-    if rows.shape[0] * rows.shape[-1] >= _APART:
+    if rows.shape[0] * rows.shape[-1] >= _SEPARATE_ELEMENTS:
         middles = product(*(range(size) for size in rows.shape[1:-1]))
     for middle in middles:
         for begin in range(0, rows.shape[0], _ROWS):

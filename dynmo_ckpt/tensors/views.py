@@ -1,8 +1,14 @@
-"""Tensors as strided windows on stored bytes: slicing, regrouping and transposing without touching a byte.
+"""Lazy tensors: strided windows on stored bytes, sliced, reshaped and permuted without reading a byte. Pure.
 
-A :class:`View` is a window on one stored array, a :class:`Tensor` is put together from views. Every layout that a
-checkpoint can have (tensor-parallel slices, grouped query-key-value rows, transposed weights) is described by these,
-and one executor copies them. Pure: values in, values out. Strides count elements.
+::
+
+    StoredArray   contiguous bytes in a file: path, offset, dtype, shape
+      View        a strided window on one StoredArray            (strides and starts count elements)
+        Piece     a View and its position in a tensor
+          Tensor  dtype, shape and pieces; zero where no piece is
+
+Every layout of a checkpoint (tensor-parallel slices, grouped query-key-value rows, transposed weights, flat optimizer
+buffers) is a ``Tensor``, and one executor copies them all. The methods have the names of ``torch.Tensor``.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from ..io.safetensors import DTYPE_BYTES, StoredArray
 
 @dataclass(frozen=True)
 class View:
-    """A strided window on ``array``; its first element lies ``start`` elements into it."""
+    """A strided window on ``array`` that begins at element ``start``; ``strides`` count elements."""
 
     array: StoredArray
     start: int
@@ -27,20 +33,20 @@ class View:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: where its box begins in each dimension, and the bytes; the extents are the view's shape."""
+    """A box of a tensor: its begin in each dimension, and its elements; its extents are the shape of the view."""
 
     begin: tuple[int, ...]
     view: View
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous array: ``(2, 3, 4)`` gives ``(12, 4, 1)``."""
+    """Strides of a contiguous array, in elements: ``(2, 3, 4)`` gives ``(12, 4, 1)``."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor put together from pieces that do not overlap; where no piece lies it is zero."""
+    """A tensor of pieces that do not overlap; elements in no piece are zero. ``dtype`` is as in safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,28 +54,30 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the dense tensor in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def is_covered(self) -> bool:
-        """Whether the pieces leave no part zero."""
+        """Whether the pieces cover all elements."""
         return sum(math.prod(piece.view.shape) for piece in self.pieces) == math.prod(self.shape)
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Replace dimension ``dim`` by dimensions of ``sizes``, the last varying fastest.
+        """Replace dimension ``dim`` by dimensions of ``sizes``, the last one fastest.
 
-        A piece that ends within a group becomes several boxes; so a tensor cut out of flat buffers has its shape again.
+        A piece that ends within a row becomes several boxes, so that a slice of a flat buffer gets its shape back.
 
         Raises:
-            UnsupportedError: the sizes are not those of the dimension.
+            UnsupportedError: the product of ``sizes`` is not the size of the dimension.
         """
         if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
             wide = [size for size in sizes if size != 1]
             base = self.unflatten(dim, wide) if len(wide) > 1 else self
             return base.with_unit_dims(_splice(self.shape, dim, sizes))
         if math.prod(sizes) != self.shape[dim]:
-            raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
+            raise UnsupportedError(
+                f"a dimension of {self.shape[dim]} cannot be split into {' x '.join(map(str, sizes))}"
+            )
         pieces = []
         for piece in self.pieces:
             first, extent, stride = piece.begin[dim], piece.view.shape[dim], piece.view.strides[dim]
@@ -85,9 +93,9 @@ class Tensor:
         return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
 
     def with_unit_dims(self, shape: Sequence[int]) -> Tensor:
-        """The same elements under ``shape``, which differs in dimensions of size 1 alone."""
-        left = iter([dim for dim, size in enumerate(self.shape) if size != 1])
-        sources = [next(left) if size != 1 else None for size in shape]
+        """The same elements with ``shape``, which differs only in dimensions of size 1."""
+        dims = iter([dim for dim, size in enumerate(self.shape) if size != 1])
+        sources = [next(dims) if size != 1 else None for size in shape]
 
         def pick(values: Sequence[int], single: int) -> tuple[int, ...]:
             return tuple(single if at is None else values[at] for at in sources)
@@ -99,9 +107,9 @@ class Tensor:
         return replace(self, shape=tuple(shape), pieces=pieces)
 
     def flatten(self, dim: int) -> Tensor:
-        """Make dimensions ``dim`` and ``dim + 1`` one, the second varying fastest.
+        """Merge dimensions ``dim`` and ``dim + 1``, the second one fastest.
 
-        A piece whose rows do not follow one another, such as one of two axes in another order, becomes a piece a row.
+        A piece whose rows are not contiguous to each other, such as a transposed one, becomes a piece for each row.
         """
         inner = self.shape[dim + 1]
         pieces = []
@@ -122,14 +130,14 @@ class Tensor:
         return replace(self, shape=shape, pieces=tuple(pieces))
 
     def squeeze_first(self) -> Tensor:
-        """The same elements without the first dimension, whose size is 1."""
+        """The same elements without the first dimension, which has size 1."""
         pieces = tuple(
             Piece(p.begin[1:], replace(p.view, shape=p.view.shape[1:], strides=p.view.strides[1:])) for p in self.pieces
         )
         return replace(self, shape=self.shape[1:], pieces=pieces)
 
     def permute(self, order: Sequence[int]) -> Tensor:
-        """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""
+        """Reorder the dimensions: dimension ``i`` of the result is ``order[i]`` of this tensor."""
 
         def pick(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(values[dim] for dim in order)
@@ -155,13 +163,13 @@ class Tensor:
                 pieces.append(Piece(_splice(piece.begin, dim, [low - begin]), view))
         return replace(self, shape=_splice(self.shape, dim, [end - begin]), pieces=tuple(pieces))
 
-    def padded(self, dim: int, size: int) -> Tensor:
-        """Extended by zeros to ``size`` along ``dim``."""
+    def zero_pad(self, dim: int, size: int) -> Tensor:
+        """This tensor padded with zeros at the end to ``size`` along ``dim``."""
         return replace(self, shape=_splice(self.shape, dim, [size]))
 
 
 def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements ``[begin, end)`` of a row-major array as boxes: where each begins, and its extents."""
+    """The elements ``[begin, end)`` of a row-major array as boxes, each with its begin and extents."""
     if begin >= end:
         return []
     if len(sizes) == 1:
@@ -181,13 +189,13 @@ def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, 
 
 
 def as_tensor(array: StoredArray) -> Tensor:
-    """The tensor that one stored array is."""
+    """A stored array as a tensor."""
     view = View(array, 0, array.shape, row_major(array.shape))
     return Tensor(array.dtype, array.shape, (Piece((0,) * len(array.shape), view),))
 
 
 def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Tensors of one type, joined along ``dim``.
+    """Concatenate tensors along ``dim``.
 
     Raises:
         UnsupportedError: the types or the other dimensions differ.
@@ -198,7 +206,9 @@ def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
     for tensor in tensors:
         if tensor.dtype != first.dtype or _splice(tensor.shape, dim, []) != _splice(first.shape, dim, []):
             raise UnsupportedError(
-                f"{tensor.dtype} {list(tensor.shape)} does not join {first.dtype} {list(first.shape)} along {dim}"
+                f"{tensor.dtype} {list(tensor.shape)} and {first.dtype} {list(first.shape)} cannot be concatenated "
+                "along "
+                f"dimension {dim}"
             )
         pieces.extend(Piece(_splice(piece.begin, dim, [piece.begin[dim] + at]), piece.view) for piece in tensor.pieces)
         at += tensor.shape[dim]

@@ -1,7 +1,9 @@
-"""Reads pickles as data: a stack machine that knows plain values and torch's tensors, and imports nothing.
+"""Reads pickles as data: a stack machine for plain values and torch's tensors that imports nothing.
 
-A name that a pickle refers to is looked up in the lists below, never in a module. What is on neither list is refused,
-which is the whole of the safety: there is no code path that could run what a file asks for.
+A global of a pickle is compared with the lists below and never imported; a global on no list is refused. Therefore no
+code path can execute what a file requests. Three limits protect against hostile files of a few bytes: the number of
+entries, the depth of tuples, and the number of elements that are copied or hashed, each relative to the size of the
+file.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from ..errors import CorruptError, UnsafePickleError, UnsupportedError
+from ..errors import CorruptError, UnsafePickleError, UnsupportedError, short_name
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -29,23 +31,23 @@ OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "t
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 MAX_PICKLE_BYTES = 256_000_000
 MAX_GROUPS = 1000
-"""Groups (MARK) that are open at once; torch and its friends open about ten."""
+"""Limit of groups (MARK) that are open at the same time; files of torch have about ten."""
 BYTES_PER_ENTRY = 2
-"""A byte of a pickle can make 60 to 100 bytes of memory: an empty dict on the stack, an entry of the memo. What people
-pickle takes more bytes for each: so the stack and the memo have at most one entry for this many bytes of the file."""
+"""One byte of a pickle can allocate 60 to 100 bytes of memory: an empty dict on the stack, an entry of the memo. Real
+data takes more bytes for each. So the stack and the memo may have one entry per this number of bytes of the file."""
 MAX_ENTRIES = 5_000_000
-"""Of the stack and of the memo each, however large the file is."""
+"""Limit of entries of the stack, and of the memo, for files of any size."""
 MAX_TUPLE_DEPTH = 100
-"""Tuples in tuples: Python hashes them by recursion without a check of its own, which ends the process."""
+"""Limit of nested tuples: Python hashes them recursively without a check, and a stack overflow ends the process."""
 WORK_PER_BYTE = 8
-"""A few bytes of a pickle can copy or hash a large value again: elements that are copied or hashed are counted, and at
-most this many for each byte are permitted. Plain data copies and hashes each element once."""
+"""A few bytes of a pickle can copy or hash a large value repeatedly. So elements that are copied or hashed are counted:
+at most this number per byte of the file. Plain data copies and hashes each element once."""
 MIN_WORK = 10_000
 
 
 @dataclass(frozen=True)
 class Name:
-    """A global that the pickle refers to; inert."""
+    """A global that a pickle refers to; it is never imported."""
 
     module: str
     name: str
@@ -57,7 +59,7 @@ class Name:
 
 @dataclass(eq=False)
 class OpaquePickle:
-    """An object that is not rebuilt: its type, what it was called with, and its attributes."""
+    """An object that is not rebuilt: its type, the arguments of its constructor, and its attributes."""
 
     type: Name
     arguments: tuple[Any, ...] = ()
@@ -66,7 +68,7 @@ class OpaquePickle:
 
 @dataclass(frozen=True)
 class StorageRef:
-    """A storage of a torch file: its key, type and number of elements."""
+    """A storage of a torch file; ``dtype`` is as in safetensors."""
 
     key: str
     dtype: str
@@ -75,7 +77,7 @@ class StorageRef:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of a torch file: a strided window on a storage, counted in elements."""
+    """A tensor of a torch file: a strided window on a storage; ``start`` and ``strides`` count elements."""
 
     storage: StorageRef
     start: int
@@ -85,14 +87,14 @@ class TensorRef:
 
 OPAQUE_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
 OPAQUE_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
-# By it Python 3.11.0 to 3.11.3 refer to members of an enumeration; what stands for one is a class of OPAQUE_PACKAGES
-# and a word, and nothing is looked up.
+# Python 3.11.0 to 3.11.3 pickle the member of an enum as getattr(class, name). It becomes an OpaquePickle of a class of
+# OPAQUE_PACKAGES and a string; no attribute is looked up.
 MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin__"))
 OPAQUE_NAMES |= set(MEMBER_OF)
 STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PARAMETER_BUILDERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
-# Tensors with attributes of their own are pickled as (function that builds it, its type, its arguments, attributes).
+# Tensors with attributes are pickled as (function that rebuilds it, type, arguments, attributes).
 _TYPED_BUILDERS = {Name("torch._tensor", "_rebuild_from_type_v2"), Name("torch._tensor", "_rebuild_from_type")}
 _PLAIN = {
     ("collections", "OrderedDict"): dict,
@@ -111,16 +113,16 @@ def load_pickle(payload: bytes, source: str) -> Any:
     """The value in ``payload``.
 
     Raises:
-        UnsafePickleError: it refers to a name that is on no list; the message has ``source`` and the name.
-        CorruptError: it is not a pickle, or breaks the machine's rules.
+        UnsafePickleError: it refers to a global that is on no list.
+        CorruptError: it is not a pickle, or exceeds a limit.
     """
     if len(payload) > MAX_PICKLE_BYTES:
-        raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {MAX_PICKLE_BYTES} are read")
+        raise CorruptError(f"{source}: a pickle of {len(payload):,} bytes; the limit is {MAX_PICKLE_BYTES:,}")
     return load_stream(io.BytesIO(payload), source)[0]
 
 
 def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRef]]:
-    """The next value in a file, and the storages that it refers to by key; the file stands behind the value after it.
+    """The next pickle in a file, and its storages by key; the file position is then after the pickle.
 
     Raises:
         UnsafePickleError, CorruptError: as :func:`load_pickle`.
@@ -138,7 +140,7 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
             operation, read = found
             operation(machine, None if read is None else read(bounded))
             done += 1
-            if not done & 0xFF:  # an operation adds one entry at most, so a look now and then is enough
+            if not done & 0xFF:  # an operation adds at most one entry, so a check now and then is enough
                 machine.check_bounds()
         return machine.stack.pop(), machine.storages
     except (UnsafePickleError, CorruptError):
@@ -150,12 +152,12 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
 def _unknown(code: bytes) -> str:
     known = [each.name for each in pickletools.opcodes if each.code.encode("latin1") == code]
     if known:
-        return f"the pickle uses {known[0]}, which a checkpoint has no use for"
-    return f"not a readable pickle: no operation has the code {code!r}" if code else "the pickle does not end"
+        return f"the pickle uses the opcode {known[0]}, which checkpoints do not need"
+    return f"not a readable pickle: unknown opcode {code!r}" if code else "the pickle does not end"
 
 
 class _Bounded:
-    """A file that never reads beyond its end, so that a length that lies does not allocate memory."""
+    """A file whose reads are bounded by its end, so that a false length does not allocate memory."""
 
     def __init__(self, handle: BinaryIO) -> None:
         at = handle.tell()
@@ -174,14 +176,14 @@ class _Bounded:
 
 
 class _Machine:
-    """The stack, the memo, and what operations need of names and storages."""
+    """The pickle machine: stack, memo, storages, and the limits."""
 
     def __init__(self, source: str, num_bytes: int) -> None:
         self.source = source
         self.max_entries = min(MAX_ENTRIES, 1000 + num_bytes // BYTES_PER_ENTRY)
         self.num_below = 0
         self.work_left = MIN_WORK + WORK_PER_BYTE * min(num_bytes, MAX_PICKLE_BYTES)
-        # Depth and weight by id; the value itself is held, so that its id is not given to another one.
+        # Depth and number of elements by id. The value is stored too, so that its id is not reused.
         self.nested: dict[int, tuple[Any, int, int]] = {}
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
@@ -189,79 +191,79 @@ class _Machine:
         self.storages: dict[str, StorageRef] = {}
 
     def push(self, value: Any) -> None:
-        """Put a value on the stack, as it is when the value is there: closing a group brings another stack."""
+        """Push a value on the current stack, which closing a group has replaced."""
         self.stack.append(value)
 
     def pop(self) -> None:
-        """Drop what stands on top, be it the mark of a group."""
+        """Drop the top of the stack, a value or a mark."""
         if self.stack:
             self.stack.pop()
         else:
             self.to_mark()
 
     def mark(self) -> None:
-        """Open a group: what stands on the stack waits below until it is closed."""
+        """Open a group: the current stack is saved until the group is closed."""
         self.below.append(self.stack)
         self.num_below += len(self.stack)
         self.stack = []
 
     def to_mark(self) -> list[Any]:
-        """Close the last group, and take its values."""
+        """Close the last group and return its values."""
         if not self.below:
-            raise CorruptError(f"{self.source}: the pickle closes a group that it did not open")
+            raise CorruptError(f"{self.source}: the pickle closes a group that is not open")
         items, self.stack = self.stack, self.below.pop()
         self.num_below -= len(self.stack)
         return items
 
     def check_bounds(self) -> None:
-        """Refuse a pickle whose stack, memo or open groups grow beyond what its size explains."""
+        """Refuse a pickle whose stack, memo or open groups exceed the limits for its size."""
         for what, count, limit in (
-            ("groups that are open", len(self.below), MAX_GROUPS),
+            ("open groups", len(self.below), MAX_GROUPS),
             ("values on its stack", self.num_below + len(self.stack), self.max_entries),
             ("entries in its memo", len(self.memo), self.max_entries),
-            ("tuples in tuples", len(self.nested), self.max_entries),
+            ("nested tuples", len(self.nested), self.max_entries),
         ):
             if count > limit:
                 raise CorruptError(f"{self.source}: the pickle has more than {limit:,} {what}, the limit for its size")
 
     def charge(self, count: int) -> None:
-        """Count elements that are about to be copied or hashed; refuse more than the pickle's size explains."""
+        """Count elements that are to be copied or hashed; refuse more than the limit for the size of the pickle."""
         self.work_left -= count
         if self.work_left < 0:
-            raise CorruptError(f"{self.source}: the pickle copies or hashes more values than its size explains")
+            raise CorruptError(f"{self.source}: the pickle copies or hashes more values than the limit for its size")
 
     def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
-        """A tuple of ``items``, unless it is nested deeper than ``MAX_TUPLE_DEPTH``."""
+        """A tuple of ``items``; refuses one that is nested deeper than ``MAX_TUPLE_DEPTH``."""
         made = tuple(items)
         self._measure(made)
         return made
 
     def frozenset_of(self, items: list[Any]) -> frozenset[Any]:
-        """As :meth:`tuple_of`, a frozen set."""
+        """As :meth:`tuple_of`, for a frozen set."""
         made = frozenset(self.hashed(items))
         self._measure(made)
         return made
 
     def hashed(self, keys: list[Any]) -> list[Any]:
-        """``keys`` that a dictionary or set takes next, once what hashing them takes is counted."""
+        """``keys`` of a dictionary or set, after the cost of hashing them is counted."""
         self.charge(sum(self._size(key)[1] for key in keys if not isinstance(key, str)))
         return keys
 
     def _measure(self, made: tuple[Any, ...] | frozenset[Any]) -> None:
-        """Remember the depth and the weight of a tuple or frozen set; both follow from its direct members alone."""
+        """Store depth and number of elements of a tuple or frozen set; both follow from its direct members."""
         self.charge(len(made))
         sizes = [self._size(member) for member in made]
         depth = 1 + max((depth for depth, _ in sizes), default=0)
         weight = 1 + sum(weight for _, weight in sizes)
         if depth > MAX_TUPLE_DEPTH:
             raise CorruptError(
-                f"{self.source}: the pickle has tuples nested deeper than {MAX_TUPLE_DEPTH} levels, the limit"
+                f"{self.source}: the pickle has tuples nested deeper than the limit of {MAX_TUPLE_DEPTH} levels"
             )
         if (depth, weight) != (1, 1 + len(made)):
             self.nested[id(made)] = made, depth, weight
 
     def _size(self, value: Any) -> tuple[int, int]:
-        """The levels of tuples in a value, and the elements that hashing it visits, each as often as it is visited."""
+        """Tuple levels of a value, and the number of elements that hashing it visits."""
         if isinstance(value, tuple | frozenset):
             known = self.nested.get(id(value))
             return (1, 1 + len(value)) if known is None else known[1:]
@@ -270,17 +272,19 @@ class _Machine:
         return 0, 1 + (value.bit_length() >> 6 if isinstance(value, int) else 0)
 
     def global_name(self, name: Name) -> Name:
-        """A name that may be referred to, unchanged."""
+        """``name``, where it is on a list; raises ``UnsafePickleError`` elsewhere."""
         package = name.module.partition(".")[0]
         known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
         if not known and name not in OPAQUE_NAMES:
-            raise UnsafePickleError(f"{self.source}: refers to {name}, which is not plain data; nothing was executed")
+            raise UnsafePickleError(
+                f"{self.source}: refers to {short_name(str(name))}, which is not plain data; nothing was executed"
+            )
         return name
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """What stands for the result of a call; nothing is called but the plain containers of ``_PLAIN``."""
+        """The result of a call as data; only the containers of ``_PLAIN`` are called."""
         if not isinstance(function, Name):
-            raise CorruptError(f"{self.source}: the pickle calls {type(function).__name__}, which is no name")
+            raise CorruptError(f"{self.source}: the pickle calls a {type(function).__name__}, not a global")
         if function in MEMBER_OF:
             return self._member(*arguments)
         if function == Name("_codecs", "encode"):
@@ -313,44 +317,48 @@ class _Machine:
         return kind(content)
 
     def _member(self, of: Any, member: Any) -> OpaquePickle:
-        """What stands for a member of an enumeration."""
+        """A member of an enum as data."""
         if (
             not isinstance(of, Name)
             or of.module.partition(".")[0] not in OPAQUE_PACKAGES
             or not isinstance(member, str)
         ):
             raise UnsafePickleError(
-                f"{self.source}: refers to {_word(member)} of {_word(of)}, which is no enumeration; "
-                "nothing was executed"
+                f"{self.source}: refers to {_word(member)} of {_word(of)}, which is not an enum; nothing was executed"
             )
         return OpaquePickle(of, (member,))
 
     def persistent(self, identifier: Any) -> StorageRef:
-        """The storage that a persistent identifier of torch names."""
+        """The storage of a persistent id of torch."""
         kind, storage_type, key, _, count = identifier[:5]
         name = storage_type.name if isinstance(storage_type, Name) else ""
         if kind == "storage" and name == "UntypedStorage":
             known = ", ".join(STORAGE_DTYPES.values())
             raise UnsupportedError(
-                f"{self.source}: the storage {key} has a type that no model here has, such as float8; known are {known}"
+                f"{self.source}: the storage {short_name(key)} has an unsupported type, such as float8; supported are "
+                f"{known}"
             )
         if kind != "storage" or name not in STORAGE_DTYPES:
             raise CorruptError(f"{self.source}: a storage of the unknown type {_word(storage_type)}")
         if len(identifier) > 5 and identifier[5] is not None:
-            raise CorruptError(f"{self.source}: the storage {key} is a view of another, as before torch 0.4")
+            raise CorruptError(
+                f"{self.source}: the storage {short_name(key)} is a view of another, as before torch 0.4; save it "
+                "again with a "
+                "newer torch"
+            )
         key = str(key) if isinstance(key, int) else _string(key)
         return self.storages.setdefault(key, StorageRef(key, STORAGE_DTYPES[name], int(count)))
 
 
 def _string(value: Any) -> str:
-    """A string; anything else is refused, since the text of nested lists can be far longer than the pickle."""
+    """A string; anything else is refused, because the text of nested lists can be far longer than the pickle."""
     if not isinstance(value, str):
-        raise TypeError(f"a string is expected, not a {type(value).__name__}")
+        raise TypeError(f"expected a string, found a {type(value).__name__}")
     return value
 
 
 def _word(value: Any) -> str:
-    """A value in a message: a string or a name as it is, of anything else the type."""
+    """A value for a message: a string or a global, or the type of anything else."""
     return str(value)[:80] if isinstance(value, str | Name) else f"a {type(value).__name__}"
 
 
@@ -361,7 +369,7 @@ def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
 def _reduce(machine: _Machine, _: Any) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
     if not isinstance(arguments, tuple):
-        raise TypeError(f"the arguments of a call must be a tuple, are a {type(arguments).__name__}")
+        raise TypeError(f"the arguments of a call must be a tuple, found a {type(arguments).__name__}")
     machine.stack.append(machine.call(function, arguments))
 
 
@@ -405,7 +413,7 @@ def _append_items(machine: _Machine, items: list[Any]) -> None:
 def _pop(machine: _Machine, count: int) -> list[Any]:
     items = machine.stack[len(machine.stack) - count :]
     if len(items) < count:
-        raise CorruptError(f"{machine.source}: the pickle takes more from its stack than there is")
+        raise CorruptError(f"{machine.source}: the pickle pops more values than its stack has")
     del machine.stack[len(machine.stack) - count :]
     return items
 

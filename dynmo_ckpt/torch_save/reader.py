@@ -1,6 +1,6 @@
-"""Reads the files of ``torch.save`` without torch: the pickled tree, and where each tensor lies.
+"""Reads files of ``torch.save`` without torch: the pickled tree, and the place of each tensor.
 
-Two containers: the zip archive of torch 1.6 and later, and the older stream of pickles with the storages behind them.
+There are two containers: the zip archive of torch 1.6 and later, and the older stream of pickles followed by storages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import CorruptError
+from .._common.document import short_repr
+from ..errors import CorruptError, short_name
 from ..io.files import open_file
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from ..tensors.views import Piece, Tensor, View
@@ -27,27 +28,32 @@ _SCALARS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFile:
-    """A torch file: ``tree`` is what was saved, with a :class:`TensorRef` for every tensor; ``storages`` are bytes."""
+    """A torch file: ``tree`` is the saved object with a :class:`TensorRef` per tensor; ``storages`` are raw bytes."""
 
     path: Path
     tree: Any
     storages: Mapping[str, StoredArray]
 
     def tensor(self, ref: TensorRef, name: str) -> Tensor:
-        """A tensor of the tree as a window on the file's bytes; raises ``CorruptError`` where it leaves its storage."""
+        """A tensor of the tree, lazily; raises ``CorruptError`` where it exceeds its storage."""
         array = self._typed(ref.storage)
         if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides, ref.start), default=0) < 0:
-            raise CorruptError(f"{self.path}: {name}: shape {ref.shape} with strides {ref.strides}")
+            raise CorruptError(
+                f"{self.path}: {short_name(name)}: invalid shape {short_repr(ref.shape)} or strides "
+                f"{short_repr(ref.strides)}"
+            )
         last = ref.start + sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
         if 0 not in ref.shape and last >= array.shape[0]:
-            raise CorruptError(f"{self.path}: {name}: reaches element {last} of a storage of {array.shape[0]}")
+            raise CorruptError(
+                f"{self.path}: {short_name(name)}: reaches element {last} of a storage of {array.shape[0]}"
+            )
         view = View(array, ref.start, ref.shape, ref.strides)
         return Tensor(array.dtype, ref.shape, (Piece((0,) * len(ref.shape), view),))
 
     def number(self, value: Any) -> int | float | None:
-        """``value`` where it is a number, or the element of a tensor that has one; None for everything else.
+        """``value`` if it is a number, or the element of a tensor with one element; None for anything else.
 
-        torch keeps Adam's ``step`` as a float32 tensor without dimensions.
+        torch stores Adam's ``step`` as a float32 tensor without dimensions.
         """
         if isinstance(value, int | float):
             return value
@@ -66,7 +72,7 @@ class TorchFile:
         size = ref.num_elements * DTYPE_BYTES[ref.dtype]
         if stored is None or stored.num_bytes < size:
             found = "nothing" if stored is None else f"{stored.num_bytes} bytes"
-            raise CorruptError(f"{self.path}: the storage {ref.key} needs {size} bytes, found {found}")
+            raise CorruptError(f"{self.path}: the storage {short_name(ref.key)} needs {size} bytes, found {found}")
         return StoredArray(
             path=self.path,
             key=stored.key,
@@ -78,7 +84,7 @@ class TorchFile:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A range of a file as a file."""
 
     def __init__(self, handle: BinaryIO, begin: int, num_bytes: int) -> None:
         super().__init__()
@@ -110,24 +116,24 @@ def open_torch(path: Path, begin: int = 0, num_bytes: int | None = None) -> Torc
 
     Args:
         path: the file.
-        begin: where in it what ``torch.save`` wrote begins.
-        num_bytes: how long that is; None: to the end.
+        begin: byte offset of what ``torch.save`` wrote.
+        num_bytes: its length in bytes; None: to the end of the file.
 
     Raises:
-        UnsafePickleError: the file asks for more than plain data.
-        CorruptError: it is missing, broken, or no torch file.
+        UnsafePickleError: the file refers to more than plain data.
+        CorruptError: it is missing, broken, or not a torch file.
     """
     try:
         with open_file(path) as handle:
             size = handle.seek(0, io.SEEK_END)
             if num_bytes is not None and not 0 <= begin <= begin + num_bytes <= size:
-                raise CorruptError(f"{path}: has {size} bytes, {num_bytes} from byte {begin} on are expected")
+                raise CorruptError(f"{path}: has {size} bytes; {num_bytes} from byte {begin} on are expected")
             part: Any = handle if num_bytes is None else _Window(handle, begin, num_bytes)
             part.seek(0)
             is_zip = part.read(4) == b"PK\3\4"
             part.seek(0)
             if num_bytes is not None and not is_zip:
-                raise CorruptError(f"{path}: no file of torch.save at byte {begin}")
+                raise CorruptError(f"{path}: byte {begin} is not the begin of a file of torch.save")
             tree, storages = _read_zip(path, part, begin) if is_zip else _read_stream(path, handle)
     except FileNotFoundError as error:
         raise CorruptError(f"{path}: is missing") from error
@@ -141,12 +147,16 @@ def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, 
         entries = {info.filename: info for info in archive.infolist()}
         pickled = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickled) != 1:
-            raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, one is expected")
+            raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, expected one")
         for name, info in entries.items():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise CorruptError(f"{path}: the entry {name} is compressed or encrypted; torch stores plainly")
+                raise CorruptError(
+                    f"{path}: the entry {short_name(name)} is compressed or encrypted; torch writes it uncompressed"
+                )
         if entries[pickled[0]].file_size > MAX_PICKLE_BYTES:
-            raise CorruptError(f"{path}: data.pkl has {entries[pickled[0]].file_size} bytes")
+            raise CorruptError(
+                f"{path}: data.pkl has {entries[pickled[0]].file_size:,} bytes; the limit is {MAX_PICKLE_BYTES:,}"
+            )
         payload = archive.read(pickled[0])
     prefix = pickled[0].removesuffix("data.pkl") + "data/"
     storages = {
@@ -168,35 +178,37 @@ def _data_offset(path: Path, handle: BinaryIO, info: zipfile.ZipInfo) -> int:
     handle.seek(info.header_offset)
     header = handle.read(30)
     if len(header) < 30 or header[:4] != b"PK\3\4":
-        raise CorruptError(f"{path}: no header of the entry {info.filename} at byte {info.header_offset}")
+        raise CorruptError(f"{path}: the entry {short_name(info.filename)} has no header at byte {info.header_offset}")
     begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
     begin += int.from_bytes(header[28:30], "little")
     if begin + info.file_size > handle.seek(0, io.SEEK_END):
-        raise CorruptError(f"{path}: the entry {info.filename} ends beyond the file")
+        raise CorruptError(f"{path}: the entry {short_name(info.filename)} exceeds the file")
     return begin
 
 
 def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]]:
-    """The container before torch 1.6: magic, protocol, system, tree, keys; then each storage's count and bytes."""
+    """The container before torch 1.6: pickles of magic, protocol, system, tree, keys; then each storage."""
     source = str(path)
     magic, protocol, system = (load_stream(handle, source)[0] for _ in range(3))
     if magic != STREAM_MAGIC or protocol != STREAM_PROTOCOL or not isinstance(system, dict):
-        raise CorruptError(f"{path}: neither a zip archive nor torch's older container")
+        raise CorruptError(f"{path}: neither a zip archive nor torch's container before 1.6")
     if system.get("little_endian") is not True:
-        raise CorruptError(f"{path}: written on a big-endian machine")
-    tree, referred = load_stream(handle, source)
+        raise CorruptError(f"{path}: was written on a big-endian machine; only little-endian files are supported")
+    tree, refs = load_stream(handle, source)
     keys = load_stream(handle, source)[0]
     at, size = handle.tell(), path.stat().st_size
     storages = {}
     for key in keys:
-        ref = referred.get(str(key))
+        ref = refs.get(str(key))
         if ref is None:
-            raise CorruptError(f"{path}: the storage {key} belongs to no tensor")
+            raise CorruptError(f"{path}: the storage {short_name(key)} belongs to no tensor")
         handle.seek(at)
         count = int.from_bytes(handle.read(8), "little", signed=True)
         num_bytes = ref.num_elements * DTYPE_BYTES[ref.dtype]
         if count != ref.num_elements or at + 8 + num_bytes > size:
-            raise CorruptError(f"{path}: the storage {key} has {count} elements, {ref.num_elements} are expected")
+            raise CorruptError(
+                f"{path}: the storage {short_name(key)} has {count} elements, expected {ref.num_elements}"
+            )
         storages[ref.key] = StoredArray(path=path, key=ref.key, dtype="U8", shape=(num_bytes,), offset=at + 8)
         at += 8 + num_bytes
     return tree, storages

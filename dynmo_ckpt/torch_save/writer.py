@@ -1,7 +1,7 @@
-"""Writes files that ``torch.load`` opens, without torch: a pickle of plain values, and storages.
+"""Plans files that ``torch.load`` opens, without torch: a pickle of plain values, and storages.
 
-The container is a zip archive with nothing compressed. Its layout is computed first, the storages are copied to their
-places, and the headers, which hold the storages' checksums, follow.
+The container is a zip archive without compression. Its layout is computed first; then the storages are copied, and the
+headers, which have the checksums of the storages, are written last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ALIGN_BYTES = 64
 STEM = "model_optim_rng"
 ZIP32_LIMIT = 0xFFFFFFFF
 _LOCAL_BYTES = 30
-_DOS_DATE = (1 << 5) | 1  # 1 January 1980, the first that a zip archive can say
+_DOS_DATE = (1 << 5) | 1  # 1 January 1980, the earliest date of the zip format
 
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor in the tree to be pickled; ``storage`` is the number or the name of its storage in the file."""
+    """A tensor in the tree to pickle; ``storage`` is the number or the name of its storage in the file."""
 
     storage: int | str
     dtype: str
@@ -40,19 +40,19 @@ class NewTensor:
 
 @dataclass
 class Constants:
-    """Storages of a file whose bytes are known beforehand, by name."""
+    """Storages of a file whose bytes are known in advance, by name."""
 
     payloads: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], payload: bytes) -> NewTensor:
-        """A tensor of the tree with these bytes; ``name`` is that of no other storage."""
+        """Add a storage of these bytes under a unique ``name``; returns a tensor for the tree."""
         self.payloads[name] = payload
         return NewTensor(name, dtype, shape)
 
 
 @dataclass(frozen=True)
 class NewObject:
-    """An object in the tree to be pickled: its type's name, and its attributes or what ``__setstate__`` takes."""
+    """An object in the tree to pickle: its type, and its attributes or the argument of ``__setstate__``."""
 
     type: Name
     attributes: Mapping[str, Any] | tuple[Any, ...]
@@ -60,7 +60,7 @@ class NewObject:
 
 @dataclass(frozen=True)
 class NewCall:
-    """An object in the tree to be pickled as the result of a call, as pickle stores enumerations and ``torch.Size``."""
+    """An object in the tree that is pickled as a call, as enums and ``torch.Size`` are."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -68,13 +68,13 @@ class NewCall:
 
 @dataclass(frozen=True)
 class NewDict:
-    """A dictionary in the tree to be pickled whose keys are objects."""
+    """A dictionary in the tree to pickle whose keys are objects."""
 
     pairs: tuple[tuple[Any, Any], ...]
 
 
 def dump_pickle(value: Any) -> bytes:
-    """``value`` as a pickle of protocol 2: plain values, names, and the classes ``New...`` of this module."""
+    """A pickle of protocol 2 of plain values, globals, and the classes ``New...`` of this module."""
     return b"\x80\x02" + _encode(value) + b"."
 
 
@@ -113,7 +113,7 @@ def _encode_object(value: Any) -> bytes:
             return _global(value)
         case NewTensor():
             return _encode_tensor(value)
-    raise TypeError(f"a {type(value).__name__} cannot be pickled here")
+    raise TypeError(f"cannot pickle a {type(value).__name__}")
 
 
 def _global(name: Name) -> bytes:
@@ -137,7 +137,7 @@ def _encode_tensor(tensor: NewTensor) -> bytes:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A member of the archive: its name, size, and where its header begins; ``payload`` is None for a storage."""
+    """A member of the archive: name, size and header offset in bytes; ``payload`` is None for a storage."""
 
     name: str
     num_bytes: int
@@ -152,14 +152,14 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSaveFile:
-    """A file to be opened by ``torch.load``: ``tree`` refers to storages by their position, or by name to constants.
+    """A file for ``torch.load``; ``tree`` refers to storages by number, and to constants by name.
 
     Attributes:
-        name: path inside the new directory.
-        tensors: what is copied.
+        name: path relative to the new directory.
+        tensors: the tensors to copy.
         tree: what ``torch.load`` returns.
-        lengths: how many of ``tensors``, one behind the other, make each storage; empty: one each.
-        constants: storages whose bytes are known, by name.
+        lengths: number of consecutive ``tensors`` that are concatenated in each storage; empty: one each.
+        constants: storages whose bytes are known in advance, by name.
     """
 
     name: str
@@ -180,14 +180,17 @@ class TorchSaveFile:
         members: list[tuple[str, int, bytes | None]] = [
             (f"{STEM}/data.pkl", len(pickled), pickled),
             (f"{STEM}/byteorder", 6, b"little"),
-            *((f"{STEM}/data/{n}", sum(t.num_bytes for t in held), None) for n, held in enumerate(self._storages)),
+            *((f"{STEM}/data/{n}", sum(t.num_bytes for t in parts), None) for n, parts in enumerate(self._storages)),
             *((f"{STEM}/data/{name}", len(payload), payload) for name, payload in self.constants.items()),
         ]
         members.append((f"{STEM}/version", 2, b"3\n"))
         entries, at = [], 0
         for name, size, payload in members:
             if size >= ZIP32_LIMIT:
-                raise UnsupportedError(f"{name}: {size} bytes in one storage; more tensor ranks make them smaller")
+                raise UnsupportedError(
+                    f"{name}: a storage of {size:,} bytes exceeds the limit of the zip format; use more "
+                    "tensor-parallel ranks"
+                )
             begin = at + _LOCAL_BYTES + len(name.encode()) + 4
             extra = 4 + (-begin % ALIGN_BYTES)
             entries.append(_Entry(name, size, at, extra, payload))
@@ -196,23 +199,23 @@ class TorchSaveFile:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each tensor's bytes begin."""
+        """See ``Writable``."""
         begins = [entry.data_offset for entry in self._entries if entry.payload is None]
         return [
             offset
-            for begin, held in zip(begins, self._storages, strict=True)
-            for offset in accumulate((tensor.num_bytes for tensor in held[:-1]), initial=begin)
+            for begin, parts in zip(begins, self._storages, strict=True)
+            for offset in accumulate((tensor.num_bytes for tensor in parts[:-1]), initial=begin)
         ]
 
     @property
     def index(self) -> dict[str, tuple[int, int]]:
-        """Offset and number of bytes of each storage, by key."""
+        """See ``Writable``; the arrays are storages."""
         stored = [entry for entry in self._entries if entry.name.startswith(f"{STEM}/data/")]
         return {entry.name: (entry.data_offset, entry.num_bytes) for entry in stored}
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size of the whole file; the headers' sizes do not depend on checksums."""
+        """See ``Writable``; the sizes of the headers do not depend on checksums."""
         at, payload = self.other_bytes([0] * len(self.tensors))[-1]
         return at + len(payload)
 
@@ -223,11 +226,10 @@ class TorchSaveFile:
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """See ``Writable``."""
         sums = iter(checksums)
-        joined = [_joined([(next(sums), tensor.num_bytes) for tensor in held]) for held in self._storages]
-        left = iter(joined)
+        storage_sums = iter([_combined([(next(sums), t.num_bytes) for t in parts]) for parts in self._storages])
         result, directory = [], b""
         for entry in self._entries:
-            crc = next(left) if entry.payload is None else zlib.crc32(entry.payload)
+            crc = next(storage_sums) if entry.payload is None else zlib.crc32(entry.payload)
             fields = struct.pack("<HHHHIII", 0, 0, 0, _DOS_DATE, crc, entry.num_bytes, entry.num_bytes)
             name = entry.name.encode()
             padding = struct.pack("<HH", 0x4246, entry.extra_bytes - 4) + b"Z" * (entry.extra_bytes - 4)
@@ -247,9 +249,9 @@ class TorchSaveFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcatenatedTorchFiles:
-    """Files of ``torch.save`` one behind the other, as torch's distributed checkpoints have them.
+    """Concatenated files of ``torch.save``, as in torch's distributed checkpoints.
 
-    ``begins`` and ``num_bytes`` of each part are where its metadata says that a tensor lies.
+    ``.metadata`` has the begin and the number of bytes of each part.
     """
 
     name: str
@@ -257,7 +259,7 @@ class ConcatenatedTorchFiles:
 
     @cached_property
     def begins(self) -> list[int]:
-        """Where each part begins."""
+        """Byte offset of each part."""
         return list(accumulate((part.num_bytes for part in self.parts[:-1]), initial=0)) if self.parts else []
 
     @property
@@ -277,7 +279,7 @@ class ConcatenatedTorchFiles:
 
     @property
     def index(self) -> dict[str, tuple[int, int]]:
-        """See ``Writable``; the offset of a part distinguishes its keys from those of other parts."""
+        """See ``Writable``; the begin of the part makes its keys unique."""
         return {
             f"{begin}:{key}": (begin + at, size)
             for begin, part in zip(self.begins, self.parts, strict=True)
@@ -294,15 +296,15 @@ class ConcatenatedTorchFiles:
 
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """See ``Writable``."""
-        result, left = [], list(checksums)
+        result, remaining = [], list(checksums)
         for begin, part in zip(self.begins, self.parts, strict=True):
-            own, left = left[: len(part.tensors)], left[len(part.tensors) :]
+            own, remaining = remaining[: len(part.tensors)], remaining[len(part.tensors) :]
             result += [(begin + at, payload) for at, payload in part.other_bytes(own)]
         return result
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> int:
-    """The checksum of concatenated strings, from their checksums and lengths."""
+def _combined(parts: Sequence[tuple[int, int]]) -> int:
+    """CRC-32 of concatenated bytes, from the CRC-32 and length of each part."""
     total = 0
     for checksum, num_bytes in parts:
         total = combine(total, checksum, num_bytes)
@@ -310,7 +312,7 @@ def _joined(parts: Sequence[tuple[int, int]]) -> int:
 
 
 def _end_records(count: int, size: int, offset: int) -> bytes:
-    """The end of a zip archive, with its 64-bit form before it."""
+    """The end of central directory records of a zip archive, in 64-bit and 32-bit form."""
     wide = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, offset)
     locator = b"PK\6\7" + struct.pack("<IQI", 0, offset + size, 1)
     few = min(count, 0xFFFF)

@@ -220,7 +220,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(ckpt, checkpoint
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 29}}}))
     done = ckpt("convert", run_dir, tmp_path / "out", "--to", "hf", "--tokenizer", tmp_path / "big", code=2)
-    assert "has token 29, the model's vocabulary ends at 28" in done.stderr
+    assert "has the token id 29; the vocabulary of the model ends at 28" in done.stderr
 
 
 def test_usage_errors(ckpt, checkpoint, tmp_path):

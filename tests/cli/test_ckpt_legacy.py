@@ -330,7 +330,7 @@ def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
     m = families.llama(num_experts=4, moe_top_k=2)
     native_checkpoints.save(tmp_path / "in", families.parameters(m), m)
     error = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
-    assert "its SwitchMLP gives each token one expert (here 2)" in error
+    assert "its SwitchMLP routes each token to one expert (here 2)" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -159,7 +159,7 @@ def test_mapped_keys_are_those_that_the_map_reads(kind):
         ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor"),
         ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "different rope_theta"),
         ("gpt2", {"hidden_size": 32}, "hidden_size 32 and n_embd 16"),
-        ("gpt2", {"residual_multiplier": 0.5}, "no rule takes residual_multiplier"),
+        ("gpt2", {"residual_multiplier": 0.5}, "no rule for residual_multiplier"),
         ("megatron-bert", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
     ],
 )
@@ -247,7 +247,7 @@ def test_hf_logits_of_an_output_with_unexpected_tensors_refuses_it(tmp_path):
     model = hf_model(json.loads((tmp_path / "hf" / "config.json").read_text()), 8)
     tokens = fixed_tokens(model)
     assert hf_logits(tmp_path / "hf", model, tokens, is_source=True)
-    with pytest.raises(CorruptError, match=r"unexpected_keys: \['score.weight'\]$"):
+    with pytest.raises(CorruptError, match=r"unexpected_keys: score.weight$"):
         hf_logits(tmp_path / "hf", model, tokens)
 
 

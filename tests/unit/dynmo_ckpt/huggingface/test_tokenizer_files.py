@@ -21,7 +21,7 @@ def test_tokenizer_files_with_a_damaged_vocabulary_refuse_it(tmp_path, payload):
 def test_tokenizer_files_with_an_invalid_id_refuse_it(tmp_path, number):
     document = {"model": {"vocab": {"a": 0, "b": number}}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(CorruptError, match=r"tokenizer\.json: not a tokenizer's file: the id of 'b'"):
+    with pytest.raises(CorruptError, match=r"tokenizer\.json: not a tokenizer file: the id of 'b'"):
         tokenizer_files(tmp_path, 30, 8)
 
 

@@ -53,8 +53,8 @@ def test_safetensors_go_before_bin_files(tmp_path):
     ("tree", "error", "message"),
     [
         ({"a": Evil()}, UnsafePickleError, "nothing was executed"),
-        ({"state_dict": WEIGHTS}, UnsupportedError, "not a flat state dictionary: state_dict"),
-        ([1], CorruptError, "holds a list"),
+        ({"state_dict": WEIGHTS}, UnsupportedError, "not a flat state dict: state_dict"),
+        ([1], CorruptError, "has a list in place of"),
         ({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, UnsupportedError, "float8"),
     ],
 )
@@ -66,11 +66,11 @@ def test_bin_files_of_another_content_are_refused(tmp_path, tree, error, message
 
 def test_float8_is_reported_as_float8(tmp_path):
     save_file({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match="a has the type F8_E4M3, which no model here has"):
+    with pytest.raises(UnsupportedError, match="a has the type F8_E4M3; supported are"):
         read_tensors(tmp_path)
 
 
 def test_a_directory_without_weights_names_what_it_has(tmp_path):
     (tmp_path / "tf_model.h5").write_bytes(b"x")
-    with pytest.raises(CorruptError, match=r"neither model.safetensors nor pytorch_model.bin.*tf_model.h5"):
+    with pytest.raises(CorruptError, match=r"must have model.safetensors or pytorch_model.bin.*tf_model.h5"):
         read_tensors(tmp_path)

@@ -144,11 +144,11 @@ def uneven(tree):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (shifted, UnsupportedError, "no known way"),
-        (shorter, UnsupportedError, "no known way"),
-        (uneven, CorruptError, "not of one length"),
+        (shifted, UnsupportedError, "unknown layout"),
+        (shorter, UnsupportedError, "unknown layout"),
+        (uneven, CorruptError, "different lengths"),
         (lambda tree: tree | {1: tree[0]}, UnsupportedError, "2 buffers for 1 chunks"),
-        (lambda tree: {0: {torch.float32: {"param": 3}}}, CorruptError, "no flat param"),
+        (lambda tree: {0: {torch.float32: {"param": 3}}}, CorruptError, "no flat buffer param"),
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(tmp_path, change, error, message):
@@ -205,7 +205,7 @@ def test_a_replica_that_is_missing_is_refused(tmp_path):
     save_replicas(tmp_path, m, native_checkpoints.parameters(m), 3)
     last = tmp_path / "iter_0000300" / "mp_rank_00_002"
     (last / "optim.pt").unlink()
-    with pytest.raises(CorruptError, match="parts of other weights"):
+    with pytest.raises(CorruptError, match="its parts are not those of"):
         open_checkpoint(tmp_path, options=WITH)
 
 

@@ -108,7 +108,7 @@ def test_without_arguments_the_person_tells(tmp_path):
     found = read(tmp_path, num_attention_heads=4)
     assert found.model["vocab_size"] == 32
     assert "--vocab-size" in found.remarks[0]
-    with pytest.raises(UsageError, match="within 1 and the padded size 32"):
+    with pytest.raises(UsageError, match="between 1 and 32"):
         read(tmp_path, num_attention_heads=4, vocab_size=33)
 
 

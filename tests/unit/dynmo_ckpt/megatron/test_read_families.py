@@ -111,7 +111,7 @@ def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():
     assert stage_layer_counts(m, 2, None) == [2, 3]
     assert stage_layer_counts(m, 4, None) == [1, 1, 2, 1]
     assert split_stage(m, [1, 1, 2, 1]) == 2
-    with pytest.raises(UsageError, match="a cut between them"):
+    with pytest.raises(UsageError, match="a stage boundary between them"):
         split_stage(m, [1, 2, 2])
 
 

@@ -10,7 +10,7 @@ from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.converters.native import plan_native_export
 from dynmo_ckpt.errors import CorruptError, StorageError
 from dynmo_ckpt.formats.choices import WriteOptions
-from dynmo_ckpt.io.checks import Part, joined
+from dynmo_ckpt.io.checks import Part, combine_parts
 from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.native.reshard import partition_from_counts
 from dynmo_ckpt.operations.write import WriteSettings, write_export
@@ -107,6 +107,6 @@ def test_a_checksum_out_of_parts():
         return zlib.crc32(payload[begin:end])
 
     parts = [part(400, 700), part(100, 400), part(100, 400), part(250, 500), part(800, 900)]
-    assert joined(parts, 1000, missing) == zlib.crc32(payload)
+    assert combine_parts(parts, 1000, missing) == zlib.crc32(payload)
     assert asked == [(0, 100), (700, 800), (900, 1000)]
-    assert joined([], 0, missing) == 0
+    assert combine_parts([], 0, missing) == 0

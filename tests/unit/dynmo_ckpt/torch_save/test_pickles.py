@@ -204,11 +204,11 @@ def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path, is_zip):
 @pytest.mark.parametrize(
     ("operations", "words"),
     [
-        (b"(" * 3_000_000, "more than 1,000 groups"),
+        (b"(" * 3_000_000, "more than 1,000 open groups"),
         (b"}" * 3_000_000, "values on its stack"),
         (b"}" + b"\x94" * 3_000_000, "entries in its memo"),
-        (b")" + b"\x85" * 3_000_000, "tuples nested deeper than 100 levels"),
-        (b"}" + b")" + b"\x85" * 3_000_000 + b"Ns", "tuples nested deeper than 100 levels"),
+        (b")" + b"\x85" * 3_000_000, "tuples nested deeper than the limit"),
+        (b"}" + b")" + b"\x85" * 3_000_000 + b"Ns", "tuples nested deeper than the limit"),
     ],
     ids=["marks", "dicts", "memo", "tuples", "keys"],
 )
@@ -247,7 +247,7 @@ def test_load_pickle_with_work_that_the_size_does_not_explain_refuses_it(operati
     if outcome == "read":
         load_pickle(b"\x80\x04" + operations + b".", "hostile")
     else:
-        with pytest.raises(CorruptError, match="more values than its size explains"):
+        with pytest.raises(CorruptError, match="more values than the limit for its size"):
             load_pickle(b"\x80\x04" + operations + b".", "hostile")
     assert time.process_time() - begin < 20
 
@@ -259,7 +259,7 @@ def test_load_pickle_with_work_that_the_size_does_not_explain_refuses_it(operati
 )
 def test_load_pickle_with_lists_in_place_of_strings_or_arguments_refuses_it(operations):
     """The text of lists in lists can be far longer than the pickle."""
-    with pytest.raises(CorruptError, match=r"a string is expected|must be a tuple"):
+    with pytest.raises(CorruptError, match=r"expected a string|must be a tuple"):
         load_pickle(b"\x80\x04" + operations + b".", "hostile")
 
 
