@@ -1,4 +1,4 @@
-"""Arguments as the classic tools take them: one flag with several values behind it."""
+"""Arguments in the syntax of Megatron's tools: one flag with several values, files without flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 LIST_FLAGS = frozenset({"--json-keys", "--json-key", "--input-files", "--inputs", "--tasks", "--input"})
-"""Flags that may be followed by several values; each value becomes a flag of its own."""
+"""Flags that accept several values; the flag is repeated for each value."""
 
 POSITIONAL_FILES = {
     "blacklist-urls": ("", "--output"),
@@ -16,12 +16,12 @@ POSITIONAL_FILES = {
     "group-duplicates": ("", "--output", "--threshold"),
     "remove-duplicates": ("--groups", "", "--output"),
 }
-"""Steps whose classic tool takes its files by their places, and the flag of each place here."""
+"""Steps whose Megatron tool has positional files, and the flag of each position here."""
 RENAMED_FLAGS = {("add-id", "--input-file"): "--input", ("add-id", "--output-file"): "--output"}
 
 
 def expand_list_flags(arguments: Sequence[str]) -> list[str]:
-    """``--json-keys a b`` as ``--json-keys a --json-keys b``; everything else as it is."""
+    """Repeat list flags: ``--json-keys a b`` becomes ``--json-keys a --json-keys b``."""
     expanded: list[str] = []
     flag: str | None = None
     expects_value = False
@@ -76,9 +76,9 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
 
 
 def _from_positional(arguments: Sequence[str]) -> list[str]:
-    """A step with nothing but files, as the classic tool takes them; none where that may be a forgotten ``-o``.
+    """Translate a step with files only; empty if the arguments have another form or ``-o`` may be missing.
 
-    The output must not be there yet: the last of two inputs would be lost.
+    The output must not exist: the last of two inputs would be overwritten.
     """
     step, files = (arguments[0], arguments[1:]) if arguments else ("", ())
     places = POSITIONAL_FILES.get(step, ())

@@ -1,4 +1,4 @@
-"""The command line of ``dynmo-prep``."""
+"""The commands of ``dynmo-prep``: one per step of ``runner/registry.py``, and those that are not steps."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ COMMAND_ORDER = (
 app = typer.Typer(
     cls=command_list(*COMMAND_ORDER),
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
-    help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
+    rich_markup_mode=None,  # plain help never truncates option names, and does not import rich
+    help="Prepare training data: from raw text to a clean, deduplicated, tokenized and indexed dataset.",
 )
 add_version(app)
 
-FormatOption = Annotated[Format, typer.Option("--format", help="Report as text for a person or as JSON on stdout.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Report format on stdout.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 WorkOption = Annotated[
     Path | None,
-    typer.Option("--work-dir", help="Folder for the plan, unfinished parts and rejects [default: OUTPUT.work]"),
+    typer.Option("--work-dir", help="Folder for task manifest, parts and rejects [default: OUTPUT.work]"),
 ]
 
 
@@ -73,7 +73,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 def _step_parameters(step: Step) -> list[inspect.Parameter]:
     inputs = typer.Argument(help=step.input_help)
-    more = typer.Option("--input", "--input-files", help="An input file or pattern, as INPUTS are. Repeat.")
+    more = typer.Option("--input", "--input-files", help="Input file or pattern, in addition to INPUTS. Repeat.")
     output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
     return [
         _keyword("inputs", Annotated[list[str] | None, inputs], None),
@@ -96,7 +96,7 @@ def _step_callback(step: Step) -> Callable[..., None]:
         run = build(RunSettings, values)
         patterns = [*(values["inputs"] or []), *(values["input_"] or [])]
         if not patterns:
-            raise UsageError(f"{step.name}: name at least one input file or pattern")
+            raise UsageError(f"{step.name}: no inputs; name at least one input file or pattern")
         output: Path = values["output"]
         job = Job(
             step=step.name,
@@ -121,8 +121,8 @@ def _step_callback(step: Step) -> Callable[..., None]:
             say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
         if summary.facts.get(MISSING_NAMES):
             say(
-                f"{step.name}: documents that {job.settings.groups} names and no input has: "
-                f"{summary.facts[MISSING_NAMES]:,}; give all inputs of find-duplicates, and the same --id-key"
+                f"{step.name}: {summary.facts[MISSING_NAMES]:,} names of {job.settings.groups} are in no input; "
+                "use all inputs of find-duplicates and the same --id-key"
             )
         if summary.tally.num_rejected or summary.facts.get(MISSING_NAMES):
             raise typer.Exit(EXIT_SOME_REJECTED)
@@ -135,9 +135,9 @@ def _reasons(counts: Mapping[str, int]) -> str:
 
 
 def _summary_line(summary: Summary) -> str:
-    """One line: documents and bytes in, kept, dropped and rejected by reason, seconds and MB/s."""
+    """One line: documents and bytes in, documents out, dropped and rejected by reason, seconds and MB/s."""
     tally = summary.tally
-    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_out:,} kept"]
+    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_out:,} out"]
     if tally.changed:
         parts.append(f"{tally.changed:,} changed")
     if tally.dropped:
@@ -148,8 +148,8 @@ def _summary_line(summary: Summary) -> str:
         parts.append(f"{tally.blank_lines:,} blank lines")
     parts += [f"{name.replace('_', ' ')} {_value_text(value)}" for name, value in summary.facts.items()]
     rate = human_bytes(tally.bytes_in / summary.seconds) if summary.seconds else "0 B"
-    done = "done before" if summary.reused else f"{summary.seconds:.1f} s, {rate}/s"
-    return f"{summary.step}: {'; '.join(parts)}; {done}"
+    duration = "reused from an earlier run" if summary.reused else f"{summary.seconds:.1f} s, {rate}/s"
+    return f"{summary.step}: {'; '.join(parts)}; {duration}"
 
 
 def _value_text(value: object) -> str:
@@ -162,7 +162,7 @@ def _value_text(value: object) -> str:
 
 @contextlib.contextmanager
 def _report_os_errors() -> Iterator[None]:
-    """Tell a fault of the disk in one line."""
+    """Report an error of the file system in one line."""
     try:
         yield
     except BrokenPipeError:
@@ -207,17 +207,13 @@ for _step in steps().values():
 
 @app.command("sample-corpus")
 def sample_corpus(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The JSON lines to write (also .gz, .xz, .bz2, .zst).")
-    ],
-    max_bytes: Annotated[
-        int, number(help="Stop before this many bytes of text; 0 takes all there is.", minimum=0, maximum=MAX_BYTES)
-    ] = 0,
-    seed: Annotated[int, number(help="Seed of the documents' order.", minimum=0, maximum=MAX_SEED)] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output: JSON lines (also .gz, .xz, .bz2, .zst).")],
+    max_bytes: Annotated[int, number(help="Maximum bytes of text; 0 is unlimited.", minimum=0, maximum=MAX_BYTES)] = 0,
+    seed: Annotated[int, number(help="Seed of the document order.", minimum=0, maximum=MAX_SEED)] = 0,
     overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Write real text that every machine has: the documentation of the installed Python."""
+    """Write a corpus that every machine has: the documentation of the installed Python."""
     from ..extract.sample_corpus import stdlib_folder, write_sample
 
     report = write_sample(stdlib_folder(), output, max_bytes=max_bytes, seed=seed, overwrite=overwrite)
@@ -262,9 +258,9 @@ def _pipeline_callback(
     if format_ is Format.JSON:
         emit_json(document)
     else:
-        tokens = f"{document['tokens']:,} tokens" if document["tokens"] is not None else "no data set"
+        tokens = f"{document['tokens']:,} tokens" if document["tokens"] is not None else "no dataset"
         emit(
-            f"pipeline: {document['documents_in']:,} documents in, {document['documents_out']:,} kept, "
+            f"pipeline: {document['documents_in']:,} documents in, {document['documents_out']:,} out, "
             f"{tokens}; {document['seconds']:.1f} s; {work_dir / 'pipeline-summary.json'}"
         )
     if document["documents_rejected"] or any(step_["facts"].get(MISSING_NAMES) for step_ in document["steps"]):
@@ -274,21 +270,25 @@ def _pipeline_callback(
 app.command("pipeline")(
     command(
         "pipeline",
-        "Run a recipe: a chain of steps, each taken up where an earlier run stopped.",
+        "Run a recipe, a chain of steps; resume where an earlier run stopped.",
         [
-            _keyword("recipe", Annotated[str, typer.Argument(help="A recipe file (.toml), or quickstart.")]),
+            _keyword("recipe", Annotated[str, typer.Argument(help="Recipe file (.toml), or quickstart.")]),
             _keyword(
                 "set_",
-                Annotated[list[str] | None, typer.Option("--set", help="Change a value: step.key=value. Repeat.")],
+                Annotated[list[str] | None, typer.Option("--set", help="Override a value: step.key=value. Repeat.")],
                 None,
             ),
-            _keyword("work_dir", Annotated[Path, typer.Option(help="Folder for everything that is written.")], Path()),
+            _keyword("work_dir", Annotated[Path, typer.Option(help="Folder for all outputs.")], Path()),
             _keyword(
                 "input_",
-                Annotated[list[str] | None, typer.Option("--input", help="Inputs in place of the recipe's. Repeat.")],
+                Annotated[
+                    list[str] | None, typer.Option("--input", help="Input instead of those of the recipe. Repeat.")
+                ],
                 None,
             ),
-            _keyword("step", Annotated[str | None, typer.Option(help="Run this step only, or a part of it.")], None),
+            _keyword(
+                "step", Annotated[str | None, typer.Option(help="Run only this step, or a subset of its tasks.")], None
+            ),
             *parameters(RunSettings),
             _keyword("format_", FormatOption, Format.TEXT),
         ],
@@ -299,10 +299,12 @@ app.command("pipeline")(
 
 @app.command("status")
 def status(
-    folder: Annotated[Path, typer.Argument(help="A work folder, or a folder with some, as --work-dir of a pipeline.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Work folder, or a folder of work folders such as --work-dir of a pipeline.")
+    ],
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Tell how far the runs in a folder are."""
+    """Show the progress of the runs in a folder."""
     from ..runner.status import status_of
 
     found = status_of(folder)
@@ -322,7 +324,7 @@ def inspect_dataset(
     prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Tell what an indexed data set holds."""
+    """Show the contents of an indexed dataset."""
     from ..formats.indexed import describe
 
     view = describe(prefix)
@@ -338,32 +340,28 @@ def inspect_dataset(
 @app.command("verify")
 def verify_dataset(
     prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json: every token must be one of its ids.")
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json whose ids bound the tokens.")] = None,
 ) -> None:
-    """Check an indexed data set and its sidecar's checksums; exit 2 with all problems where one is found."""
+    """Check an indexed dataset and the checksums of its sidecar; on errors, list all and exit with code 2."""
     from ..formats.indexed import verify
     from ..tokenization.tokenizers import TokenizerFiles, load_tokenizer
 
     files = TokenizerFiles(model=tokenizer)
     view = verify(prefix, None if tokenizer is None else load_tokenizer(files).vocabulary())
-    checksums = "checksums agree" if view["has_sidecar"] else "no sidecar, so no checksums were compared"
+    checksums = "checksums match" if view["has_sidecar"] else "no sidecar, checksums not compared"
     counts = f"{view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
-    emit(f"{prefix}: sound: {counts}; {checksums}")
+    emit(f"{prefix}: valid: {counts}; {checksums}")
 
 
 @app.command("group-duplicates")
 def group_duplicates(
-    pairs: Annotated[Path, typer.Argument(help="The pairs that find-duplicates wrote.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The groups to write, survivors first.")],
-    threshold: Annotated[
-        float, number(help="Jaccard index from which a pair connects (0 to 1).", minimum=0, maximum=1)
-    ] = 0.9,
+    pairs: Annotated[Path, typer.Argument(help="Pairs, the output of find-duplicates.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output: groups, the survivor of each first.")],
+    threshold: Annotated[float, number(help="Minimum Jaccard index of a pair (0 to 1).", minimum=0, maximum=1)] = 0.9,
     overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Connect pairs of near-duplicates to groups."""
+    """Group near-duplicates by their pairs."""
     from ..dedup.groups import write_groups
     from ..io.paths import check_new_outputs
 
@@ -386,26 +384,28 @@ def group_duplicates(
 
 @app.command("blacklist-urls")
 def blacklist_urls(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The URLs that are kept, one a line.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output: accepted URLs, one per line.")],
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")
+        list[str] | None, typer.Argument(help="URL files (one per line), patterns, or folders of .txt files.")
     ] = None,
     domains: Annotated[
-        Path | None, typer.Option(help="Registered domains to leave out, one a line [default: Megatron's list]")
+        Path | None, typer.Option(help="Blocked registered domains, one per line [default: Megatron's list]")
     ] = None,
     endings: Annotated[
-        Path | None, typer.Option(help="Endings to leave out, one a line [default: Megatron's list]")
+        Path | None, typer.Option(help="Blocked URL endings, one per line [default: Megatron's list]")
     ] = None,
-    save_dropped: Annotated[Path | None, typer.Option(help="Write dropped URLs here, behind their reasons.")] = None,
+    save_dropped: Annotated[
+        Path | None, typer.Option(help="File for dropped URLs with their reasons (tab-separated).")
+    ] = None,
     overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Leave out URLs of blocked domains, files, malformed and repeated ones."""
+    """Drop URLs of blocked domains and file types, malformed URLs and duplicates."""
     from ..io.paths import check_new_outputs, expand_inputs
     from ..web.url_filter import built_in_list, expand_folder, read_list, write_urls
 
     if not inputs:
-        raise UsageError("blacklist-urls: name at least one file, pattern or folder")
+        raise UsageError("blacklist-urls: no inputs; name at least one file, pattern or folder")
     paths = expand_inputs(expand_folder(inputs))
     tables = [save_dropped] if save_dropped else []
     check_new_outputs(paths, [output, *tables], overwrite=overwrite, tables=tables)
@@ -419,42 +419,45 @@ def blacklist_urls(
             dropped=save_dropped,
         )
     if format_ is Format.JSON:
-        emit_json({"urls_in": counts.urls_in, "kept": counts.kept, "dropped": counts.dropped, "output": str(output)})
+        emit_json(
+            {"urls_in": counts.urls_in, "urls_out": counts.urls_out, "dropped": counts.dropped, "output": str(output)}
+        )
         return
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
-    emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
+    emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.urls_out:,} out; dropped: {dropped}; {output}")
 
 
 @app.command("fetch-urls")
 def fetch_urls(
-    inputs: Annotated[list[str], typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The pages: JSON lines of url, title, text.")],
+    inputs: Annotated[list[str], typer.Argument(help="URL files (one per line), patterns, or folders of .txt files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output: JSON lines with url, title, text.")],
     connections: Annotated[
-        int, number(help="Requests side by side, to different hosts.", minimum=1, maximum=MAX_JOBS)
+        int, number(help="Maximum concurrent requests, to different hosts.", minimum=1, maximum=MAX_JOBS)
     ] = 8,
     delay_s: Annotated[
-        float, number(help="Seconds between two requests to one host.", minimum=0, maximum=MAX_SECONDS)
+        float, number(help="Minimum seconds between two requests to one host.", minimum=0, maximum=MAX_SECONDS)
     ] = 1.0,
     timeout_s: Annotated[
-        float, number(help="Seconds that a server may be silent.", minimum=0.001, maximum=MAX_SECONDS)
+        float, number(help="Timeout of a connection or read, in seconds.", minimum=0.001, maximum=MAX_SECONDS)
     ] = 20.0,
-    max_bytes: Annotated[int, number(help="Leave out answers of more bytes.", minimum=1, maximum=MAX_PAGE_BYTES)] = 8
-    << 20,
+    max_bytes: Annotated[
+        int, number(help="Maximum bytes of a response; larger pages fail.", minimum=1, maximum=MAX_PAGE_BYTES)
+    ] = 8 << 20,
     robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Address, network (CIDR) or host name that may be internal, such as 10.0.0.0/8. Repeat."),
+        typer.Option(help="Internal address, network (CIDR) or host name to allow, such as 10.0.0.0/8. Repeat."),
     ] = None,
-    user_agent: Annotated[str, typer.Option(help="What servers are told: name a page or address of yours.")] = "",
+    user_agent: Annotated[
+        str, typer.Option(help="User-Agent header; name a web page or e-mail address of yours.")
+    ] = "",
     overwrite: Annotated[
         bool,
-        typer.Option(
-            help="Replace an existing output, and start from scratch where the journal is of other URLs or rules."
-        ),
+        typer.Option(help="Replace an existing output; discard a journal of other URLs or rules."),
     ] = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
-    """Download the text of pages: politely, within bounds, going on where a run stopped."""
+    """Download the text of web pages with rate limits and robots.txt; resume after an interruption."""
     from ..io.paths import check_new_outputs, expand_inputs
     from ..web.fetch import FetchRules, UrlList, digest_rules, discard_stale_journal, fetch_all, write_pages
     from ..web.http_client import AllowedHosts
@@ -492,29 +495,29 @@ def fetch_urls(
 
 
 PrefixesArgument = Annotated[
-    list[str] | None, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx, a pattern, or a folder of data sets.")
+    list[str] | None, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx, a pattern, or a folder of datasets.")
 ]
 
 
 @app.command("merge-indexed")
 def merge_indexed(
-    output: Annotated[Path, typer.Option("--output", "-o", "--output-prefix", help="PREFIX of the new data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", "--output-prefix", help="PREFIX of the new dataset.")],
     prefixes: PrefixesArgument = None,
     input_: Annotated[
-        list[str] | None, typer.Option("--input", help="A prefix, pattern or folder, as PREFIXES are. Repeat.")
+        list[str] | None, typer.Option("--input", help="Prefix, pattern or folder, in addition to PREFIXES. Repeat.")
     ] = None,
-    widen: Annotated[bool, typer.Option(help="Write tokens of different types in the wider one.")] = False,
+    widen: Annotated[bool, typer.Option(help="Convert tokens of different types to the widest type.")] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Put indexed data sets one behind the other, without reading their tokens."""
+    """Concatenate indexed datasets without reading their tokens."""
     from ..tokenization.indexed_ops import expand_prefixes, merge_datasets
 
     found = expand_prefixes([*(prefixes or []), *(input_ or [])])
     if not found:
-        raise UsageError("merge-indexed: name at least one data set")
+        raise UsageError("merge-indexed: no inputs; name at least one dataset")
     index = merge_datasets(found, output, widen=widen, overwrite=overwrite)
     emit(
-        f"merge-indexed: {len(found):,} data sets; {index.num_documents:,} documents, "
+        f"merge-indexed: {len(found):,} datasets; {index.num_documents:,} documents, "
         f"{len(index.lengths):,} sequences, {index.num_tokens:,} tokens; {output}"
     )
 
@@ -522,14 +525,15 @@ def merge_indexed(
 @app.command("convert-indexed")
 def convert_indexed(
     prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="PREFIX of the new data set.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PREFIX of the new dataset.")],
     to: Annotated[IndexForm, typer.Option("--to", "--dataset-impl", help="Form of the new index.")] = IndexForm.MMAP,
     dtype: Annotated[
-        TokenDtype | None, typer.Option(help="Type of the new tokens [default: as they are; int32 for cached and lazy]")
+        TokenDtype | None,
+        typer.Option(help="Data type of the new tokens [default: unchanged; int32 for cached and lazy]"),
     ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Write an indexed data set in another form, or with tokens of another type."""
+    """Convert an indexed dataset to another form or token type."""
     import numpy as np
 
     from ..tokenization.indexed_ops import convert_dataset

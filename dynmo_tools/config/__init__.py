@@ -1,1 +1,1 @@
-"""Settings of the steps, each declared once: flag, recipe key and help follow from it."""
+"""Settings of every step, declared once, and their flags, recipe keys and help."""

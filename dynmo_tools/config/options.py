@@ -1,4 +1,4 @@
-"""Settings declared once: a field with a sentence and a unit becomes a flag, a TOML key and a line of help."""
+"""Settings declared once: a dataclass field with a help sentence becomes a flag, a TOML key and a line of help."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A field of a settings dataclass.
+    """Declare a field of a settings dataclass.
 
     Args:
-        default: the value without the flag; left out, the flag is required.
+        default: value without the flag; without a default the flag is required.
         help: one sentence, with the unit.
-        names: further names of the flag, such as those of the classic tools.
-        file: the value names a file whose content shapes the result, so that its size and date belong to the plan.
-        data: the value shapes the result; a run is not resumed under another value of it.
+        names: further names of the flag, such as those of Megatron's tools.
+        file: the value names a file whose content determines the result; its size and date are part of the manifest.
+        data: the value determines the result; a run is not resumed with another value.
         output: the value names a file or folder that is written.
-        folder: that output is a folder.
+        folder: the output is a folder.
         minimum: smallest value of a number.
-        maximum: largest value of a number; an integer without one fits in 63 bits.
+        maximum: largest value of a number; integers are limited to 63 bits by default.
+
+    Raises:
+        TypeError: the default is a list or dict.
     """
     metadata = {
         "help": help,
@@ -57,12 +60,12 @@ def setting(
 
 
 def flag_name(field_name: str) -> str:
-    """``min_tokens`` is ``--min-tokens``."""
+    """The flag of a field: ``--min-tokens`` for ``min_tokens``."""
     return "--" + field_name.replace("_", "-")
 
 
 def hints(kind: type) -> dict[str, Any]:
-    """The resolved types of a settings dataclass."""
+    """The resolved types of the fields of a settings dataclass."""
     return typing.get_type_hints(kind)
 
 
@@ -77,7 +80,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _violated_rule(value: float, minimum: float | None, maximum: float | None) -> str:
-    """Which rule a number breaks; empty where it breaks none."""
+    """The rule that a number violates; empty if none."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if minimum is not None and value < minimum:
@@ -99,11 +102,11 @@ def number(*names: str, help: str, minimum: float | None = None, maximum: float 
 
 
 def check_numbers(settings: Any, where: str = "") -> None:
-    """Refuse numbers out of their bounds, all in one message.
+    """Refuse numbers outside their bounds, all in one message.
 
     Args:
         settings: an object of a settings dataclass.
-        where: the table of a recipe that they come from; empty for flags.
+        where: the recipe table of the settings; empty for flags.
 
     Raises:
         UsageError: with each setting, its value and its rule.
@@ -120,8 +123,8 @@ def check_numbers(settings: Any, where: str = "") -> None:
 
 
 def parameters(kind: type) -> list[inspect.Parameter]:
-    """The settings of ``kind`` as typer parameters, one flag each."""
-    import typer  # not above: workers know settings, and parse no flags
+    """The settings of ``kind`` as typer parameters, one flag per field."""
+    import typer  # not at the top: workers import settings but parse no flags
 
     found = []
     resolved = hints(kind)
@@ -157,7 +160,7 @@ def parameters(kind: type) -> list[inspect.Parameter]:
 def command(
     name: str, help: str, params: Sequence[inspect.Parameter], body: Callable[..., None]
 ) -> Callable[..., None]:
-    """A function with these parameters for ``typer.Typer.command``; it hands all values to ``body``."""
+    """A function with these parameters for ``typer.Typer.command``; it passes all values to ``body``."""
 
     def run(**values: Any) -> None:
         body(**values)
@@ -170,7 +173,7 @@ def command(
 
 
 def build(kind: type, values: Mapping[str, Any]) -> Any:
-    """A settings object from parsed flags: lists become tuples."""
+    """A settings object from parsed flags; lists become tuples."""
     known = {field.name for field in dataclasses.fields(kind)}
     settings = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
     check_numbers(settings)
@@ -188,41 +191,49 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         try:
             return float(value)
         except OverflowError as error:
-            raise UsageError(f"{where} is {value}; it must be below 2^1024") from error
+            raise UsageError(f"{where} {value}: must be below 2^1024") from error
     if hint is Path and isinstance(value, str):
         return Path(value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         choices = [member.value for member in hint]
         if value not in choices:
-            raise UsageError(f"{where} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+            raise UsageError(f"{where} {value!r}: must be one of {', '.join(map(str, choices))}")
         return hint(value)
     if type(value) is not hint:
-        raise UsageError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+        raise UsageError(f"{where} {value!r}: must be of type {hint.__name__}")
     return value
 
 
 def from_mapping(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    """A settings object from a TOML table whose keys are the flags without dashes; unknown keys are refused."""
+    """A settings object from a TOML table whose keys are the flags without dashes.
+
+    Raises:
+        UsageError: a key is unknown, a required key is missing, or a value is invalid.
+    """
     by_key = {field.name.replace("_", "-"): field for field in dataclasses.fields(kind)}
     resolved = hints(kind)
     chosen: dict[str, Any] = {}
     for key, value in values.items():
         field = by_key.get(key.replace("_", "-"))
         if field is None:
-            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(by_key))}")
+            raise UsageError(f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(by_key))}")
         chosen[field.name] = _coerce(value, resolved[field.name], f"{where}.{key}")
     missing = [
         key for key, field in by_key.items() if field.default is dataclasses.MISSING and field.name not in chosen
     ]
     if missing:
-        raise UsageError(f"{where}: needs {', '.join(missing)}")
+        raise UsageError(f"{where}: required keys are missing: {', '.join(missing)}")
     settings = kind(**chosen)
     check_numbers(settings, where)
     return settings
 
 
 def parse_assignment(text: str) -> tuple[str, str, Any]:
-    """``step.key=value`` as (step, key, value); the value is read as TOML, or as text where it is none."""
+    """Split ``step.key=value`` into step, key and value; the value is parsed as TOML, else used as text.
+
+    Raises:
+        UsageError: the text does not have this form.
+    """
     left, equals, right = text.partition("=")
     step, dot, key = left.strip().rpartition(".")
     if not equals or not dot or not step or not key:
@@ -235,7 +246,12 @@ def parse_assignment(text: str) -> tuple[str, str, Any]:
 
 
 def jsonable(settings: Any, *, data_only: bool = False) -> dict[str, Any]:
-    """The settings as JSON values, for plans and summaries."""
+    """The settings as JSON values, for manifests and summaries.
+
+    Args:
+        settings: an object of a settings dataclass.
+        data_only: only the settings that determine the result.
+    """
     result: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         if data_only and not field.metadata["data"]:
@@ -252,8 +268,8 @@ def jsonable(settings: Any, *, data_only: bool = False) -> dict[str, Any]:
 
 
 def files_of(settings: Any) -> list[Path]:
-    """The files that the settings name and that shape the result."""
-    more = getattr(settings, "named_files", None)  # those that are named within other values
+    """The files that the settings name and whose content determines the result."""
+    more = getattr(settings, "named_files", None)  # files named within other values
     return [*_named(settings, "file"), *(more() if more is not None else [])]
 
 

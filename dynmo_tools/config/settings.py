@@ -1,4 +1,4 @@
-"""The settings of every step, each flag declared once. Light: the commands' help needs nothing else."""
+"""Settings of the built-in steps and of a run; each field is a flag and a recipe key. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from .options import setting
 
 MAX_PERMUTATIONS = 1 << 16
 MAX_SEED = (1 << 32) - 1
-"""The largest seed that numpy and datasketch take."""
+"""Largest seed that numpy and datasketch accept."""
 MAX_WORKERS = 4096
 MAX_TASKS = 1 << 20
 MAX_BYTES = 1 << 40
 MAX_PAGE_BYTES = 1 << 27
-"""Of a fetched page: its row in the journal, where a byte may take 6, stays within ``MAX_TABLE_BYTES``."""
+"""Bytes of a fetched page: its journal row, with up to 6 bytes per byte, stays within ``MAX_TABLE_BYTES``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractWikiSettings:
     """Extract the articles of MediaWiki XML dumps: {"id", "revid", "url", "title", "text"}."""
 
-    namespaces: tuple[str, ...] = setting(("0",), help="Numbers of the namespaces to extract. Repeat for several.")
-    lists: bool = setting(False, help="Keep the items of lists, each as a line that begins with '- '.")
-    url_base: str = setting("", help="What stands before ?curid=ID in the URLs [default: as the dump says]")
+    namespaces: tuple[str, ...] = setting(("0",), help="Number of a namespace to extract. Repeat for several.")
+    lists: bool = setting(False, help="Keep list items, each as a line that starts with '- '.")
+    url_base: str = setting("", help="URL before ?curid=ID [default: base of the dump]")
 
     def __post_init__(self) -> None:
-        """Refuse namespaces that are not numbers: no page would be in them."""
+        """Refuse namespaces that are not numbers: no page would match."""
         for namespace in self.namespaces:
             if not (namespace.isascii() and namespace.isdecimal()):
-                raise UsageError(f"--namespaces {namespace!r}: must be a number of a namespace, such as 0 for articles")
+                raise UsageError(
+                    f"--namespaces {namespace!r}: must be the number of a namespace, such as 0 for articles"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings:
-    """Put files of documents one behind the other, their lines as they are."""
+    """Concatenate document files; the bytes of each row stay unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddIdSettings:
-    """Give each document a number, counted from 1 over all inputs in their order."""
+    """Number the documents, starting at 1, across all inputs in their order."""
 
-    id_prefix: str = setting(help="What stands before the number: PREFIX-0000000001.")
+    id_prefix: str = setting(help="Prefix of the number: PREFIX-0000000001.")
     id_key: str = setting("adlr_id", help="Key of the new entry.")
-    rewrite: bool = setting(False, help="Replace an entry that is there already.")
+    rewrite: bool = setting(False, help="Replace an existing entry.")
 
 
 class Jaccard(StrEnum):
-    """Which set the number of common shingles is divided by."""
+    """Denominator of the Jaccard index."""
 
     UNION = "union"
     MIN = "min"
@@ -67,32 +69,28 @@ class IndexForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchSettings:
-    """What finding near-duplicates needs to know."""
+    """Settings of the search for near-duplicates."""
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
     id_key: tuple[str, ...] = setting(
         ("url",),
-        help="Key of a document's name; of several (repeat) the first that it has. Documents without one, and those "
-        "whose name is not their own, are named FILE@OFFSET.",
+        help="Key of a document's name; repeat for alternatives, the first present one counts. Documents without a "
+        "unique name are named FILE@OFFSET.",
     )
-    threshold: float = setting(
-        0.5, help="Pairs count from this Jaccard index of their shingles on (0 to 1).", minimum=0, maximum=1
-    )
+    threshold: float = setting(0.5, help="Minimum Jaccard index of a pair's shingles (0 to 1).", minimum=0, maximum=1)
     jaccard: Jaccard = setting(
-        Jaccard.UNION, help="Divide the common shingles by the union, or by the smaller or larger set."
+        Jaccard.UNION, help="Denominator of the Jaccard index: the union, the smaller or the larger set."
     )
-    num_seeds: int = setting(
-        100, help="Number of MinHash permutations a document.", minimum=1, maximum=MAX_PERMUTATIONS
-    )
+    num_seeds: int = setting(100, help="Number of MinHash permutations.", minimum=1, maximum=MAX_PERMUTATIONS)
     num_bands: int = setting(
         10,
-        help="Bands that the permutations are cut into; documents that agree in a whole band are compared.",
+        help="Number of LSH bands; documents with one equal band are compared.",
         minimum=1,
         maximum=MAX_PERMUTATIONS,
     )
     heuristic_iter: int = setting(
         -1,
-        help="Documents of a bucket that are compared with all others of it, one after the other; -1 is all of them.",
+        help="Maximum number of documents of a bucket that are compared with all others; -1 compares all.",
         minimum=-1,
         maximum=MAX_COUNT,
     )
@@ -101,38 +99,37 @@ class MatchSettings:
     load_fingerprints: tuple[Path, ...] = setting(
         (),
         file=True,
-        help="Folder of fingerprints of earlier documents, which count as the first ones. Repeat for several.",
+        help="Folder of saved fingerprints; its documents precede all inputs. Repeat for several.",
     )
     save_fingerprints: Path | None = setting(
         None,
         output=True,
         folder=True,
-        help="Folder to keep the fingerprints of all documents in, loaded ones included.",
+        help="Folder for the fingerprints of all documents, including loaded ones.",
     )
 
     def __post_init__(self) -> None:
         """Refuse bands of different sizes, and a search that compares nothing."""
         if self.num_bands >= 1 and self.num_seeds % self.num_bands:
             raise UsageError(
-                f"--num-seeds {self.num_seeds} permutations do not divide into --num-bands {self.num_bands}; "
-                "choose a divisor"
+                f"--num-bands {self.num_bands}: must divide --num-seeds {self.num_seeds}; choose a divisor of it"
             )
         if self.heuristic_iter == 0:
-            raise UsageError("--heuristic-iter 0: compares no documents; give at least 1, or -1 for all")
+            raise UsageError("--heuristic-iter 0: compares no documents; use at least 1, or -1 for all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindDuplicatesSettings(MatchSettings):
-    """List pairs of near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+    """List pairs of near-duplicates. MinHash bands select candidates, their exact Jaccard index decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupSettings(MatchSettings):
-    """Remove near-duplicates, all but the first of each group: find, group and remove in one."""
+    """Remove near-duplicates except the first of each group: find, group and remove in one step."""
 
     threshold: float = setting(
         0.9,
-        help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1).",
+        help="Minimum Jaccard index of duplicates, by character shingles (0 to 1).",
         minimum=0,
         maximum=1,
     )
@@ -140,16 +137,16 @@ class DedupSettings(MatchSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveDuplicatesSettings:
-    """Remove all documents but the first of each group that group-duplicates wrote."""
+    """Remove all documents of each group of group-duplicates except the first."""
 
-    groups: Path = setting(file=True, help="The groups to remove: the output of group-duplicates.")
+    groups: Path = setting(file=True, help="Groups, the output of group-duplicates.")
     id_key: tuple[str, ...] = setting(
-        ("url",), help="Key of a document's name; of several (repeat) the first that it has, as in find-duplicates."
+        ("url",), help="Key of a document's name, as for find-duplicates; repeat for alternatives."
     )
 
 
 class Model(StrEnum):
-    """The tokenizers that can be trained."""
+    """Models of tokenizers that can be trained."""
 
     BPE = "bpe"
     WORDPIECE = "wordpiece"
@@ -158,38 +155,42 @@ class Model(StrEnum):
 
 GPT2_END = "<|endoftext|>"
 MAX_WORD_BYTES = 1 << 30
-"""32 bits number the symbols of the words."""
+"""Symbols of words are numbered with 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerSettings:
-    """Train a tokenizer on the documents: byte-level BPE, or WordPiece."""
+    """Train a tokenizer on the documents: byte-level BPE or WordPiece."""
 
-    model: Model = setting(Model.BPE, help="Byte-level BPE (as GPT-2), or WordPiece (as BERT), cased or lower-cased.")
+    model: Model = setting(Model.BPE, help="Byte-level BPE (GPT-2) or WordPiece (BERT), cased or lower-cased.")
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
     vocab_size: int = setting(
-        8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.", minimum=1, maximum=MAX_SIZE
+        8192, help="Vocabulary size, including special tokens and the 256 bytes.", minimum=1, maximum=MAX_SIZE
     )
-    min_frequency: int = setting(2, help="A pair must occur this often to be merged.", minimum=1, maximum=MAX_COUNT)
+    min_frequency: int = setting(
+        2, help="Minimum number of occurrences of a merged pair.", minimum=1, maximum=MAX_COUNT
+    )
     max_word_bytes: int = setting(
         1 << 24,
-        help="Bytes of distinct words to merge, at most: the rarest beyond are left out, and the summary says how "
-        "many. While it merges, each byte takes 20 bytes of disk, and no memory.",
+        help="Maximum bytes of distinct words; rarer words are excluded and counted in the summary. Merging uses 20 "
+        "bytes of disk per byte, and no memory.",
         minimum=1,
         maximum=MAX_WORD_BYTES,
     )
     special_tokens: tuple[str, ...] = setting(
         (),
-        help="Special tokens, which take the first ids; repeat for several "
+        help="Special token; special tokens have the first ids. Repeat for several "
         "[default: <|endoftext|> for bpe; [PAD] [UNK] [CLS] [SEP] [MASK] for wordpiece]",
     )
 
     def __post_init__(self) -> None:
-        """Refuse a vocabulary that has no room for all bytes."""
-        least = 256 + len(set(self.special_tokens or (GPT2_END,)))
-        if self.model is Model.BPE and self.vocab_size < least:
-            raise UsageError(f"--vocab-size {self.vocab_size}: the bytes and special tokens alone need {least}")
+        """Refuse a vocabulary that is too small for all bytes."""
+        minimum = 256 + len(set(self.special_tokens or (GPT2_END,)))
+        if self.model is Model.BPE and self.vocab_size < minimum:
+            raise UsageError(
+                f"--vocab-size {self.vocab_size}: must be at least {minimum}, the bytes and special tokens"
+            )
 
 
 TASK_KEYS: dict[str, tuple[str, ...]] = {
@@ -208,10 +209,10 @@ TASK_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def parse_task(text: str) -> tuple[str, Path, tuple[str, ...]]:
-    """``NAME=FILE`` or ``NAME=FILE:KEY`` as name, file and the keys of its questions.
+    """Split ``NAME=FILE`` or ``NAME=FILE:KEY`` into name, file and the keys of its texts.
 
     Raises:
-        UsageError: it is neither, or the name is unknown and no key is given.
+        UsageError: the text has neither form, or the name is unknown and no key is stated.
     """
     name, equals, rest = text.partition("=")
     if not equals or not name or not rest:
@@ -222,60 +223,61 @@ def parse_task(text: str) -> tuple[str, Path, tuple[str, ...]]:
     keys = (key,) if key else TASK_KEYS.get(name)
     if keys is None:
         raise UsageError(
-            f"--task {text!r}: name the key, as in {name}={rest}:question; known are {', '.join(TASK_KEYS)}"
+            f"--task {text!r}: the keys of this task are unknown; state one, as in {name}={rest}:question, "
+            f"or use a task of {', '.join(TASK_KEYS)}"
         )
     return name, Path(path), keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateSettings:
-    """Cut text that downstream tasks ask for out of the documents, by word n-grams."""
+    """Remove text of downstream tasks from the documents, by word n-grams."""
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
     task: tuple[str, ...] = setting(
         (),
         names=("--tasks",),
-        help="NAME=FILE or NAME=FILE:KEY of a task (JSON or JSON lines); repeat for several. The key is known for "
+        help="NAME=FILE or NAME=FILE:KEY of a task (JSON or JSON lines); repeat for several. KEY is optional for "
         "lambada, squad, trivia_qa, web_questions, race, drop, natural_questions, coqa, piqa.",
     )
-    name: tuple[str, ...] = setting((), help="Names in split_id instead of those of the tasks. Repeat for several.")
-    load_dictionary: Path | None = setting(None, file=True, help="Use a saved dictionary; nothing is counted.")
-    save_dictionary: Path | None = setting(None, output=True, help="Save the dictionary, without the common n-grams.")
-    max_ngram_size: int = setting(13, help="Words of an n-gram.", minimum=1, maximum=1000)
+    name: tuple[str, ...] = setting((), help="Name in split_id instead of the task names. Repeat for several.")
+    load_dictionary: Path | None = setting(None, file=True, help="Saved dictionary; its n-grams are not counted again.")
+    save_dictionary: Path | None = setting(None, output=True, help="File for the dictionary without common n-grams.")
+    max_ngram_size: int = setting(13, help="Maximum words per n-gram.", minimum=1, maximum=1000)
     min_ngram_size: int = setting(
         8,
-        help="Task texts of fewer words are not looked for; up to the maximum, as a whole.",
+        help="Minimum words per n-gram; task texts between the sizes are one n-gram.",
         minimum=1,
         maximum=1000,
     )
     key_threshold: int = setting(
-        10, help="N-grams in this many documents and more are common, and stay.", minimum=1, maximum=MAX_COUNT
+        10, help="Number of documents from which an n-gram is common and stays.", minimum=1, maximum=MAX_COUNT
     )
     remove_char_each_side: int = setting(
-        200, help="Characters to cut on each side, up to the end of a sentence.", minimum=0, maximum=MAX_COUNT
+        200, help="Minimum characters to remove on each side, up to a sentence end.", minimum=0, maximum=MAX_COUNT
     )
-    filter_text_char_len: int = setting(
-        200, help="Pieces of at most this many characters are dropped.", minimum=0, maximum=MAX_COUNT
+    filter_text_char_len: int = setting(200, help="Maximum characters of dropped pieces.", minimum=0, maximum=MAX_COUNT)
+    splits_count: int = setting(
+        10, help="Maximum pieces per document; documents with more are dropped.", minimum=0, maximum=MAX_COUNT
     )
-    splits_count: int = setting(10, help="Documents of more pieces are dropped.", minimum=0, maximum=MAX_COUNT)
 
     def __post_init__(self) -> None:
-        """Refuse sizes of n-grams that contradict each other."""
+        """Refuse n-gram sizes that contradict each other."""
         if self.min_ngram_size > self.max_ngram_size:
             raise UsageError(
                 f"--min-ngram-size {self.min_ngram_size} must be at most --max-ngram-size {self.max_ngram_size}"
             )
 
     def named_files(self) -> list[Path]:
-        """The tasks' files, for ``options.files_of``."""
+        """Files of the tasks, for ``options.files_of``."""
         return [parse_task(text)[1] for text in self.task]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleSettings:
-    """Put the documents in a random order that the seed fixes."""
+    """Shuffle the documents; the seed determines the order."""
 
-    seed: int = setting(1234, help="Seed of the order.", minimum=0, maximum=MAX_SEED)
+    seed: int = setting(1234, help="Seed of the random order.", minimum=0, maximum=MAX_SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +288,7 @@ class SplitSentencesSettings:
 
 
 class TokenDtype(StrEnum):
-    """The types of tokens that are written."""
+    """Data types of tokens that can be written."""
 
     UINT16 = "uint16"
     INT32 = "int32"
@@ -294,7 +296,7 @@ class TokenDtype(StrEnum):
 
 
 class TokenizerType(StrEnum):
-    """The tokenizers that binarize knows, by Megatron's names."""
+    """Tokenizer types of binarize, with Megatron's names."""
 
     HUGGING_FACE = "HuggingFaceTokenizer"
     GPT2 = "GPT2BPETokenizer"
@@ -306,7 +308,7 @@ class TokenizerType(StrEnum):
 
 
 class Engine(StrEnum):
-    """Which library runs a BPE tokenizer; their ids are the same."""
+    """Library that runs a BPE tokenizer; all give the same ids."""
 
     AUTO = "auto"
     GIGATOKEN = "gigatoken"
@@ -315,70 +317,68 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
-    """Tokenize documents into an indexed data set."""
+    """Tokenize documents into an indexed dataset."""
 
     json_keys: tuple[str, ...] = setting(
         ("text",),
         names=("--json-key",),
-        help="Key of the text in each document; repeat for several, each becomes a data set of its own.",
+        help="Key of the text in each document; repeat for several, one dataset per key.",
     )
-    tokenizer_type: TokenizerType = setting(
-        TokenizerType.HUGGING_FACE, help="What the tokenizer's files are, by Megatron's names."
-    )
+    tokenizer_type: TokenizerType = setting(TokenizerType.HUGGING_FACE, help="Tokenizer type, with Megatron's names.")
     tokenizer: Path | None = setting(
         None,
         file=True,
         names=("--tokenizer-model",),
-        help="The tokenizer.json, or the SentencePiece model for SentencePieceTokenizer and Llama2Tokenizer.",
+        help="tokenizer.json, or the model of SentencePieceTokenizer and Llama2Tokenizer.",
     )
     vocab_file: Path | None = setting(
         None,
         file=True,
         names=("--vocab",),
-        help="The vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers (JSON; for Bert one token a line).",
+        help="Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers (JSON; for Bert one token per line).",
     )
-    merge_file: Path | None = setting(None, file=True, help="The merges of GPT2BPETokenizer.")
+    merge_file: Path | None = setting(None, file=True, help="Merges of GPT2BPETokenizer.")
     append_eod: bool = setting(False, help="Append the end-of-document token to each document.")
     eod_token: str | None = setting(
         None,
-        help="The end-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's own for SentencePiece]",
+        help="End-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's for SentencePiece]",
     )
-    plain_text: bool = setting(False, help="Each line of the inputs is a document's text, and no JSON object.")
-    split_sentences: bool = setting(False, help="Make each sentence a sequence, as BERT and T5 want it.")
-    keep_newlines: bool = setting(False, help="Leave the white space behind a sentence on it when splitting.")
+    plain_text: bool = setting(False, help="Read each line of the inputs as the text of a document, not as JSON.")
+    split_sentences: bool = setting(False, help="Make each sentence a sequence, for BERT and T5.")
+    keep_newlines: bool = setting(False, help="Keep the white space after a sentence when splitting.")
     keep_empty: bool = setting(
         False,
-        help="Write empty documents as documents of no tokens, and white space as it is, instead of leaving them out.",
+        help="Write empty documents without tokens, and tokenize white space, instead of dropping them.",
     )
-    dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy have the same bytes.")
+    dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy are identical.")
     engine: Engine = setting(
         Engine.AUTO,
         data=False,
-        help="Library that runs BPE: gigatoken where it can, else tokenizers, sentencepiece; same ids.",
+        help="Library that runs BPE; auto prefers gigatoken. The ids are the same.",
     )
 
     def data_prefix(self, output: Path, key: str) -> Path:
-        """``PREFIX_text_document`` or ``PREFIX_text_sentence``: the data set's name, as in the classic tools."""
+        """The name of the dataset, as in Megatron's tools: ``PREFIX_text_document`` or ``PREFIX_text_sentence``."""
         return output.with_name(f"{output.name}_{key}_{'sentence' if self.split_sentences else 'document'}")
 
     def made_files(self, output: Path) -> list[Path]:
-        """The files that a run writes, for ``plan.written_files``."""
+        """Files that a run writes, for ``task_manifest.written_files``."""
         prefixes = [self.data_prefix(output, key) for key in self.json_keys]
         endings = (".bin", ".dataset.json", ".idx")
         return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in endings]
 
     def __post_init__(self) -> None:
-        """Refuse two data sets of one name."""
+        """Refuse two datasets of one name."""
         if len(set(self.json_keys)) < len(self.json_keys):
-            raise UsageError(f"--json-keys {' '.join(self.json_keys)}: a key is named twice; each becomes one data set")
-        if self.plain_text and self.json_keys != ("text",):
             raise UsageError(
-                f"--plain-text: a line of text has no keys; leave out --json-keys {' '.join(self.json_keys)}"
+                f"--json-keys {' '.join(self.json_keys)}: a key occurs twice; each key becomes one dataset"
             )
+        if self.plain_text and self.json_keys != ("text",):
+            raise UsageError(f"--plain-text: a line of text has no keys; remove --json-keys {' '.join(self.json_keys)}")
 
 
 class Utf8(StrEnum):
-    """What to do with bytes that are no UTF-8."""
+    """Handling of invalid UTF-8."""
 
     REJECT = "reject"
     REPLACE = "replace"
@@ -394,19 +394,19 @@ class ExecutorName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How any step is run."""
+    """Settings of the execution of any step."""
 
     log_interval: int = setting(
         1000,
         data=False,
-        help="Documents between two lines of progress, where stderr is no terminal.",
+        help="Documents between two progress lines, if stderr is not a terminal.",
         minimum=1,
         maximum=MAX_COUNT,
     )
 
     workers: int = setting(
         1,
-        help="Processes that work side by side; the output's bytes do not depend on it.",
+        help="Number of worker processes; the output does not depend on it.",
         data=False,
         minimum=1,
         maximum=MAX_WORKERS,
@@ -414,46 +414,46 @@ class RunSettings:
     executor: ExecutorName = setting(
         ExecutorName.LOCAL,
         data=False,
-        help="Run tasks in processes of this machine, on a Ray cluster (RAY_ADDRESS, else one of this machine), or as "
-        "Slurm arrays of which each job runs a part.",
+        help="Run tasks in processes of this machine, on a Ray cluster (RAY_ADDRESS, else a local one), or in Slurm "
+        "job arrays.",
     )
     emit_sbatch: Path | None = setting(
-        None, data=False, help="Write the script that submits the Slurm arrays to this file; submit nothing."
+        None, data=False, help="Write the Slurm submission script to this file without submitting."
     )
     task_index: int | None = setting(
         None,
         data=False,
-        help="Run only the tasks I, I+N, I+2N, ... of one phase: this is I, counted from 0.",
+        help="Run only tasks I, I+N, I+2N, ... of one phase; this is I, from 0.",
         minimum=0,
         maximum=MAX_TASKS,
     )
     task_count: int | None = setting(
         None,
         data=False,
-        help="This is N of --task-index; with Slurm the jobs of an array [default: 64].",
+        help="N of --task-index; with Slurm the jobs per array [default: 64].",
         minimum=1,
         maximum=MAX_TASKS,
     )
-    phase: str | None = setting(
-        None, data=False, help="The phase of --task-index [default: the first that is not complete]."
-    )
+    phase: str | None = setting(None, data=False, help="Phase of --task-index [default: the first incomplete one].")
     overwrite: bool = setting(
         False,
-        help="Replace existing outputs, and discard an unfinished run with other settings or inputs.",
+        help="Replace existing outputs, and discard an incomplete run with other settings or inputs.",
         data=False,
     )
     max_rejects: float = setting(
         0.01,
-        help="Stop with exit code 4 when more than this share of the lines (0 to 1) are no usable documents.",
+        help="Maximum fraction of invalid lines (0 to 1); above it, exit with code 4.",
         data=False,
         minimum=0,
         maximum=1,
     )
     task_bytes: int = setting(
         64 << 20,
-        help="Cut uncompressed inputs into tasks of about this many bytes, the end of the last input finer.",
+        help="Bytes per task of uncompressed inputs; tasks at the end of the last input are smaller.",
         minimum=1,
         maximum=MAX_BYTES,
     )
-    max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.", minimum=1, maximum=MAX_BYTES)
-    utf8: Utf8 = setting(Utf8.REJECT, help="Put lines that are no UTF-8 aside, or replace their bad bytes by U+FFFD.")
+    max_line_bytes: int = setting(
+        64 << 20, help="Maximum bytes per line; longer lines are rejected.", minimum=1, maximum=MAX_BYTES
+    )
+    utf8: Utf8 = setting(Utf8.REJECT, help="Reject lines of invalid UTF-8, or replace invalid bytes by U+FFFD.")

@@ -1,7 +1,7 @@
-"""Word n-grams of texts, and finding those of a dictionary in a text fast.
+"""Word n-grams of texts, and a fast search for the n-grams of a dictionary.
 
-Words are numbered as the dictionary meets them. The numbers of a text enter one polynomial in 64 bits for each length;
-a bit map of the dictionary's values tells where a hit may be, and the words themselves decide.
+The dictionary numbers its words. For each n-gram length, a 64-bit polynomial of the word numbers of a text is looked up
+in a bit map of the dictionary's values. The bit map selects candidates, the words themselves decide.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def split_words(text: str) -> list[str]:
 
 
 def word_starts(text: str) -> list[int]:
-    """Where each word of ``split_words`` begins in ``text``, in characters.
+    """The character offset of each word of ``split_words`` in ``text``.
 
-    A few characters become two when lower-cased; their words' places are brought back to the text.
+    Some characters become two when lower-cased; the offsets are converted back to the text.
     """
     lower = text.lower()
     starts = [match.start() for match in WORD.finditer(lower)]
@@ -47,7 +47,7 @@ def word_starts(text: str) -> list[int]:
 
 
 def ngrams_of(text: str, sizes: NgramSizes) -> Iterator[str]:
-    """The n-grams that a task's text gives: all of the largest size, or the whole of a text between the sizes."""
+    """The n-grams of a task's text: all of the maximum size, or the complete text if it is shorter than that."""
     words = split_words(text)
     if len(words) < sizes.min_words:
         return
@@ -58,7 +58,12 @@ def ngrams_of(text: str, sizes: NgramSizes) -> Iterator[str]:
 
 
 class Hit(NamedTuple):
-    """An n-gram of the dictionary in a text: the number of its first word, and its words joined by spaces."""
+    """An n-gram of the dictionary in a text.
+
+    Attributes:
+        word: number of its first word, from 0.
+        ngram: its words joined by spaces.
+    """
 
     word: int
     ngram: str
@@ -67,18 +72,21 @@ class Hit(NamedTuple):
 def _as_numbers(
     ngrams: Iterable[str], numbers: dict[str, int]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The words of n-grams as numbers from 1 on, and where in them each n-gram begins, and how many words it has.
+    """Number the words of n-grams, from 1.
 
-    N-grams of a text come one word after the other, as a rule: then only the last word is new.
+    Consecutive n-grams of one text overlap in all words but one; then only the last word is new.
 
     Args:
         ngrams: words joined by single spaces.
-        numbers: takes the number of each word.
+        numbers: receives the number of each word.
+
+    Returns:
+        Word numbers of all n-grams, uint64; the offset of each n-gram in them, and its length in words, int64.
     """
     stream: list[int] = []
     starts: list[int] = []
     lengths: list[int] = []
-    rest: str | None = None  # what the next one begins with if it is a word further
+    rest: str | None = None  # prefix of the next n-gram if it starts one word later
     for ngram in ngrams:
         if rest is not None and ngram.startswith(rest) and ngram.find(" ", len(rest)) < 0:
             words = [ngram[len(rest) :]]
@@ -95,7 +103,12 @@ def _as_numbers(
 
 
 class NgramFinder:
-    """A dictionary of n-grams, made ready for searching."""
+    """Searches texts for the n-grams of a dictionary.
+
+    Args:
+        ngrams: the dictionary.
+        max_words: maximum words per n-gram.
+    """
 
     def __init__(self, ngrams: Iterable[str], max_words: int) -> None:
         listed = list(ngrams)
@@ -112,7 +125,7 @@ class NgramFinder:
             self._maps[length][self._values(columns)] = True
 
     def _values(self, columns: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """The place in the bit map of each n-gram, given its words ``[length, ngrams]``."""
+        """The position in the bit map of each n-gram, given word numbers ``[length, ngrams]``."""
         mixed = np.zeros(columns.shape[1], dtype=np.uint64)
         for column in columns:
             mixed = (mixed + column) * MULTIPLIER
@@ -120,7 +133,7 @@ class NgramFinder:
         return (mixed >> self._shift).astype(np.int64)
 
     def _candidates(self, words: Sequence[str]) -> dict[int, npt.NDArray[np.bool_]]:
-        """For each length of the dictionary, at which words such an n-gram may begin."""
+        """For each length of the dictionary, the words at which an n-gram may start, ``[words - length + 1]``."""
         found_numbers = map(self._numbers.get, words, itertools.repeat(0))
         numbers = np.fromiter(found_numbers, dtype=np.uint64, count=len(words))
         found = {}
@@ -134,11 +147,11 @@ class NgramFinder:
         return found
 
     def first(self, words: Sequence[str]) -> Hit | None:
-        """The first n-gram in ``words``, by the order of the classic tool; None where there is none.
+        """The first n-gram in ``words``, in the search order of Megatron's tool; None if there is none.
 
-        Word by word, as far as a whole window of the largest size fits: that size first, then shorter ones by length.
-        Behind that, in the last window, shorter ones by length and then by place. A text that is shorter than the
-        largest size is not looked at.
+        At each word where a window of the maximum size fits: the maximum size first, then shorter sizes ascending. In
+        the last window, shorter sizes ascending, each from left to right. Texts shorter than the maximum size are not
+        searched.
         """
         windows = len(words) - self._most + 1
         if windows < 1 or not self._lengths:

@@ -1,7 +1,7 @@
-"""Decontaminate: cut out of the documents what downstream tasks ask. The rules are those of ``filter_ngrams``.
+"""The step ``decontaminate``: remove text of downstream tasks, by the rules of Megatron's ``filter_ngrams``.
 
-Two passes over the data. The first counts in how many documents each n-gram of the tasks occurs; those that are too
-common say nothing and are dropped from the dictionary. The second cuts each document around the n-grams that are left.
+The first pass counts the documents of each n-gram; n-grams of many documents are common phrases and are removed from
+the dictionary. The second pass splits each document around the remaining n-grams.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXT_KEYS = ("text", "input_text", "question")
 
 
 def texts_under(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
-    """Every text under one of ``keys``, at any depth; lists and objects with a text of their own are looked into."""
+    """All texts under one of ``keys``, at any depth of lists and objects."""
     if isinstance(value, list):
         for element in value:
             yield from texts_under(element, keys)
@@ -57,7 +57,7 @@ def read_task(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
     """The texts of a task's file: one JSON document, or JSON lines.
 
     Raises:
-        UsageError: it is neither, or none of the keys is in it.
+        UsageError: the file has neither form, or none of the keys.
     """
     try:
         with open_read(path) as handle:
@@ -70,24 +70,24 @@ def read_task(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
         try:
             documents = [parse_any_json(line) for line in payload.split(b"\n") if line.strip()]
         except ValueError as error:
-            raise UsageError(f"{path}: is neither a JSON document nor JSON lines: {error}") from error
+            raise UsageError(f"{path}: neither a JSON document nor JSON lines: {error}") from error
     found = list(texts_under(documents, keys))
     if not found:
         there = ", ".join(next((list(one)[:MAX_KEYS] for one in documents if isinstance(one, dict)), [])) or "none"
         raise UsageError(
-            f"{path}: has no text under {' or '.join(keys)}; its keys are {there}: name one by --task NAME=FILE:KEY"
+            f"{path}: no text under {' or '.join(keys)}; its keys are {there}; state one with --task NAME=FILE:KEY"
         )
     yield from found
 
 
 def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, str]:
-    """What is left of ``text`` on both sides of an n-gram: up to and behind the ends of sentences ``margin`` away.
+    """The text before and after an n-gram, without the sentences within ``margin`` characters of it.
 
     Args:
-        text: the whole text.
-        start: where the n-gram begins, in characters.
-        length: of the n-gram, its words joined by single spaces, in characters.
-        margin: characters to cut on each side at least.
+        text: the document.
+        start: offset of the n-gram, in characters.
+        length: characters of the n-gram, its words joined by single spaces.
+        margin: minimum characters to remove on each side.
     """
     at = start - margin
     while at > 0 and text[at] not in SENTENCE_ENDS:
@@ -100,7 +100,7 @@ def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, 
 
 
 def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: int) -> list[str]:
-    """The parts of ``text`` that hold no n-gram, each longer than ``min_characters`` unless it is the whole."""
+    """The pieces of ``text`` without n-grams, each longer than ``min_characters`` unless it is the complete text."""
     waiting = text
     pieces: list[str] = []
     while waiting:
@@ -115,7 +115,7 @@ def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: in
 
 
 def find_all(text: str, finder: NgramFinder) -> set[str]:
-    """The n-grams in ``text``, looking on behind each one found."""
+    """The n-grams in ``text``; the search resumes after each one."""
     found = set()
     waiting = text
     while waiting:
@@ -140,12 +140,12 @@ def decontaminate_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def make_dictionary(task: Task) -> None:
-    """Task function: the n-grams of all tasks, or those that were saved."""
+    """Task function: the n-grams of all tasks, or of a saved dictionary."""
     settings: DecontaminateSettings = task.job.settings
     if settings.load_dictionary is not None:
         header, *entries = read_objects(settings.load_dictionary)
         if header.get("format") != FORMAT or header.get("version", 0) > VERSION:
-            raise UsageError(f"{settings.load_dictionary}: is no dictionary that --save-dictionary wrote")
+            raise UsageError(f"{settings.load_dictionary}: not a dictionary of --save-dictionary; name such a file")
         ngrams = [entry["ngram"] for entry in entries]
     elif settings.task:
         sizes = NgramSizes(min_words=settings.min_ngram_size, max_words=settings.max_ngram_size)
@@ -153,7 +153,7 @@ def make_dictionary(task: Task) -> None:
         texts = (text for _, path, keys in chosen for text in read_task(path, keys))
         ngrams = list(dict.fromkeys(ngram for text in texts for ngram in ngrams_of(text, sizes)))
     else:
-        raise UsageError("decontaminate: name what to look for: --task NAME=FILE, or --load-dictionary FILE")
+        raise UsageError("decontaminate: no tasks; use --task NAME=FILE, or --load-dictionary FILE")
     task.create(task.part("all-ngrams.json")).write(json.dumps(ngrams, ensure_ascii=False).encode())
     task.facts["ngrams"] = len(ngrams)
 
@@ -164,12 +164,12 @@ def _made_finder(encoded: bytes, max_words: int) -> NgramFinder:
 
 
 def _finder(task: Task, kind: str) -> NgramFinder:
-    """The dictionary of a part, made once a process: both passes use the same one where no n-gram is common."""
+    """The dictionary of a part, built once per process; both passes share it if no n-gram is common."""
     return _made_finder(task.part(kind, 0).read_bytes(), task.job.settings.max_ngram_size)
 
 
 def count_hits(task: Task) -> None:
-    """Task function: in how many documents of one slice each n-gram occurs; a saved dictionary is not counted again."""
+    """Task function: the number of documents of one slice with each n-gram; not for saved dictionaries."""
     settings: DecontaminateSettings = task.job.settings
     counting = settings.load_dictionary is None
     finder = _finder(task, "all-ngrams.json") if counting else None
@@ -184,7 +184,7 @@ def count_hits(task: Task) -> None:
 
 
 def drop_common(task: Task) -> None:
-    """Task function: the dictionary without the n-grams that ``key_threshold`` documents and more have."""
+    """Task function: the dictionary without n-grams of at least ``key_threshold`` documents."""
     settings: DecontaminateSettings = task.job.settings
     total: Counter[str] = Counter()
     for index in range(len(task.manifest.tasks)):
@@ -196,7 +196,7 @@ def drop_common(task: Task) -> None:
         rare = [ngram for ngram in ngrams if total[ngram] < settings.key_threshold]
         num_common = len(ngrams) - len(rare)
         encoded = json.dumps(rare, ensure_ascii=False).encode()
-    # else the bytes as they are: decoded again they would stand beside the dictionary that the first pass holds
+    # otherwise the same bytes: _made_finder then reuses the dictionary of the first pass
     task.create(task.part("rare-ngrams.json")).write(encoded)
     if settings.save_dictionary is not None:
         with open_atomic(settings.save_dictionary) as target:
@@ -207,7 +207,7 @@ def drop_common(task: Task) -> None:
 
 
 def split_slice(task: Task) -> None:
-    """Task function: the documents of one slice, cut around the n-grams, each piece with its ``split_id``."""
+    """Task function: the documents of one slice, split around the n-grams, each piece with its ``split_id``."""
     settings: DecontaminateSettings = task.job.settings
     finder = _finder(task, "rare-ngrams.json")
     names = "-".join(settings.name or [parse_task(text)[0] for text in settings.task]) or "dictionary"
@@ -234,7 +234,7 @@ def split_slice(task: Task) -> None:
 
 
 def _earlier_name(row: Row) -> str:
-    """The ``split_id`` of an earlier run, followed by a dash; empty where there is none."""
+    """The ``split_id`` of an earlier run with a trailing dash; empty if there is none."""
     if "split_id" not in row.value:
         return ""
     exact = exact_integer(row, "split_id")

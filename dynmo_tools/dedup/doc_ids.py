@@ -1,4 +1,4 @@
-"""The names of signed documents by number: on disk, but for which of them several documents have."""
+"""Names of documents by number, on disk; only names that several documents share are in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def name_line(name: str | None, place: str) -> bytes:
 
 
 def digest_of_name(name: str | None) -> int:
-    """64 bits of a name; 0 where there is none."""
+    """A 64-bit digest of a name; 0 for None."""
     if name is None:
         return 0
     encoded = name.encode("utf-8", "surrogatepass")
@@ -39,10 +39,10 @@ def digest_of_name(name: str | None) -> int:
 
 
 class LineIndex:
-    """Notes where each line of a file of names begins, and the digest of its name.
+    """Writes the offset of each line of a file of names, and the digest of its name.
 
     Args:
-        target: takes 16 bytes a line, ``LINE``.
+        target: receives rows of ``LINE``, 16 bytes per line.
     """
 
     def __init__(self, target: IO[bytes]) -> None:
@@ -51,14 +51,14 @@ class LineIndex:
         self._at = 0
 
     def add(self, name: str | None, size: int) -> None:
-        """Note the next line, of ``size`` bytes."""
+        """Add the next line, of ``size`` bytes."""
         self._waiting.append((self._at, digest_of_name(name)))
         self._at += size
         if len(self._waiting) == BUFFERED_LINES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the buffered rows."""
         self._target.write(np.array(self._waiting, dtype=LINE).tobytes())
         self._waiting.clear()
 
@@ -73,7 +73,7 @@ def write_name_index(path: Path, target: IO[bytes]) -> None:
 
 
 def repeated_digests(paths: Sequence[Path]) -> U64:
-    """The digests that several documents have, ascending; 16 bytes of memory a document while it looks."""
+    """The digests that several documents share, ascending, uint64; needs 16 bytes of memory per document."""
     count = sum(path.stat().st_size for path in paths) // LINE.itemsize
     digests: U64 = np.zeros(count, dtype=np.uint64)
     at = 0
@@ -88,20 +88,25 @@ def repeated_digests(paths: Sequence[Path]) -> U64:
 
 @dataclass(frozen=True, kw_only=True)
 class NamePart:
-    """The names of some documents: a file of ``[name or null, place]``, one a line, and its ``LINE`` rows."""
+    """The names of some documents.
+
+    Attributes:
+        names: file with a line ``[name or null, location]`` per document.
+        lines: its ``LINE`` rows.
+    """
 
     names: Path
     lines: Path
 
 
 class NameTable(contextlib.AbstractContextManager["NameTable"]):
-    """The names of documents by their number.
+    """Unique names of documents by number.
 
-    A document whose name others have too is named by its place, and so is one whose name shares a 64-bit digest.
+    The name of a document is its location if it has no name, or if another name has the same 64-bit digest.
 
     Args:
-        parts: one behind the other.
-        repeated: what ``repeated_digests`` gives of all of them.
+        parts: concatenated in this order.
+        repeated: result of ``repeated_digests`` for all parts.
     """
 
     def __init__(self, parts: Sequence[NamePart], repeated: U64) -> None:
@@ -113,13 +118,13 @@ class NameTable(contextlib.AbstractContextManager["NameTable"]):
         self.name = functools.lru_cache(CACHED_NAMES)(self._name)
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for mapped in (*self._names, *self._lines):
             if isinstance(mapped, mmap.mmap):
                 mapped.close()
 
     def _name(self, index: int) -> str:
-        """The name of a document, which no other has."""
+        """The unique name of a document."""
         part = bisect.bisect_right(self._first, index) - 1
         at = (index - self._first[part]) * LINE.itemsize
         row = self._lines[part][at : at + LINE.itemsize]
@@ -137,7 +142,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def pair_lines(pairs: Iterator[tuple[int, int, float]], names: NameTable) -> Iterator[tuple[bytes, int]]:
-    """``{main: [{other: J}, ...]}`` of ascending pairs, one line each main document, and how many pairs are in it."""
+    """Lines ``{main: [{other: J}, ...]}`` of sorted pairs, one per main document, each with its number of pairs."""
     for main, others in itertools.groupby(pairs, key=lambda pair: pair[0]):
         listed = [{names.name(other): round(index, 6)} for _, other, index in others]
         line = json.dumps({names.name(main): listed}, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Signed documents on disk: signatures, texts and names as raw arrays, for one run or kept for later ones.
+"""Signatures, texts and names of documents as arrays on disk, for one run or saved for later runs.
 
-A folder of kept fingerprints has ``header.json`` beside the same four files that a slice has. Nothing of it is pickled.
+A folder of saved fingerprints has ``header.json`` and the four files that a slice has. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ BLOCK_DOCUMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class SignaturePart:
-    """Where the files of some signed documents lie, and how many documents they are."""
+    """The files of the signatures of some documents.
+
+    Attributes:
+        folder: folder of the files.
+        stem: prefix of the file names.
+        count: number of documents.
+    """
 
     folder: Path
     stem: str
@@ -43,7 +49,7 @@ class SignaturePart:
 
 
 def rules_of(settings: MatchSettings) -> dict[str, Any]:
-    """What two sets of fingerprints must have in common to be compared."""
+    """The parameters that two sets of fingerprints must share to be comparable."""
     return {
         "scheme": SCHEME,
         "num_seeds": settings.num_seeds,
@@ -53,29 +59,32 @@ def rules_of(settings: MatchSettings) -> dict[str, Any]:
 
 
 def load_part(folder: Path, settings: MatchSettings) -> SignaturePart:
-    """A folder of kept fingerprints.
+    """Open a folder of saved fingerprints.
 
     Raises:
-        UsageError: it is none, or was made by other rules; both values are shown.
+        UsageError: it is not such a folder, or its parameters differ; the message has both values.
     """
     try:
         header = FINGERPRINTS.read(folder / "header.json")
     except DocumentError as error:
-        raise UsageError(f"{error}; name a folder that --save-fingerprints wrote") from error
-    for name, wanted in rules_of(settings).items():
-        if header.get(name) != wanted:
-            raise UsageError(f"{folder}: was made with {name} {short_repr(header.get(name))}, this run has {wanted!r}")
+        raise UsageError(f"{error}; name a folder written by --save-fingerprints") from error
+    for name, expected in rules_of(settings).items():
+        if header.get(name) != expected:
+            raise UsageError(
+                f"{folder}: {name} is {short_repr(header.get(name))}, but {expected!r} in this run; "
+                "use the same settings, or save the fingerprints again"
+            )
     part = SignaturePart(folder=folder, stem="", count=header["documents"])
     found = part.path(SIGNATURES).stat().st_size
     if found != part.count * settings.num_seeds * 4:
         raise UsageError(
-            f"{folder}: {SIGNATURES} has {found} bytes, not those of {part.count} documents: save it again"
+            f"{folder}: {SIGNATURES} has {found} bytes, not those of {part.count} documents; save them again"
         )
     return part
 
 
 def save_parts(parts: Sequence[SignaturePart], folder: Path, settings: MatchSettings) -> None:
-    """Keep the documents of all parts as one folder; the header is written last."""
+    """Save the documents of all parts as one folder; the header is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "header.json").unlink(missing_ok=True)
     for kind in (SIGNATURES, TEXTS, NAMES):
@@ -98,7 +107,12 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 class SignatureStore:
-    """The signatures, texts and names of all parts, one behind the other, read from disk as they are asked for."""
+    """Signatures and texts of all parts, concatenated; read from disk on access.
+
+    Args:
+        parts: the parts.
+        num_seeds: values per signature.
+    """
 
     def __init__(self, parts: Sequence[SignaturePart], num_seeds: int) -> None:
         self.first = [0, *itertools.accumulate(part.count for part in parts)]
@@ -115,7 +129,7 @@ class SignatureStore:
 
     @property
     def count(self) -> int:
-        """The number of documents."""
+        """Number of documents."""
         return self.first[-1]
 
     def text(self, index: int) -> str:
@@ -126,7 +140,7 @@ class SignatureStore:
         return self._texts[part][begin:end].decode()
 
     def key_blocks(self, band: int, num_bands: int) -> Iterator[U64]:
-        """The keys of all documents in one band, a block at a time."""
+        """The keys of all documents in one band, in blocks ``[documents]``, uint64."""
         for signatures in self._signatures:
             for begin in range(0, len(signatures), BLOCK_DOCUMENTS):
                 yield band_keys(signatures[begin : begin + BLOCK_DOCUMENTS], band, num_bands)

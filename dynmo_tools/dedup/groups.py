@@ -1,4 +1,4 @@
-"""Groups of duplicates from pairs of them: names on disk, and in memory some bytes for each one mentioned."""
+"""Groups of duplicates from pairs: names are on disk, memory holds a few bytes per mention of a name."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ from .union_find import UnionFind
 BUFFERED_NUMBERS = 1 << 16
 READ_BYTES = 1 << 20
 GROUPS_AT_ONCE = 1 << 14
-NUM_NAMES = 1 << 62  # numbers of places begin here
+NUM_NAMES = 1 << 62  # first number of a location
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCounts:
-    """What ``write_groups`` wrote: groups, the documents in them, and those of the largest."""
+    """Counts of ``write_groups``.
+
+    Attributes:
+        groups: number of groups.
+        documents: number of documents in groups.
+        largest: documents of the largest group.
+    """
 
     groups: int = 0
     documents: int = 0
@@ -41,7 +47,7 @@ class GroupCounts:
 
 
 class _Numbers:
-    """Numbers in a file without a name, 8 bytes each."""
+    """A temporary file of int64 numbers."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -53,13 +59,13 @@ class _Numbers:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the buffered numbers."""
         self._file.write(self._waiting.tobytes())
         self._file.flush()
         del self._waiting[:]
 
     def at(self, index: int, count: int) -> tuple[int, ...]:
-        """Some numbers that were flushed."""
+        """Numbers ``index`` to ``index + count``, which must be flushed."""
         return tuple(array("q", os.pread(self._file.fileno(), 8 * count, 8 * index)))
 
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
@@ -70,13 +76,13 @@ class _Numbers:
 
 
 class Mentions(contextlib.AbstractContextManager["Mentions"]):
-    """The names that pairs mention, each mention numbered, and which ones are joined.
+    """All mentions of names in pairs, numbered, and the pairs that connect them.
 
-    On disk a mention takes 32 bytes and its name, and a pair 16; in memory 5, and 16 more for the names behind the
-    first one of a group.
+    A mention takes 32 bytes of disk and its name, a pair takes 16. Memory holds 5 bytes per mention, and 16 more for
+    each name after the first of a group.
 
     Args:
-        folder: where files without names hold them.
+        folder: folder of temporary files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,11 +96,11 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         self._count = self._size = 0
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary files."""
         self._open.close()
 
     def add(self, name: str) -> int:
-        """The number of one more mention."""
+        """Add a mention; returns its number."""
         encoded = json.dumps(name, ensure_ascii=False).encode("utf-8", ESCAPED)
         self._digests.add(encoded, self._count)
         self._names.write(encoded)
@@ -104,7 +110,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         return self._count - 1
 
     def join(self, first: int, second: int) -> None:
-        """The names of two mentions belong together."""
+        """Connect the names of two mentions."""
         self._joined.add(first, second)
 
     def _encoded(self, mention: int) -> bytes:
@@ -112,7 +118,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         return os.pread(self._names.fileno(), end - begin, begin)
 
     def groups(self) -> Iterator[list[bytes]]:
-        """The groups of two names and more as JSON, groups and names in the order in which they came first."""
+        """Groups of at least two names, JSON-encoded, ordered by their first mentions."""
         self._names.flush()
         self._begins.add(self._size)
         self._begins.flush()
@@ -146,24 +152,24 @@ def _mention(pairs: Path, threshold: float, mentions: Mentions) -> None:
             close = [other for each in others for other, index in each.items() if float(index) >= threshold]
         except (AttributeError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{pairs}: {short_repr(main)} must be followed by a list of {{other: Jaccard index}}"
+                f"{pairs}: the value of {short_repr(main)} must be a list of {{other: Jaccard index}}"
             ) from error
         for other in close:
             mentions.join(first, mentions.add(other))
 
 
 def write_groups(pairs: Path, output: Path, threshold: float) -> GroupCounts:
-    """Group a file of pairs into a file of ``{"0": [names]}``, one group a line, its survivor first.
+    """Group a file of pairs into a file of ``{"0": [names]}``, one group per line, survivor first.
 
-    Groups hold the documents that pairs at ``threshold`` and above connect, in the order in which the pairs name them.
+    A group contains the documents that pairs of at least ``threshold`` connect, in the order of the pairs.
 
     Args:
-        pairs: of ``{main: [{other: J}, ...]}``, earlier documents first.
-        output: compressed by its ending.
-        threshold: of the Jaccard index.
+        pairs: lines ``{main: [{other: J}, ...]}``, earlier documents first.
+        output: compressed by its extension.
+        threshold: minimum Jaccard index of a pair.
 
     Raises:
-        UsageError: a pair that does not look like one.
+        UsageError: a pair has another form.
     """
     number = documents = largest = 0
     with open_atomic(output) as target, Mentions(output.parent) as mentions:
@@ -178,13 +184,13 @@ def write_groups(pairs: Path, output: Path, threshold: float) -> GroupCounts:
 
 
 class RemovalSet:
-    """The names behind the first one of each group: documents to remove.
+    """Names to remove: all of each group except the first.
 
-    A document without a name is addressed by its place, ``FILE@OFFSET``. Another spelling of the file's path, such as
-    ``./FILE`` or an absolute one, addresses the same document.
+    A document without a name is addressed by its location ``FILE@OFFSET``. Different spellings of a path, such as
+    ``./FILE`` or an absolute one, address the same document.
 
     Args:
-        path: the groups.
+        path: file of groups.
 
     Raises:
         UsageError: it is not a file of groups.
@@ -195,16 +201,16 @@ class RemovalSet:
         self._places = DigestSet(_resolved_locations(_removals(path)))
 
     def __len__(self) -> int:
-        """The number of names."""
+        """Number of names."""
         return len(self._names)
 
     def find(self, name: str | None, place: str, real_file: str) -> int | None:
-        """The number of the group's name that a document has, by which ``num_missing`` counts it; None without one.
+        """The number of the name that addresses a document, for ``num_missing``; None if no name does.
 
         Args:
-            name: the document's own name, if it has one.
-            place: its place, ``FILE@OFFSET``.
-            real_file: the real path of its file.
+            name: name of the document, if any.
+            place: location ``FILE@OFFSET``.
+            real_file: real path of its file.
         """
         for own in (name, place):
             if own is not None and (found := self._names.find(own)) is not None:
@@ -215,12 +221,12 @@ class RemovalSet:
         return None if found is None else NUM_NAMES + found
 
     def num_missing(self, found: Iterable[int]) -> int:
-        """How many names are of no document, given the numbers of those that were found."""
+        """The number of names that address no document, given the numbers of those found."""
         return max(len(self) - len(set(found)), 0)
 
 
 def read_removal_set(path: Path) -> RemovalSet:
-    """The names behind the first one of each group, read once a process."""
+    """The names to remove; the file is read once per process."""
     status = path.stat()
     return _read_once(path.resolve(), status.st_size, status.st_mtime_ns)
 
@@ -231,7 +237,7 @@ def _read_once(path: Path, _size: int, _mtime_ns: int) -> RemovalSet:
 
 
 def _resolved_locations(names: Iterable[str]) -> Iterator[str]:
-    """The names that are places, with the real paths of their files."""
+    """The names that are locations, with the real paths of their files."""
     real: dict[str, str] = {}
     for name in names:
         file, _, offset = name.rpartition("@")

@@ -1,6 +1,7 @@
-"""Candidates for near-duplicates: buckets of documents that share a band, and groups of buckets that hang together.
+"""Candidates for near-duplicates by locality-sensitive hashing: buckets, and connected components of buckets.
 
-Two documents of different groups share no band, so groups are verified apart from each other, in any order and place.
+A bucket is a set of documents with equal values in one band. Documents of different components share no band, so
+components are verified independently.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ MEMBERS, SIZES = "members.i64", "sizes.i64"
 
 
 def repeated(keys: U64, documents: I64) -> tuple[I64, I64]:
-    """The documents that share a key with another one, bucket behind bucket, and the sizes of the buckets.
+    """Find the documents that share a key.
 
     Args:
-        keys: one a document.
-        documents: their numbers, in any order.
+        keys: one key per document ``[documents]``, uint64.
+        documents: their numbers ``[documents]``, int64, in any order.
 
     Returns:
-        The members, by key and then ascending; how many of them each bucket has.
+        Members of the buckets, ordered by key and number, and the size of each bucket; both int64.
     """
     order = np.argsort(keys)
     ordered = keys[order]
@@ -54,21 +55,21 @@ def repeated(keys: U64, documents: I64) -> tuple[I64, I64]:
 
 
 def buckets(
-    blocks: Iterable[U64], count: int, folder: Path, held: int = MAX_KEYS_IN_MEMORY
+    blocks: Iterable[U64], count: int, folder: Path, max_keys: int = MAX_KEYS_IN_MEMORY
 ) -> Iterator[tuple[I64, I64]]:
-    """The buckets of one band, by key, as ``repeated`` gives them, a share of the keys at a time.
+    """The buckets of one band by key, as from ``repeated``, for one range of keys at a time.
 
     Args:
-        blocks: the keys of all documents, one block behind the other.
-        count: the number of documents.
-        folder: where files without names hold the keys if they are more than ``held``.
-        held: about how many keys are sorted at once, some 26 bytes each.
+        blocks: keys of all documents, in consecutive blocks.
+        count: number of documents.
+        folder: folder of temporary files, for more than ``max_keys`` keys.
+        max_keys: approximate number of keys that are sorted in memory, about 26 bytes each.
     """
-    if count <= held:
+    if count <= max_keys:
         keys: U64 = np.concatenate([np.zeros(0, dtype=np.uint64), *blocks])
         yield repeated(keys, np.arange(count))
         return
-    bits = min((count - 1) // held, MAX_SPILLS - 1).bit_length()
+    bits = min((count - 1) // max_keys, MAX_SPILLS - 1).bit_length()
     with contextlib.ExitStack() as stack:
         spills = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(1 << bits)]
         begin = 0
@@ -82,7 +83,7 @@ def buckets(
 
 
 def _spill(keys: U64, begin: int, spills: Sequence[IO[bytes]], bits: int) -> None:
-    """Append keys and numbers of documents to the file of the keys' first ``bits`` bits."""
+    """Append keys and document numbers to the file of each key's first ``bits`` bits."""
     part = (keys >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(part, kind="stable")
     rows = np.zeros(len(keys), dtype=KEYED)
@@ -93,7 +94,7 @@ def _spill(keys: U64, begin: int, spills: Sequence[IO[bytes]], bits: int) -> Non
 
 
 def _map_numbers(path: Path) -> I64:
-    """A file of numbers as an array that is read when it is used."""
+    """Map a file of int64 numbers."""
     if not path.stat().st_size:
         return np.zeros(0, dtype=np.int64)
     return np.asarray(np.memmap(path, dtype=np.int64, mode="r"))
@@ -101,7 +102,12 @@ def _map_numbers(path: Path) -> I64:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBuckets:
-    """The buckets of some bands on disk, in two files of numbers."""
+    """Buckets of some bands on disk.
+
+    Attributes:
+        members: file of document numbers, int64.
+        sizes: file of bucket sizes, int64.
+    """
 
     members: Path
     sizes: Path
@@ -118,7 +124,7 @@ class StoredBuckets:
 
 
 def connect(stored: Sequence[StoredBuckets], count: int) -> UnionFind:
-    """The groups of documents that buckets bring together, directly or by way of others."""
+    """The connected components of documents that share buckets."""
     sets = UnionFind(count)
     for bucket in stored:
         for members, sizes in bucket.blocks():
@@ -129,12 +135,15 @@ def connect(stored: Sequence[StoredBuckets], count: int) -> UnionFind:
 
 
 def partition_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], parts: int) -> list[int]:
-    """Bounds ``[parts + 1]`` between the numbers of the groups, with about as many members of buckets in each part.
+    """Divide the component numbers into ranges with about equal numbers of bucket members.
 
     Args:
         stored: all buckets.
-        roots: of each document the number of its group, ``[documents]``.
-        parts: how many.
+        roots: component of each document ``[documents]``.
+        parts: number of ranges.
+
+    Returns:
+        Bounds ``[parts + 1]``.
     """
     width = max(-(-len(roots) // CUT_BINS), 1)
     weights = np.zeros(-(-len(roots) // width) + 1, dtype=np.int64)
@@ -143,17 +152,21 @@ def partition_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], p
             groups = roots[members[np.cumsum(sizes) - sizes]] // width
             weights += np.bincount(groups, weights=sizes, minlength=len(weights)).astype(np.int64)
     before = np.cumsum(weights)
-    wanted = before[-1] * np.arange(1, parts) // parts
-    cuts = (np.searchsorted(before, wanted, side="right") * width).tolist()
+    targets = before[-1] * np.arange(1, parts) // parts
+    cuts = (np.searchsorted(before, targets, side="right") * width).tolist()
     return [0, *cuts, max(len(roots), cuts[-1] if cuts else 0)]
 
 
 def groups_in_range(
     stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], first: int, last: int
 ) -> Iterator[list[list[int]]]:
-    """The buckets of each group whose number is in ``first .. last - 1``, group by group, in the order of ``stored``.
+    """The buckets of each component with a number in ``first .. last - 1``, without repeated buckets.
 
-    Of buckets with the same members, the first is given.
+    Args:
+        stored: all buckets.
+        roots: component of each document ``[documents]``.
+        first: first component.
+        last: one after the last component.
     """
     found_groups, found_sizes, found_members = (_ArrayList() for _ in range(3))
     for bucket in stored:
@@ -175,7 +188,7 @@ def groups_in_range(
 
 
 class _ArrayList:
-    """Arrays that become one."""
+    """Arrays to concatenate."""
 
     def __init__(self) -> None:
         self._parts: list[npt.NDArray[Any]] = [np.zeros(0, dtype=np.int64)]

@@ -1,4 +1,4 @@
-"""Character shingles of a text as numbers, and the Jaccard index of two texts by them."""
+"""Character shingles as integers, and the Jaccard index of two texts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ import numpy.typing as npt
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
-_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd: multiplying by it is a bijection
+_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio; odd, so multiplication is a bijection
 _FINISH_1 = 0xBF58476D1CE4E5B9  # Steele, Lea, Flood 2014, SplitMix64
 _FINISH_2 = 0x94D049BB133111EB
 PACKED_BITS = 12
 
 
 def code_points(text: str) -> U32:
-    """The code points of ``text`` as an array ``[characters]``; lone surrogates are let through."""
+    """The code points of ``text``, ``[characters]``, uint32; lone surrogates are allowed."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 def hash_windows(points: U32, length: int) -> U32:
-    """A 32-bit hash of each window of ``length`` code points, ``[len(points) - length + 1]``.
+    """A 32-bit hash of each window of ``length`` code points.
 
-    The window's code points enter a polynomial in 64 bits one after the other; SplitMix64's finish spreads it.
+    A polynomial in 64 bits over the code points, mixed by the finalizer of SplitMix64.
+
+    Args:
+        points: code points, uint32.
+        length: code points per window.
+
+    Returns:
+        Hashes ``[len(points) - length + 1]``, uint32.
     """
     count = len(points) - length + 1
     mixed: U64 = np.zeros(max(count, 0), dtype=np.uint64)
@@ -41,12 +48,12 @@ def hash_windows(points: U32, length: int) -> U32:
 
 
 def hash_whole(points: U32) -> int:
-    """A 32-bit hash of a text that is shorter than a shingle: equal texts, and only they by all odds, share it."""
+    """A 32-bit hash of a text shorter than a shingle; its length is hashed too."""
     return int(hash_windows(np.concatenate([np.asarray([len(points)], dtype=np.uint32), points]), len(points) + 1)[0])
 
 
 def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
-    """The distinct windows of ``length`` numbers below 4096, sorted, as numbers that no two windows share."""
+    """The distinct windows of ``length`` numbers below 4096, sorted, each packed into one uint64."""
     packed = _windows(numbers.astype(np.uint64), length)
     packed.sort()
     first = np.ones(len(packed), dtype=np.bool_)
@@ -55,7 +62,7 @@ def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
 
 
 def _windows(numbers: U64, length: int) -> U64:
-    """The windows in the order of the text, each of two halves, and of a last number where the length is odd."""
+    """The windows in text order, built from two halves, and a last number for odd lengths."""
     if length == 1:
         return numbers
     half = length // 2
@@ -69,14 +76,17 @@ def _windows(numbers: U64, length: int) -> U64:
 
 
 class Alphabet:
-    """Numbers of 12 bits for characters as they are met, so that shingles of many texts can be compared as numbers."""
+    """Assigns 12-bit numbers to characters on their first occurrence, so that shingles of many texts are comparable."""
 
     def __init__(self) -> None:
         self._numbers = np.zeros(0x110000, dtype=np.uint16)
         self._count = 0
 
     def shingles(self, text: str, length: int) -> U64 | None:
-        """The distinct shingles of ``text``, sorted; None where it is shorter than one or the numbers are used up."""
+        """The distinct shingles of ``text``, sorted, uint64.
+
+        None if the text is shorter than a shingle or no numbers are left.
+        """
         points = code_points(text)
         if len(points) < length or length * PACKED_BITS > 64:
             return None
@@ -97,20 +107,20 @@ def shingle_set(text: str, length: int) -> frozenset[str]:
 
 
 def jaccard_index(common: int, first: int, second: int, divisor: str) -> float:
-    """The Jaccard index of two sets of these sizes with ``common`` elements in both.
+    """The Jaccard index of two sets.
 
     Args:
-        common: the number of elements in both.
-        first: the size of one set.
-        second: the size of the other.
-        divisor: ``union``, ``min`` or ``max``: which size it is taken of.
+        common: number of common elements.
+        first: size of one set.
+        second: size of the other set.
+        divisor: denominator: ``union``, ``min`` or ``max`` of the sizes.
     """
     size = {"union": first + second - common, "min": min(first, second), "max": max(first, second)}[divisor]
     return common / size if size else 0.0
 
 
 def num_common(first: U64, second: U64) -> int:
-    """How many numbers two sorted arrays of distinct numbers have in common."""
+    """The number of common elements of two sorted arrays of distinct numbers."""
     if len(first) == len(second) and np.array_equal(first, second):
         return len(first)
     both = np.concatenate([first, second])
@@ -119,7 +129,7 @@ def num_common(first: U64, second: U64) -> int:
 
 
 def jaccard(first: str, second: str, length: int, divisor: str = "union") -> float:
-    """The true Jaccard index of the shingles of two texts; one shorter than a shingle has only equals."""
+    """The exact Jaccard index of the shingles of two texts; a text shorter than a shingle only matches an equal one."""
     if len(first) < length or len(second) < length:
         return 1.0 if first == second else 0.0
     alphabet, numbers = np.unique(np.concatenate([code_points(first), code_points(second)]), return_inverse=True)

@@ -1,4 +1,4 @@
-"""What grows with the number of pairs, kept on disk: sorted pairs."""
+"""External sort of document pairs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ READ_PAIRS = 1 << 12
 
 
 class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
-    """Pairs of documents with their Jaccard index, given back once each and in order.
+    """Sorts pairs of documents with their Jaccard index, without repeated pairs.
 
     Args:
-        folder: where a file without a name holds what is not in memory.
-        held: pairs in memory at most, 24 bytes each.
+        folder: folder of the temporary file.
+        max_pairs: maximum number of pairs in memory, 24 bytes each.
     """
 
-    def __init__(self, folder: Path, held: int = MAX_PAIRS_IN_MEMORY) -> None:
+    def __init__(self, folder: Path, max_pairs: int = MAX_PAIRS_IN_MEMORY) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
-        self._rows = np.zeros(held, dtype=PAIR)
+        self._rows = np.zeros(max_pairs, dtype=PAIR)
         self._filled = 0
         self._runs: list[tuple[int, int]] = []
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary file."""
         self._file.close()
 
     def add(self, main: int, other: int, jaccard: float) -> None:
-        """Keep a pair; the same one may come again."""
+        """Add a pair; it may be repeated."""
         if self._filled == len(self._rows):
             self._flush()
         self._rows[self._filled] = (main, other, jaccard)
@@ -66,7 +66,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
             before = main, other
 
     def blocks(self) -> Iterator[npt.NDArray[np.void]]:
-        """The same as arrays of ``PAIR``."""
+        """The sorted pairs in arrays of ``PAIR``."""
         pairs = iter(self)
         while block := list(itertools.islice(pairs, READ_PAIRS)):
             yield np.array(block, dtype=PAIR)

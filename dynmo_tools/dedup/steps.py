@@ -1,4 +1,22 @@
-"""Near-duplicates: sign every document, match the signatures; then list the pairs, or leave the later ones out."""
+"""The steps ``find-duplicates``, ``dedup`` and ``remove-duplicates``.
+
+    documents ─ sign ─> signatures.u32, texts.bin, names.jsonl      one task per slice
+                 │
+               bands ─> members.i64, sizes.i64    buckets of documents with an equal band (lsh)
+                 │
+              connect ─> groups.int               connected components of the buckets (union_find)
+                 │
+               verify ─> verified.pairs           exact Jaccard index within each component (verify)
+                 ├─ find-duplicates: names, list, join ─> pairs ─> group-duplicates ─> remove-duplicates
+                 └─ dedup:           mark, remove, join ─> documents without duplicates
+
+MinHash only selects candidates; the exact Jaccard index of the character shingles decides. Documents of different
+components share no band and are never compared, so the verify tasks are independent. Signatures, keys, texts and pairs
+are on disk; memory holds 4 or 8 bytes per document for the components and one byte for the marks.
+
+Documents are numbered in input order, after those of ``--load-fingerprints``. Pairs and groups are ordered by these
+numbers, so the first document of a group survives and the result does not depend on the number of tasks.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +47,11 @@ FOUND = "found.i64"
 GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
 BAND_TASKS, MAX_BAND_TASKS = 2, 10
 VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
-DOCUMENT_CHARACTERS = 64  # what the objects of a waiting document weigh beside its characters
+DOCUMENT_CHARACTERS = 64  # overhead of the objects of one buffered document, in characters
 
 
 def _match_phases(manifest: TaskManifest) -> list[Phase]:
-    """Sign the documents, bring those together that share a band, compare them: verified pairs on disk."""
+    """Phases that sign the documents, find candidates and write verified pairs."""
     count = len(manifest.tasks)
     return [
         Phase(name="sign", run="dedup.steps:sign_documents", tasks=count, reads=True),
@@ -80,7 +98,7 @@ def remove_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def name_of(row: Row, keys: Sequence[str]) -> str | None:
-    """A document's name: the first of ``keys`` that it has, a string or an integer of any size, as text."""
+    """A document's name: the first of ``keys`` that is present, a string or an integer of any size, as text."""
     for key in keys:
         found = row.value.get(key)
         name = found if isinstance(found, str) else exact_integer(row, key)
@@ -90,12 +108,12 @@ def name_of(row: Row, keys: Sequence[str]) -> str | None:
 
 
 def location_of(path: Path, row: Row) -> str:
-    """Where a document stands: ``FILE@OFFSET`` in bytes of its decompressed text, or ``FILE@ROW`` in parquet."""
+    """The location of a document: ``FILE@OFFSET`` in decompressed bytes, or ``FILE@ROW`` in parquet."""
     return f"{path}@{row.line if path.suffix == '.parquet' else row.offset}"
 
 
 def sign_documents(task: Task) -> None:
-    """Task function: the signatures, texts, text offsets and names of one slice."""
+    """Task function: signatures, texts, text offsets and names of one slice."""
     settings: MatchSettings = task.job.settings
     perms = permutations(settings.num_seeds, settings.seed)
     kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES, LINES)
@@ -129,12 +147,12 @@ def sign_documents(task: Task) -> None:
         flush()
     index.flush()
     task.result["documents"] = documents
-    if task.job.step == "find-duplicates":  # dedup counts what it writes
+    if task.job.step == "find-duplicates":  # dedup counts the documents that it writes
         task.tally.documents_out += documents
 
 
 def _parts(task: Task) -> tuple[list[SignaturePart], int]:
-    """Loaded fingerprints, then this run's slices; and the number of loaded documents."""
+    """Loaded fingerprints and the slices of this run, and the number of loaded documents."""
     settings: MatchSettings = task.job.settings
     loaded = [load_part(folder, settings) for folder in settings.load_fingerprints]
     folder = task.job.work / "parts"
@@ -155,7 +173,7 @@ def _documents(task: Task) -> SignatureStore:
 
 
 def bucket_bands(task: Task) -> None:
-    """Task function: the buckets of some bands, one behind the other."""
+    """Task function: the buckets of some bands, concatenated."""
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
     members, sizes = (task.create(task.part(kind)) for kind in (MEMBERS, SIZES))
@@ -173,7 +191,7 @@ def _stored_buckets(task: Task) -> list[StoredBuckets]:
 
 
 def connect_buckets(task: Task) -> None:
-    """Task function: of each document the group that its buckets connect it to, and how the groups are shared out."""
+    """Task function: the connected component of each document, and the division of components among verify tasks."""
     stored = _stored_buckets(task)
     sets = connect(stored, sum(part.count for part in _parts(task)[0]))
     task.create(task.part(GROUPS)).write(sets.parents.tobytes())
@@ -181,7 +199,7 @@ def connect_buckets(task: Task) -> None:
 
 
 def verify_groups(task: Task) -> None:
-    """Task function: the pairs of some groups that are truly alike, by document."""
+    """Task function: the pairs of some components whose Jaccard index reaches the threshold, sorted."""
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
     cache = ShingleCache(documents.text, settings.shingle_characters)
@@ -203,7 +221,7 @@ def verify_groups(task: Task) -> None:
 
 
 def mark_duplicate_documents(task: Task) -> None:
-    """Task function: which documents of this run are later duplicates, one byte each."""
+    """Task function: one byte per document of this run, 1 for documents to remove."""
     settings: MatchSettings = task.job.settings
     parts, before = _parts(task)
     sets = UnionFind(sum(part.count for part in parts))
@@ -220,7 +238,7 @@ def mark_duplicate_documents(task: Task) -> None:
 
 
 def remove_marked(task: Task) -> None:
-    """Task function: one slice without its later duplicates."""
+    """Task function: one slice without the marked documents."""
     settings: MatchSettings = task.job.settings
     begin = sum(_count(task, index) for index in range(task.index))
     count = _count(task, task.index)
@@ -234,7 +252,7 @@ def remove_marked(task: Task) -> None:
 
 
 def _named_parts(task: Task) -> list[NamePart]:
-    """The names of loaded fingerprints, whose lines are noted behind those of the slices; then those of the slices."""
+    """Names of loaded fingerprints, whose line indices follow those of the slices, then names of the slices."""
     parts, _ = _parts(task)
     slices = len(task.manifest.tasks)
     numbers = [*range(slices, len(parts)), *range(slices)]
@@ -245,7 +263,7 @@ def _named_parts(task: Task) -> list[NamePart]:
 
 
 def find_repeated_names(task: Task) -> None:
-    """Task function: which names several documents have."""
+    """Task function: the names that several documents share."""
     settings: MatchSettings = task.job.settings
     parts = _named_parts(task)
     loaded = len(parts) - len(task.manifest.tasks)
@@ -260,7 +278,7 @@ def find_repeated_names(task: Task) -> None:
 
 
 def list_pairs(task: Task) -> None:
-    """Task function: ``{main: [{other: J}, ...]}`` for each document, of a share of all, with later near-duplicates."""
+    """Task function: lines ``{main: [{other: J}, ...]}`` for a range of main documents."""
     count = sum(part.count for part in _parts(task)[0])
     first, last = (count * at // task.phase.tasks for at in (task.index, task.index + 1))
     verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.manifest)))
@@ -278,12 +296,12 @@ def _pairs_kind(task: Task) -> str:
 
 
 def join_pairs(task: Task) -> None:
-    """Task function: the pairs of all shares, one behind the other."""
+    """Task function: concatenate the pairs of all tasks."""
     join_parts(task, _pairs_kind(task), task.job.output)
 
 
 def remove_named(task: Task) -> None:
-    """Task function: one slice without the documents that a group names behind its first one."""
+    """Task function: one slice without the documents that a group names after its first one."""
     from .groups import read_removal_set
 
     settings: RemoveDuplicatesSettings = task.job.settings
@@ -306,7 +324,7 @@ def remove_named(task: Task) -> None:
 
 
 def join_remaining(task: Task) -> None:
-    """Task function: the output, and how many names of the groups no input has."""
+    """Task function: the output, and the number of names of the groups that no input has."""
     from .groups import read_removal_set
 
     settings: RemoveDuplicatesSettings = task.job.settings

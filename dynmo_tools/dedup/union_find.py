@@ -1,4 +1,4 @@
-"""Disjoint sets of documents, the earliest document standing for its set."""
+"""Disjoint sets of documents; the earliest document represents its set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ Numbers = npt.NDArray[np.integer[Any]]
 
 
 def number_type(count: int) -> type[np.signedinteger[Any]]:
-    """What holds the numbers of ``count`` documents."""
+    """The integer type for numbers of ``count`` documents."""
     return np.int32 if count < 1 << 31 else np.int64
 
 
 class UnionFind:
-    """Disjoint sets over ``0 .. count-1``; 8 bytes a document, 4 below two thousand million of them."""
+    """Disjoint sets over ``0 .. count-1``; 8 bytes per document, 4 below 2^31 documents.
+
+    Attributes:
+        parents: parent of each document ``[count]``; a root is its own parent and the smallest number of its set.
+    """
 
     def __init__(self, count: int) -> None:
         self.parents: npt.NDArray[np.signedinteger] = np.arange(count, dtype=number_type(count))
 
     def find(self, index: int) -> int:
-        """The document that stands for the set of ``index``."""
+        """The document that represents the set of ``index``."""
         parents = self.parents
         root = index
         while (above := int(parents[root])) != root:
@@ -34,13 +38,18 @@ class UnionFind:
         return root
 
     def join(self, first: int, second: int) -> None:
-        """Make the sets of both documents one; its earliest document stands for it."""
+        """Merge the sets of two documents."""
         a, b = self.find(first), self.find(second)
         if a != b:
             self.parents[max(a, b)] = min(a, b)
 
     def union_pairs(self, first: Numbers, second: Numbers) -> None:
-        """As ``join`` of each pair of two arrays of the same length."""
+        """Merge the sets of the documents of each pair.
+
+        Args:
+            first: document numbers ``[pairs]``.
+            second: document numbers ``[pairs]``.
+        """
         parents = self.parents
         while len(first):
             first, second = self._roots(first), self._roots(second)
@@ -51,25 +60,29 @@ class UnionFind:
     def _roots(self, indices: Numbers) -> Numbers:
         parents = self.parents
         above = parents[indices]
-        while not np.array_equal(top := parents[above], above):  # all at once: a chain's length halves each time
+        while not np.array_equal(top := parents[above], above):  # path halving of all chains
             parents[indices] = top
             above = parents[indices]
         return above
 
     def flatten(self) -> None:
-        """Make ``parents`` state of each document the one that stands for its set."""
+        """Make ``parents`` refer to the root of each document directly."""
         parents = self.parents
-        for begin in range(0, len(parents), BLOCK):  # a root is never behind its members, so blocks before are done
+        for begin in range(0, len(parents), BLOCK):  # roots precede their members, so earlier blocks are flat
             block = parents[begin : begin + BLOCK]
             while (above := parents[block]).tobytes() != block.tobytes():
                 block[:] = above
 
     def is_connected(self, first: int, second: int) -> bool:
-        """Whether both documents are in one set."""
+        """Whether two documents are in one set."""
         return self.find(first) == self.find(second)
 
     def non_first_members(self) -> tuple[npt.NDArray[np.uint8], int, int]:
-        """Which documents are behind the first of their set (1, else 0), the number of sets with such, the largest."""
+        """The documents that are not the first of their set.
+
+        Returns:
+            1 or 0 per document ``[count]``, uint8; the number of sets with several documents; the size of the largest.
+        """
         self.flatten()
         parents = self.parents
         moved = np.zeros(len(parents), dtype=np.uint8)
@@ -81,13 +94,13 @@ class UnionFind:
 
 
 class SparseUnionFind:
-    """Disjoint sets of a few documents out of many, in objects: quicker one by one than arrays, and heavier."""
+    """Disjoint sets of a few documents out of many, in a dictionary: faster per operation, larger per document."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
     def find(self, index: int) -> int:
-        """The document that stands for the set of ``index``."""
+        """The document that represents the set of ``index``."""
         parents = self._parents
         above = parents.get(index, index)
         while above != index:
@@ -97,11 +110,11 @@ class SparseUnionFind:
         return index
 
     def join(self, first: int, second: int) -> None:
-        """Make the sets of both documents one; its earliest document stands for it."""
+        """Merge the sets of two documents."""
         a, b = self.find(first), self.find(second)
         if a != b:
             self._parents[max(a, b)] = min(a, b)
 
     def is_connected(self, first: int, second: int) -> bool:
-        """Whether both documents are in one set."""
+        """Whether two documents are in one set."""
         return self.find(first) == self.find(second)

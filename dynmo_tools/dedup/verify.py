@@ -1,4 +1,4 @@
-"""Pairs of near-duplicates: documents that share a band of their signatures, and truly share their shingles."""
+"""Verifies candidates: compares the documents of a bucket by the exact Jaccard index of their shingles."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ Similarity = Callable[[int, int], float]
 
 
 class ShingleCache:
-    """The shingles of the texts asked for last, up to a number of bytes."""
+    """Shingles of recently compared texts, up to a number of bytes.
+
+    Args:
+        text_of: returns the text of a document.
+        length: characters per shingle.
+        limit_bytes: maximum bytes of the cache.
+    """
 
     def __init__(self, text_of: Callable[[int], str], length: int, limit_bytes: int = CACHE_BYTES) -> None:
         self._text_of, self._length, self._limit = text_of, length, limit_bytes
-        self._kept: OrderedDict[int, U64 | None] = OrderedDict()
+        self._cached: OrderedDict[int, U64 | None] = OrderedDict()
         self._bytes = 0
         self._alphabet = Alphabet()
 
     def _ids(self, index: int) -> U64 | None:
-        if index in self._kept:
-            self._kept.move_to_end(index)
-            return self._kept[index]
+        if index in self._cached:
+            self._cached.move_to_end(index)
+            return self._cached[index]
         ids = self._alphabet.shingles(self._text_of(index), self._length)
-        self._kept[index] = ids
+        self._cached[index] = ids
         self._bytes += ids.nbytes if ids is not None else 0
-        while self._bytes > self._limit and len(self._kept) > 1:
-            _, old = self._kept.popitem(last=False)
+        while self._bytes > self._limit and len(self._cached) > 1:
+            _, old = self._cached.popitem(last=False)
             self._bytes -= old.nbytes if old is not None else 0
         return ids
 
     def jaccard(self, first: int, second: int, divisor: str) -> float:
-        """The true Jaccard index of two documents."""
+        """The exact Jaccard index of two documents."""
         mine, theirs = self._ids(first), self._ids(second)
         if mine is None or theirs is None:
             return jaccard(self._text_of(first), self._text_of(second), self._length, divisor)
@@ -62,17 +68,17 @@ def match_bucket(
     rounds: int,
     is_connected: Callable[[int, int], bool],
 ) -> Iterator[Pair]:
-    """The similar pairs of a bucket.
+    """The similar pairs of one bucket.
 
-    A small bucket is compared pair by pair. In a large one the first document is compared with all others, those found
-    similar leave, and the next one becomes the first.
+    A small bucket is compared pair by pair. In a large one, the first document is compared with all others, similar
+    ones are removed, and the next one becomes the first.
 
     Args:
         bucket: documents in ascending order.
-        similarity: of two documents, 0 to 1.
-        threshold: from which a pair is given.
-        rounds: how many documents become the first one; -1 is until the bucket is empty.
-        is_connected: whether a pair needs no comparison, because both are known to belong together.
+        similarity: similarity of two documents, 0 to 1.
+        threshold: minimum similarity of a pair.
+        rounds: maximum number of first documents; -1 is unlimited.
+        is_connected: whether a pair is known to be in one group and needs no comparison.
     """
     if rounds < 0 and len(bucket) <= ALL_PAIRS:
         for main, other in itertools.combinations(bucket, 2):
@@ -95,7 +101,7 @@ def match_bucket(
 
 
 class SimilarityCache:
-    """A similarity that remembers the pairs it was asked for; now and then all are forgotten, to bound their number."""
+    """Caches similarities; it is cleared at ``COMPARED_PAIRS`` entries."""
 
     def __init__(self, similarity: Similarity) -> None:
         self._similarity = similarity
@@ -114,14 +120,14 @@ class SimilarityCache:
 def match_group(
     buckets: Iterable[Sequence[int]], similarity: Similarity, *, threshold: float, rounds: int = -1, all_pairs: bool
 ) -> Iterator[Pair]:
-    """The verified pairs of buckets that hang together; one that several buckets hold may be given several times.
+    """The verified pairs of the buckets of one component; a pair of several buckets may occur several times.
 
     Args:
-        buckets: each with its documents in ascending order.
-        similarity: the true Jaccard index of two documents, which is asked for once a pair as a rule.
-        threshold: of the Jaccard index.
+        buckets: documents of each bucket in ascending order.
+        similarity: exact Jaccard index of two documents.
+        threshold: minimum Jaccard index.
         rounds: see ``match_bucket``.
-        all_pairs: give the pairs that other pairs connect already, too.
+        all_pairs: also return pairs that other pairs connect already.
     """
     compared = SimilarityCache(similarity)
     sets = SparseUnionFind()

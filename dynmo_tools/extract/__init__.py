@@ -1,1 +1,1 @@
-"""Text from MediaWiki markup, HTML and the documentation of the installed Python."""
+"""Extracts text from MediaWiki dumps, HTML and the documentation of the installed Python."""

@@ -39,13 +39,13 @@ MAX_NESTING = 32
 
 
 def remove_extension_tags(markup: str) -> str:
-    """The markup without comments and extension tags such as ``<ref>``; literal text (``<nowiki>``) stays.
+    """Remove comments and extension tags such as ``<ref>``; literal text (``<nowiki>``) stays.
 
-    A comment and literal text hide the tags within them. ``REMOVED_MARK`` stands in place of a tag, so that what
-    follows it does not begin a line and become a list.
+    Tags within comments and literal text are ignored. ``REMOVED_MARK`` replaces a tag, so that the text after it does
+    not start a line and become a list.
     """
     pieces: list[str] = []
-    unclosed: set[str] = set()  # looked for once each: a page of open tags takes linear time
+    unclosed: set[str] = set()  # searched once per name, so that a page of open tags takes linear time
     at = done = 0
     while (found := _BEGIN.search(markup, at)) is not None:
         at, name = found.end(), (found.group(1) or "").lower()
@@ -72,7 +72,7 @@ def _closing(name: str) -> re.Pattern[str]:
 
 
 def remove_leftover_markup(text: str) -> str:
-    """The text without the markup that is left in it: templates and tables are removed, of all else the words stay."""
+    """Remove remaining templates and tables completely, and all other remaining markup except its words."""
     text = text.replace(REMOVED_MARK, "")
     if _MAYBE.search(text) is None:
         return text
@@ -93,15 +93,15 @@ def _link_text(found: re.Match[str]) -> str:
 
 
 def _remove_tables(text: str) -> str:
-    """The text without tables, which begin and end at the start of a line.
+    """Remove tables, which begin and end at the start of a line.
 
-    Of a table without an end the lines that belong to its markup are removed, and its other lines stay.
+    If the end of a table is missing, only the lines of its markup are removed.
     """
     lines = text.split("\n")
     marks = [line.lstrip("\x00 \t:*#;")[:2] for line in lines]
     dropped = [mark.startswith("|") for mark in marks]
     opened: list[int] = []
-    closed: list[tuple[int, int]] = []  # outermost tables: marked at the end, so that nested ones take linear time
+    closed: list[tuple[int, int]] = []  # outermost tables, marked at the end: linear time for nested tables
     for at, mark in enumerate(marks):
         if mark == "{|":
             opened.append(at)

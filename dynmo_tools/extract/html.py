@@ -1,4 +1,4 @@
-"""The readable text of an HTML page, by the standard library's parser."""
+"""Text of HTML pages, with the parser of the standard library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _TextExtractor(HTMLParser):
         if tag == "title":
             self._in_title = True
         if tag == "body":
-            self._skipped.clear()  # a head that was never closed
+            self._skipped.clear()  # the head may not be closed
         if tag in SKIPPED_TAGS:
             self._skipped.append(tag)
         elif tag in BLOCK_TAGS:
@@ -49,7 +49,7 @@ class _TextExtractor(HTMLParser):
 
 
 def extract_text(html: str) -> tuple[str, str]:
-    """The title and the text of a page, a line for each block of it."""
+    """Extract the title and the text of a page, one line per block element."""
     reader = _TextExtractor()
     reader.feed(html)
     reader.close()

@@ -1,8 +1,7 @@
-"""Real text that every machine has: the documentation that comes with the installed Python.
+"""A corpus that every machine has: the documentation of the installed Python.
 
-Documents are the documentation strings and longer comments of the standard library's modules, read with ``ast`` (no
-module is imported or run), the language reference topics of ``pydoc``, and the plain-text documents beside them. The
-same installation and arguments give the same bytes.
+Documents are docstrings and long comments of the standard library, read with ``ast`` without importing modules, the
+topics of ``pydoc``, and plain-text files. The same installation and arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_SECTION_CHARACTERS = 4_000
 
 
 def stdlib_folder() -> Path:
-    """Where the installed standard library lies."""
+    """The folder of the installed standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -49,10 +48,10 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def docstrings(source: str) -> list[str]:
-    """The documentation strings of a module's source, outermost first, each without its indentation.
+    """The docstrings of a module's source, outermost first, without indentation.
 
     Raises:
-        SyntaxError: the source is not of this Python's grammar.
+        SyntaxError: the source has another grammar.
     """
     found = []
     with warnings.catch_warnings():
@@ -70,7 +69,7 @@ def docstrings(source: str) -> list[str]:
 
 
 def comments(source: str) -> list[str]:
-    """The runs of at least three lines of comment that read like sentences, each as one text."""
+    """Blocks of at least three comment lines that are sentences."""
     found: list[str] = []
     run: list[str] = []
     for line in [*source.splitlines(), ""]:
@@ -86,7 +85,7 @@ def comments(source: str) -> list[str]:
 
 
 def topics(source: str) -> dict[str, str]:
-    """The topics of ``pydoc_data/topics.py``: the one literal dictionary that it assigns."""
+    """The topics of ``pydoc_data/topics.py``, the dictionary literal that it assigns."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             value = ast.literal_eval(node.value)
@@ -95,7 +94,7 @@ def topics(source: str) -> dict[str, str]:
 
 
 def sections(parts: list[str], limit: int = MAX_SECTION_CHARACTERS) -> list[str]:
-    """Join parts by blank lines into as few texts as possible, each of at most about ``limit`` characters."""
+    """Join parts by blank lines into texts of at most about ``limit`` characters."""
     joined: list[list[str]] = [[]]
     size = 0
     for part in parts:
@@ -108,7 +107,7 @@ def sections(parts: list[str], limit: int = MAX_SECTION_CHARACTERS) -> list[str]
 
 
 def documents_of(path: Path) -> list[str]:
-    """The documents that one file of the library gives; none where it cannot be read as text or source."""
+    """The documents of one file; empty if it cannot be read as text or source."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -124,15 +123,15 @@ def documents_of(path: Path) -> list[str]:
 
 
 def sample(root: Path, max_bytes: int, seed: int) -> Iterator[dict[str, str]]:
-    """Documents in an order that ``seed`` fixes, until ``max_bytes`` of text are reached.
+    """Documents in a random order, up to ``max_bytes`` of text.
 
     Args:
-        root: the folder of the standard library.
-        max_bytes: UTF-8 bytes of text at most; 0 is all there is.
-        seed: of the order.
+        root: folder of the standard library.
+        max_bytes: maximum UTF-8 bytes of text; 0 is unlimited.
+        seed: seed of the order.
 
     Raises:
-        UsageError: the folder holds no documents.
+        UsageError: the folder has no documents.
     """
     found: list[dict[str, str]] = []
     for path in _files(root):
@@ -143,9 +142,7 @@ def sample(root: Path, max_bytes: int, seed: int) -> Iterator[dict[str, str]]:
             if len(text) >= MIN_CHARACTERS:
                 found.append({"id": f"{source}#{number}", "source": source, "text": text})
     if not found:
-        raise UsageError(
-            f"{root}: holds no documentation; this Python was installed without its standard library's source"
-        )
+        raise UsageError(f"{root}: no documentation found; install Python with the source of its standard library")
     random.Random(seed).shuffle(found)
     size = 0
     for document in found:
@@ -156,9 +153,15 @@ def sample(root: Path, max_bytes: int, seed: int) -> Iterator[dict[str, str]]:
 
 
 def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int, overwrite: bool = False) -> dict[str, Any]:
-    """Write the sample as JSON lines, whole or not at all; what was written, for the report.
+    """Write the sample as JSON lines, atomically.
 
-    An existing output is replaced where ``overwrite`` allows it, or where its bytes are the same.
+    An existing output is replaced if ``overwrite`` is set or its bytes are the same.
+
+    Returns:
+        The report of the command.
+
+    Raises:
+        UsageError: the output exists, or the folder has no documents.
     """
     started = time.monotonic()
     check_writable([output])

@@ -1,4 +1,4 @@
-"""Extract the text of a MediaWiki dump: one document an article, as WikiExtractor's ``--json`` writes them."""
+"""The step ``extract-wiki``: one document per article of a MediaWiki dump, as in WikiExtractor's ``--json``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def extract_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def extract(task: Task) -> None:
-    """Task function: the articles that begin in one piece of a dump.
+    """Task function: the articles that begin in one slice of a dump.
 
     Raises:
-        DynmoError: the dump is cut off, damaged or no XML.
+        DynmoError: the dump is truncated, damaged or not XML.
     """
     settings: ExtractWikiSettings = task.job.settings
     writer = task.create(task.part(records_kind(task)))
@@ -46,11 +46,11 @@ def extract(task: Task) -> None:
             }
             task.write_row(writer, encode_row(row))
     except (ElementTree.ParseError, EOFError) as error:
-        raise DynmoError(f"{path}: is cut off or no MediaWiki XML: {error}; fetch the dump again") from error
+        raise DynmoError(f"{path}: truncated, or not MediaWiki XML: {error}; download the dump again") from error
     except OSError as error:
-        if error.errno is not None:  # of the disk, not of the compression
+        if error.errno is not None:  # an error of the disk, not of the decompressor
             raise
-        raise DynmoError(f"{path}: is damaged: {error}; fetch the dump again") from error
+        raise DynmoError(f"{path}: damaged: {error}; download the dump again") from error
 
 
 def _skip(page: Page, settings: ExtractWikiSettings) -> str | None:

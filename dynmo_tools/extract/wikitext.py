@@ -1,8 +1,8 @@
-"""Plain text out of MediaWiki markup.
+"""Plain text of MediaWiki markup.
 
-The markup is read by the tokenizer of mwparserfromhell. Its tree of nodes is not built: that takes ten times as long as
-the tokens, and most of the nodes are left out anyway. Templates, tables, references, files and categories are; of a few
-templates that hold running text, the text stays. Sections without text lose their title, as WikiExtractor does it.
+The markup is split by the tokenizer of mwparserfromhell. Its node tree is not built: that takes ten times as long, and
+most nodes are dropped. Templates, tables, references, files and categories are dropped, except a few templates with
+running text. Sections without text lose their title, as in WikiExtractor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/])*\)|\s?\[\s*\]")
 LEADING_SEPARATORS = re.compile(r"\((?:\s*[,;])+\s*")
 SPACED_COMMA = re.compile(r" +([,.;:!?)])")
 SPACES = re.compile(r"[ \t\xa0]+")
-# Kinds of tokens: what begins a node and what ends it; what parts a node that is open stands between them.
+# Token kinds that begin and end a node. Separators divide an open node.
 PAIRS = (
     ("TemplateOpen", "TemplateClose"),
     ("ArgumentOpen", "ArgumentClose"),
@@ -54,7 +54,7 @@ CONTEXT, SKIP_STYLES = 0, False
 
 
 class _MarkupParser:
-    """What mwparserfromhell has: its tokenizer, its kinds of tokens, and how it writes tokens as markup again."""
+    """The tokenizer of mwparserfromhell, its token kinds, and the conversion of tokens to markup."""
 
     def __init__(self) -> None:
         try:
@@ -77,7 +77,7 @@ class _MarkupParser:
         self._builder: Any = parser.Builder
 
     def markup(self, tokens: list[Any]) -> str:
-        """The markup that gave these tokens."""
+        """The markup of some tokens."""
         if all(type(token) is self.text for token in tokens):
             return "".join([token["text"] for token in tokens])
         return str(self._builder().build(tokens))
@@ -87,10 +87,10 @@ _markup_parser = functools.cache(_MarkupParser)
 
 
 class _Page:
-    """A page's tokens: where each node ends, and where it is parted.
+    """The tokens of a page, with the end and the separators of each node.
 
     Args:
-        markup: of the page.
+        markup: markup of the page.
     """
 
     def __init__(self, markup: str) -> None:
@@ -121,7 +121,7 @@ class _Page:
         }
 
     def plain(self, begin: int = 0, end: int | None = None) -> str:
-        """The running text of some tokens, list items and titles behind their marks."""
+        """The running text of tokens ``begin`` to ``end``; list items and titles have marks."""
         tokens, text, readers = self._tokens, self._markup_parser.text, self._readers
         stop = len(tokens) if end is None else end
         found: list[str] = []
@@ -180,7 +180,7 @@ class _Page:
             character = chr(name2codepoint[value])
         else:
             character = chr(int(value, 16 if close == opened + 4 else 10))
-        return LESS_MARK if character == "<" else character  # an escaped sign does not begin a tag
+        return LESS_MARK if character == "<" else character  # an escaped "<" does not begin a tag
 
     def _heading(self, opened: int, close: int) -> str:
         return f"\n{TITLE_MARK}{self.plain(opened + 1, close).strip()}\n"
@@ -200,7 +200,7 @@ class _Page:
 
 
 def tidy(text: str, *, keep_lists: bool) -> str:
-    """Lines of text without what dropped markup left behind; titles only before text, each ended by a full stop."""
+    """Remove residues of dropped markup; a title stays only before text, and ends with a full stop."""
     text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
     lines: list[str] = []
     title: str | None = None

@@ -68,7 +68,7 @@ class CleanSettings(FilterSettings):
 
 
 def is_plain(text: str) -> bool:
-    """Whether ftfy can change nothing: printable ASCII, tabs and newlines, without an ampersand."""
+    """Whether ftfy cannot change ``text``: printable ASCII, tabs and newlines, without ampersands."""
     if not text.isascii() or "&" in text:
         return False
     return text.isprintable() or text.replace("\n", " ").replace("\t", " ").isprintable()
@@ -76,7 +76,7 @@ def is_plain(text: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _fixers() -> tuple[Callable[[str], str], Callable[[str], str]]:
-    """Two fixers: ftfy as it is, and ftfy that leaves HTML entities as they are."""
+    """Two ftfy functions: with and without replacement of HTML entities."""
     try:
         import ftfy
     except ImportError as error:
@@ -87,9 +87,9 @@ def _fixers() -> tuple[Callable[[str], str], Callable[[str], str]]:
 
 
 def repair(text: str) -> str:
-    """``ftfy.fix_text``, which works line by line, on the lines that it could change.
+    """``ftfy.fix_text`` on the lines that it can change; ftfy works line by line.
 
-    It resolves entities only as far as no ``<`` was met, which makes a text HTML.
+    ftfy replaces entities only up to the first ``<``, which marks the text as HTML.
     """
     if is_plain(text):
         return text
@@ -110,15 +110,20 @@ def repair(text: str) -> str:
 
 
 def plain_punctuation(text: str) -> str:
-    """``text`` with the signs of ``ASCII_PUNCTUATION`` in place of their typographic and full-width forms."""
+    """Replace typographic and full-width punctuation by ``ASCII_PUNCTUATION``."""
     return text if text.isascii() else text.translate(ASCII_PUNCTUATION)
 
 
 def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
-    """Whether ``text`` has fewer than ``min_tokens`` tokens, the end-of-document token included.
+    """Whether ``text`` has fewer than ``min_tokens`` tokens, including the end-of-document token.
 
-    Texts of at least ``8 * min_tokens`` characters pass uncounted, as they always did; a text of fewer bytes than
-    tokens wanted is short whatever the tokenizer.
+    Texts of at least ``8 * min_tokens`` characters are not counted, as in Megatron. A text with fewer bytes than
+    ``min_tokens`` is short for every tokenizer.
+
+    Args:
+        text: the text.
+        min_tokens: minimum number of tokens.
+        count: returns the number of tokens of a text.
     """
     if len(text) >= CHARACTERS_PER_TOKEN * min_tokens:
         return False

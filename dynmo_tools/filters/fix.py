@@ -69,7 +69,7 @@ def drop_reason(text: str, tasks: Collection[FixTask], detector: LanguageDetecto
 
 
 def repaired(text: str, tasks: Collection[FixTask]) -> str:
-    """``text`` after the chosen repairs."""
+    """Apply the chosen repairs to ``text``."""
     if FixTask.FTFY in tasks:
         text = repair(text)
     if FixTask.GENERAL in tasks:

@@ -1,9 +1,9 @@
-"""Which language a text is in: langdetect's verdict with a fixed seed, reached with less work.
+"""Language detection with langdetect's results and a fixed seed, in less time.
 
-langdetect owns the profiles, the constants and the rules that make n-grams of characters; its detector is the oracle
-of the tests. It draws n-grams at random in seven trials and multiplies their probabilities until one language is
-certain. Here the n-grams of a word are made once for all its occurrences, a trial's probabilities are one array, and
-the trials stop when those left cannot change the winner. The draws and the order of sums and products are the same.
+langdetect provides the profiles, the constants and the rules for character n-grams; its detector is the reference of
+the tests. It draws n-grams at random in seven trials and multiplies their probabilities until one language is certain.
+Here, the n-grams of a word are computed once, the probabilities of a trial are one array, and the trials stop when the
+remaining ones cannot change the result. The draws and the order of sums and products are those of langdetect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class _Separators(dict[int, str]):
-    """A table for ``str.translate``: characters that separate words become spaces, the others stay."""
+    """A table for ``str.translate`` that replaces word separators by spaces."""
 
     def __init__(self, normalize: Callable[[str], str]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Separators(dict[int, str]):
 
 
 class _Normal(dict[str, str]):
-    """langdetect's normal form of each character met."""
+    """Cache of langdetect's normal form of each character."""
 
     def __init__(self, normalize: Callable[[str], str]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Normal(dict[str, str]):
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """The n-grams of each word met, forgotten all at once when they are too many."""
+    """Cache of the n-grams of each word; it is cleared when it is full."""
 
     def __init__(self, grams_of: Callable[[str], tuple[int, ...]]) -> None:
         super().__init__()
@@ -66,7 +66,14 @@ class _Words(dict[str, tuple[int, ...]]):
 
 
 class LanguageDetector:
-    """langdetect's verdicts, the profiles in alphabetical order and the seed fresh for each text."""
+    """langdetect's detection with the same seed for each text.
+
+    Args:
+        seed: seed of the random draws.
+
+    Raises:
+        MissingExtraError: langdetect is not installed.
+    """
 
     def __init__(self, seed: int) -> None:
         try:
@@ -91,14 +98,14 @@ class LanguageDetector:
         self._words = _Words(self._grams_of_word)
 
     def detect(self, text: str) -> str | None:
-        """The ISO 639-1 code of the most probable language; None for a text without letters to judge by."""
+        """The ISO 639-1 code of the most probable language; None for a text without letters."""
         grams = self._grams(self._only_letters_that_count(self._beginning(text)))
         if not grams:
             return None
         return self._decide(grams)
 
     def _beginning(self, text: str) -> str:
-        """The first 10,000 characters behind langdetect's own replacements."""
+        """The first 10,000 characters after langdetect's replacements."""
         rules = self._rules
         if "http" in text:
             text = rules.URL_RE.sub(" ", text)
@@ -109,7 +116,7 @@ class LanguageDetector:
         return text[:10_000]
 
     def _only_letters_that_count(self, text: str) -> str:
-        """Without Latin letters where other scripts outweigh them two to one."""
+        """The text without Latin letters if other scripts have more than twice as many."""
         if text.isascii():
             return text
         latin = others = 0
@@ -123,15 +130,15 @@ class LanguageDetector:
         return text
 
     def _grams(self, text: str) -> list[int]:
-        """The rows of the table of all n-grams of ``text`` that a profile knows, in order."""
+        """The table rows of all n-grams of ``text`` that a profile contains, in order."""
         words = text.translate(self._separators).split(" ")
-        last = words.pop()  # the only word without a space behind it
+        last = words.pop()  # the only word without a trailing space
         found = list(itertools.chain.from_iterable(map(self._words.__getitem__, words)))
         found += self._grams_of_word(last)
         return found
 
     def _grams_of_word(self, word: str) -> tuple[int, ...]:
-        """The rows of a word's n-grams, by the rules of langdetect's ``NGram``: none of words in capitals."""
+        """The table rows of a word's n-grams, by the rules of langdetect's ``NGram``; words in capitals have none."""
         normal, rows, longest = self._normal, self._rows, self._ngram.N_GRAM
         window, in_capitals, found = " ", False, []
         for each in word:
@@ -183,9 +190,9 @@ class LanguageDetector:
 
 
 def _choices(draw: random.Random, items: Sequence[int], count: int) -> list[int]:
-    """``[draw.choice(items) for _ in range(count)]``, the same draws in a third of the time.
+    """``[draw.choice(items) for _ in range(count)]``: the same draws in a third of the time.
 
-    ``choice`` asks for as many bits as the length has until they make a number below it.
+    ``choice`` draws as many bits as the length has, until they are a number below the length.
     """
     found: list[int] = []
     length = len(items)

@@ -1,4 +1,4 @@
-"""Merge files of documents into one, and give documents numbers: both touch no text."""
+"""The steps ``merge`` and ``add-id``; both leave the texts unchanged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def merge_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def copy_rows(task: Task) -> None:
-    """Task function: the documents of one slice as they are, each ended by a newline."""
+    """Task function: copy the rows of one slice, each with a newline."""
     writer = task.create(task.part(records_kind(task)))
     for row in task.rows():
         task.write_row(writer, row.raw)
 
 
 def add_id_phases(manifest: TaskManifest) -> list[Phase]:
-    """The phases of ``add-id``: count each slice, so that every slice knows its first number."""
+    """The phases of ``add-id``: the count of each slice determines the first number of the next."""
     return [
         Phase(name="count", run="filters.merge:count_rows", tasks=len(manifest.tasks), reads=True),
         Phase(name="number", run="filters.merge:number_rows", tasks=len(manifest.tasks)),
@@ -32,10 +32,10 @@ def add_id_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def count_rows(task: Task) -> None:
-    """Task function: the number of documents of one slice.
+    """Task function: count the documents of one slice.
 
     Raises:
-        UsageError: a document has a number already, and ``rewrite`` is not set.
+        UsageError: a document has an id already, and ``rewrite`` is not set.
     """
     settings: AddIdSettings = task.job.settings
     count = 0
@@ -43,14 +43,14 @@ def count_rows(task: Task) -> None:
         if settings.id_key in row.value and not settings.rewrite:
             raise UsageError(
                 f"{task.slice.path}: the document at byte {row.offset} has the key {settings.id_key!r} already; "
-                "--rewrite replaces it, --id-key names another one"
+                "use --rewrite to replace it, or --id-key for another key"
             )
         count += 1
     task.result["documents"] = count
 
 
 def number_rows(task: Task) -> None:
-    """Task function: the documents of one slice with their numbers, from 1 on over all inputs."""
+    """Task function: number the documents of one slice."""
     settings: AddIdSettings = task.job.settings
     number = sum(read_marker(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))

@@ -1,7 +1,7 @@
-"""Shuffle a data set of any size in two passes: scatter the documents over buckets, then order each bucket.
+"""The step ``shuffle``: shuffle a dataset of any size in two passes over disk.
 
-Every document goes to a bucket drawn for it, and each bucket is put in a random order; together that is a uniformly
-random order of the whole. The draws depend on the seed, the task and the bucket, not on the number of workers.
+The first pass sends each document to a random bucket, the second one shuffles each bucket in memory. The result is a
+uniformly random permutation. The draws depend on the seed, the task and the bucket, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCATTER_STREAM, ORDER_STREAM = 0, 1
 
 
 def num_buckets(manifest: TaskManifest) -> int:
-    """How many buckets keep one bucket near 32 MiB."""
+    """The number of buckets, for about 32 MiB per bucket."""
     size = sum(s.size_bytes * (COMPRESSION_RATIO if is_compressed(s.path) else 1) for s in manifest.sources)
     return min(max(1, -(-size // BUCKET_BYTES)), MAX_BUCKETS)
 
@@ -41,23 +41,23 @@ def shuffle_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def _draws(generator: np.random.Generator, count: int) -> Iterator[int]:
-    """Random numbers below ``count``, without an end."""
+    """Endless random integers below ``count``."""
     while True:
         yield from generator.integers(count, size=DRAWN_AT_ONCE).tolist()
 
 
 def scatter(task: Task) -> None:
-    """Task function: one slice, written as runs of documents of the same bucket."""
+    """Task function: write one slice as runs of documents of one bucket."""
     settings: ShuffleSettings = task.job.settings
     count = num_buckets(task.manifest)
     draws = _draws(np.random.default_rng([settings.seed, SCATTER_STREAM, task.index]), count)
     writer = task.create(task.part("scattered.jsonl"))
     runs: list[list[int]] = [[] for _ in range(count)]  # of each bucket: begin, bytes, begin, bytes, ...
-    held: list[list[bytes]] = [[] for _ in range(count)]
-    held_bytes = position = 0
+    buffered: list[list[bytes]] = [[] for _ in range(count)]
+    buffered_bytes = position = 0
 
     def flush(position: int) -> int:
-        for bucket, lines in enumerate(held):
+        for bucket, lines in enumerate(buffered):
             if lines:
                 payload = b"".join(lines)
                 writer.write(payload)
@@ -68,18 +68,18 @@ def scatter(task: Task) -> None:
 
     for row in task.rows():
         line = row.raw + b"\n"
-        held[next(draws)].append(line)
-        held_bytes += len(line)
+        buffered[next(draws)].append(line)
+        buffered_bytes += len(line)
         task.tally.documents_out += 1
         task.tally.bytes_out += len(line)
-        if held_bytes >= MAX_BYTES_IN_MEMORY:
-            position, held_bytes = flush(position), 0
+        if buffered_bytes >= MAX_BYTES_IN_MEMORY:
+            position, buffered_bytes = flush(position), 0
     flush(position)
     task.result["runs"] = runs
 
 
 def order(task: Task) -> None:
-    """Task function: the documents of one bucket from all slices, in random order."""
+    """Task function: the documents of one bucket from all slices, shuffled."""
     settings: ShuffleSettings = task.job.settings
     lines: list[bytes] = []
     for index in range(len(task.manifest.tasks)):
@@ -87,7 +87,7 @@ def order(task: Task) -> None:
         with open(task.part("scattered.jsonl", index), "rb") as handle:
             for begin, size in zip(runs[::2], runs[1::2], strict=True):
                 handle.seek(begin)
-                # not splitlines(): it also splits at the carriage returns within a row
+                # not splitlines(), which also splits at carriage returns within a row
                 lines += [line + b"\n" for line in handle.read(size).split(b"\n")[:-1]]
     permutation = np.random.default_rng([settings.seed, ORDER_STREAM, task.index]).permutation(len(lines))
     writer = task.create(task.part("ordered" + records_ending(task.job.output)))
@@ -96,6 +96,6 @@ def order(task: Task) -> None:
 
 
 def join(task: Task) -> None:
-    """Task function: the buckets one behind the other."""
+    """Task function: concatenate the buckets."""
     parts = [task.part("ordered" + records_ending(task.job.output), i) for i in range(num_buckets(task.manifest))]
     append_files(task.create(task.job.output, plain=True), parts)

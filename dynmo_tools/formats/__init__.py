@@ -1,1 +1,1 @@
-"""File formats that this package owns or reads: one module a format, over the common rules of documents."""
+"""File formats: indexed dataset, its sidecar, documents of a work folder."""

@@ -1,6 +1,6 @@
-"""The sidecar of an indexed data set, ``PREFIX.dataset.json``: where it comes from, and checksums of its bytes.
+"""The sidecar of an indexed dataset, ``PREFIX.dataset.json``: its origin, and checksums of its bytes.
 
-``dataset.md`` next to this file is the specification. A data set without a sidecar is a data set.
+``dataset.md`` is the specification. The sidecar is optional.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FORMAT = "dynmo.dataset"
 VERSION = 1
 
 Piece = dict[str, Any]
-"""``bytes`` and ``sha256`` of a run of bytes."""
+"""``bytes`` and ``sha256`` of consecutive bytes."""
 
 
 def sidecar_path(prefix: Path) -> Path:
-    """The file of the sidecar."""
+    """The path of the sidecar."""
     return prefix.with_name(prefix.name + ".dataset.json")
 
 
@@ -46,10 +46,10 @@ def _problems(document: Any) -> list[Problem]:
 
 
 def read_sidecar(prefix: Path) -> dict[str, Any] | None:
-    """The sidecar of a data set; None where it has none.
+    """The sidecar of a dataset; None if it has none.
 
     Raises:
-        DocumentError: it breaks a rule of the format.
+        DocumentError: the sidecar violates the format.
     """
     path = sidecar_path(prefix)
     if not path.exists():
@@ -64,26 +64,30 @@ def encode_sidecar(document: Mapping[str, Any]) -> bytes:
     """The bytes of a sidecar.
 
     Raises:
-        DocumentError: it breaks a rule of the format.
+        DocumentError: the document violates the format.
     """
     if problems := _problems(document):
-        raise DocumentError("the sidecar of a data set", problems)
+        raise DocumentError("the sidecar of a dataset", problems)
     return encode_json(document)
 
 
 def digest_vocabulary(ids: Mapping[str, int]) -> str:
-    """The digest of what the ids mean: of the JSON array of [id, token], in ascending order, in ASCII."""
+    """The digest of a vocabulary: SHA-256 of the JSON array of [id, token], ascending, in ASCII."""
     pairs = sorted((number, token) for token, number in ids.items())
     return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_settings(steps: list[dict[str, Any]]) -> str:
-    """The digest of a recipe's steps: of their JSON text, keys in ascending order, in ASCII."""
+    """The digest of a recipe's steps: SHA-256 of their JSON text, keys ascending, in ASCII."""
     return hashlib.sha256(json.dumps(steps, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def digest_file(path: Path, begin: int = 0, end: int | None = None) -> Piece:
-    """Bytes and SHA-256 of a file, or of its bytes from ``begin`` to ``end``."""
+    """Bytes and SHA-256 of a file, or of its bytes from ``begin`` to ``end``.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
     digest, size = hashlib.sha256(), 0
     try:
         with open(path, "rb") as handle:
@@ -97,7 +101,7 @@ def digest_file(path: Path, begin: int = 0, end: int | None = None) -> Piece:
 
 
 def copy_pieces(pieces: Iterable[bytes], target: IO[bytes]) -> Piece:
-    """Write pieces of bytes one after another; bytes and SHA-256 of all that was written."""
+    """Write byte strings in sequence; returns the bytes and SHA-256 of all of them."""
     digest, size = hashlib.sha256(), 0
     for piece in pieces:
         target.write(piece)
@@ -107,7 +111,7 @@ def copy_pieces(pieces: Iterable[bytes], target: IO[bytes]) -> Piece:
 
 
 def content_problems(sidecar: Mapping[str, Any], tokens: Path, index: Path) -> list[Problem]:
-    """Where the bytes of ``.bin`` and ``.idx`` differ from the checksums of the sidecar; reads both files."""
+    """Differences between the bytes of ``.bin`` and ``.idx`` and the checksums of the sidecar; reads both files."""
     problems: list[Problem] = []
     at, size = 0, tokens.stat().st_size
     for piece in sidecar["bin"]["pieces"]:
@@ -116,7 +120,7 @@ def content_problems(sidecar: Mapping[str, Any], tokens: Path, index: Path) -> l
             problems.append(Problem(f"bin.bytes[{at}:{end}]", "checksum", "differ from the sidecar's SHA-256"))
         at = end
     if at != size:
-        problems.append(Problem("bin", "length", f"has {size} bytes; the sidecar says {at}"))
+        problems.append(Problem("bin", "length", f"has {size} bytes; the sidecar states {at}"))
     if digest_file(index) != sidecar["idx"]:
         problems.append(Problem("idx", "checksum", "differs from the sidecar's size or SHA-256"))
     return problems

@@ -1,7 +1,16 @@
-"""The indexed data set, ``PREFIX.bin`` and ``PREFIX.idx``: its three forms, read and written byte for byte.
+"""The indexed dataset, ``PREFIX.bin`` and ``PREFIX.idx``, in its three forms; ``indexed.md`` is the specification.
 
-``indexed.md`` beside this file states the bytes. Indices are read and written in blocks: neither tokens nor an index
-stand in memory whole.
+    PREFIX.bin   | tokens of sequence 0 | sequence 1 | sequence 2 | ...            dtype of the header
+    PREFIX.idx   lengths    [sequences]      tokens of each sequence
+                 pointers   [sequences]      start of each sequence in .bin: bytes (mmap) or tokens (cached, lazy)
+                 documents  [documents + 1]  first sequence of each document, then the number of sequences
+
+GPT readers use sequences, BERT and T5 readers use documents, whose sequences are sentences. The bytes are those of
+Megatron; what Megatron wrote is read, and it reads what is written here.
+
+Pointers are computed from the lengths, never stored in memory: an ``Index`` consists of lengths and documents, as
+``IntColumn`` that are generated block by block. Neither tokens nor an index are in memory completely. A reader
+compares the stored pointers with the computed ones and reports all problems at once.
 """
 
 from __future__ import annotations
@@ -27,8 +36,8 @@ TNT_MAGIC = b"TNTIDX\0\0"
 VERSION = 1
 MMAP_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 TNT_HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, dtype code, element bytes, items, sizes, boundaries
-# Code 6 is the two readings' common type; 7 is float64 to the classic reader and float32 to the newer one, so the
-# header alone does not say what it means, and it is read as neither.
+# Code 7 is float64 in the classic reader and float32 in the newer one. The header does not state which, so it is
+# refused. Code 6 is float64 in both.
 DTYPES: dict[int, npt.DTypeLike] = {
     1: np.uint8,
     2: np.int8,
@@ -45,38 +54,38 @@ VERIFY_TOKENS = 1 << 22
 
 
 class IndexedError(UsageError):
-    """A data set whose bytes break the rules of the format; carries every problem found."""
+    """A dataset that violates the format; has all problems found."""
 
     def __init__(self, prefix: Path, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
-        super().__init__("\n  ".join([f"{prefix}: is no sound indexed data set", *map(str, problems)]))
+        super().__init__("\n  ".join([f"{prefix}: invalid indexed dataset", *map(str, problems)]))
 
 
 def bin_path(prefix: Path) -> Path:
-    """The file of the tokens."""
+    """The path of the tokens."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """The file of the index."""
+    """The path of the index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def best_dtype(num_ids: int) -> np.dtype[Any]:
-    """The type of tokens for ids below ``num_ids``: two bytes below 65,500, as Megatron chooses, else four."""
+    """The token type for ids below ``num_ids``, as in Megatron: uint16 below 65,500, else int32."""
     return np.dtype(np.uint16 if num_ids < SMALL_VOCABULARY else np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The index of a data set, in tokens and sequences whatever its form on disk.
+    """The index of a dataset, in tokens and sequences for all forms.
 
     Attributes:
-        form: ``mmap`` or ``tnt`` (the bytes of ``cached`` and ``lazy`` are the same).
-        dtype: of a token.
-        lengths: tokens of each sequence, ``[sequences]``.
-        documents: the sequence count before each document and in all, ``[documents + 1]``, beginning with 0.
-        modes: the mode of each sequence of a multimodal data set, ``[sequences]``, or None.
+        form: ``mmap`` or ``tnt`` (``cached`` and ``lazy`` have the same bytes).
+        dtype: data type of a token.
+        lengths: tokens per sequence ``[sequences]``.
+        documents: number of sequences before each document, and in total ``[documents + 1]``.
+        modes: mode of each sequence of a multimodal dataset ``[sequences]``, or None.
     """
 
     form: str
@@ -87,12 +96,12 @@ class Index:
 
     @property
     def num_documents(self) -> int:
-        """The number of documents."""
+        """Number of documents."""
         return max(len(self.documents) - 1, 0)
 
     @cached_property
     def num_tokens(self) -> int:
-        """The number of tokens."""
+        """Number of tokens."""
         return self.lengths.total()
 
 
@@ -100,7 +109,7 @@ def encode_mmap(index: Index) -> Iterator[bytes]:
     """The bytes of an ``mmap`` index, in pieces.
 
     Raises:
-        UsageError: a sequence is longer than 32-bit lengths allow.
+        UsageError: a sequence is too long for 32-bit lengths.
     """
     yield MMAP_HEADER.pack(MMAP_MAGIC, VERSION, CODES[index.dtype], len(index.lengths), len(index.documents))
     sequence = 0
@@ -108,7 +117,7 @@ def encode_mmap(index: Index) -> Iterator[bytes]:
         if int(block.max(initial=0)) > MAX_SEQUENCE_TOKENS:
             at = int(block.argmax())
             raise UsageError(
-                f"sequence {sequence + at} has {block[at]} tokens; the format holds {MAX_SEQUENCE_TOKENS}: split it"
+                f"sequence {sequence + at} has {block[at]} tokens; the maximum is {MAX_SEQUENCE_TOKENS}: split it"
             )
         sequence += len(block)
         yield block.astype("<i4").tobytes()
@@ -134,30 +143,30 @@ def _encode(column: IntColumn, kind: str = "<i8") -> Iterator[bytes]:
 
 
 def encode_index(index: Index) -> Iterator[bytes]:
-    """The bytes of an index in its own form."""
+    """The bytes of an index in its form."""
     return encode_mmap(index) if index.form == "mmap" else encode_tnt(index)
 
 
 def _column(handle: IO[bytes], kind: str, count: int, size: int) -> IntColumn:
-    """The ``count`` numbers at the handle's place, which moves behind them; ``size`` is that of the file."""
+    """The ``count`` numbers at the position of ``handle``, which moves past them; ``size`` is the file size."""
     width, at = np.dtype(kind).itemsize, handle.tell()
     if count * width > size - at:
         raise _TruncatedIndexError(
-            f"the header asks for {count} values of {width} bytes where {max(size - at, 0)} bytes are left"
+            f"the header states {count} values of {width} bytes, but {max(size - at, 0)} bytes remain"
         )
     handle.seek(count * width, os.SEEK_CUR)
     return in_file(Path(handle.name), kind, count, at)
 
 
 class _TruncatedIndexError(Exception):
-    """The file ends before what its header announces."""
+    """The file is shorter than its header states."""
 
 
 def read_index(prefix: Path) -> Index:
-    """Read and check ``PREFIX.idx`` against itself and against the size of ``PREFIX.bin``.
+    """Read ``PREFIX.idx``, and check it against itself and the size of ``PREFIX.bin``.
 
     Raises:
-        IndexedError: with every problem found.
+        IndexedError: with all problems found.
         UsageError: a file is missing.
     """
     path = idx_path(prefix)
@@ -174,9 +183,7 @@ def read_index(prefix: Path) -> Index:
             elif magic.startswith(TNT_MAGIC):
                 index, problems = _read_tnt(handle, size)
             else:
-                raise IndexedError(
-                    prefix, [Problem("idx.magic", "magic", f"begins with {magic!r}, which no form does")]
-                )
+                raise IndexedError(prefix, [Problem("idx.magic", "magic", f"is {magic!r}, not that of a known form")])
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}") from error
     except _TruncatedIndexError as error:
@@ -191,16 +198,16 @@ def read_index(prefix: Path) -> Index:
 def _header(handle: IO[bytes], layout: struct.Struct) -> tuple[Any, ...]:
     head = handle.read(layout.size)
     if len(head) < layout.size:
-        raise _TruncatedIndexError(f"is {len(head)} bytes; the header alone has {layout.size}")
+        raise _TruncatedIndexError(f"has {len(head)} bytes; the header has {layout.size}")
     return layout.unpack(head)
 
 
 def _code_problems(version: int, code: int, element_bytes: int | None = None) -> list[Problem]:
     if version != VERSION:
-        return [Problem("idx.version", "version", f"is {version}; this program reads version {VERSION}")]
+        return [Problem("idx.version", "version", f"is {version}; must be {VERSION}")]
     if code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
-        return [Problem("idx.dtype", "choice", f"has code {code}; readable are {known}")]
+        return [Problem("idx.dtype", "choice", f"is {code}; must be one of {known}")]
     if element_bytes is not None and element_bytes != np.dtype(DTYPES[code]).itemsize:
         return [
             Problem(
@@ -224,17 +231,19 @@ def _read_mmap(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem
     left = size - handle.tell()
     modes = _column(handle, "i1", count, size) if left == count and count else None
     if left and modes is None:
-        problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
+        problems.append(Problem("idx", "length", f"has {left} bytes after its content"))
     index = Index(form="mmap", dtype=dtype, lengths=lengths, documents=documents, modes=modes)
     wrong = _first_difference(pointers, exclusive_cumsum(lengths, dtype.itemsize))
     if wrong is not None:
         at, found, expected = wrong
-        problems.append(Problem(f"idx.pointers[{at}]", "order", f"is {found}; the lengths before it give {expected}"))
+        problems.append(
+            Problem(f"idx.pointers[{at}]", "order", f"is {found}; must be {expected}, the sum of the lengths before it")
+        )
     return index, problems
 
 
 def _first_difference(found: IntColumn, expected: IntColumn) -> tuple[int, int, int] | None:
-    """Where two columns of the same count differ first, and both numbers there; None where they are equal."""
+    """The first difference of two columns of the same length: position, and both numbers; None if they are equal."""
     begin = 0
     theirs = np.zeros(0, dtype=np.int64)
     others = expected.blocks()
@@ -255,13 +264,13 @@ def _read_tnt(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem]
     if problems:
         return None, problems
     if sizes != count:
-        return None, [Problem("idx.sizes", "length", f"has {sizes} values for {count} items; only flat items are read")]
+        return None, [Problem("idx.sizes", "length", f"has {sizes} values for {count} items; must have one per item")]
     dimensions = _column(handle, "<i8", count + 1, size)
     offsets = _column(handle, "<i8", count + 1, size)
     lengths = _column(handle, "<i8", sizes, size)
     documents = _column(handle, "<i8", boundaries, size)
     if left := size - handle.tell():
-        problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
+        problems.append(Problem("idx", "length", f"has {left} bytes after its content"))
     index = Index(form="tnt", dtype=np.dtype(DTYPES[code]), lengths=lengths, documents=documents)
     for name, column, expected in (
         ("dim_offsets", dimensions, arange(count + 1)),
@@ -280,18 +289,18 @@ def _problems(index: Index, tokens_bytes: int) -> list[Problem]:
     for block in index.lengths.blocks():
         if block.min(initial=0) < 0:
             at = int(np.argmax(block < 0))
-            problems.append(Problem(f"idx.lengths[{begin + at}]", "range", f"is {block[at]}; a length is not negative"))
+            problems.append(Problem(f"idx.lengths[{begin + at}]", "range", f"is {block[at]}; must not be negative"))
             break
         begin += len(block)
     expected = index.num_tokens * index.dtype.itemsize
     if tokens_bytes != expected:
-        problems.append(Problem("bin", "length", f"has {tokens_bytes} bytes; the index says {expected}"))
+        problems.append(Problem("bin", "length", f"has {tokens_bytes} bytes; the index states {expected}"))
     return [*problems, *_document_problems(index)]
 
 
 def _document_problems(index: Index) -> list[Problem]:
     if len(index.documents) == 0:
-        return [Problem("idx.documents", "length", "is empty; it holds at least a 0")]
+        return [Problem("idx.documents", "length", "is empty; must have at least one 0")]
     begin, before = 0, 0
     problems = []
     for block in index.documents.blocks():
@@ -303,7 +312,7 @@ def _document_problems(index: Index) -> list[Problem]:
             at = int(falls[0])
             return [
                 *problems,
-                Problem(f"idx.documents[{begin + at}]", "order", f"is {block[at]}, below the one before"),
+                Problem(f"idx.documents[{begin + at}]", "order", f"is {block[at]}, below the previous one"),
             ]
         begin, before = begin + len(block), int(block[-1])
     if before != len(index.lengths):
@@ -313,7 +322,14 @@ def _document_problems(index: Index) -> list[Problem]:
 
 
 class IndexedReader:
-    """A data set open for reading: sequences by number, without loading the tokens."""
+    """Reads sequences of a dataset by number; tokens are memory-mapped.
+
+    Args:
+        prefix: prefix of the dataset.
+
+    Raises:
+        IndexedError: the dataset violates the format.
+    """
 
     def __init__(self, prefix: Path) -> None:
         self.index = read_index(prefix)
@@ -329,7 +345,7 @@ class IndexedReader:
         return len(self.index.lengths)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """The tokens of a sequence."""
+        """The tokens of a sequence ``[tokens]``."""
         return self._tokens[self._starts[sequence] : self._starts[sequence + 1]]
 
     @cached_property
@@ -337,19 +353,19 @@ class IndexedReader:
         return bounds(self.index.lengths).load()
 
     def blocks(self) -> Iterator[npt.NDArray[Any]]:
-        """All tokens, ``[up to VERIFY_TOKENS]`` at a time, read rather than mapped."""
+        """All tokens in blocks ``[up to VERIFY_TOKENS]``, read instead of mapped."""
         kind = self.index.dtype.newbyteorder("<")
         for at in range(0, self.index.num_tokens, VERIFY_TOKENS):
             yield np.fromfile(bin_path(self._prefix), kind, VERIFY_TOKENS, offset=at * kind.itemsize)
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """All tokens, ``[tokens]``."""
+        """All tokens ``[tokens]``."""
         return self._tokens
 
 
 def describe(prefix: Path) -> dict[str, Any]:
-    """The JSON view of a data set (``indexed.schema.json``); null is what only a sidecar would show."""
+    """The JSON view of a dataset (``indexed.schema.json``); fields of a missing sidecar are None."""
     reader = IndexedReader(prefix)
     sidecar = read_sidecar(prefix)
     tokenizer = sidecar["tokenizer"] if sidecar is not None else None
@@ -380,15 +396,18 @@ def describe(prefix: Path) -> dict[str, Any]:
 
 
 def verify(prefix: Path, vocabulary: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Check structure, tokens and, where there is a sidecar, checksums; the JSON view of the data set.
+    """Check structure, tokens and, with a sidecar, checksums.
 
     Args:
-        prefix: of the data set.
-        vocabulary: of the tokenizer that must have made it. Without one the sidecar's vocabulary size bounds the
-            tokens; without a sidecar a token must not be negative.
+        prefix: prefix of the dataset.
+        vocabulary: vocabulary of the tokenizer. By default, the vocabulary size of the sidecar bounds the tokens;
+            without a sidecar, tokens must not be negative.
+
+    Returns:
+        The JSON view of the dataset.
 
     Raises:
-        IndexedError: with every problem found.
+        IndexedError: with all problems found.
     """
     view = describe(prefix)
     sidecar = read_sidecar(prefix)
@@ -397,7 +416,7 @@ def verify(prefix: Path, vocabulary: Mapping[str, int] | None = None) -> dict[st
     if vocabulary is not None:
         num_ids = max(vocabulary.values(), default=-1) + 1
         if view["vocab_sha256"] not in (None, digest_vocabulary(vocabulary)):
-            rule = f"has {num_ids:,} ids; the data set's has {view['vocab_size']:,}: it is another one"
+            rule = f"has {num_ids:,} ids and differs from that of the dataset, which has {view['vocab_size']:,}"
             problems.append(Problem("tokenizer", "vocabulary", rule))
     problems += _token_problems(prefix, num_ids)
     if problems:
@@ -411,7 +430,7 @@ def _token_problems(prefix: Path, num_ids: int | None) -> list[Problem]:
         bad = block < 0 if num_ids is None else (block < 0) | (block >= num_ids)
         if bad.any():
             at = int(np.argmax(bad))
-            rule = "must not be negative" if num_ids is None else f"must be within 0 and {num_ids - 1}"
+            rule = "must not be negative" if num_ids is None else f"must be from 0 to {num_ids - 1}"
             return [Problem(f"bin.tokens[{begin + at}]", "range", f"is {block[at]}; {rule}")]
         begin += len(block)
     return []

@@ -1,4 +1,4 @@
-"""Columns of numbers that may be longer than memory: made anew block by block each time they are read."""
+"""Columns of integers that may be larger than memory: generated block by block whenever they are read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class IntColumn:
-    """Integers in a fixed order.
+    """A sequence of int64 numbers.
 
     Attributes:
-        count: how many there are.
-        blocks: gives them from the first on, ``[up to BLOCK]`` at a time; columns that were read from files or made of
-            such by ``exclusive_cumsum`` have blocks of the same sizes where they have the same count.
+        count: number of elements.
+        blocks: returns blocks ``[up to BLOCK]`` in order. Columns of files, and ``exclusive_cumsum`` of these, have
+            blocks of equal sizes if they have equal counts.
     """
 
     count: int
@@ -31,32 +31,32 @@ class IntColumn:
         return self.count
 
     def load(self) -> Int64s:
-        """All of them in memory, ``[count]``."""
+        """All elements in memory ``[count]``, int64."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *self.blocks()])
 
     def tolist(self) -> list[int]:
-        """All of them as a list."""
+        """All elements as a list."""
         found: list[int] = self.load().tolist()
         return found
 
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all elements."""
         return sum(int(block.sum()) for block in self.blocks())
 
     def extremes(self) -> tuple[int, int] | None:
-        """The smallest and the largest; None where there is none."""
+        """Minimum and maximum; None for an empty column."""
         found = [(int(block.min()), int(block.max())) for block in self.blocks() if len(block)]
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
 def in_memory(values: npt.ArrayLike) -> IntColumn:
-    """The numbers of an array."""
+    """A column of an array ``[count]``."""
     array = np.asarray(values, dtype=np.int64)
     return IntColumn(len(array), lambda: (array[at : at + BLOCK] for at in range(0, len(array), BLOCK)))
 
 
 def in_file(path: Path, kind: str, count: int, offset: int = 0) -> IntColumn:
-    """``count`` numbers of the type ``kind`` that lie from byte ``offset`` on in a file."""
+    """``count`` numbers of data type ``kind`` at byte ``offset`` of a file."""
     size = np.dtype(kind).itemsize
 
     def blocks() -> Iterator[Int64s]:
@@ -67,22 +67,22 @@ def in_file(path: Path, kind: str, count: int, offset: int = 0) -> IntColumn:
 
 
 def map_file(path: Path, kind: str) -> IntColumn:
-    """All numbers of a file of the type ``kind``."""
+    """All numbers of a file of data type ``kind``."""
     return in_file(path, kind, path.stat().st_size // np.dtype(kind).itemsize)
 
 
 def concatenate(columns: Sequence[IntColumn]) -> IntColumn:
-    """Columns one behind the other."""
+    """Concatenate columns."""
     return IntColumn(sum(map(len, columns)), lambda: (block for column in columns for block in column.blocks()))
 
 
 def add_scalar(column: IntColumn, by: int) -> IntColumn:
-    """Each number and ``by`` together."""
+    """Add ``by`` to each element."""
     return IntColumn(column.count, lambda: (block + by for block in column.blocks()))
 
 
 def drop_first(column: IntColumn) -> IntColumn:
-    """All but the first number."""
+    """All elements except the first."""
 
     def blocks() -> Iterator[Int64s]:
         source = iter(column.blocks())
@@ -100,7 +100,7 @@ def arange(count: int) -> IntColumn:
 
 
 def exclusive_cumsum(column: IntColumn, scale: int = 1) -> IntColumn:
-    """The sum of all numbers before each one, times ``scale``."""
+    """The sum of the elements before each one, times ``scale``."""
 
     def blocks() -> Iterator[Int64s]:
         before = 0
@@ -113,7 +113,7 @@ def exclusive_cumsum(column: IntColumn, scale: int = 1) -> IntColumn:
 
 
 def bounds(column: IntColumn) -> IntColumn:
-    """The sum of all numbers before each one and, last, of all: ``[count + 1]``, beginning with 0."""
+    """The sum of the elements before each one, and the total: ``[count + 1]``, starting with 0."""
 
     def blocks() -> Iterator[Int64s]:
         yield np.zeros(1, dtype=np.int64)

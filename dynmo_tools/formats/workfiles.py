@@ -1,7 +1,7 @@
-"""The documents that ``dynmo-prep`` keeps for itself: task manifest, markers of tasks, summaries, fingerprint headers.
+"""Documents of ``dynmo-prep`` itself: task manifest, task markers, summaries, headers of fingerprints.
 
-They are ours alone: no other package reads them. Each has one rule, by which a new document is checked before its first
-byte is written, and by which a document that somebody changed is refused when a run is resumed.
+No other package reads them. Each format has one rule. A document is checked against it before it is written, and
+again when a resumed run reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .._common.document import (
 
 
 def undated_header(format_name: str, version: int) -> dict[str, Any]:
-    """The first fields of an output that is the same bytes whenever it is made."""
+    """The envelope of an output whose bytes do not depend on the time."""
     fields = envelope(format_name, version, f"dynmo-prep {__version__}")
     del fields["created_utc"]
     return fields
@@ -37,7 +37,14 @@ def undated_header(format_name: str, version: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkFormat:
-    """A format: its name, its version, the rule of its fields, and whether a document has its date."""
+    """A format of a document.
+
+    Attributes:
+        name: name of the format.
+        version: version of the format.
+        rule: check of the fields.
+        is_dated: documents have their creation time.
+    """
 
     name: str
     version: int
@@ -51,17 +58,21 @@ class WorkFormat:
         return problems
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Read a document; raises ``DocumentError`` where it cannot be read or breaks the rule."""
+        """Read a document.
+
+        Raises:
+            DocumentError: the document cannot be read, or violates the rule.
+        """
         document = read_json(path, MAX_TABLE_BYTES)
         if problems := self._problems(document):
             raise DocumentError(str(path), problems)
         return dict(document)
 
     def write(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a document with its envelope and return it.
+        """Write a document with its envelope; returns the document.
 
         Raises:
-            WriterError: it breaks the rule; nothing is written.
+            WriterError: the document violates the rule; nothing is written.
             OSError: as ``write_whole``.
         """
         header = undated_header(self.name, self.version)
@@ -166,7 +177,7 @@ FINGERPRINTS = WorkFormat(
             "shingle_characters": integer(1, MAX_SIZE),
             "documents": integer(),
         },
-        {"created_utc": string()},  # of folders that earlier versions wrote
+        {"created_utc": string()},  # in folders of earlier versions
     ),
     is_dated=False,
 )

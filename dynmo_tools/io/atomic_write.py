@@ -1,4 +1,4 @@
-"""A file of any size that takes its name only when it is complete."""
+"""Atomic writes of files of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20
 
 
 def sweep_temporaries(path: Path) -> None:
-    """Remove what killed runs left of ``path`` under temporary names, which end with the number of their process."""
+    """Remove temporary files of ``path`` that killed processes left; their names end with the process id."""
     for path_ in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         with contextlib.suppress(ValueError, PermissionError):  # a foreign name, another user's process
             try:
@@ -26,14 +26,14 @@ def sweep_temporaries(path: Path) -> None:
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:
-    """``UsageError`` where one of the outputs exists."""
+    """``UsageError`` if one of the outputs exists."""
     for path in paths:
         if path.exists() or path.is_symlink():
-            raise UsageError(f"{path}: exists already; --overwrite replaces it, or choose another output")
+            raise UsageError(f"{path}: already exists; use --overwrite to replace it, or choose another output")
 
 
 def _is_same(new: Path, old: Path) -> bool:
-    """Whether ``old`` is a file of the bytes of ``new``."""
+    """Whether two files have the same bytes."""
     if not old.is_file() or old.stat().st_size != new.stat().st_size:
         return False
     with open(new, "rb") as one, open(old, "rb") as other:
@@ -45,16 +45,16 @@ def _is_same(new: Path, old: Path) -> bool:
 
 @contextlib.contextmanager
 def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes]]:
-    """Open ``path`` under a temporary name; in place and flushed to disk when the block ends well, gone when it fails.
+    """Open a temporary file that replaces ``path`` when the block succeeds, and is deleted when it fails.
 
-    A file of the same bytes stays as it is, with its date: a later step that read it need not run again.
+    An existing file of the same bytes is not replaced and keeps its date: later steps that read it need not run again.
 
     Args:
-        path: of the file; None writes nowhere.
+        path: the file; None discards what is written.
         replace: a file of other bytes may be replaced.
 
     Raises:
-        UsageError: such a file exists and must not be replaced; at the end of the block.
+        UsageError: a file of other bytes exists and must not be replaced; raised at the end of the block.
     """
     if path is None:
         with open(os.devnull, "wb") as nowhere:

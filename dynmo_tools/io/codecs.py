@@ -1,7 +1,7 @@
-"""Byte streams by the ending of a file's name: plain, .gz, .xz, .bz2 and .zst, read and written in pieces.
+"""Byte streams, compressed by file extension: plain, .gz, .xz, .bz2 and .zst.
 
-What is written is the same bytes on every machine and at any time (no names or dates in headers), and two compressed
-streams one after the other are again a stream, so parts are joined by copying.
+The written bytes are the same on every machine and at any time: headers have no names or dates. Concatenated
+compressed streams are a valid stream, so parts are concatenated without recompression.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOREIGN = (
     ".txz .tzst .warc .xlsx .z .zip .zstd"
 )
 FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
-"""Endings of formats that no step reads or writes."""
+"""Extensions of formats that no step reads or writes."""
 TSV = ".tsv"
 FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", TSV, ".xml", ".html"}
 PIECE_BYTES = 1 << 20
@@ -33,37 +33,41 @@ GZIP_LEVEL = 6
 
 
 class TruncatedError(DynmoError):
-    """A compressed input ends in the middle of its stream."""
+    """A compressed input ends within its stream."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name says that the bytes are compressed."""
+    """Whether the extension is that of a compression."""
     return path.suffix in ENDINGS
 
 
 def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None:
-    """Refuse a file whose name promises another format than the one that is read or written; a table may be ``.tsv``.
+    """Refuse a file whose extension is that of an unsupported format.
+
+    Args:
+        path: the file.
+        is_output: the file is written.
+        is_table: the file has tab-separated columns and may be ``.tsv``.
 
     Raises:
-        UsageError: the ending is one of another format, alone or before that of a compression, or has upper-case
-            letters.
+        UsageError: the extension is that of another format, with or without a compression, or is not lower-case.
     """
     ending = path.suffix
     inner = path.with_suffix("").suffix if ending.lower() in ENDINGS else ""
     known = (*ENDINGS, PARQUET)
     if ending not in known and ending.lower() in known:
-        raise UsageError(f"{path}: the ending {ending} is not recognized; rename it to {ending.lower()}")
+        raise UsageError(f"{path}: unknown extension {ending}; rename it to {ending.lower()}")
     foreign = FOREIGN_OUTPUT_ENDINGS if is_output else FOREIGN_ENDINGS
     for found in (ending, inner):
         if found.lower() not in foreign or (is_table and found.lower() == TSV):
             continue
         if is_output:
             raise UsageError(
-                f"{path}: files of the format {found} are not written; "
-                f"end the name in .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
+                f"{path}: {found} files cannot be written; "
+                f"use the extension .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
             )
         raise UsageError(
-            f"{path}: files of the format {found} are not read; convert it to plain text or one of {', '.join(ENDINGS)}"
+            f"{path}: {found} files cannot be read; convert it to plain text or one of {', '.join(ENDINGS)}"
         )
 
 
@@ -76,7 +80,7 @@ def _zstandard() -> Any:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Reads zstandard frames one after the other; an unfinished last frame raises ``EOFError``."""
+    """Reads concatenated zstandard frames; an incomplete last frame raises ``EOFError``."""
 
     def __init__(self, handle: IO[bytes]) -> None:
         self._handle = handle
@@ -106,7 +110,7 @@ class _ZstdReader(io.RawIOBase):
         else:
             pending = self._handle.read(PIECE_BYTES)
             if not pending:
-                raise EOFError("the last zstandard frame is not complete")
+                raise EOFError("the last zstandard frame is incomplete")
         self._ready = self._decoder.decompress(pending)
         return True
 
@@ -125,7 +129,11 @@ def _open_gzip(path: Path) -> IO[bytes]:
 
 
 def open_read(path: Path) -> IO[bytes]:
-    """Open ``path`` for reading its decompressed bytes; raises ``UnreadableError`` where it is no regular file."""
+    """Open ``path`` for reading its decompressed bytes.
+
+    Raises:
+        UnreadableError: it is not a regular file.
+    """
     check_regular(path)
     if path.suffix == ".gz":
         return _open_gzip(path)
@@ -139,7 +147,7 @@ def open_read(path: Path) -> IO[bytes]:
 
 
 def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
-    """A writer that compresses into ``handle`` by ``ending``; closing it finishes the stream, ``handle`` stays open."""
+    """A writer that compresses to ``handle``; closing it ends the stream and leaves ``handle`` open."""
     if ending == ".gz":
         return cast("IO[bytes]", gzip.GzipFile("", "wb", GZIP_LEVEL, handle, mtime=0))
     if ending == ".xz":

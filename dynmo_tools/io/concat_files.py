@@ -1,8 +1,8 @@
-"""Files put one behind the other, as fast as the disk takes them.
+"""Fast concatenation of files.
 
-A copy through the page cache touches twice the memory of what it copies: where pages are dear (a virtual machine whose
-host took them back), that costs more than the disk. Large copies therefore write past the cache (``O_DIRECT``), from a
-few threads and buffers, which leaves nothing to flush; where a file system has no such writes, the kernel copies.
+A copy through the page cache allocates twice its size in memory. Where pages are expensive (a virtual machine whose
+host reclaimed them), that costs more than the disk. Large copies therefore bypass the cache (``O_DIRECT``) with a few
+threads and buffers, and leave nothing to flush. If the file system does not support this, the kernel copies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ BUFFER_BYTES = 1 << 20
 
 
 def append_files(target: IO[bytes], parts: Sequence[Path]) -> None:
-    """Append the bytes of ``parts`` to ``target``, a file open for writing at its end.
+    """Append the bytes of ``parts`` to ``target``, which is open for writing at its end.
 
     Raises:
-        DynmoError: a part became shorter meanwhile.
+        DynmoError: a part changed while it was copied.
     """
     target.flush()
     begin = target.tell()
@@ -59,7 +59,7 @@ def _copy_by_kernel(target: IO[bytes], sources: Sequence[IO[bytes]]) -> None:
 
 
 def _copy_direct(target: IO[bytes], sources: Sequence[IO[bytes]], ends: Sequence[int]) -> bool:
-    """Copy past the page cache; False, with ``target`` as it was, where its file system has no such writes."""
+    """Copy past the page cache; False, with ``target`` unchanged, if its file system does not support it."""
     direct: int = getattr(os, "O_DIRECT", 0)
     if not direct:
         return False
@@ -78,12 +78,12 @@ def _copy_direct(target: IO[bytes], sources: Sequence[IO[bytes]], ends: Sequence
         return False
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    os.ftruncate(descriptor, end)  # the last block was written whole
+    os.ftruncate(descriptor, end)  # the last block was padded
     return True
 
 
 def _reserve(descriptor: int, begin: int, size: int) -> None:
-    """Take the room at once, so that a full disk is told before the copy and the file lies in few pieces."""
+    """Allocate the space before the copy: a full disk is reported early, and the file has few extents."""
     try:
         allocate(descriptor, begin, size)
     except OSError as error:
@@ -92,7 +92,7 @@ def _reserve(descriptor: int, begin: int, size: int) -> None:
 
 
 def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[int], first: int) -> None:
-    """Copy every ``THREADS``-th chunk of the output, beginning with number ``first``."""
+    """Copy every ``THREADS``-th chunk of the output, starting with chunk ``first``."""
     with mmap.mmap(-1, CHUNK_BYTES) as memory, memoryview(memory) as view:
         for begin in range(ends[0] + first * CHUNK_BYTES, ends[-1], THREADS * CHUNK_BYTES):
             size = min(CHUNK_BYTES, ends[-1] - begin)
@@ -100,12 +100,12 @@ def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[i
             for source, offset, count in _pieces(ends, begin, size):
                 filled += read_into(sources[source].fileno(), view[filled : filled + count], offset)
             if filled < size:
-                raise DynmoError(f"{sources[0].name}: became shorter while it was copied; run the same command again")
+                raise DynmoError(f"{sources[0].name}: was truncated while it was copied; run the same command again")
             _write_aligned(descriptor, view, begin, -(-size // ALIGNMENT) * ALIGNMENT)
 
 
 def _pieces(ends: Sequence[int], begin: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Which bytes make the ``size`` bytes at ``begin``: (source, offset in it, bytes) in order."""
+    """The sources of the ``size`` bytes at ``begin``: (source, offset in it, bytes) in order."""
     for source, (low, high) in enumerate(itertools.pairwise(ends)):
         at = max(begin, low)
         count = min(begin + size, high) - at

@@ -1,4 +1,4 @@
-"""Texts by 128 bits of their digests: which ones came before, found on disk, and sets of them in little memory."""
+"""Sets of texts by 128-bit digests: duplicates found on disk, and membership in little memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ FLAGS_A_TEXT = 8
 
 
 def digest_of(payload: bytes) -> bytes:
-    """128 bits of BLAKE2b: texts are the same where these agree."""
+    """The 128-bit BLAKE2b digest of a text; texts with equal digests count as equal."""
     return hashlib.blake2b(payload, digest_size=DIGEST_BYTES).digest()
 
 
 class DigestBuckets(contextlib.AbstractContextManager["DigestBuckets"]):
-    """Numbered texts, to find those that came before: 24 bytes of disk a text.
+    """Finds duplicates among numbered texts; 24 bytes of disk per text.
 
-    The digests lie in ``BUCKETS`` files by their first byte, and one of these at a time is sorted.
+    Digests are distributed to ``BUCKETS`` files by their first byte, and one file at a time is sorted.
 
     Args:
-        folder: where files without names hold the digests.
+        folder: folder of the temporary files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,16 +42,20 @@ class DigestBuckets(contextlib.AbstractContextManager["DigestBuckets"]):
         ]
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary files."""
         self._open.close()
 
     def add(self, payload: bytes, number: int) -> None:
-        """Note a text under a number."""
+        """Add a text with its number."""
         digest = digest_of(payload)
         self._buckets[digest[0] % BUCKETS].write(digest + number.to_bytes(8, "little"))
 
     def duplicates(self) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
-        """Bucket by bucket, the numbers of texts that were there before, and for each the least number of its text."""
+        """The duplicates of each bucket.
+
+        Yields:
+            Numbers of texts that occurred before, and the smallest number of each such text; both uint64.
+        """
         import numpy as np
 
         layout = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
@@ -67,10 +71,10 @@ class DigestBuckets(contextlib.AbstractContextManager["DigestBuckets"]):
 
 
 class DigestSet:
-    """A set of texts: 16 bytes of memory each, and up to 16 more of flags that answer nearly all that are not in it.
+    """A set of texts; 16 bytes of memory per text, and up to 16 more of flags that reject most other texts quickly.
 
     Args:
-        texts: may repeat.
+        texts: the texts; may be repeated.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -91,7 +95,7 @@ class DigestSet:
         self._flags = flags.data
 
     def __len__(self) -> int:
-        """The number of texts that differ."""
+        """The number of distinct texts."""
         return self._count
 
     def __contains__(self, text: object) -> bool:
@@ -99,7 +103,7 @@ class DigestSet:
         return isinstance(text, str) and self.find(text) is not None
 
     def find(self, text: str) -> int | None:
-        """The number of a text of the set, from 0; those of repeated texts are counted too. None where it is not in."""
+        """The number of a text of the set, from 0, counting repeated ones; None if it is not in the set."""
         if not self._flags[hash(text) & self._mask]:
             return None
         digest = digest_of(_payload(text))

@@ -1,10 +1,10 @@
-"""Replace one value of a JSON row in its bytes, so that every other byte of the row stays.
+"""Edits single values in the bytes of a JSON row and leaves all other bytes unchanged.
 
-A row that is decoded and encoded again changes without notice: integers of 2^64 and more become floats, ``1e400``
-becomes ``Infinity``, a repeated key loses a value, white space and escapes are lost. The functions here look for the
-bytes of a value and put new bytes in their place. They expect a row that a JSON parser has accepted.
+Decoding and encoding a row would change it silently: integers from 2^64 become floats, ``1e400`` becomes ``Infinity``,
+repeated keys lose values, white space and escapes are lost. The functions here find the bytes of a value and replace
+them. They expect rows that a JSON parser has accepted.
 
-Where a key is repeated, the last occurrence is the one that JSON parsers of Python read and the one that is replaced.
+Of a repeated key, the last occurrence is replaced: Python's JSON parsers read this one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _QUOTE, _BACKSLASH = b'"', ord("\\")
 
 
 def _string_end(raw: bytes, begin: int) -> int:
-    """The offset behind the JSON string whose first quote is at ``begin``.
+    """The offset after the JSON string whose opening quote is at ``begin``.
 
-    ``find`` looks at a long text several times as fast as a regular expression for JSON strings.
+    ``find`` scans a long text several times as fast as a regular expression.
     """
     at = begin
     while (at := raw.find(_QUOTE, at + 1)) > 0:
@@ -40,11 +40,11 @@ def _string_end(raw: bytes, begin: int) -> int:
 
 
 def _unparsed(offset: int) -> DynmoError:
-    return DynmoError(f"byte {offset} of a row is not JSON; this is an error of dynmo-prep: please report it")
+    return DynmoError(f"byte {offset} of a row is not JSON; this is a bug of dynmo-prep, please report it")
 
 
 def _value_end(raw: bytes, begin: int) -> int:
-    """The offset behind the JSON value that begins at ``begin``."""
+    """The offset after the JSON value that begins at ``begin``."""
     simple = _NUMBER_OR_NAME.match(raw, begin)
     if simple is not None:
         return simple.end()
@@ -65,7 +65,7 @@ def _value_end(raw: bytes, begin: int) -> int:
 
 
 def _entries(raw: bytes, opened: int) -> Iterator[tuple[str, int, int]]:
-    """The entries of the object whose brace is at ``opened``: key, first byte of the value, offset behind the value."""
+    """The entries of the object whose brace is at ``opened``: key, offset of the value, offset after the value."""
     at = opened
     while (first := _KEY_BEGIN.match(raw, at)) is not None:
         begin, end = first.end() - 1, _string_end(raw, first.end() - 1)
@@ -81,12 +81,15 @@ def _entries(raw: bytes, opened: int) -> Iterator[tuple[str, int, int]]:
 
 
 def replace_value(raw: bytes, path: Sequence[str], encoded: bytes) -> bytes:
-    """Replace the value under a path of keys; every other byte stays.
+    """Replace the value under a path of keys.
 
     Args:
-        raw: a JSON object that has the value.
-        path: the key, or the keys of nested objects from outermost to innermost.
-        encoded: the JSON text of the new value.
+        raw: a JSON object with this value.
+        path: keys from the outermost to the innermost object.
+        encoded: JSON text of the new value.
+
+    Returns:
+        The row with this one change.
     """
     begin, end = raw.index(b"{"), len(raw)
     for key in path:
@@ -98,12 +101,15 @@ def replace_value(raw: bytes, path: Sequence[str], encoded: bytes) -> bytes:
 
 
 def append_entry(raw: bytes, key: str, encoded: bytes) -> bytes:
-    """Append an entry behind the last one of a JSON object; every other byte stays.
+    """Append an entry to a JSON object.
 
     Args:
-        raw: a JSON object that has no such key.
-        key: of the new entry.
-        encoded: the JSON text of its value.
+        raw: a JSON object without this key.
+        key: key of the new entry.
+        encoded: JSON text of its value.
+
+    Returns:
+        The row with this one change.
     """
     at = len(raw[: raw.rindex(b"}")].rstrip(SPACE))
     separator = b"" if raw[:at].lstrip(SPACE) == b"{" else b", "

@@ -1,4 +1,4 @@
-"""Lines of JSON, one document each: read in pieces from slices of files, every bad line told apart by its reason."""
+"""JSON lines: reading slices of files in pieces, parsing lines, and classifying invalid ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BOM = b"\xef\xbb\xbf"
 EXCERPT_CHARACTERS = 200
 MAX_KEYS = 20
 PARQUET_BATCH_ROWS = 1024
-MAX_DIGITS = 4000  # of an integer; Python refuses more than 4300
+MAX_DIGITS = 4000  # digits of an integer; Python parses at most 4300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A piece of an input file: the lines that start within ``[begin, end)`` bytes; ``end`` None is to the end."""
+    """A slice of an input file: the lines that start in ``[begin, end)`` bytes; ``end`` None is the end of the file."""
 
     path: Path
     begin: int = 0
@@ -29,10 +29,14 @@ class Slice:
 
 
 class Line(NamedTuple):
-    """One line of an input: its number within the slice (from 1), its offset in the decompressed file, its bytes.
+    """One line of an input.
 
-    ``raw`` is None for a line above the limit, of which only ``head`` was kept. ``size`` counts all its bytes in the
-    file, the newline included.
+    Attributes:
+        number: line number within the slice, from 1.
+        offset: byte offset in the decompressed file.
+        raw: bytes of the line; None if it is longer than the limit.
+        head: first bytes of a line longer than the limit.
+        size: bytes of the line in the file, including the newline.
     """
 
     number: int
@@ -43,11 +47,14 @@ class Line(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One document: the line that it came from and its JSON object.
+    """One document: a line and its JSON object.
 
-    ``value`` is for reading text only: its numbers may be rounded and of a repeated key it has the last value.
-    A step that changes a row edits ``raw`` (``splicing``). ``size`` is that of the line in the input; 0 where the input
-    has no lines.
+    Attributes:
+        line: line number within the slice, from 1.
+        offset: byte offset in the decompressed file.
+        raw: bytes of the line; a step that changes a row edits these (``json_edit``).
+        value: parsed object, for reading texts only: its numbers may be rounded, repeated keys have their last value.
+        size: bytes of the line in the input; 0 for inputs without lines.
     """
 
     line: int
@@ -58,7 +65,7 @@ class Row(NamedTuple):
 
 
 class BadLineError(Exception):
-    """A line that is no document; ``reason`` is one word of the table in the README."""
+    """A line that is not a document; ``reason`` is a word of the table in the README."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -67,7 +74,7 @@ class BadLineError(Exception):
 
 @dataclass
 class Tally:
-    """What happened to the documents of a task or of a whole run."""
+    """Document counts of a task or of a run."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -80,16 +87,16 @@ class Tally:
     rejected: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
-        """Count one good document that the step leaves out."""
+        """Count a document that the step drops."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def reject(self, reason: str) -> None:
-        """Count one line that is no usable document."""
+        """Count a line that is not a document."""
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
     @property
     def num_rejected(self) -> int:
-        """All rejected lines."""
+        """Number of rejected lines."""
         return sum(self.rejected.values())
 
     def add(self, other: Tally) -> None:
@@ -124,41 +131,41 @@ def _orjson() -> Any:
 
 
 def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Line]:
-    """Cut a stream at newlines, holding at most one line of ``limit_bytes`` and one piece in memory.
+    """Split a stream at newlines; at most one line of ``limit_bytes`` and one piece are in memory.
 
     Args:
-        handle: the stream, standing at the start of a line.
-        offset: the offset of that place in the file.
-        limit_bytes: a longer line is passed over, and yielded without its bytes.
+        handle: the stream, at the start of a line.
+        offset: offset of this position in the file.
+        limit_bytes: maximum bytes of a line; longer lines are yielded without their bytes.
     """
-    number, held, skipped, head = 0, b"", 0, b""
+    number, partial, skipped_bytes, head = 0, b"", 0, b""
     while piece := handle.read(PIECE_BYTES):
         lines = piece.split(b"\n")
         last = lines.pop()
         for part in lines:
-            raw = held + part if held else part
+            raw = partial + part if partial else part
             number += 1
-            size = skipped + len(raw) + 1
-            if skipped or len(raw) > limit_bytes:
+            size = skipped_bytes + len(raw) + 1
+            if skipped_bytes or len(raw) > limit_bytes:
                 yield Line(number, offset, None, head or raw[:EXCERPT_CHARACTERS], size)
             else:
                 yield Line(number, offset, raw, b"", size)
             offset += size
-            held, skipped, head = b"", 0, b""
-        held += last
-        if skipped or len(held) > limit_bytes:
-            head = head or held[:EXCERPT_CHARACTERS]
-            skipped, held = skipped + len(held), b""
-    if held or skipped:
-        yield Line(number + 1, offset, None if skipped else held, head, skipped + len(held))
+            partial, skipped_bytes, head = b"", 0, b""
+        partial += last
+        if skipped_bytes or len(partial) > limit_bytes:
+            head = head or partial[:EXCERPT_CHARACTERS]
+            skipped_bytes, partial = skipped_bytes + len(partial), b""
+    if partial or skipped_bytes:
+        yield Line(number + 1, offset, None if skipped_bytes else partial, head, skipped_bytes + len(partial))
 
 
 def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
     """The lines of a slice.
 
     Raises:
-        TruncatedError: a compressed file ends before its stream does.
-        DynmoError: the bytes are not of the compression that the name says, or cannot be read.
+        TruncatedError: a compressed file ends within its stream.
+        DynmoError: the file is not of its compression format, or cannot be read.
     """
     done = part.begin
     try:
@@ -174,14 +181,14 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
                 yield line
     except EOFError as error:
         raise TruncatedError(
-            f"{part.path}: the compressed stream ends too early, behind byte {done} of its text ({error}); "
-            "fetch the file again, nothing of it was kept"
+            f"{part.path}: the compressed stream is truncated after byte {done} of its text ({error}); "
+            "download the file again; none of its documents were written"
         ) from error
     except OSError as error:
-        raise DynmoError(f"{part.path}: cannot read behind byte {done}: {error}") from error
+        raise DynmoError(f"{part.path}: cannot read after byte {done}: {error}") from error
     except Exception as error:
         if is_compressed(part.path) and type(error).__name__ in ("ZstdError", "LZMAError", "error", "IsalError"):
-            raise DynmoError(f"{part.path}: is damaged behind byte {done} of its text: {error}") from error
+            raise DynmoError(f"{part.path}: damaged after byte {done} of its text: {error}") from error
         raise
 
 
@@ -189,7 +196,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines that this program wrote.
 
     Raises:
-        UsageError: with the line that is none.
+        UsageError: a line is not a JSON object.
     """
     try:
         open_regular(path).close()  # a FIFO would block
@@ -197,16 +204,16 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(handle, 1):
                 value = parse_any_json(line, MAX_TABLE_BYTES)
                 if not isinstance(value, dict):
-                    raise UsageError(f"{path}: line {number} is no JSON object")
+                    raise UsageError(f"{path}: line {number} is not a JSON object")
                 yield value
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     except ValueError as error:
-        raise UsageError(f"{path}: is no file of JSON lines: {error}") from error
+        raise UsageError(f"{path}: not a file of JSON lines: {error}") from error
 
 
 def repair_utf8(raw: bytes) -> bytes:
-    """The line with U+FFFD in place of bytes that are no UTF-8."""
+    """Replace invalid UTF-8 by U+FFFD."""
     try:
         raw.decode()
     except UnicodeDecodeError:
@@ -215,12 +222,12 @@ def repair_utf8(raw: bytes) -> bytes:
 
 
 def _whole_number(digits: str) -> int | float:
-    """The integer; a float where Python refuses that many digits, which are no reason to reject a row."""
+    """Parse an integer; a float if Python refuses this many digits, which do not make a row invalid."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Whether objects and arrays are nested deeper than in any document; the fast parser takes 1,024 levels."""
+    """Whether a value is nested deeper than ``MAX_DEPTH``; orjson accepts 1,024 levels."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [each for each in level if isinstance(each, dict | list)]
@@ -231,9 +238,12 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; ``BadLineError`` with ``utf8`` or ``json`` where there is none.
+    """Parse the JSON object of a line.
 
-    NaN, infinities and lone surrogates, which the fast parser refuses, pass as Python's own parser takes them.
+    NaN, infinities and lone surrogates, which orjson refuses, are parsed by Python's parser.
+
+    Raises:
+        BadLineError: with ``utf8`` or ``json``.
     """
     orjson = _orjson()
     try:
@@ -255,7 +265,11 @@ def parse_line(raw: bytes) -> dict[str, Any]:
 
 
 def parse_plain_line(raw: bytes) -> dict[str, Any]:
-    """A line of plain text as the document ``{"text": ...}``; ``BadLineError`` with ``utf8`` where it is none."""
+    """A line of plain text as the document ``{"text": ...}``.
+
+    Raises:
+        BadLineError: with ``utf8``.
+    """
     try:
         return {"text": raw.decode().strip()}
     except UnicodeDecodeError as error:
@@ -263,7 +277,7 @@ def parse_plain_line(raw: bytes) -> dict[str, Any]:
 
 
 def has_surrogates(text: str) -> bool:
-    """Whether ``text`` holds lone surrogates, which UTF-8 cannot carry."""
+    """Whether ``text`` has lone surrogates, which UTF-8 cannot encode."""
     if text.isascii():
         return False
     try:
@@ -274,7 +288,7 @@ def has_surrogates(text: str) -> bool:
 
 
 def contains_surrogates(value: Any) -> bool:
-    """Whether any text in a JSON value, key or not, holds lone surrogates."""
+    """Whether any text in a JSON value, including keys, has lone surrogates."""
     if isinstance(value, dict):
         return any(has_surrogates(key) or contains_surrogates(element) for key, element in value.items())
     if isinstance(value, list):
@@ -283,7 +297,7 @@ def contains_surrogates(value: Any) -> bool:
 
 
 def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) -> str:
-    """The text under ``key`` (dots go into nested objects).
+    """The text under ``key``; dots address nested objects.
 
     Raises:
         BadLineError: with ``key``, ``type`` or ``surrogate``.
@@ -301,12 +315,12 @@ def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) 
 
 
 def path_of(value: dict[str, Any], key: str) -> tuple[str, ...]:
-    """The keys that lead to what ``text_of`` reads: ``key`` itself where it is there, else its parts between dots."""
+    """The keys to the value of ``text_of``: ``key`` itself if it is present, else its parts between dots."""
     return (key,) if key in value else tuple(key.split("."))
 
 
 def exact_integer(row: Row, key: str) -> int | None:
-    """The integer under ``key``, of any size: the fast parser rounds those of 64 bits and more to floats."""
+    """The integer under ``key``, of any size; orjson rounds integers of 64 bits and more to floats."""
     found = row.value.get(key)
     if isinstance(found, float):
         found = json.loads(row.raw, parse_int=_whole_number).get(key)
@@ -336,7 +350,7 @@ def encode_row(value: dict[str, Any]) -> bytes:
 
 
 def _same_nulls(value: Any) -> bool:
-    """Whether no float of ``value`` is NaN or infinite, which the fast encoder would silently write as null."""
+    """Whether no float is NaN or infinite; orjson would write those as null."""
     if isinstance(value, dict):
         return all(_same_nulls(element) for element in value.values())
     if isinstance(value, list):
@@ -350,10 +364,11 @@ def excerpt(raw: bytes) -> str:
 
 
 def read_parquet(part: Slice) -> Iterator[Row]:
-    """The rows of a parquet file as documents; the line is the row's number, the offset 0.
+    """The rows of a parquet file as documents; the line is the row number, the offset is 0.
 
     Raises:
-        DynmoError: the file is cut off, damaged or no parquet.
+        MissingExtraError: pyarrow is not installed.
+        DynmoError: the file is truncated, damaged or not parquet.
     """
     try:
         import pyarrow.parquet
@@ -367,4 +382,4 @@ def read_parquet(part: Slice) -> Iterator[Row]:
                     number += 1
                     yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DynmoError(f"{part.path}: is damaged or no parquet file, behind row {number}: {error}") from error
+        raise DynmoError(f"{part.path}: damaged, or not a parquet file, after row {number}: {error}") from error

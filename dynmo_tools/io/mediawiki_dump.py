@@ -1,8 +1,8 @@
-"""Pages of a MediaWiki XML dump, read from any piece of it: a piece holds the pages that begin in it.
+"""Pages of a MediaWiki XML dump, read from slices: a slice has the pages that begin in it.
 
-A plain dump may be cut anywhere. A bzip2 dump may be cut where a stream of it begins, which is on a byte (multistream
-dumps have one for every hundred pages); a page that goes on behind the piece is read to its end. ``<`` is written as an
-entity in the texts of a dump, so the tags of a page are never part of one.
+A plain dump may be divided anywhere. A bzip2 dump may be divided where a stream begins, which is at a byte (multistream
+dumps have one stream per hundred pages). A page that extends beyond its slice is read to its end. ``<`` is an entity in
+the texts of a dump, so tags in the bytes are always markup of the dump.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ from .codecs import PIECE_BYTES, open_read
 from .jsonl import Slice
 
 OPEN, CLOSE, END = b"<page>", b"</page>", b"</mediawiki>"
-STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a stream's header and that of its first block: chance never writes them
+STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # headers of a stream and its first block; practically never random
 HEAD_BYTES = 1 << 20
-TAIL_BYTES = 64  # more than a tag and the white space behind the last one
+TAIL_BYTES = 64  # more than a tag and the white space after the last one
 BASE = re.compile(rb"<base>([^<]*)/[^</]*</base>")
 
 Piece = tuple[bytes, bool]
-"""Bytes of a dump, and whether they are of the piece, or behind it."""
+"""Bytes of a dump, and whether they are in the slice, or after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """One page of a dump, as it is written there."""
+    """One page of a dump.
+
+    Attributes:
+        number: page id.
+        revision: revision id.
+        title: title.
+        namespace: number of the namespace.
+        redirect: the page is a redirect.
+        markup: wikitext.
+    """
 
     number: str
     revision: str
@@ -41,41 +50,41 @@ class Page:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether the name is that of a dump that may be cut: ``.xml``, or ``.xml`` within and ``.bz2`` at its end."""
+    """Whether the file name is that of a dump that can be divided: ``.xml``, or ``.xml*.bz2``."""
     return path.suffix == ".xml" or (path.suffix == ".bz2" and ".xml" in path.name)
 
 
 def next_stream(path: Path, offset: int) -> int | None:
-    """The first offset at or behind ``offset`` where a bzip2 stream begins."""
+    """The first offset at or after ``offset`` where a bzip2 stream begins."""
     length = len(b"BZh91AY&SY")
     with open(path, "rb") as handle:
         handle.seek(offset)
-        held = b""
+        buffer = b""
         while piece := handle.read(PIECE_BYTES):
-            held += piece
-            if found := STREAM.search(held):
+            buffer += piece
+            if found := STREAM.search(buffer):
                 return offset + found.start()
-            offset += max(len(held) - length + 1, 0)
-            held = held[-length + 1 :]
+            offset += max(len(buffer) - length + 1, 0)
+            buffer = buffer[-length + 1 :]
     return None
 
 
 def cut_points(path: Path, size: int, step: Callable[[int], int]) -> list[int]:
-    """Where a dump of ``size`` bytes is cut: near every ``step(offset)`` bytes behind an offset."""
+    """Offsets that divide a dump of ``size`` bytes, about ``step(offset)`` bytes apart."""
     points: list[int] = []
     at: int | None = 0
-    while at is not None and (wanted := at + step(at)) < size:
-        at = next_stream(path, wanted) if path.suffix == ".bz2" else wanted
+    while at is not None and (target := at + step(at)) < size:
+        at = next_stream(path, target) if path.suffix == ".bz2" else target
         if at is not None:
             points.append(at)
     return points
 
 
 def read_base(path: Path) -> str:
-    """The address that a dump's pages have in common; empty where the dump states none.
+    """The base URL of a dump's pages; empty if the dump states none.
 
     Raises:
-        ElementTree.ParseError: it is no dump.
+        ElementTree.ParseError: the file is not a dump.
     """
     with open_read(path) as handle:
         head = handle.read(HEAD_BYTES)
@@ -96,55 +105,55 @@ def _plain_pieces(part: Slice) -> Iterator[Piece]:
 
 
 def _bzip2_pieces(part: Slice) -> Iterator[Piece]:
-    """As ``_plain_pieces``; the bytes of a stream that begins within the piece are of the piece."""
+    """As ``_plain_pieces``; a stream that begins in the slice belongs to it completely."""
     decoder = bz2.BZ2Decompressor()
     with open(part.path, "rb") as handle:
         handle.seek(part.begin)
         consumed, begun = part.begin, part.begin
-        held = b""
-        while piece := held or handle.read(PIECE_BYTES):
+        buffer = b""
+        while piece := buffer or handle.read(PIECE_BYTES):
             made = decoder.decompress(piece)
-            held = decoder.unused_data
-            consumed += len(piece) - len(held)
+            buffer = decoder.unused_data
+            consumed += len(piece) - len(buffer)
             if made:
                 yield made, part.end is None or begun < part.end
             if decoder.eof:
                 decoder, begun = bz2.BZ2Decompressor(), consumed
         if consumed != begun:
-            raise EOFError("the last bzip2 stream is not complete")
+            raise EOFError("the last bzip2 stream is incomplete")
 
 
 def _raw_pages(pieces: Iterator[Piece], *, whole: bool) -> Iterator[bytes]:
-    held, own, at, total = b"", 0, 0, 0
-    for piece, ours in pieces:
+    buffer, num_own, at, total = b"", 0, 0, 0
+    for piece, is_own in pieces:
         total += len(piece)
-        held, own, at = held[at:] + piece, own - at + (len(piece) if ours else 0), 0
+        buffer, num_own, at = buffer[at:] + piece, num_own - at + (len(piece) if is_own else 0), 0
         while True:
-            begin = held.find(OPEN, at)
+            begin = buffer.find(OPEN, at)
             if begin < 0:
-                at = max(at, len(held) - TAIL_BYTES)
+                at = max(at, len(buffer) - TAIL_BYTES)
                 break
-            if begin >= own:
+            if begin >= num_own:
                 return
-            end = held.find(CLOSE, begin)
+            end = buffer.find(CLOSE, begin)
             if end < 0:
                 at = begin
                 break
             at = end + len(CLOSE)
-            yield held[begin:at]
-        if not ours and at >= own:
+            yield buffer[begin:at]
+        if not is_own and at >= num_own:
             return
-    # Of a short last piece, the piece before has seen the end.
-    if (whole or total >= TAIL_BYTES) and not held[at:].rstrip().endswith(END):
+    # The end of a short last slice was checked by the slice before it.
+    if (whole or total >= TAIL_BYTES) and not buffer[at:].rstrip().endswith(END):
         raise EOFError("it ends without </mediawiki>")
 
 
 def read_pages(part: Slice) -> Iterator[Page]:
-    """The pages that begin within a piece of a dump, one at a time in memory.
+    """The pages that begin in a slice of a dump, one at a time in memory.
 
     Raises:
-        ElementTree.ParseError: a page is no well-formed XML.
-        EOFError: the dump is cut off.
+        ElementTree.ParseError: a page is not well-formed XML.
+        EOFError: the dump is truncated.
         OSError: its compressed bytes are damaged.
     """
     cut = part.begin or part.end is not None

@@ -1,4 +1,4 @@
-"""Paths of a command: patterns of inputs expanded, and outputs checked before any work."""
+"""Paths of a command: expansion of input patterns, and checks of outputs before any work."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .codecs import check_ending
 
 
 def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
-    """Files and globs as a list of files: globs sorted, the order of the patterns kept, no file twice.
+    """Expand patterns to files: sorted per pattern, in the order of the patterns, without repetition.
 
     Raises:
-        UsageError: a pattern that names no file, or a file of a format that is not read.
+        UsageError: a pattern matches no file, or a file has an unsupported format.
     """
     found: dict[Path, None] = {}
     for pattern in map(str, patterns):
         paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not paths:
-            raise UsageError(f"{pattern}: no such file, and as a pattern it matches none")
+            raise UsageError(f"{pattern}: no file has this name or matches this pattern")
         for name in paths:
             path = Path(name)
             if path.is_dir():
-                raise UsageError(f"{path}: is a folder; name its files, as in '{path}/*.jsonl.zst'")
+                raise UsageError(f"{path}: is a folder; name its files, for example '{path}/*.jsonl.zst'")
             check_ending(path, is_output=False)
             check_regular(path)
             found[path] = None
@@ -35,47 +35,47 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
 
 
 def check_output(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Refuse an output that is one of the inputs, or two outputs that are one file."""
+    """Refuse an output that is an input, or two outputs that are the same file."""
     real = {path.resolve(): path for path in inputs}
-    seen: set[Path] = set()
+    known: set[Path] = set()
     for output in outputs:
         if output.resolve() in real:
             raise UsageError(f"{output}: is both input and output; choose another output")
-        if output.resolve() in seen:
-            raise UsageError(f"{output}: is named as output twice")
-        seen.add(output.resolve())
+        if output.resolve() in known:
+            raise UsageError(f"{output}: is used for two outputs; choose different files")
+        known.add(output.resolve())
 
 
 def check_writable(outputs: Sequence[Path], folders: Collection[Path] = (), tables: Collection[Path] = ()) -> None:
     """Refuse outputs that cannot be written, before any work.
 
     Args:
-        outputs: files to write, and folders.
-        folders: those of them that are folders.
-        tables: those of them with columns between tabs.
+        outputs: files and folders to write.
+        folders: the outputs that are folders.
+        tables: the outputs with tab-separated columns.
 
     Raises:
-        UsageError: a file's name is that of a folder, or the other way round; its folder cannot be written; or its
-            ending is that of another format.
+        UsageError: a file exists as a folder or vice versa, its folder is not writable, or its extension is that of
+            another format.
     """
     for output in outputs:
         if output in folders and output.exists() and not output.is_dir():
-            raise UsageError(f"{output}: is a file; this output is a folder: choose another name")
+            raise UsageError(f"{output}: is a file, but this output is a folder; choose another name")
         if output not in folders and output.is_dir():
-            raise UsageError(f"{output}: is a folder; this output is a file: name it, as in '{output}/out'")
+            raise UsageError(f"{output}: is a folder, but this output is a file; name a file, such as '{output}/out'")
         if output not in folders:
             check_ending(output, is_output=True, is_table=output in tables)
         parent = next((folder for folder in output.parents if folder.exists()), Path())
         if not parent.is_dir():
             raise UsageError(f"{output}: {parent} is not a folder")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UsageError(f"{output}: the folder {parent} cannot be written; choose another output")
+            raise UsageError(f"{output}: the folder {parent} is not writable; choose another output")
 
 
 def check_new_outputs(
     inputs: Sequence[Path], outputs: Sequence[Path], *, overwrite: bool, tables: Collection[Path] = ()
 ) -> None:
-    """Refuse outputs that are inputs, cannot be written, or exist where nothing allows to replace them."""
+    """Refuse outputs that are inputs, cannot be written, or exist without ``overwrite``."""
     check_output(inputs, outputs)
     check_writable(outputs, tables=tables)
     if not overwrite:

@@ -1,1 +1,1 @@
-"""Runs steps: task manifest, tasks with markers, worker pools, Ray, Slurm, recipes, resume."""
+"""Runs steps: task manifest, tasks and markers, worker pool, Ray, Slurm, recipes, resume."""

@@ -1,4 +1,22 @@
-"""Runs a job: plan, phases, resume, accounting. Decides nothing about documents."""
+"""Runs a job, one step over its inputs: manifest, phases, resume, accounting. Knows nothing about documents.
+
+    Job ─> task manifest ─> phase 1: task 0 .. n ─> phase 2 ─> ... ─> summary.json
+           manifest.json        │
+                                ├─ parts/NNNNN-KIND         intermediate files, removed at the end
+                                ├─ rejects/part-NNNNN.jsonl lines that are not documents
+                                └─ done/PHASE-NNNNN.json    marker, written after the outputs
+
+All files except the outputs are in the work folder, which one run locks. Invariants of resuming:
+
+* The manifest is written once. A resumed run uses the stored one, so tasks never change their slices.
+* A task whose marker matches the manifest and whose outputs have their recorded sizes is not run again.
+* The outputs of a task depend on the manifest only, not on workers, executor or order. A run that was killed at any
+  time and resumed therefore writes the same bytes.
+* Parts may be removed when the last phase is complete; markers of earlier phases then count without their outputs.
+
+``run_job`` runs everything in this process tree. ``run_subset`` runs every N-th task of one phase, for Slurm arrays;
+several subsets share the lock.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +62,14 @@ EXIT_TOO_MANY_REJECTED = 4
 
 
 class TooManyRejectedError(DynmoError):
-    """More lines than ``--max-rejects`` were no usable documents."""
+    """More than ``--max-rejects`` of the lines are not documents."""
 
     exit_code = EXIT_TOO_MANY_REJECTED
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSubset:
-    """The tasks ``index``, ``index + count``, ... of one phase, by default of the first that is not complete."""
+    """The tasks ``index``, ``index + count``, ... of one phase; None is the first incomplete phase."""
 
     index: int
     count: int
@@ -60,7 +78,7 @@ class TaskSubset:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a job is run; nothing here changes the bytes of its output."""
+    """How a job runs; nothing here changes the bytes of its output."""
 
     workers: int = 1
     executor: ExecutorName = ExecutorName.LOCAL
@@ -73,7 +91,7 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a finished job did."""
+    """The result of a completed job."""
 
     step: str
     inputs: tuple[Path, ...]
@@ -84,7 +102,7 @@ class Summary:
     reused: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The summary as a document."""
+        """The summary as a JSON document."""
         rate = self.tally.bytes_in / 1e6 / self.seconds if self.seconds else 0.0
         return {
             "step": self.step,
@@ -102,28 +120,34 @@ SUBSET_FOLDERS = ("parts", "done")
 
 @contextlib.contextmanager
 def lock_work_folder(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
-    """Hold the work folder alone; ``UsageError`` where another run holds it.
+    """Lock the work folder exclusively; with ``shared``, wait for the lock and share it with other subsets.
 
-    With ``shared``, wait for it and share it with other parts of the same run. The function given converts the lock to
-    ``fcntl.LOCK_EX`` or ``LOCK_SH``, and waits where it must; between the two locks others may hold the folder.
+    Yields:
+        A function that converts the lock to ``fcntl.LOCK_EX`` or ``LOCK_SH`` and waits if necessary. The conversion is
+        not atomic: another process may hold the lock in between.
+
+    Raises:
+        UsageError: another run holds the lock.
     """
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"{work}: another run works here; wait for it, or choose another --work-dir") from error
+            raise UsageError(
+                f"{work}: another run uses this work folder; wait for it, or choose another --work-dir"
+            ) from error
         yield lambda operation: fcntl.flock(descriptor, operation)
     finally:
         os.close(descriptor)
 
 
 def open_manifest(job: Job, execution: Execution) -> TaskManifest:
-    """The plan to follow: the stored one where it is of this job, else a new one.
+    """The manifest to follow: the stored one if it belongs to this job, else a new one.
 
     Raises:
-        UsageError: an output exists that this run did not write, or the folder belongs to an unfinished run with other
-            settings or inputs; and nothing allows to replace it.
+        UsageError: an output exists that this run did not write, or the folder has an incomplete run with other
+            settings or inputs, and replacing is not allowed.
     """
     manifest = make_manifest(job)
     if (job.work / "manifest.json").exists() and not execution.overwrite:
@@ -133,7 +157,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
             return stored
         if not execution.rerun_changed:
             _refuse_other_run(job)
-        say(f"{job.step}: settings or inputs changed since the last run: starts from scratch")
+        say(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
     _remove_run(job)
@@ -142,7 +166,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
 
 
 def _remove_run(job: Job) -> None:
-    """Remove what a run left in the work folder, apart from its plan."""
+    """Remove everything of a run from the work folder except its manifest."""
     for name in ("parts", "done", "rejects"):
         shutil.rmtree(job.work / name, ignore_errors=True)
     for name in ("summary.json", FAILED):
@@ -151,9 +175,9 @@ def _remove_run(job: Job) -> None:
 
 
 def discard_run(job: Job) -> None:
-    """Discard the run of a job whose input need not exist yet; with ``rerun_changed`` its outputs may be replaced.
+    """Discard the run of a job whose input may not exist yet; with ``rerun_changed``, its outputs can then be replaced.
 
-    Its plan is replaced by one of no job. Without a plan, an existing output would be refused.
+    The manifest is replaced by one of no job: without a manifest, existing outputs would be refused.
     """
     job.work.mkdir(parents=True, exist_ok=True)
     with lock_work_folder(job.work):
@@ -162,51 +186,51 @@ def discard_run(job: Job) -> None:
 
 
 def _refuse_other_run(job: Job) -> None:
-    """Refuse to discard a run with other settings or inputs: an output of it, or work that a signal interrupted.
+    """Refuse to discard a run with other settings or inputs that has an output or was interrupted by a signal.
 
-    A run that failed is discarded, so that it does not block its own correction.
+    A failed run may be discarded, so that the corrected command can run.
     """
     refuse_existing(written_files(job))
     if not (job.work / "summary.json").exists() and not (job.work / FAILED).exists():
         raise UsageError(
-            f"{job.work}: has an interrupted run of this step with other settings or inputs; "
-            "use --overwrite to discard it, or another --work-dir"
+            f"{job.work}: contains an interrupted run of this step with other settings or inputs; "
+            "use --overwrite to discard it, or choose another --work-dir"
         )
 
 
 def _refuse_changed_outputs(job: Job) -> None:
-    """Refuse to write an output again that was changed after this run wrote it."""
+    """Refuse to overwrite an output that was changed after this run wrote it."""
     written = set(map(str, written_files(job)))
     for path in (job.work / "done").glob("*.json"):
         try:
             outputs = TASK.read(path)["outputs"]
-        except DocumentError:  # damaged: the task runs again
+        except DocumentError:  # damaged marker: the task runs again
             continue
         for name, size in outputs.items():
             if name in written and os.path.exists(name) and os.path.getsize(name) != size:
                 raise UsageError(
-                    f"{name}: was changed since this run wrote it; --overwrite replaces it, or choose another output"
+                    f"{name}: changed after this run wrote it; use --overwrite to replace it, or choose another output"
                 )
 
 
 @contextlib.contextmanager
 def _marked_failure(job: Job) -> Iterator[None]:
-    """Note in the work folder that a run failed; a signal is not a failure."""
+    """Record in the work folder that a run failed; a signal is not a failure."""
     failed = job.work / FAILED
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(OSError):  # the disk may be full, and the error is what counts
+        with contextlib.suppress(OSError):  # the disk may be full; the original error matters
             failed.write_text(f"{error}\n", encoding="utf-8", errors="replace")
         raise
 
 
 def create_work_folder(job: Job) -> None:
-    """Make the work folder; before that, refuse outputs that cannot be written or would replace what is read.
+    """Create the work folder, after checking that all outputs can be written and none replaces an input.
 
     Raises:
-        UsageError: see ``paths.check_output`` and ``paths.check_writable``; or an input or a file of the settings is
-            not there.
+        UsageError: see ``paths.check_output`` and ``paths.check_writable``; or an input or a file of the settings does
+            not exist.
     """
     sources = [Source.of(path) for path in (*job.inputs, *files_of(job.settings))]
     check_tasks(sources[: len(job.inputs)], job.limits.task_bytes)
@@ -217,7 +241,7 @@ def create_work_folder(job: Job) -> None:
 
 
 def remove_temporary_files(job: Job) -> None:
-    """Remove what killed runs left under temporary names."""
+    """Remove temporary files of killed runs."""
     own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
     for folder, name in (*own, (job.output.parent, job.output.name)):
         for path in folder.glob(f".{glob.escape(name)}*.tmp-*"):
@@ -225,12 +249,17 @@ def remove_temporary_files(job: Job) -> None:
 
 
 def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution) -> Summary:
-    """Run a job to its end, or finish a run of it that was stopped.
+    """Run a job to its end, resuming an earlier run of it.
 
     Args:
-        job: what to do.
-        phases_of: makes its phases, in order, from the plan.
+        job: the job.
+        phases_of: makes the phases from the manifest.
         execution: how to run them.
+
+    Raises:
+        UsageError: see ``open_manifest`` and ``create_work_folder``.
+        TooManyRejectedError: too many lines are not documents.
+        DynmoError: a task failed.
     """
     create_work_folder(job)
     with lock_work_folder(job.work):
@@ -239,17 +268,17 @@ def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], exec
         (job.work / "parts").mkdir(exist_ok=True)
         (job.work / "done").mkdir(exist_ok=True)
         remove_temporary_files(job)
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             with _marked_failure(job):
                 markers, ran = _run_phases(job, manifest, phases, execution)
-            (job.work / FAILED).unlink(missing_ok=True)  # not in run_subset: another part may have failed
+            (job.work / FAILED).unlink(missing_ok=True)  # not in run_subset: another subset may have failed
         except (KeyboardInterrupt, SystemExit):
-            remove_temporary_files(job)  # a worker that was ended between making a file and noting it leaves it behind
-            say(f"{job.step}: stopped; finished tasks are kept: run the same command again to resume")
+            remove_temporary_files(job)  # a terminated worker may leave a file that it has not registered yet
+            say(f"{job.step}: stopped; completed tasks are saved; run the same command again to resume")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
-        summary = _summarize(job, manifest, markers, time.monotonic() - began, reused=finished_before)
+        summary = _summarize(job, manifest, markers, time.monotonic() - started, reused=finished_before)
         if finished_before:
             return _stored_seconds(job, summary)
         _finish(job, manifest, phases, summary)
@@ -283,14 +312,14 @@ def _run_phases(
 def prepare_manifest(
     job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution
 ) -> Sequence[Phase]:
-    """Freeze the plan of a job that others will run; its phases."""
+    """Write the manifest of a job that other processes run; returns its phases."""
     create_work_folder(job)
     with lock_work_folder(job.work):
         return phases_of(open_manifest(job, execution))
 
 
 def _manifest_of_other_subsets(job: Job) -> TaskManifest | None:
-    """The plan that an earlier part of the same job has stored; None where this part is the first."""
+    """The manifest that an earlier subset of the same job has stored; None for the first subset."""
     if not all((job.work / name).exists() for name in ("manifest.json", *SUBSET_FOLDERS)):
         return None
     stored = load_manifest(job.work)
@@ -303,15 +332,16 @@ def _manifest_of_other_subsets(job: Job) -> TaskManifest | None:
 def run_subset(
     job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution, subset: TaskSubset
 ) -> str:
-    """Run one part of one phase beside other parts; a line that tells what was done.
+    """Run a subset of one phase's tasks, concurrently with other subsets.
+
+    Returns:
+        One line for the user.
 
     Raises:
-        UsageError: the part or its phase does not exist, or the phases before are not complete.
+        UsageError: the subset or phase does not exist, or earlier phases are incomplete.
     """
     if not 0 <= subset.index < subset.count:
-        raise UsageError(
-            f"--task-index is {subset.index}; it must be between 0 and --task-count - 1 = {subset.count - 1}"
-        )
+        raise UsageError(f"--task-index {subset.index}: must be from 0 to --task-count - 1 = {subset.count - 1}")
     create_work_folder(job)
     with lock_work_folder(job.work, shared=True) as convert:
         manifest = _manifest_of_other_subsets(job)
@@ -330,9 +360,9 @@ def run_subset(
         if subset.phase and phase is None:
             raise UsageError(f"--phase {subset.phase}: {job.step} has the phases {', '.join(p.name for p in phases)}")
         if phase is None:
-            return f"{job.step}: everything is done"
+            return f"{job.step}: all phases are complete"
         if phase in incomplete and phase is not incomplete[0]:
-            raise UsageError(f"phase {phase.name} needs {incomplete[0].name}, of which tasks are left to do")
+            raise UsageError(f"phase {phase.name} needs {incomplete[0].name}, which is incomplete; run it first")
         own_tasks = [i for i in range(subset.index, phase.tasks, subset.count) if i not in known[phase.name]]
         with (
             _marked_failure(job),
@@ -387,13 +417,13 @@ def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: floa
 
 
 def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
-    """How many documents have no text under the key of the settings, and which keys one of them has."""
+    """The number of documents without text under the key of the settings, and the keys of the first one."""
     found = next((keys for marker in markers if (keys := marker["result"].get(KEYS_FOUND)) is not None), None)
     if found is None:
         return ""
-    wanted = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
+    keys = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
     count = sum(marker["tally"]["rejected"].get("key", 0) for marker in markers)
-    return f"; {count:,} have no --json-key {' or '.join(wanted)}: the first of them has the keys {', '.join(found)}"
+    return f"; {count:,} lack --json-key {' or '.join(keys)}; the first of them has the keys {', '.join(found)}"
 
 
 def _summarize(
@@ -420,21 +450,21 @@ def _stored_seconds(job: Job, summary: Summary) -> Summary:
 
 
 def _finish(job: Job, manifest: TaskManifest, phases: Sequence[Phase], summary: Summary) -> None:
-    remove_temporary_files(job)  # a task that Ray restarted left files of its first attempt
+    remove_temporary_files(job)  # a task that Ray restarted may leave files of its first attempt
     _collect_rejects(job, manifest, phases)
     SUMMARY.write(job.work / "summary.json", summary.as_json())
     _remove_parts(job.work / "parts")
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove the parts, several at a time: giving back the memory and the blocks of large files takes a while."""
+    """Remove the parts with several threads: freeing the page cache and blocks of large files takes time."""
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda path: path.unlink(missing_ok=True), list(folder.glob("*"))))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _collect_rejects(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) -> None:
-    """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
+    """Move rejected lines to ``rejects/``, with line numbers relative to the file instead of the slice."""
     before: dict[Path, int] = {}
     reading = next((phase for phase in phases if phase.reads), None)
     if reading is None:

@@ -1,6 +1,6 @@
-"""Where tasks run: in this process, or in spawned processes of this machine.
+"""Local executors: tasks in this process, or in a pool of spawned processes.
 
-An executor yields (index, marker) of each task as it ends, in any order; what a task computes does not depend on it.
+An executor yields (index, marker) for each completed task, in any order; the result of a task does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .task_manifest import Job
 
 
 def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the tasks one after the other in this process."""
+    """Run tasks in sequence in this process."""
     for index in indices:
         yield index, run_task(job, phase, index, report)
 
 
 def _worker_main(connection: Connection, job: Job) -> None:
-    """The life of a worker: take a task, run it, answer; None ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends its workers with SIGTERM
+    """Main loop of a worker: receive a task, run it, send the result; None stops it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops its workers with SIGTERM
     signal.signal(signal.SIGTERM, _stop)
 
     def report(documents: int, size: int) -> None:
@@ -41,7 +41,7 @@ def _worker_main(connection: Connection, job: Job) -> None:
             connection.send(("done", index, run_task(job, phase, index, report)))
         except DynmoError as error:
             connection.send(("error", str(error), error.exit_code))
-        except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except Exception:  # noqa: BLE001 - the parent must receive any error
             connection.send(("crash", traceback.format_exc(), 1))
 
 
@@ -57,13 +57,13 @@ class _Worker:
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
-    """Spawned processes that run the tasks of a job's phases, and live from one phase to the next.
+    """Spawned processes that run the tasks of a job, across its phases. They start with the first tasks.
 
-    Spawned, not forked: the parent may run threads (progress bars, tokenizers). They start when there is work for them.
+    Spawned, not forked: the parent may run threads (progress bars, tokenizers).
 
     Args:
-        job: whose tasks they run.
-        size: the number of processes at most.
+        job: the job.
+        size: maximum number of processes.
     """
 
     def __init__(self, job: Job, size: int) -> None:
@@ -71,12 +71,17 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._workers: list[_Worker] = []
 
     def __exit__(self, *_: object) -> None:
-        """End the processes, at once where they are at work."""
+        """Stop the processes; busy ones are terminated."""
         _stop_workers(self._workers)
         self._workers = []
 
     def run(self, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Run the tasks of a phase; a dead worker ends the run, naming its task."""
+        """Run tasks of a phase.
+
+        Raises:
+            WorkerDiedError: a worker died; the message has its task.
+            TaskFailedError: a task failed.
+        """
         queue = list(reversed(indices))
         while len(self._workers) < min(self._size, len(queue)):
             self._workers.append(_start_worker(self.job))
@@ -104,7 +109,7 @@ def _start_worker(job: Job) -> _Worker:
 
 @contextlib.contextmanager
 def _hidden_main_module() -> Iterator[None]:
-    """Hide the program's main module: a spawned process would import it, and the whole command line with it."""
+    """Hide the main module: a spawned process would import it, and the complete command line with it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -116,7 +121,7 @@ def _hidden_main_module() -> Iterator[None]:
 def _send_next_task(worker: _Worker, phase: Phase, queue: list[int]) -> None:
     worker.index = queue.pop() if queue else None
     if worker.index is not None:
-        with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is heard
+        with contextlib.suppress(ConnectionError):  # a dead worker is detected by _receive_message
             worker.connection.send((phase, worker.index))
 
 

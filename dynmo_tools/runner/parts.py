@@ -1,4 +1,4 @@
-"""The last phase of most steps: parts become one output by copying, in the order of the tasks."""
+"""Parts of an output: written by the tasks of a phase, concatenated in task order by the last phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .task_manifest import TaskManifest
 
 
 def join_parts(task: Task, kind: str, output: Path) -> None:
-    """Make ``output`` of the slices' parts of this kind; a single part is moved instead of copied."""
+    """Concatenate the slices' parts of one kind to ``output``; a single part is renamed instead of copied."""
     parts = [task.part(kind, index) for index in range(len(task.manifest.tasks))]
     if len(parts) == 1 and os.stat(parts[0]).st_dev == os.stat(output.parent).st_dev:
         task.rename_part(parts[0], output)
@@ -25,12 +25,12 @@ def join_parts(task: Task, kind: str, output: Path) -> None:
 
 
 def records_ending(output: Path) -> str:
-    """The ending of the parts that ``output`` is joined of: that of its compression."""
+    """The extension of the parts of ``output``, with its compression."""
     return ".jsonl" + (output.suffix if is_compressed(output) else "")
 
 
 def records_kind(task: Task) -> str:
-    """The name of a slice's part of the records."""
+    """The name of a slice's part of the documents."""
     return "records" + records_ending(task.job.output)
 
 
@@ -40,7 +40,7 @@ def dropped_kind(output: Path) -> str:
 
 
 def join_records(task: Task) -> None:
-    """Task function: the output of a step that maps documents to documents, and what it dropped where that is kept."""
+    """Task function: concatenate the documents, and the dropped documents if the step writes them."""
     join_parts(task, records_kind(task), task.job.output)
     dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
     if dropped is not None:
@@ -77,14 +77,19 @@ class MapWriter:
 
 
 def with_value(row: Row, key: str, encoded: bytes) -> bytes:
-    """The bytes of a row with another value under a key of the row, which is appended where the row has none."""
+    """The bytes of a row with a new value under a key; the entry is appended if the row has no such key."""
     if key in row.value:
         return replace_value(row.raw, (key,), encoded)
     return append_entry(row.raw, key, encoded)
 
 
 def map_phases(manifest: TaskManifest, run: str) -> list[Phase]:
-    """The phases of a step whose function ``run`` (``folder.module:function``) writes each slice's documents."""
+    """The phases of a step that maps the documents of each slice.
+
+    Args:
+        manifest: the task manifest.
+        run: task function ``folder.module:function`` that writes the documents of one slice.
+    """
     return [
         Phase(name="map", run=run, tasks=len(manifest.tasks), reads=True),
         Phase(name="join", run="runner.parts:join_records", tasks=1),

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal; elsewhere the log lines that Megatron's own tools print."""
+"""Progress of a run: a bar on a terminal; elsewhere the log lines of Megatron's tools."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LINE_EVERY_S = 0.5
 
 
 class Meter(Protocol):
-    """Takes reports of documents read, and shows them."""
+    """Shows how many documents were read."""
 
     def report(self, documents: int, size: int) -> None:
-        """Count ``documents`` more documents and ``size`` more bytes."""
+        """Add ``documents`` documents and ``size`` bytes."""
 
     def resume(self, phase: Phase, done: int) -> None:
-        """A phase begins of which ``done`` tasks were finished by an earlier run."""
+        """A phase starts; ``done`` of its tasks were completed by an earlier run."""
 
 
 class _LogMeter:
-    """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at multiples of the interval, at most twice a second."""
+    """Logs ``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).`` at multiples of the interval."""
 
     def __init__(self, label: str, total_bytes: int, interval: int) -> None:
         self._label, self._total, self._interval = label, total_bytes, max(interval, 1)
@@ -38,7 +38,7 @@ class _LogMeter:
 
     def resume(self, phase: Phase, done: int) -> None:
         if done and done < phase.tasks:
-            say(f"{self._label}: resumed: {done} of {phase.tasks} tasks of {phase.name} are done")
+            say(f"{self._label}: resumed: {done} of {phase.tasks} tasks of phase {phase.name} are complete")
         if phase.reads:
             self._total -= self._total * done // phase.tasks
 
@@ -53,7 +53,7 @@ class _LogMeter:
             self._log(shown, f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else "")
 
     def finish(self) -> None:
-        """The last line: all documents that were read."""
+        """Log the total number of documents."""
         if self._documents > self._last_logged_documents:
             self._log(self._documents)
 
@@ -72,7 +72,7 @@ class _BarMeter:
         self._started = time.monotonic()
 
     def resume(self, phase: Phase, done: int) -> None:
-        note = f"{phase.name}: {done}/{phase.tasks} done before" if done else phase.name
+        note = f"{phase.name}: resumed at {done}/{phase.tasks}" if done else phase.name
         self._bar.update(self._task, note=note)
 
     def report(self, documents: int, size: int) -> None:
@@ -85,7 +85,13 @@ class _BarMeter:
 
 @contextmanager
 def progress_meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator[Meter]:
-    """Show how far a run over ``total_bytes`` bytes of input is."""
+    """Show the progress of a run.
+
+    Args:
+        label: name of the step.
+        total_bytes: bytes of all inputs.
+        log_interval: documents between two log lines.
+    """
     if sys.stderr.isatty():
         columns = (
             TextColumn("{task.description}"),

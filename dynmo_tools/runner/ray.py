@@ -1,8 +1,8 @@
-"""Tasks on a Ray cluster: one remote call for each task, on the same plan and markers as everywhere.
+"""Tasks on a Ray cluster: one remote call per task, with the same manifest and markers as local tasks.
 
-Ray restarts a task whose worker or node is lost: a task writes under temporary names and renames at its end, so it may
-run again. An error of the task itself is returned as a value and ends the run. Workers of a cluster start in a folder
-of Ray's own; each task therefore changes to the folder that the command runs in, which all nodes must share.
+Ray restarts a task whose worker or node is lost. This is safe: a task writes temporary files and renames them at its
+end. An error of the task itself is returned as a value and stops the run. Ray workers start in a folder of Ray; each
+task changes to the folder of the command, which all nodes must share.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .task_manifest import Job
 
 PROBE_S = 10.0
 MAX_RETRIES = 3
-"""Restarts of one task after the loss of its worker."""
+"""Maximum restarts of a task after the loss of its worker."""
 
 
 def _run_remote(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
-    """Run a task where Ray placed it, in ``folder``; errors return as values."""
+    """Run a task in ``folder`` on the node that Ray chose; errors are returned as values."""
     try:
         with _working_directory(folder):
             return "done", run_task(job, phase, index, lambda _documents, _size: None), 0
@@ -34,13 +34,13 @@ def _run_remote(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, 
 
 @contextlib.contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    """Change to a folder; a Ray worker runs one task at a time."""
+    """Change the working directory; a Ray worker runs one task at a time."""
     before = os.getcwd()
     try:
         os.chdir(folder)
     except OSError as error:
         raise UsageError(
-            f"{folder}: a node of the Ray cluster cannot enter this folder ({error.strerror}); "
+            f"{folder}: a node of the Ray cluster cannot open this folder ({error.strerror}); "
             "all nodes must share it, with inputs, output and work folder"
         ) from error
     try:
@@ -50,10 +50,10 @@ def _working_directory(folder: Path) -> Iterator[None]:
 
 
 def _connect(ray: Any, workers: int) -> None:
-    """Connect to the cluster of ``RAY_ADDRESS``, or start one on this machine.
+    """Connect to the cluster of ``RAY_ADDRESS``, or start a local one.
 
     Raises:
-        DynmoError: no cluster answers at the address, or it refuses this version of Ray or Python.
+        DynmoError: no cluster responds at the address, or it refuses this version of Ray or Python.
     """
     address = os.environ.get("RAY_ADDRESS")
     here = {} if address else {"num_cpus": workers, "include_dashboard": False}
@@ -64,7 +64,7 @@ def _connect(ray: Any, workers: int) -> None:
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if not address:
-            raise DynmoError(f"Ray does not start on this machine: {reason}") from error
+            raise DynmoError(f"Ray cannot start on this machine: {reason}") from error
         raise DynmoError(
             f"RAY_ADDRESS {address}: cannot connect to a Ray cluster: {reason}; "
             "start one with 'ray start --head', or unset RAY_ADDRESS to use this machine" + _token_hint()
@@ -72,14 +72,14 @@ def _connect(ray: Any, workers: int) -> None:
 
 
 def _token_hint() -> str:
-    """What a refusal for lack of a token needs: Ray sends none to an explicit address unless its mode is set."""
+    """The remedy for a missing token: Ray sends none to an explicit address unless its mode is set."""
     if os.environ.get("RAY_AUTH_MODE"):
         return ""
     return "; for a cluster with token authentication set RAY_AUTH_MODE=token"
 
 
 def _probe(address: str) -> None:
-    """Connect to ``HOST:PORT`` once and leave: Ray itself tries for minutes where nothing listens."""
+    """Connect to ``HOST:PORT`` once and disconnect: Ray retries for minutes if nothing listens there."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
@@ -88,13 +88,14 @@ def _probe(address: str) -> None:
 def run_ray(
     job: Job, phase: Phase, indices: Sequence[int], workers: int, report: Report
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the tasks on the cluster of ``RAY_ADDRESS``, or on one of this machine with ``workers`` processes.
+    """Run tasks on the cluster of ``RAY_ADDRESS``, or on a local one with ``workers`` processes.
 
-    At most two tasks for each worker are submitted at a time; ``report`` is called with each finished one.
+    At most two tasks per worker are submitted at a time; ``report`` is called after each task.
 
     Raises:
+        MissingExtraError: Ray is not installed.
         TaskFailedError: a task failed.
-        WorkerDiedError: the worker of a task was lost ``MAX_RETRIES`` times more.
+        WorkerDiedError: a task lost its worker more than ``MAX_RETRIES`` times.
     """
     try:
         import ray

@@ -1,4 +1,4 @@
-"""A chain of steps from a recipe: each step's output is the next one's input, and finished steps are not run again."""
+"""Recipes: chains of steps where the output of one step is the input of the next; completed steps are reused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDS_ENDING = ".jsonl.zst"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeStep:
-    """One step of a recipe: its own name in the recipe, the step that it runs, and its settings as written."""
+    """One step of a recipe: its name in the recipe, the step that it runs, and its settings as written."""
 
     name: str
     step: Step
@@ -35,7 +35,7 @@ class RecipeStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A chain of steps as a recipe file states it."""
+    """The contents of a recipe file."""
 
     source: str
     inputs: tuple[str, ...]
@@ -44,10 +44,10 @@ class Recipe:
 
 
 def recipe_text(name: str) -> tuple[str, str]:
-    """The text of a recipe and where it came from: a file, or the name of one that comes with the program.
+    """The text of a recipe and its origin: a file, or the name of a built-in recipe.
 
     Raises:
-        UsageError: there is neither.
+        UsageError: neither exists.
     """
     path = Path(name)
     if path.suffix == ".toml" or path.exists():
@@ -55,26 +55,26 @@ def recipe_text(name: str) -> tuple[str, str]:
     folder = resources.files("dynmo_tools") / "recipes"
     known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     if name not in known:
-        raise UsageError(f"{name}: is neither a recipe file (.toml) nor one of the recipes {', '.join(known)}")
+        raise UsageError(f"{name}: neither a recipe file (.toml) nor a built-in recipe; those are {', '.join(known)}")
     return (folder / f"{name}.toml").read_text(encoding="utf-8"), name
 
 
 def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, changed by ``step.key=value`` assignments.
+    """Parse a recipe and apply ``step.key=value`` assignments.
 
     Raises:
-        UsageError: with the place and the rule that is broken.
+        UsageError: with the place and the violated rule.
     """
     try:
         document = parse_toml(text)
     except ValueError as error:
-        raise UsageError(f"{source}: is no TOML: {error}") from error
+        raise UsageError(f"{source}: invalid TOML: {error}") from error
     unknown = sorted(set(document) - {"pipeline", "step"})
     if unknown:
-        raise UsageError(f"{source}: unknown {', '.join(unknown)}; a recipe has [pipeline] and [[step]] tables")
+        raise UsageError(f"{source}: unknown keys {', '.join(unknown)}; a recipe has [pipeline] and [[step]] tables")
     header = document.get("pipeline", {})
     if strange := sorted(set(header) - {"input", "prefix"}):
-        raise UsageError(f"{source}: [pipeline] has unknown keys {', '.join(strange)}; known are input, prefix")
+        raise UsageError(f"{source}: unknown keys {', '.join(strange)} in [pipeline]; known keys are input, prefix")
     tables: dict[str, dict[str, Any]] = {}
     runs: dict[str, str] = {}
     for number, table in enumerate(document.get("step", []), 1):
@@ -83,14 +83,14 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
             raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(steps())}")
         name = table.pop("name", run)
         if name in tables:
-            raise UsageError(f"{source}: two steps are named {name!r}; give one of them another name")
+            raise UsageError(f'{source}: two steps are named {name!r}; rename one with name = "..."')
         tables[name], runs[name] = table, run
     if not tables:
-        raise UsageError(f"{source}: has no [[step]]")
+        raise UsageError(f"{source}: no [[step]] table; add at least one")
     for text_ in assignments:
         name, key, value = parse_assignment(text_)
         if name not in tables:
-            raise UsageError(f"--set {text_}: the recipe has no step {name!r}, only {', '.join(tables)}")
+            raise UsageError(f"--set {text_}: {name!r} is not a step of the recipe; its steps are {', '.join(tables)}")
         tables[name].pop(key.replace("-", "_"), None)
         tables[name][key.replace("_", "-")] = value
     inputs = header.get("input", [])
@@ -113,10 +113,10 @@ def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Pa
 
 
 def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits) -> list[tuple[RecipeStep, Job]]:
-    """The jobs of a recipe, wired: records go from step to step, a trained tokenizer to the steps behind it.
+    """The jobs of a recipe: documents are passed from step to step, a trained tokenizer to later steps.
 
     Raises:
-        UsageError: a setting that its step does not know or that is missing; a file that no step makes is not there.
+        UsageError: a setting is unknown or missing, or a file that no step writes does not exist.
     """
     jobs: list[tuple[RecipeStep, Job]] = []
     records, tokenizer = tuple(inputs), None
@@ -147,31 +147,31 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
 
 
 def inputs_of(recipe: Recipe, patterns: Sequence[str], folder: Path) -> tuple[Path, ...]:
-    """The files of ``patterns``, or of the recipe's own: of the current directory, else of ``folder``.
+    """The files of ``patterns``, or those of the recipe, in the current directory or else in ``folder``.
 
     Raises:
-        UsageError: there are none, or both places have other files of a name.
+        UsageError: there are no inputs, or both places have different files of one name.
     """
     found: list[str | Path] = list(patterns) or [_find_input(name, folder) for name in recipe.inputs]
     if not found:
-        raise UsageError(f"{recipe.source}: names no input; give it with --input")
+        raise UsageError(f"{recipe.source}: no inputs; name them with --input")
     return expand_inputs(found)
 
 
 def _find_input(name: str, folder: Path) -> str | Path:
-    """A recipe's input, in the current directory or else below the folder of its outputs."""
+    """An input of the recipe, in the current directory or else in the output folder."""
     escaped = Path(glob.escape(str(folder)), name)
     at = folder / name if (folder / name).exists() else escaped
     here, below = ({Path(one).resolve() for one in _matches(str(pattern))} for pattern in (name, at))
     if here and below and here != below:
         raise UsageError(
-            f"{name}: is in the current directory and in {folder}; choose by --input {name} or --input {at}"
+            f"{name}: exists in the current directory and in {folder}; choose with --input {name} or --input {at}"
         )
     return at if below else name
 
 
 def _matches(pattern: str) -> list[str]:
-    """The files of a pattern, or the one of exactly that name."""
+    """The files that match a pattern, or the file of exactly this name."""
     return [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
 
 
@@ -183,15 +183,18 @@ def run_pipeline(
     execution: Execution,
     report: Callable[[Summary], None],
 ) -> dict[str, Any]:
-    """Run all steps and write ``pipeline-summary.json``, which is returned.
+    """Run all steps and write ``pipeline-summary.json``.
 
     Args:
-        recipe: what to do.
-        inputs: the files that the first step reads.
-        folder: where everything is written.
-        limits: of the reading.
-        execution: how to run.
-        report: called with each finished step.
+        recipe: the recipe.
+        inputs: inputs of the first step.
+        folder: folder for all outputs.
+        limits: limits of reading.
+        execution: how to run the steps.
+        report: called after each step.
+
+    Returns:
+        The document of ``pipeline-summary.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(recipe, inputs, folder, limits)

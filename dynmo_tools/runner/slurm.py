@@ -1,4 +1,4 @@
-"""Slurm arrays: one array a phase, each job of it a part of the phase's tasks, the next phase behind its success."""
+"""Slurm job arrays: one array per phase, each after the success of the previous one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._common.errors import DynmoError, UsageError
 from .task import Phase
 
 DEFAULT_JOBS = 64
-MAX_ARRAY = 1000  # the index limit that a cluster has unless it is configured otherwise is 1001
+MAX_ARRAY = 1000  # the default MaxArraySize of a cluster is 1001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class Submission:
     """One call of ``sbatch``.
 
     Attributes:
-        name: of the job.
-        line: what it runs, in shell.
-        jobs: of the array; None is one job that is no array.
+        name: name of the job.
+        line: shell command of the job.
+        jobs: number of jobs of the array; None is a single job.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Submission:
 
 
 def check_jobs(jobs: int) -> None:
-    """``UsageError`` where an array cannot have so many jobs."""
+    """``UsageError`` if an array cannot have this number of jobs."""
     if not 1 <= jobs <= MAX_ARRAY:
-        raise UsageError(f"--task-count is {jobs}; an array has between 1 and {MAX_ARRAY} jobs")
+        raise UsageError(f"--task-count {jobs}: must be from 1 to {MAX_ARRAY}, the jobs of an array")
 
 
 def job_arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: str = "") -> list[Submission]:
-    """The arrays that do the phases of one step, each phase cut into ``jobs`` parts at most.
+    """The arrays of one step, one per phase, each with at most ``jobs`` jobs.
 
     Args:
-        command: the command line that the jobs run, without the flags of this executor.
-        phases: of the step.
-        jobs: of an array at most.
-        prefix: what stands before a phase's name in that of its job.
+        command: command line of the jobs, without the flags of this executor.
+        phases: phases of the step.
+        jobs: maximum number of jobs per array.
+        prefix: prefix of the job names.
     """
     check_jobs(jobs)
     submissions = []
@@ -56,17 +56,17 @@ def job_arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefi
 
 
 def sbatch_script(submissions: Sequence[Submission], log_folder: Path) -> str:
-    """The script that submits everything, each job behind the success of the one before.
+    """The script that submits everything; each job starts after the success of the previous one.
 
-    A job whose predecessor failed is cancelled, else it would stay queued for ever. Where ``sbatch`` refuses a job, the
-    jobs submitted before it are cancelled. All run in the current directory of the process that writes the script.
+    A job whose predecessor failed is cancelled; otherwise it would be queued forever. If ``sbatch`` refuses a job, the
+    earlier jobs are cancelled. All jobs run in the current directory of the process that writes the script.
     """
     here = Path.cwd()
     log_folder = here / log_folder
     logs = shlex.quote(f"{log_folder}/slurm-%A-%a.log")
     lines = [
         "#!/bin/bash",
-        "# Each job waits for the one before. SBATCH_OPTIONS are given to every sbatch.",
+        "# Each job starts after the success of the previous one. SBATCH_OPTIONS are passed to every sbatch.",
         "set -euo pipefail",
         f"cd {shlex.quote(str(here))}",
         f"mkdir -p {shlex.quote(str(log_folder))}",
@@ -87,15 +87,18 @@ def sbatch_script(submissions: Sequence[Submission], log_folder: Path) -> str:
 
 
 def submit(path: Path) -> str:
-    """Run the script; the number of the last job, which ends when everything is done.
+    """Run the script.
+
+    Returns:
+        The id of the last job, which ends when everything is complete.
 
     Raises:
         UsageError: this machine has no ``sbatch``.
-        DynmoError: ``sbatch`` refused.
+        DynmoError: ``sbatch`` failed.
     """
     if shutil.which("sbatch") is None:
-        raise UsageError("sbatch is not on PATH; use --emit-sbatch FILE here and run the file where Slurm is")
+        raise UsageError("sbatch is not on PATH; use --emit-sbatch FILE and run the file on a Slurm machine")
     completed = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=False)
     if completed.returncode:
-        raise DynmoError(f"sbatch refused: {completed.stderr.strip() or completed.stdout.strip()}")
+        raise DynmoError(f"sbatch failed: {completed.stderr.strip() or completed.stdout.strip()}")
     return completed.stdout.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""How far runs are: read from their plans and markers, without touching them."""
+"""Progress of runs, read from their manifests and markers without changing them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .task_manifest import load_manifest
 
 
 def status_of(folder: Path) -> list[dict[str, Any]]:
-    """The state of a run, or of all runs right below a folder, in the order in which they began.
+    """The state of a run, or of all runs in a folder in the order of their start.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the folder has no runs.
     """
     if (folder / "manifest.json").exists():
         return [_one(folder)]
     works = [path.parent for path in folder.glob("*.work/manifest.json")]
     if not works:
         raise UsageError(
-            f"{folder}: holds no run of dynmo-prep; name a work folder (OUTPUT.work) or a folder with some"
+            f"{folder}: no run of dynmo-prep found; name a work folder (OUTPUT.work), or a folder with work folders"
         )
     return [_one(work) for work in sorted(works, key=lambda work: (work / "manifest.json").stat().st_mtime_ns)]
 

@@ -1,4 +1,4 @@
-"""Work that is done by other processes than this one: one part of a phase, or everything as Slurm arrays."""
+"""Runs work in other processes: a subset of one phase's tasks, or everything as Slurm job arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .task_manifest import Job, Limits, Source, TaskManifest, make_manifest
 
 EXECUTOR_FLAGS = ("--executor", "--emit-sbatch", "--task-count")
 SUBMIT_ONLY_SWITCHES = ("--overwrite", "--no-overwrite")
-"""Switches of the submitting command alone: a job with ``--overwrite`` would discard the work of those before it."""
+"""Switches of the submitting command only: a job with ``--overwrite`` would discard the work of earlier jobs."""
 UNKNOWN_BYTES = 1 << 50
 
 
@@ -25,25 +25,25 @@ def _subset(run: RunSettings) -> TaskSubset | None:
     if run.task_index is None:
         return None
     if run.task_count is None:
-        raise UsageError("--task-index needs --task-count")
+        raise UsageError("--task-index: requires --task-count")
     if run.overwrite:
         raise UsageError(
-            "--overwrite with --task-index: each part would discard the work of the others; "
-            "remove the old output and its work folder, and leave --overwrite out"
+            "--overwrite with --task-index: each subset would discard the work of the others; "
+            "remove the old output and its work folder, and omit --overwrite"
         )
     return TaskSubset(index=run.task_index, count=run.task_count, phase=run.phase)
 
 
 def _write_and_submit(name: str, run: RunSettings, path: Path, submissions: Sequence[Submission], logs: Path) -> str:
-    path.write_text(sbatch_script(submissions, logs), encoding="utf-8", errors="surrogateescape")  # names are bytes
+    path.write_text(sbatch_script(submissions, logs), encoding="utf-8", errors="surrogateescape")  # paths are bytes
     if run.emit_sbatch is None:
-        return f"{name}: submitted; job {submit(path)} ends last"
-    return f"{name}: wrote {path}: run it where Slurm is"
+        return f"{name}: submitted; the last job is {submit(path)}"
+    return f"{name}: wrote {path}; run it on a Slurm machine"
 
 
 def remove_flags(arguments: Sequence[str], flags: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
-    """The arguments without these flags, each of which has one value, and these switches, which have none."""
-    kept: list[str] = []
+    """Remove flags with one value each, and switches without values, from arguments."""
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if skip:
@@ -51,19 +51,22 @@ def remove_flags(arguments: Sequence[str], flags: Sequence[str], switches: Seque
         elif argument in flags:
             skip = True
         elif argument.partition("=")[0] not in (*flags, *switches):
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining
 
 
 def dispatch_step(job: Job, step: Step, run: RunSettings, execution: Execution, argv: Sequence[str]) -> str | None:
-    """Hand a step to Slurm, or run one part of it; what was done, or None where neither was wanted.
+    """Submit a step to Slurm, or run a subset of its tasks.
 
     Args:
-        job: the step's.
-        step: which one.
-        run: how it is to be run.
-        execution: the same, for the parts.
-        argv: the command line, which the jobs of an array repeat.
+        job: job of the step.
+        step: the step.
+        run: settings of the run.
+        execution: how subsets run.
+        argv: command line, which the jobs of an array repeat.
+
+    Returns:
+        One line for the user; None if neither was requested.
     """
     if (subset := _subset(run)) is not None:
         return run_subset(job, step.phases_of(), execution, subset)
@@ -80,7 +83,7 @@ def dispatch_step(job: Job, step: Step, run: RunSettings, execution: Execution, 
 
 
 def _placeholder_manifest(job: Job, jobs: int) -> TaskManifest:
-    """The plan of a job whose input is not there yet: as many tasks as an array has jobs, which may find none."""
+    """The manifest of a job whose input does not exist yet: as many tasks as the array has jobs."""
     source = Source(path=job.inputs[0], size_bytes=UNKNOWN_BYTES, mtime_ns=0)
     return TaskManifest(digest="", sources=(source,), tasks=(Slice(path=job.inputs[0]),) * jobs)
 
@@ -89,7 +92,9 @@ def _find_step(jobs: Sequence[tuple[RecipeStep, Job]], name: str, source: str) -
     for chosen, job in jobs:
         if chosen.name == name:
             return chosen, job
-    raise UsageError(f"--step {name}: {source} has the steps {', '.join(chosen.name for chosen, _ in jobs)}")
+    raise UsageError(
+        f"--step {name}: not a step of {source}; its steps are {', '.join(chosen.name for chosen, _ in jobs)}"
+    )
 
 
 def dispatch_pipeline(
@@ -103,11 +108,14 @@ def dispatch_pipeline(
     execution: Execution,
     argv: Sequence[str],
 ) -> str | None:
-    """Hand a pipeline to Slurm, or run one step of it or a part of one; what was done, or None.
+    """Submit a pipeline to Slurm, run one step of it, or run a subset of a step's tasks.
 
-    A step's input is made by the steps before, so its number of tasks is not known when it is submitted: each of its
-    arrays has ``--task-count`` jobs, and a job that finds no task left ends at once. Behind a step's arrays one job
-    finishes the step; the last job is the whole pipeline, which finds all steps done and sums up.
+    The input of a step is written by the steps before it, so its number of tasks is unknown at submission. Each array
+    has ``--task-count`` jobs, and a job without tasks exits immediately. One job completes each step after its arrays.
+    The last job is the complete pipeline: it finds all steps complete and writes the summary.
+
+    Returns:
+        One line for the user; None if nothing of this was requested.
     """
     jobs = jobs_of(recipe, inputs, folder, limits)
     subset = _subset(run)
@@ -118,7 +126,7 @@ def dispatch_pipeline(
         summary = run_job(job, chosen.step.phases_of(), execution)
         return f"{step}: done: {summary.tally.documents_in:,} documents in, {summary.tally.num_rejected:,} rejected"
     if subset is not None:
-        raise UsageError("pipeline: --task-index is of one step; name it by --step")
+        raise UsageError("pipeline --task-index: applies to one step; select it with --step")
     if run.executor is not ExecutorName.SLURM and run.emit_sbatch is None:
         return None
     count = run.task_count or DEFAULT_JOBS

@@ -1,7 +1,7 @@
-"""One task of a run: reads its slice, writes under temporary names, and becomes true with its marker.
+"""A task: reads its slice, writes temporary files, and is complete when its marker exists.
 
-A task's outputs are flushed to disk and renamed before ``done/PHASE-NNNNN.json`` is written, so a marker whose outputs
-have the sizes that it states is a finished task; anything else is run again from its start.
+Outputs are flushed to disk and renamed before ``done/PHASE-NNNNN.json`` is written. A marker whose outputs have the
+recorded sizes is a completed task; any other task runs again from its start.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from .task_manifest import Job, TaskManifest, load_manifest
 REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
 KEYS_FOUND = "keys_found"
-"""Entry of a task's result: the keys of its first document without the key of the settings."""
+"""Entry of a task's result: the keys of the first document that lacks the key of the settings."""
 
 Report = Callable[[int, int], None]
-"""Tells how many more documents and bytes of text were read."""
+"""Receives the number of documents and bytes read since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One kind of task of a job; a job's phases run one after the other, the tasks of one phase side by side.
+    """One kind of task of a job. Phases run in sequence, the tasks of one phase in parallel.
 
     Attributes:
-        name: a word for file names and messages.
-        run: the task's function as ``folder.module:function``, called with a ``Task``.
-        tasks: how many there are.
-        reads: the tasks are the plan's slices, and their documents count as the job's input.
+        name: name in file names and messages.
+        run: task function ``folder.module:function``, called with a ``Task``.
+        tasks: number of tasks.
+        reads: the tasks read the slices of the manifest; their documents are counted as input.
     """
 
     name: str
@@ -65,19 +65,19 @@ class Phase:
 
 
 class WorkerDiedError(DynmoError):
-    """A worker process ended without an answer."""
+    """A worker process ended without a result."""
 
     @classmethod
     def of(cls, phase: Phase, index: int | None, how: str) -> WorkerDiedError:
-        """The error that names the task."""
+        """The error with the name of the task."""
         return cls(
-            f"the worker of task {phase.name}-{index or 0:05d} died ({how}); finished tasks are kept: "
-            "run the same command again, with fewer workers if memory was short"
+            f"the worker of task {phase.name}-{index or 0:05d} died ({how}); completed tasks are saved: "
+            "run the same command again, with fewer workers if memory was insufficient"
         )
 
 
 class TaskFailedError(DynmoError):
-    """An error of a task in another process, told again here with its exit code."""
+    """An error of a task in another process, with its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -85,23 +85,23 @@ class TaskFailedError(DynmoError):
 
 
 def marker_path(work: Path, phase: str, index: int) -> Path:
-    """Where the marker of a finished task lies."""
+    """The path of a task's marker."""
     return work / "done" / f"{phase}-{index:05d}.json"
 
 
 @dataclass(kw_only=True)
 class Task:
-    """What the function of a task works with.
+    """The interface of task functions.
 
     Attributes:
-        job: what is being done.
-        manifest: the frozen cutting of its inputs.
-        phase: the task's phase.
-        index: its number within the phase.
-        report: takes the documents and bytes that were read since the last report.
-        tally: counts documents.
-        result: what later phases need to know of this task.
-        facts: what the summary tells of this task.
+        job: the job.
+        manifest: task manifest of the job.
+        phase: phase of the task.
+        index: number of the task within its phase, from 0.
+        report: receives progress.
+        tally: document counts.
+        result: data for later phases; JSON values.
+        facts: entries of the summary; integers are summed over tasks.
     """
 
     job: Job
@@ -123,23 +123,27 @@ class Task:
         return self.manifest.tasks[self.index]
 
     def part(self, kind: str, index: int | None = None) -> Path:
-        """The path of an intermediate file: ``kind`` names it with its ending, as in ``clean.jsonl``."""
+        """The path of an intermediate file of this task, or of task ``index``; ``kind`` is a name with an extension."""
         return self.job.work / "parts" / f"{self.index if index is None else index:05d}-{kind}"
 
     def create(self, path: Path, *, plain: bool = False) -> IO[bytes]:
-        """Open an output that takes its name when the task succeeds; compressed by its ending unless ``plain``."""
+        """Open an output that is renamed when the task succeeds; compressed by its extension unless ``plain``."""
         output = _Output(path, plain=plain)
         self._outputs.append(output)
         return output.writer
 
     def rename_part(self, path: Path, target: Path) -> None:
-        """Make the finished part ``path`` the output ``target`` by a rename, at the end of the task."""
+        """Rename the completed part ``path`` to the output ``target`` at the end of the task."""
         self._outputs.append(_Output(target, existing=path))
 
     def reject(self, line: int, offset: int, reason: str, raw: bytes) -> None:
-        """Put a line aside as no usable document; in a phase that only reads again, it was put aside before.
+        """Record a line that is not a document. A phase that reads the inputs again does not record it again.
 
-        ``line`` is counted in the slice that was opened last; it is told as counted in what the task read of the file.
+        Args:
+            line: line number within the current slice, from 1.
+            offset: byte offset in the file.
+            reason: one word.
+            raw: bytes of the line.
         """
         if not self.phase.reads:
             return
@@ -151,15 +155,15 @@ class Task:
         self._rejects.write(json.dumps(row, ensure_ascii=False).encode("utf-8", ESCAPED) + b"\n")
 
     def reject_row(self, row: Row, reason: str) -> None:
-        """Put a document aside that has no usable text; of the first without the key, note the keys that it has."""
+        """Record a document without usable text; for the first one without the key, store the keys that it has."""
         if reason == "key":
             self.result.setdefault(KEYS_FOUND, [key[:EXCERPT_CHARACTERS] for key in list(row.value)[:MAX_KEYS]])
         self.reject(row.line, row.offset, reason, row.raw)
 
     def rows(self, part: Slice | None = None) -> Iterator[Row]:
-        """The documents of a slice, this task's own by default, whatever their keys; what is none goes to the rejects.
+        """The documents of a slice, by default this task's own; rows with lone surrogates are rejected.
 
-        A document with a lone surrogate anywhere is none: who takes texts by their key asks ``documents``.
+        Steps that read a text use ``documents``, which checks the text only.
         """
         for row in self.objects(part):
             if b"\\u" in row.raw and contains_surrogates(row.value):
@@ -181,10 +185,10 @@ class Task:
 
     def _parsed(self, part: Slice, parse: Callable[[bytes], dict[str, Any]]) -> Iterator[Row]:
         limits = self.job.limits
-        seen = 0
+        last_line = 0
         for number, offset, raw, head, size in read_lines(part, limits.max_line_bytes):
-            self._count(lines=number - seen)
-            seen = number
+            self._count(lines=number - last_line)
+            last_line = number
             if raw is None:
                 self._count(documents=1, size=size)
                 self.report(1, size)
@@ -201,10 +205,10 @@ class Task:
                     self._count(documents=1, size=size)
                     self.report(1, size)
                     self.reject(number, offset, error.reason, raw)
-        self._lines_before += seen
+        self._lines_before += last_line
 
     def count(self, text: str) -> None:
-        """Count and report one document that is no line of JSON."""
+        """Count and report one document that is not a line of JSON."""
         size = len(text.encode("utf-8", "surrogatepass"))
         self._count(documents=1, size=size)
         self.report(1, size)
@@ -233,7 +237,7 @@ class Task:
     def documents(
         self, key: str, part: Slice | None = None, *, allow_surrogates: bool = False
     ) -> Iterator[tuple[Row, str]]:
-        """The documents of a slice with the text under ``key``; those without one go to the rejects."""
+        """The documents of a slice with the text under ``key``; documents without text are rejected."""
         for row in self.objects(part):
             try:
                 text = text_of(row.value, key, allow_surrogates=allow_surrogates)
@@ -243,7 +247,7 @@ class Task:
             yield row, text
 
     def write_row(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
-        """Write one line and count it as output; 0 ``documents`` for a further piece of the same document."""
+        """Write one line and count it as output; ``documents`` is 0 for a further piece of the same document."""
         writer.write(raw)
         writer.write(b"\n")
         self.tally.documents_out += documents
@@ -259,12 +263,12 @@ class Task:
             output.finish(keep=kind is None)
 
     def outputs(self) -> dict[str, int]:
-        """Path and size of each output that is in place."""
+        """Path and size in bytes of each renamed output."""
         return {str(output.path): os.path.getsize(output.path) for output in self._outputs}
 
 
 class _Output:
-    """A file under a temporary name until its task succeeds."""
+    """A file with a temporary name until its task succeeds."""
 
     def __init__(self, path: Path, *, plain: bool = False, existing: Path | None = None) -> None:
         self.path = path
@@ -299,7 +303,7 @@ class _Output:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder lasting."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -308,14 +312,21 @@ def sync_folder(path: Path) -> None:
 
 
 def resolve(name: str) -> Callable[[Task], None]:
-    """The function that ``folder.module:function`` names, within this package."""
+    """The function named ``folder.module:function`` of this package."""
     module, _, function = name.partition(":")
     found: Callable[[Task], None] = getattr(importlib.import_module(f"dynmo_tools.{module}"), function)
     return found
 
 
 def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, Any]:
-    """Run one task to its marker, which is returned."""
+    """Run one task.
+
+    Returns:
+        The marker that was written.
+
+    Raises:
+        DynmoError: the file system failed, or the task function raised it.
+    """
     started = time.monotonic()
     task = Task(job=job, manifest=load_manifest(job.work), phase=phase, index=index, report=report)
     try:
@@ -325,7 +336,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
         where = f" {error.filename}" if error.filename else ""
         raise DynmoError(
             f"task {phase.name}-{index:05d}:{where} {error.strerror or error}; "
-            "its partial output was removed: make room or mend the fault and run the same command again"
+            "its partial output was removed; free disk space or fix the error, and run the same command again"
         ) from error
     outputs = task.outputs()
     for folder in {Path(name).parent for name in outputs}:
@@ -346,9 +357,14 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
 def read_valid_marker(
     job: Job, phase: Phase, index: int, digest: str, *, outputs_removed: bool
 ) -> dict[str, Any] | None:
-    """The marker of a task that need not run again, or None.
+    """The marker of a completed task; None if the task must run.
 
-    ``outputs_removed`` says that a later phase is complete, which removes the parts that it was made of.
+    Args:
+        job: the job.
+        phase: phase of the task.
+        index: number of the task.
+        digest: digest of the manifest.
+        outputs_removed: the last phase is complete, which removes the parts of earlier phases.
     """
     try:
         marker = TASK.read(marker_path(job.work, phase.name, index))
@@ -367,5 +383,5 @@ def read_valid_marker(
 
 
 def read_marker(task: Task, phase: str, index: int) -> dict[str, Any]:
-    """The marker of a finished task of an earlier phase of the same job."""
+    """The marker of a completed task of an earlier phase of the same job."""
     return TASK.read(marker_path(task.job.work, phase, index))

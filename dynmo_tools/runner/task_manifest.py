@@ -1,4 +1,4 @@
-"""The plan of a run: inputs cut once into tasks, frozen in ``manifest.json``, and never cut again by a resumed run."""
+"""The task manifest: inputs divided into tasks once, stored in ``manifest.json``, and reused by a resumed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What shapes the cutting and reading of inputs, and so belongs to the plan."""
+    """Limits of dividing and reading inputs; part of the manifest."""
 
     task_bytes: int = DEFAULT_TASK_BYTES
     max_line_bytes: int = DEFAULT_LINE_BYTES
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An input file as it was when the plan was made."""
+    """An input file at the time of the manifest."""
 
     path: Path
     size_bytes: int
@@ -45,7 +45,11 @@ class Source:
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The file as it is now; ``UsageError`` where there is none, or a FIFO or device."""
+        """The current state of a file.
+
+        Raises:
+            UsageError: the file cannot be read, or is a FIFO or device.
+        """
         try:
             status = os.stat(path)
         except OSError as error:
@@ -54,13 +58,23 @@ class Source:
         return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def as_json(self) -> dict[str, Any]:
-        """The file's place in the plan."""
+        """The entry of the file in the manifest."""
         return {"path": str(self.path), "size_bytes": self.size_bytes, "mtime_ns": self.mtime_ns}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of one step: what goes in, what comes out, by which settings."""
+    """One run of one step.
+
+    Attributes:
+        step: name of the step.
+        inputs: input files.
+        output: output file, or its prefix.
+        work: work folder.
+        settings: settings of the step.
+        limits: limits of dividing and reading.
+        package: name and version of the package of an outside filter; a run is not resumed with another version.
+    """
 
     step: str
     inputs: tuple[Path, ...]
@@ -73,7 +87,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskManifest:
-    """The frozen work of a job."""
+    """The tasks of a job, and what a resumed run must have in common with it."""
 
     digest: str
     sources: tuple[Source, ...]
@@ -81,19 +95,19 @@ class TaskManifest:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of all inputs as they lie on disk."""
+        """Bytes of all inputs on disk."""
         return sum(source.size_bytes for source in self.sources)
 
 
 def written_files(job: Job) -> list[Path]:
-    """The files and folders that a job writes, apart from its work folder."""
+    """The files and folders that a job writes outside its work folder."""
     made = getattr(job.settings, "made_files", None)  # of a step whose output is a prefix
     own = [job.output] if made is None else made(job.output)
     return [*own, *outputs_of(job.settings)]
 
 
 def _next_line_start(path: Path, offset: int) -> int:
-    """The first offset at or behind ``offset`` that starts a line, or the file's size."""
+    """The first line start at or after ``offset``, or the file size."""
     with open(path, "rb") as handle:
         handle.seek(offset - 1)
         at = offset - 1
@@ -106,19 +120,27 @@ def _next_line_start(path: Path, offset: int) -> int:
 
 
 def task_size(left: int, task_bytes: int, *, last: bool) -> int:
-    """How many bytes the next task of a file takes, of ``left`` that are left.
+    """Bytes of the next task of a file.
 
-    Towards the end of the last file tasks become smaller, so that workers end at about the same time (guided
-    self-scheduling, Polychronopoulos and Kuck 1987): an eighth of what is left, a sixteenth of ``task_bytes`` at least.
+    Tasks at the end of the last file become smaller, so that workers finish at about the same time (guided
+    self-scheduling, Polychronopoulos and Kuck 1987): an eighth of the rest, at least a sixteenth of ``task_bytes``.
+
+    Args:
+        left: remaining bytes of the file.
+        task_bytes: bytes of a regular task.
+        last: the file is the last input.
     """
-    least = task_bytes // END_PIECES
-    return max(min(task_bytes, left // END_SHARE), least) if last and least >= MIN_PIECE_BYTES else task_bytes
+    smallest = task_bytes // END_PIECES
+    return max(min(task_bytes, left // END_SHARE), smallest) if last and smallest >= MIN_PIECE_BYTES else task_bytes
 
 
 def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
-    """Cut a plain file near every ``task_bytes`` at the start of a line, a dump of a wiki where it may be cut.
+    """Divide a plain file at line starts, a MediaWiki dump at its cut points; other files are one slice.
 
-    Any other file stays whole. Of the ``last`` file, see ``task_size``.
+    Args:
+        source: the file.
+        task_bytes: approximate bytes per slice.
+        last: see ``task_size``.
     """
     size = source.size_bytes
 
@@ -141,7 +163,7 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
 
 
 def digest_of(job: Job, sources: Sequence[Source]) -> str:
-    """What a resumed run must have in common with the run that it resumes."""
+    """The digest of everything that a resumed run must have in common with the stored one."""
     files = [Source.of(path).as_json() for path in files_of(job.settings)]
     content = {
         "step": job.step,
@@ -157,17 +179,17 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
 
 
 def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
-    """Refuse more tasks than a work folder should have files: each leaves some."""
+    """Refuse more than ``MAX_TASKS`` tasks: each task writes several files to the work folder."""
     total = sum(source.size_bytes for source in sources)
     if total // task_bytes > MAX_TASKS:
         raise UsageError(
-            f"--task-bytes {task_bytes}: cuts {total:,} bytes of inputs into more than {MAX_TASKS:,} tasks; "
-            f"give at least {total // MAX_TASKS + 1}"
+            f"--task-bytes {task_bytes}: {total:,} bytes of inputs would be more than {MAX_TASKS:,} tasks; "
+            f"use at least {total // MAX_TASKS + 1}"
         )
 
 
 def make_manifest(job: Job) -> TaskManifest:
-    """Look at the inputs as they are now and cut them into tasks."""
+    """Divide the inputs, as they are now, into tasks."""
     sources = tuple(Source.of(path) for path in job.inputs)
     tasks = tuple(
         part
@@ -178,7 +200,7 @@ def make_manifest(job: Job) -> TaskManifest:
 
 
 def store_manifest(job: Job, manifest: TaskManifest) -> None:
-    """Write ``manifest.json`` into the work folder."""
+    """Write ``manifest.json`` to the work folder."""
     fields = {
         "step": job.step,
         "digest": manifest.digest,
@@ -192,7 +214,11 @@ def store_manifest(job: Job, manifest: TaskManifest) -> None:
 
 
 def load_manifest(work: Path) -> TaskManifest:
-    """Read ``manifest.json`` of a work folder; raises ``DocumentError`` where it breaks its format."""
+    """Read ``manifest.json`` of a work folder.
+
+    Raises:
+        DocumentError: the document violates its format.
+    """
     document = MANIFEST.read(work / "manifest.json")
     sources = (
         Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])

@@ -1,1 +1,1 @@
-"""Tokenizers: training, binarization to indexed data sets, operations on these."""
+"""Tokenizers: training, binarization to indexed datasets, operations on these."""

@@ -1,7 +1,17 @@
-"""Binarize: documents to tokens, tokens to indexed data sets that Megatron reads.
+"""The step ``binarize``: documents to tokens, tokens to an indexed dataset.
 
-Each slice is tokenized into raw tokens and sequence lengths; the parts are then joined by copying, and the index is
-computed from the lengths. The index takes its name last: a data set without ``.idx`` is not there.
+    slice of documents ─ tokenize ─> tokens-K.bin      tokens of the slice, in the final data type
+                                     lengths-K.i32     tokens per sequence
+                                     documents-K.i32   sequences per document
+    parts of all slices ─ join ────> PREFIX_KEY_document.bin            concatenated tokens
+                                     PREFIX_KEY_document.dataset.json   sidecar: tokenizer, inputs, checksums
+                                     PREFIX_KEY_document.idx            computed from the lengths
+
+K is the index of a text key; each key becomes one dataset. Tokens are hashed while they are written, so the sidecar
+costs no second pass. ``.idx`` is renamed last: a dataset without it is incomplete.
+
+The data type of the tokens follows from the vocabulary size, not from the tokens, so all slices agree without
+communication.
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ def _tokenizer(files: TokenizerFiles) -> Tokenizer:
 
 
 def tokenizer_of(settings: BinarizeSettings) -> Tokenizer:
-    """The tokenizer that the settings name."""
+    """The tokenizer of the settings."""
     return _tokenizer(
         TokenizerFiles(
             kind=settings.tokenizer_type,
@@ -57,23 +67,33 @@ def tokenizer_of(settings: BinarizeSettings) -> Tokenizer:
 
 
 def eod_of(tokenizer: Tokenizer, settings: BinarizeSettings) -> int | None:
-    """The id to end documents with, or None; ``UsageError`` where one is wanted and the tokenizer has none."""
+    """The end-of-document id; None if documents are not terminated.
+
+    Raises:
+        UsageError: documents shall be terminated, and the tokenizer has no such token.
+    """
     if not settings.append_eod:
         return None
     found = tokenizer.token_id(settings.eod_token)
     if found is None:
-        wanted = "end-of-document token" if settings.eod_token is None else f"token {settings.eod_token!r}"
-        raise UsageError(f"the tokenizer has no {wanted}; name one of its tokens by --eod-token")
+        missing = "end-of-document token" if settings.eod_token is None else f"token {settings.eod_token!r}"
+        raise UsageError(f"the tokenizer has no {missing}; select one of its tokens with --eod-token")
     return found
 
 
 def token_dtype(num_ids: int, form: IndexForm) -> np.dtype[Any]:
-    """The type of a token: by the vocabulary in ``mmap``, always int32 in ``cached`` and ``lazy``."""
+    """The data type of tokens: by the vocabulary size for ``mmap``, int32 for ``cached`` and ``lazy``."""
     return best_dtype(num_ids) if form is IndexForm.MMAP else np.dtype(np.int32)
 
 
 def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded:
-    """The batch with ``eod`` behind every sequence that ``ends`` ``[sequences]`` marks."""
+    """Append ``eod`` to some sequences.
+
+    Args:
+        encoded: the sequences.
+        ends: whether a sequence ends a document ``[sequences]``.
+        eod: end-of-document id.
+    """
     lengths = encoded.lengths + ends
     ids = np.full(int(lengths.sum()), eod, dtype=np.int64)
     keep = np.ones(len(ids), dtype=np.bool_)
@@ -83,31 +103,37 @@ def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded
 
 
 def pack(encoded: Encoded, counts: npt.NDArray[np.int64], eod: int | None, *, keep_empty: bool) -> tuple[Encoded, Any]:
-    """Leave out empty sequences and documents, and end documents.
+    """Remove empty sequences and documents, and append end-of-document ids.
 
     Args:
-        encoded: the sequences of some documents.
-        counts: the number of sequences of each document, ``[documents]``.
-        eod: the id to end documents with.
-        keep_empty: keep a document of no tokens.
+        encoded: sequences of some documents.
+        counts: sequences per document ``[documents]``, int64.
+        eod: end-of-document id, or None.
+        keep_empty: keep documents without tokens.
 
     Returns:
-        The sequences that are left, and the number of them in each document that is left.
+        The remaining sequences, and their number per remaining document ``[documents]``, int64.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
-    filled = encoded.lengths > 0
-    kept = Encoded(ids=encoded.ids, lengths=encoded.lengths[filled])
-    owner = owner[filled]
-    left = np.bincount(owner, minlength=len(counts))
+    is_filled = encoded.lengths > 0
+    sequences = Encoded(ids=encoded.ids, lengths=encoded.lengths[is_filled])
+    owner = owner[is_filled]
+    remaining = np.bincount(owner, minlength=len(counts))
     if eod is not None and len(owner):
         last = np.ones(len(owner), dtype=np.bool_)
         last[:-1] = owner[1:] != owner[:-1]
-        kept = with_eod(kept, last, eod)
-    return kept, left if keep_empty else left[left > 0]
+        sequences = with_eod(sequences, last, eod)
+    return sequences, remaining if keep_empty else remaining[remaining > 0]
 
 
 class SequenceWriter:
-    """Appends batches of sequences to three files: tokens, sequence lengths, sequences of each document."""
+    """Writes batches of sequences to three files: tokens, sequence lengths, sequences per document.
+
+    Args:
+        task: the task.
+        key: index of the text key.
+        dtype: data type of the tokens.
+    """
 
     def __init__(self, task: Task, key: int, dtype: np.dtype[Any]) -> None:
         self._files: list[IO[bytes]] = [task.create(task.part(name)) for name in part_names(key)]
@@ -116,14 +142,21 @@ class SequenceWriter:
         self.num_documents = self.num_sequences = self.num_tokens = 0
 
     def write(self, encoded: Encoded, counts: npt.NDArray[Any]) -> None:
-        """Append sequences and the number of them in each document.
+        """Append sequences.
+
+        Args:
+            encoded: the sequences.
+            counts: sequences per document ``[documents]``.
 
         Raises:
-            UsageError: an id that the type of a token cannot hold.
+            UsageError: an id exceeds the data type.
         """
         largest = int(encoded.ids.max(initial=0))
         if largest > np.iinfo(self._dtype).max:
-            raise UsageError(f"the tokenizer gave the id {largest}, which {self._dtype.name} cannot hold")
+            raise UsageError(
+                f"the tokenizer returned the id {largest}, above the maximum of {self._dtype.name}; "
+                "its vocabulary is inconsistent: check its files"
+            )
         payload = encoded.ids.astype(self._dtype.newbyteorder("<")).tobytes()
         self._digest.update(payload)
         self._files[0].write(payload)
@@ -134,17 +167,17 @@ class SequenceWriter:
         self.num_tokens += len(encoded.ids)
 
     def piece(self) -> Piece:
-        """Bytes and digest of the tokens that were written."""
+        """Bytes and SHA-256 of the written tokens."""
         return {"bytes": self.num_tokens * self._dtype.itemsize, "sha256": self._digest.hexdigest()}
 
 
 def part_names(key: int) -> tuple[str, str, str]:
-    """The names of a slice's parts for the data set of this key."""
+    """Names of a slice's parts for the dataset of a key."""
     return f"tokens-{key}.bin", f"lengths-{key}.i32", f"documents-{key}.i32"
 
 
 def tokenize_slice(task: Task) -> None:
-    """Task function: the tokens, lengths and document boundaries of one slice, for each key."""
+    """Task function: tokens, lengths and documents of one slice, for each key."""
     settings: BinarizeSettings = task.job.settings
     tokenizer = tokenizer_of(settings)
     eod = eod_of(tokenizer, settings)
@@ -198,7 +231,7 @@ def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], n
 
 
 def join(task: Task) -> None:
-    """Task function: the data sets of all slices, one for each key, each with its sidecar."""
+    """Task function: the datasets of all slices, one per key, with their sidecars."""
     settings: BinarizeSettings = task.job.settings
     slices = range(len(task.manifest.tasks))
     results = [read_marker(task, "tokenize", index)["result"] for index in slices]
@@ -245,5 +278,5 @@ def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece
 
 
 def _numbers(task: Task, kind: str) -> IntColumn:
-    """The numbers of this kind of all slices, which stay on disk."""
+    """The numbers of one kind of all slices; they stay on disk."""
     return concatenate([map_file(task.part(kind, index), "<i4") for index in range(len(task.manifest.tasks))])

@@ -1,12 +1,12 @@
-"""Byte-pair merges over counted words (Sennrich, Haddow and Birch 2016), in bounded memory.
+"""Byte-pair encoding (Sennrich, Haddow and Birch 2016) over counted words, in bounded memory.
 
-The rules are those of the trainer of the ``tokenizers`` library, so that the same words give the same merges: the pair
-that occurs most is merged, of several the one whose ids are least; the count of a merged pair stays as it was; and
-where a token is made a second time, in another way, pairs with it are merged by the words that each time gave them.
+The merges are those of the trainer of the ``tokenizers`` library. The most frequent pair is merged; of equally frequent
+ones, the pair with the smallest ids. The count of a merged pair is not updated. If a token is created a second time by
+another pair, its new pairs are merged separately for the words of each creation.
 
-The symbols of all words lie one behind the other in mapped files. Of every token there is a list of the places where it
-begins, so a merge looks through the shorter of two lists. Memory holds a table of the pairs that can be merged next:
-when it is full its rarer half is dropped, and when those that are left no longer suffice, all are counted again.
+The symbols of all words are concatenated in memory-mapped files. Each token has a list of the positions where it
+begins, so a merge scans the shorter of two lists. Memory holds a table of candidate pairs. When it is full, the rarer
+half is dropped; when the rest is used up, all pairs are counted again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ints = npt.NDArray[Any]
 
 CHUNK = 1 << 18
 MAX_PAIRS_IN_MEMORY = 1 << 18
-MIN_SORTED = 64  # so many are not worth a sort
+MIN_SORTED = 64  # up to this number, sorting costs more than it saves
 
-# A pair is one number of both ids. On the heap lies one number of its count, the greatest least, the pair and the merge
-# that made it: numbers take a third of the memory of tuples.
+# A pair is one integer of both ids. A heap entry is one integer of the inverted count, the pair and the merge that
+# created it: integers take a third of the memory of tuples.
 _TOP = 1 << 48  # above any count
 _ID_BITS, _PAIR_BITS, _TIME_BITS = 32, 64, 32
 _ID_MASK, _PAIR_MASK, _TIME_MASK = (1 << _ID_BITS) - 1, (1 << _PAIR_BITS) - 1, (1 << _TIME_BITS) - 1
@@ -38,12 +38,12 @@ _NO_LIMIT = _TOP + 1 << _PAIR_BITS
 
 
 class MappedArray:
-    """Integers in a file without a name, mapped into memory, that may grow.
+    """A growable memory-mapped array of integers in a temporary file.
 
     Args:
-        folder: where the file lies.
-        size: elements, whose space on disk is taken at once.
-        dtype: of the elements.
+        folder: folder of the file.
+        size: number of elements; their disk space is allocated immediately.
+        dtype: data type.
     """
 
     def __init__(self, folder: Path, size: int, dtype: npt.DTypeLike) -> None:
@@ -52,33 +52,37 @@ class MappedArray:
         self.reserve(size)
 
     def reserve(self, size: int) -> None:
-        """Make it at least this long; ``OSError`` where the disk is full."""
+        """Grow to at least ``size`` elements.
+
+        Raises:
+            OSError: the disk is full.
+        """
         allocate(self._file.fileno(), 0, max(size, 1) * self._dtype.itemsize)
         mapped = np.memmap(self._file, dtype=self._dtype, mode="r+")
-        self.data: Ints = mapped.view(np.ndarray)  # each operation on the subclass takes twice as long
+        self.data: Ints = mapped.view(np.ndarray)  # operations on np.memmap take twice as long
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Delete the file."""
         del self.data
         self._file.close()
 
 
 class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
-    """The symbols of distinct words and how often each word occurs.
+    """Symbols of distinct words, and how often each word occurs.
 
     Attributes:
-        size: places that are in use: one for each symbol, and one without a token before, between and behind the words.
-        first: the token that begins at a place, or -1 ``[size]``.
-        last: the token that ends at a place; whatever was there before elsewhere ``[size]``.
-        merge_index: the number of the merge that made the token that begins at a place ``[size]``.
-        positions: room for lists of places.
-        starts: where each word begins ``[words]``.
-        counts: how often each word occurs ``[words]``.
+        size: number of used positions: one per symbol, and one separator before, between and after the words.
+        first: token that begins at a position, or -1 ``[size]``, int32.
+        last: token that ends at a position; undefined elsewhere ``[size]``, int32.
+        made: number of the merge that created the token at a position ``[size]``, int32.
+        positions: space for lists of positions, int32.
+        starts: first position of each word ``[words]``, int32.
+        counts: occurrences of each word ``[words]``, int64.
 
     Args:
-        folder: where files without names hold them, 20 bytes a symbol.
-        words: how many there will be.
-        symbols: of all words together, at most.
+        folder: folder of temporary files, 20 bytes per symbol.
+        words: number of words.
+        symbols: maximum number of symbols of all words.
     """
 
     def __init__(self, folder: Path, words: int, symbols: int) -> None:
@@ -101,7 +105,13 @@ class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
         self.first[0] = self.last[0] = -1
 
     def add(self, symbols: Ints, lengths: Ints, counts: Ints) -> None:
-        """Append words: their ``symbols [symbols]`` together, ``lengths [words]`` in symbols and ``counts [words]``."""
+        """Append words.
+
+        Args:
+            symbols: concatenated symbols of the words ``[symbols]``.
+            lengths: symbols per word ``[words]``.
+            counts: occurrences of each word ``[words]``.
+        """
         num_words = len(lengths)
         if not num_words:
             return
@@ -120,33 +130,33 @@ class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
         self._words += num_words
 
     def word_of(self, positions: Ints) -> Ints:
-        """The number of the word at each place."""
+        """The number of the word at each position."""
         found: Ints = np.searchsorted(self.starts, positions, side="right") - 1
         return found
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary files."""
         del self.first, self.last, self.merge_index, self.starts, self.counts
         for array in self._arrays:
             array.close()
 
 
 class PairMerger:
-    """Merges the symbols of words, pair by pair.
+    """Merges pairs of symbols.
 
     Args:
-        words: all of them; their symbols are ids of ``tokens``.
-        tokens: the vocabulary so far, which grows.
-        prefix: what stands before a token that continues a word, as WordPiece's ``##``.
-        max_pairs: pairs in memory at most, beside those that were merged; about 250 bytes each.
+        words: all words; their symbols are ids of ``tokens``.
+        tokens: initial vocabulary; new tokens are appended.
+        prefix: prefix of tokens that continue a word, ``##`` for WordPiece.
+        max_pairs: maximum number of candidate pairs in memory, about 250 bytes each.
     """
 
     def __init__(
         self, words: WordSymbols, tokens: list[str], *, prefix: str = "", max_pairs: int = MAX_PAIRS_IN_MEMORY
     ) -> None:
-        self._words, self._tokens, self._prefix, self._held = words, tokens, prefix, max_pairs
+        self._words, self._tokens, self._prefix, self._max_pairs = words, tokens, prefix, max_pairs
         self._ids = {token: number for number, token in enumerate(tokens)}
-        self._spans = [1] * len(tokens)  # how many symbols of the beginning each token stands for
+        self._spans = [1] * len(tokens)  # initial symbols per token
         self._begins: list[int] = []  # of each token, where its list of places begins
         self._sizes: list[int] = []
         self._num_positions = 0
@@ -176,7 +186,7 @@ class PairMerger:
                     heapq.heappush(self._heap, key << _TIME_BITS | time)
                 elif count >= min_frequency and key <= self._limit:
                     self._merge(pair, time, min_frequency)
-                    if len(self._counts) - len(self._merged) > self._held:
+                    if len(self._counts) - len(self._merged) > self._max_pairs:
                         self._prune_rare_pairs(min_frequency)
                 elif self._limit == _NO_LIMIT:
                     break
@@ -190,7 +200,7 @@ class PairMerger:
         return [(pair >> _ID_BITS, pair & _ID_MASK) for pair in self._merged]
 
     def _index_symbols(self) -> None:
-        """Make the list of places of each symbol."""
+        """Build the position list of each symbol."""
         words, num_words = self._words, len(self._tokens)
         used = words.first[: words.size]
         sizes = np.zeros(num_words + 1, dtype=np.int64)
@@ -209,20 +219,20 @@ class PairMerger:
             filled[found + 1] += many_of
 
     def _positions_of(self, token: int) -> Iterator[Ints]:
-        """Where a token begins, ascending; places that it has left are taken out of its list on the way."""
+        """Positions where a token begins, ascending; outdated positions are removed from its list."""
         words = self._words
         begin, size = self._begins[token], self._sizes[token]
-        kept = begin
+        end = begin
         for at in range(begin, begin + size, CHUNK):
             listed = words.positions.data[at : min(at + CHUNK, begin + size)]
             live = listed[words.first[listed] == token]
-            words.positions.data[kept : kept + len(live)] = live
-            kept += len(live)
+            words.positions.data[end : end + len(live)] = live
+            end += len(live)
             yield live
-        self._sizes[token] = kept - begin
+        self._sizes[token] = end - begin
 
     def _positions_of_pair(self, left: int, right: int) -> Iterator[Ints]:
-        """Where a pair of tokens begins, ascending; of three equal tokens, the first two places."""
+        """Positions where a pair begins, ascending; of three equal tokens, the first two positions."""
         words, span = self._words, self._spans[left]
         if self._sizes[left] <= self._sizes[right]:
             for positions in self._positions_of(left):
@@ -232,19 +242,19 @@ class PairMerger:
                 yield positions[words.last[positions - 1] == left] - span
 
     def _weights(self, positions: Ints) -> Ints:
-        """How often the word at each place occurs."""
+        """Occurrences of the word at each position."""
         weights: Ints = self._words.counts[self._words.word_of(positions)]
         return weights
 
     def _times(self, positions: Ints, left: int) -> Ints:
-        """The merge that made the pair of ``left`` and what follows it at each place; 0 for the beginning."""
+        """The merge that created the pair of ``left`` and its successor at each position; 0 for initial pairs."""
         times: Ints = np.maximum(
             self._words.merge_index[positions], self._words.merge_index[positions + self._spans[left]]
         )
         return times
 
     def _count_pairs(self, min_frequency: int) -> None:
-        """Count the pairs that are not in the table, and take in those that there is room for."""
+        """Count the pairs that are not in the table, and add the most frequent ones."""
         words = self._words
         self._limit = _NO_LIMIT
         for left in range(len(self._tokens)):
@@ -261,11 +271,11 @@ class PairMerger:
             for right, count in counts.items():
                 if (pair := left << _ID_BITS | right) not in self._counts:
                     self._add_pair(pair, count, times[right], min_frequency)
-            if len(self._counts) - len(self._merged) > self._held:
+            if len(self._counts) - len(self._merged) > self._max_pairs:
                 self._prune_rare_pairs(min_frequency)
 
     def _add_pair(self, pair: int, count: int, times: Iterable[int], min_frequency: int) -> None:
-        """Put a pair into the table and on the heap, if it is frequent enough to be there."""
+        """Add a pair to the table and the heap if it is frequent enough."""
         key = _key(count, pair)
         if count < min_frequency or key > self._limit:
             return
@@ -276,14 +286,14 @@ class PairMerger:
                 self._remade_pairs.add(pair)
 
     def _prune_rare_pairs(self, min_frequency: int) -> None:
-        """Keep the more frequent half of the pairs, and those that were merged, whose counts stay as they are."""
+        """Keep the more frequent half of the pairs, and merged pairs with their counts."""
         keys = sorted(
             _key(count, pair)
             for pair, count in self._counts.items()
             if count >= min_frequency and pair not in self._merged
         )
-        if len(keys) > self._held // 2:
-            self._limit = min(self._limit, keys[self._held // 2])
+        if len(keys) > self._max_pairs // 2:
+            self._limit = min(self._limit, keys[self._max_pairs // 2])
         del keys
         self._counts = {
             pair: count
@@ -295,7 +305,7 @@ class PairMerger:
         heapq.heapify(self._heap)
 
     def _merge(self, pair: int, time: int, min_frequency: int) -> None:
-        """Put one token for a pair, wherever it stands; if several merges made it, in the words of this one only."""
+        """Replace a pair by one token; if several merges created the pair, only in the words of this one."""
         words = self._words
         left, right = pair >> _ID_BITS, pair & _ID_MASK
         token = self._tokens[left] + self._tokens[right].removeprefix(self._prefix)
@@ -308,7 +318,7 @@ class PairMerger:
         self._merged.pop(pair, None)
         self._merged[pair] = None
         self._merge_number += 1
-        in_words = self._words_of(left, right, time) if pair in self._remade_pairs else None
+        in_words = self._affected_words(left, right, time) if pair in self._remade_pairs else None
         decreases: dict[int, int] = {}
         increases: dict[int, int] = {}
         found_again: list[Ints] = []
@@ -330,8 +340,8 @@ class PairMerger:
             self._extend_positions(merge_index, found_again)
         self._apply_changes(decreases, increases, min_frequency, is_new=is_new)
 
-    def _words_of(self, left: int, right: int, time: int) -> Ints:
-        """The words in which a merge made a pair."""
+    def _affected_words(self, left: int, right: int, time: int) -> Ints:
+        """The words in which a merge created a pair."""
         found = [
             self._words.word_of(positions[self._times(positions, left) == time])
             for positions in self._positions_of_pair(left, right)
@@ -347,7 +357,7 @@ class PairMerger:
         decreases: dict[int, int],
         increases: dict[int, int],
     ) -> None:
-        """Put a token for the pairs that begin at places; tell how often pairs occur less, and more."""
+        """Replace the pairs at some positions by one token, and record the changes of pair counts."""
         words, span = self._words, self._spans[left]
         ends = positions + (span + self._spans[right])
         weights = self._weights(positions)
@@ -356,7 +366,7 @@ class PairMerger:
         words.first[positions] = merge_index
         words.last[ends - 1] = merge_index
         words.merge_index[positions] = self._merge_number
-        # A neighbour that became this token as well is told once, by the one on the left.
+        # A neighbor that became this token as well is counted once, by the token to its left.
         alone = (before >= 0) & (words.last[positions - 1] == before)
         inner = after >= 0
         num_words = len(self._tokens)
@@ -373,7 +383,7 @@ class PairMerger:
             increases[pair] = increases.get(pair, 0) + weight
 
     def _extend_positions(self, token: int, found: list[Ints]) -> None:
-        """Add places to the list of a token that was there before, behind all lists."""
+        """Add positions to the list of an existing token; the new list is appended after all others."""
         positions = np.sort(np.concatenate([*self._positions_of(token), *found]))
         end = self._num_positions + len(positions)
         if end > len(self._words.positions.data):
@@ -384,7 +394,7 @@ class PairMerger:
     def _apply_changes(
         self, decreases: dict[int, int], increases: dict[int, int], min_frequency: int, *, is_new: bool
     ) -> None:
-        """Take over how often pairs occur less and more."""
+        """Apply changes of pair counts."""
         for pair, count in decreases.items():
             if pair in self._counts:
                 self._counts[pair] -= count
@@ -401,7 +411,7 @@ class PairMerger:
                 self._add_pair(pair, *self._count_pair(pair >> _ID_BITS, pair & _ID_MASK), min_frequency)
 
     def _count_pair(self, left: int, right: int) -> tuple[int, list[int]]:
-        """How often a pair occurs, and the merges that made it."""
+        """Count a pair; returns the count and the merges that created it."""
         count, times = 0, set()
         for positions in self._positions_of_pair(left, right):
             count += int(self._weights(positions).sum())
@@ -410,12 +420,12 @@ class PairMerger:
 
 
 def _key(count: int, pair: int) -> int:
-    """A number that is less for pairs that are merged earlier."""
+    """A number that is smaller for pairs that are merged earlier."""
     return _TOP - count << _PAIR_BITS | pair
 
 
 def _every_other(positions: Ints, span: int) -> Ints:
-    """Of places that follow each other at a distance of ``span``, the first, third, and so on."""
+    """The first, third, ... of positions at a distance of ``span``."""
     if len(positions) < 2:
         return positions
     begins = np.flatnonzero(np.concatenate(([True], positions[1:] - positions[:-1] != span)))
@@ -425,7 +435,7 @@ def _every_other(positions: Ints, span: int) -> Ints:
 
 
 def _sums(ids: Ints, weights: Ints, num_words: int) -> Iterator[tuple[int, int]]:
-    """Ids, which are below ``num_words``, and the sums of their weights; of few ids, some may come several times."""
+    """Ids below ``many`` with the sums of their weights; if there are few ids, an id may be repeated."""
     if len(ids) > num_words // 4:
         sums = np.bincount(ids, weights=weights)  # floats are exact below 2 ** 53
         ids = np.flatnonzero(sums)

@@ -1,4 +1,4 @@
-"""Whole indexed data sets: merged without touching their tokens, and converted between forms."""
+"""Operations on indexed datasets: merging without reading tokens, conversion between forms."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ BLOCK_TOKENS = 1 << 22
 
 
 def expand_prefixes(names: Sequence[str]) -> list[Path]:
-    """Prefixes from prefixes, ``.idx`` or ``.bin`` names, patterns of these, and folders, whose data sets are sorted.
+    """Expand prefixes, ``.idx`` or ``.bin`` names, patterns of these, and folders to prefixes.
 
-    A data set that is named twice is given twice, as Megatron's merge takes it; one pattern gives each data set once,
-    though it may match both of its files.
+    A dataset that is named twice is returned twice, as in Megatron's merge; one pattern returns each dataset once.
 
     Raises:
-        UsageError: a name that gives no data set.
+        UsageError: a name matches no dataset.
     """
     import glob
 
@@ -45,7 +44,7 @@ def expand_prefixes(names: Sequence[str]) -> list[Path]:
             paths = sorted(path for path in found_names if path.endswith((".idx", ".bin")))
         if not paths:
             raise UsageError(
-                f"{name}: names no indexed data set; give a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"
+                f"{name}: no indexed dataset found; name a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"
             )
         found += dict.fromkeys(Path(path.removesuffix(".idx").removesuffix(".bin")) for path in paths)
     return found
@@ -53,9 +52,9 @@ def expand_prefixes(names: Sequence[str]) -> list[Path]:
 
 @contextlib.contextmanager
 def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
-    """The ``.bin``, sidecar and ``.idx`` to write: renamed in this order at the end, removed if the block fails.
+    """Open ``.bin``, sidecar and ``.idx`` of a new dataset; renamed in this order, or deleted if the block fails.
 
-    An empty sidecar is not kept, nor is an older one.
+    An empty sidecar is deleted, and so is an older one.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     targets = (bin_path(prefix), sidecar_path(prefix), idx_path(prefix))
@@ -70,7 +69,7 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
                 handle.flush()
                 os.fsync(handle.fileno())
         for path in targets[1:]:
-            path.unlink(missing_ok=True)  # an old index or sidecar must not lie next to new tokens
+            path.unlink(missing_ok=True)  # new tokens must not have an old index or sidecar
         for source, target in zip(temporary, targets, strict=True):
             if source is not temporary[1] or source.stat().st_size:
                 os.replace(source, target)
@@ -80,37 +79,42 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
 
 
 def _check_output(inputs: Sequence[Path], output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that is an input or cannot be written, and one that exists unless ``overwrite`` is set."""
+    """Refuse an output that is an input, cannot be written, or exists without ``overwrite``."""
     if output.resolve() in {path.resolve() for path in inputs}:
         raise UsageError(f"{output}: is both input and output; choose another output")
     check_new_outputs([], [bin_path(output), idx_path(output)], overwrite=overwrite)
 
 
 def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool) -> Index:
-    """The index of the data sets one behind the other.
+    """The index of concatenated datasets.
+
+    Args:
+        indices: their indices.
+        names: their prefixes, for messages.
+        widen: convert tokens to the widest type.
 
     Raises:
-        UsageError: their forms differ, or their types do and ``widen`` is not given.
+        UsageError: their forms differ, or their types differ and ``widen`` is not set.
     """
     forms = {index.form for index in indices}
     if len(forms) > 1:
-        raise UsageError("the data sets have different forms; bring them to one with convert-indexed first")
+        raise UsageError("the datasets have different forms; convert them to one form with convert-indexed")
     dtype = indices[0].dtype
     for index, name in zip(indices, names, strict=True):
         if index.dtype == dtype:
             continue
         if not widen:
             raise UsageError(
-                f"{name}: has tokens of type {index.dtype.name}, {names[0]} of {dtype.name}; "
-                "--widen writes all in the wider type"
+                f"{name}: tokens are {index.dtype.name}, those of {names[0]} are {dtype.name}; "
+                "use --widen to convert all to the wider type"
             )
         dtype = np.promote_types(dtype, index.dtype)
         if {dtype, index.dtype} == {np.dtype(np.uint16), np.dtype(np.int32)}:
             dtype = np.dtype(np.int32)
     if dtype not in CODES:
-        raise UsageError(f"the format has no type {dtype.name}")
+        raise UsageError(f"{dtype.name}: not a token type of the format; convert the datasets first")
     if any((index.modes is None) != (indices[0].modes is None) for index in indices):
-        raise UsageError("some of the data sets are multimodal and some are not")
+        raise UsageError("only some of the datasets are multimodal; merge them separately")
     before = np.cumsum([0, *(len(index.lengths) for index in indices)])
     documents = [add_scalar(drop_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
     modes = [index.modes for index in indices if index.modes is not None]
@@ -124,21 +128,27 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
 
 
 def _cast_tokens(prefix: Path, index: Index, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """The tokens of a data set in another type, in blocks; ``UsageError`` for an id that it cannot represent."""
+    """The tokens of a dataset converted to another type, in blocks.
+
+    Raises:
+        UsageError: an id exceeds the new type.
+    """
     with open(bin_path(prefix), "rb") as source:
         while payload := source.read(BLOCK_TOKENS * index.dtype.itemsize):
             block = np.frombuffer(payload, dtype=index.dtype.newbyteorder("<"))
             if index.dtype.kind != "f" and len(block):
                 limits = np.iinfo(dtype)
                 if int(block.max()) > limits.max or int(block.min()) < limits.min:
-                    raise UsageError(f"{prefix}: holds the id {block.max()}, which {dtype.name} cannot hold")
+                    raise UsageError(
+                        f"{prefix}: the id {block.max()} is out of range of {dtype.name}; use a wider type"
+                    )
             yield block.astype(dtype.newbyteorder("<")).tobytes()
 
 
 def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, output: Path, step: dict[str, Any]) -> None:
-    """Write the data sets one after another as ``output`` with the index ``new``.
+    """Concatenate datasets to ``output`` with the index ``new``.
 
-    It gets a sidecar where one of them has one; of the others every byte is read for its checksum.
+    The output has a sidecar if an input has one; inputs without a sidecar are then read for their checksums.
     """
     sidecars = [read_sidecar(prefix) for prefix in prefixes]
     has_sidecar = any(sidecar is not None for sidecar in sidecars)
@@ -166,10 +176,13 @@ def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, outpu
 
 
 def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False, overwrite: bool = False) -> Index:
-    """Write the data sets one behind the other; the new index.
+    """Concatenate datasets.
+
+    Returns:
+        The new index.
 
     Raises:
-        UsageError: see ``merged_index``; an input is not sound; or two inputs have different vocabularies.
+        UsageError: see ``merged_index``; an input is invalid; or two inputs have different vocabularies.
     """
     _check_output(prefixes, output, overwrite=overwrite)
     indices = [read_index(prefix) for prefix in prefixes]
@@ -181,22 +194,25 @@ def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = Fals
 def convert_dataset(
     prefix: Path, output: Path, form: IndexForm, dtype: np.dtype[Any] | None, *, overwrite: bool = False
 ) -> Index:
-    """Write a data set in another form or type; the new index.
+    """Convert a dataset to another form or token type.
 
     Args:
-        prefix: of the data set.
-        output: of the new one.
-        form: of the new index; ``cached`` and ``lazy`` take int32 tokens unless ``dtype`` says otherwise.
-        dtype: of the new tokens; None keeps what the form allows.
+        prefix: prefix of the dataset.
+        output: prefix of the new dataset.
+        form: form of the new index; tokens of ``cached`` and ``lazy`` are int32 by default.
+        dtype: type of the new tokens; None keeps the type that the form allows.
         overwrite: replace an existing output.
 
+    Returns:
+        The new index.
+
     Raises:
-        UsageError: an id that the new type cannot hold; modes, which only ``mmap`` carries.
+        UsageError: an id exceeds the new type, or the form does not support modes.
     """
     _check_output([prefix], output, overwrite=overwrite)
     index = read_index(prefix)
     if form is not IndexForm.MMAP and index.modes is not None:
-        raise UsageError(f"{prefix}: is multimodal, which only mmap carries")
+        raise UsageError(f"{prefix}: is multimodal, which requires the form mmap; use --to mmap")
     wide = np.dtype(np.int32) if form is not IndexForm.MMAP and index.dtype == np.dtype(np.uint16) else index.dtype
     converted = Index(
         form="mmap" if form is IndexForm.MMAP else "tnt",

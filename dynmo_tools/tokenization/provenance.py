@@ -1,4 +1,4 @@
-"""What the sidecars of new data sets state: which inputs, tokenizer and settings they were made of."""
+"""The contents of sidecars of new datasets: inputs, tokenizer and settings of all steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_sidecar(
     bin_pieces: Sequence[Piece],
     idx: Piece,
 ) -> dict[str, Any]:
-    """The document of a sidecar, dated now; see ``formats/dataset.md`` for the fields."""
+    """The document of a sidecar, dated now; ``formats/dataset.md`` describes the fields."""
     return {
         **envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"),
         "tokenizer": tokenizer,
@@ -42,17 +42,17 @@ def new_sidecar(
 
 
 def steps_of(job: Job) -> list[dict[str, Any]]:
-    """The steps that made a job's output: those that made its only input, as far as they are known, then its own."""
+    """The steps that made a job's output: those of its only input, as far as known, and its own."""
     settings = jsonable(job.settings, data_only=True)
     for field in dataclasses.fields(job.settings):
         if field.metadata["file"]:
-            settings.pop(field.name, None)  # where a file lies does not shape the data; its content has a digest
+            settings.pop(field.name, None)  # the path of a file does not affect the data; its contents have a digest
     own = {"step": job.step, "settings": {**settings, "repair_utf8": job.limits.repair_utf8}}
     return [*(_steps_before(job.inputs[0]) if len(job.inputs) == 1 else []), own]
 
 
 def _steps_before(path: Path) -> list[dict[str, Any]]:
-    """The steps of the runs whose work folders lie next to their outputs, from ``path`` backwards."""
+    """The steps of runs whose work folders are next to their outputs, from ``path`` backwards."""
     steps: list[dict[str, Any]] = []
     for _ in range(MAX_EARLIER_STEPS):
         work = default_work(path)
@@ -62,7 +62,7 @@ def _steps_before(path: Path) -> list[dict[str, Any]]:
             stored = MANIFEST.read(work / "manifest.json")
             manifest = load_manifest(work)
             if marker["outputs"].get(str(path)) != path.stat().st_size:
-                break  # the file was replaced since
+                break  # the file was replaced later
         except (OSError, KeyError, TypeError, AttributeError, UsageError):
             break
         steps.insert(0, {"step": str(summary["step"]), "settings": dict(stored["settings"])})
@@ -73,14 +73,14 @@ def _steps_before(path: Path) -> list[dict[str, Any]]:
 
 
 def tokenizer_files(settings: Any) -> list[dict[str, Any]]:
-    """Name, bytes and digest of each file that the settings name."""
+    """Name, bytes and SHA-256 of each file of the settings."""
     return [{"name": path.name, **digest_file(path)} for path in files_of(settings)]
 
 
 def common_tokenizer(
     prefixes: Sequence[Path], sidecars: Sequence[Mapping[str, Any] | None]
 ) -> tuple[dict[str, Any] | None, int | None]:
-    """The tokenizer and end-of-document id of data sets that are merged; None where they are not known or not equal.
+    """The common tokenizer and end-of-document id of merged datasets; None if unknown or different.
 
     Raises:
         UsageError: two of them have different vocabularies.
@@ -95,7 +95,7 @@ def common_tokenizer(
         if mine["vocab_sha256"] != first["vocab_sha256"]:
             raise UsageError(
                 f"{prefix} has the vocabulary of {describe_tokenizer(mine)}, {known[0][0]} that of "
-                f"{describe_tokenizer(first)}: an id has one meaning in a data set; binarize both with one tokenizer"
+                f"{describe_tokenizer(first)}; both must have the same: binarize them with one tokenizer"
             )
     if len(known) < len(prefixes):
         return None, None
@@ -104,7 +104,7 @@ def common_tokenizer(
 
 
 def describe_tokenizer(tokenizer: Mapping[str, Any]) -> str:
-    """A tokenizer in a message: its type, files, size and the first digits of its vocabulary's digest."""
+    """A tokenizer in a message: type, files, size and the first digits of its vocabulary digest."""
     files = ", ".join(file["name"] for file in tokenizer["files"]) or "no file"
     return (
         f"a {tokenizer['type']} ({files}; {tokenizer['vocab_size']:,} ids; vocabulary {tokenizer['vocab_sha256'][:8]})"
@@ -112,18 +112,22 @@ def describe_tokenizer(tokenizer: Mapping[str, Any]) -> str:
 
 
 def pieces_of(prefix: Path, sidecar: Mapping[str, Any] | None) -> list[Piece]:
-    """The pieces of ``PREFIX.bin``: those of its sidecar, else one that is read now."""
+    """The pieces of ``PREFIX.bin``: those of its sidecar, else one that is computed now.
+
+    Raises:
+        UsageError: the sidecar belongs to another file.
+    """
     if sidecar is not None:
         stated, size = sum(piece["bytes"] for piece in sidecar["bin"]["pieces"]), bin_path(prefix).stat().st_size
         if stated != size:
             raise UsageError(
-                f"{sidecar_path(prefix)}: is of a .bin of {stated} bytes; {bin_path(prefix)} has {size}: "
-                "remove the sidecar if it is old"
+                f"{sidecar_path(prefix)}: describes a .bin of {stated} bytes, but {bin_path(prefix)} has {size}; "
+                "remove the sidecar if it is outdated"
             )
         return list(sidecar["bin"]["pieces"])
     return [piece for piece in [digest_file(bin_path(prefix))] if piece["bytes"]]
 
 
 def earlier_steps(sidecar: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps that made a data set, as its sidecar states them."""
+    """The steps that made a dataset, from its sidecar."""
     return [] if sidecar is None else list(sidecar["recipe"]["steps"])

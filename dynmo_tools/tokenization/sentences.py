@@ -1,7 +1,7 @@
-"""Cut English-like text into sentences by rules: no model, no data files.
+"""Splits English-like text into sentences by rules, without models or data files.
 
-A sentence ends at ``.``, ``!`` or ``?`` (and closing quotes or brackets) before white space and a likely beginning,
-unless the full stop belongs to an abbreviation, an initial or a number of a list.
+A sentence ends at ``.``, ``!`` or ``?``, with closing quotes or brackets, before white space and a likely start of a
+sentence, unless the period belongs to an abbreviation, an initial or a list number.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NEVER_LAST = frozenset((
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Whether a run of end marks between ``before`` and ``after`` ends a sentence.
+    """Whether end marks between ``before`` and ``after`` end a sentence.
 
     Args:
-        before: the text up to and with the marks, without white space behind.
-        after: the text behind the white space.
+        before: text up to and including the marks.
+        after: text after the white space.
     """
     marks = before.rstrip("\"'\u2019\u201d)]")
     if not marks.endswith(".") or marks.endswith(".."):
@@ -54,7 +54,7 @@ def ends_sentence(before: str, after: str) -> bool:
 
 
 def spans(text: str) -> list[tuple[int, int, int]]:
-    """The sentences of ``text`` as (begin, end, end with the white space behind)."""
+    """The sentences of ``text`` as (begin, end, end including trailing white space)."""
     found = []
     begin = len(text) - len(text.lstrip())
     for match in END.finditer(text, begin):
@@ -68,7 +68,7 @@ def spans(text: str) -> list[tuple[int, int, int]]:
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """The sentences of ``text``; with ``keep_newlines`` each keeps the white space behind it."""
+    """The sentences of ``text``; with ``keep_newlines``, including trailing white space."""
     return [text[begin : (wide if keep_newlines else end)] for begin, end, wide in spans(text)]
 
 
@@ -78,7 +78,7 @@ def split_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def split_slice(task: Task) -> None:
-    """Task function: the documents of one slice, each sentence on a line of its own."""
+    """Task function: the documents of one slice with one sentence per line."""
     settings: SplitSentencesSettings = task.job.settings
     writer = MapWriter(task)
     for row, text in task.documents(settings.json_key):

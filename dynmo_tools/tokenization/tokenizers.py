@@ -1,9 +1,9 @@
-"""Tokenizers behind one small face: texts in, one flat array of ids and the length of each text out.
+"""Tokenizers with one interface: texts in, one flat array of ids and the length of each text out.
 
-Nothing here uses the network. BPE runs on gigatoken where that library reads the tokenizer and gives the ids of the
-``tokenizers`` or ``sentencepiece`` library on a set of probes, and on that library otherwise. Libraries differ in what
-they make of special tokens that are written in a text, such as a literal ``</s>``: where they do, only the texts that
-contain one are encoded by the slower library.
+Nothing uses the network. BPE runs on gigatoken if that library can load the tokenizer and returns the ids of
+``tokenizers`` or ``sentencepiece`` for a set of probes, and on those libraries otherwise. Libraries differ in the
+treatment of special tokens in a text, such as a literal ``</s>``. If they do, only texts with such tokens are encoded
+by the slower library.
 """
 
 from __future__ import annotations
@@ -37,41 +37,46 @@ BERT_MAX_WORD_CHARACTERS = 200
 SPACE_MARK = "\u2581"
 NORMAL_PIECE = 1
 SPECIAL_KINDS = (2, 3, 4, 5)  # unknown, control, user-defined, unused
-OTHER_IDS = "it gives other ids"
+OTHER_IDS = "it returns other ids"
 
 Ids = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A batch of tokenized texts: all ids ``[tokens]``, and the number of ids of each text ``[texts]``."""
+    """A batch of tokenized texts.
+
+    Attributes:
+        ids: ids of all texts, concatenated ``[tokens]``.
+        lengths: ids per text ``[texts]``, int64.
+    """
 
     ids: Ids
     lengths: npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What binarize and clean need of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
-        num_ids: one above the largest id that it can give, added tokens included.
+        num_ids: one more than the largest id, including added tokens.
     """
 
     num_ids: int
 
     def encode_batch(self, texts: Sequence[str], /) -> Encoded:
-        """The ids of each text."""
+        """Encode texts."""
 
     def token_id(self, token: str | None, /) -> int | None:
-        """The id of a token of the vocabulary, or of the tokenizer's own end-of-document token for None."""
+        """The id of a token, or of the default end-of-document token for None; None if it does not exist."""
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token and its id, added tokens included."""
+        """All tokens and their ids, including added tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What a tokenizer is made of."""
+    """The files of a tokenizer, and its engine."""
 
     kind: TokenizerType = TokenizerType.HUGGING_FACE
     model: Path | None = None
@@ -81,7 +86,11 @@ class TokenizerFiles:
 
 
 def import_or_extra(name: str, extra: str = "prep") -> Any:
-    """Import an optional module; ``MissingExtraError`` names the extra that brings it."""
+    """Import an optional module.
+
+    Raises:
+        MissingExtraError: the module is not installed; names the extra that contains it.
+    """
     import importlib
 
     try:
@@ -91,7 +100,7 @@ def import_or_extra(name: str, extra: str = "prep") -> Any:
 
 
 def from_lists(encoded: Sequence[Sequence[int]]) -> Encoded:
-    """A batch from one list of ids a text."""
+    """A batch from one list of ids per text."""
     lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
     total = int(lengths.sum())
     return Encoded(
@@ -100,13 +109,17 @@ def from_lists(encoded: Sequence[Sequence[int]]) -> Encoded:
 
 
 def ids_of(definition: str, source: str) -> dict[str, int]:
-    """Every token of a ``tokenizer.json`` and its id, added tokens included."""
+    """All tokens of a ``tokenizer.json`` and their ids, including added tokens.
+
+    Raises:
+        UsageError: the text is not a ``tokenizer.json``.
+    """
     try:
         document = parse_any_json(definition, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{source}: is no tokenizer.json: {error!r}") from error
+        raise UsageError(f"{source}: not a tokenizer.json: {error!r}") from error
     if isinstance(vocabulary, list):  # unigram: [piece, score] pairs in the order of their ids
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     return {**vocabulary, **added}
@@ -114,7 +127,14 @@ def ids_of(definition: str, source: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A ``tokenizer.json``: its text, where it came from, its tokens and the one that ends documents by default."""
+    """A ``tokenizer.json``.
+
+    Attributes:
+        text: its text.
+        source: its origin, for messages.
+        ids: its tokens and their ids.
+        default_eod: default end-of-document token.
+    """
 
     text: str
     source: str
@@ -123,32 +143,32 @@ class Definition:
 
     @property
     def num_ids(self) -> int:
-        """One above the largest id."""
+        """One more than the largest id."""
         return max(self.ids.values(), default=-1) + 1
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a token, of the default end-of-document token for None."""
+        """The id of a token, or of the default end-of-document token for None."""
         return self.ids.get(self.default_eod if token is None else token)
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token and its id."""
+        """All tokens and their ids."""
         return self.ids
 
     def added_tokens(self) -> list[str]:
-        """The tokens that are found in a text before it is split."""
+        """The tokens that are matched in a text before it is split."""
         added = parse_any_json(self.text, MAX_TABLE_BYTES).get("added_tokens") or ()
         return [str(token["content"]) for token in added]
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` run by the ``tokenizers`` library."""
+    """A ``tokenizer.json`` on the ``tokenizers`` library."""
 
     def __init__(self, definition: Definition) -> None:
         library = import_or_extra("tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_str(definition.text)
         except Exception as error:
-            raise UsageError(f"{definition.source}: is nothing that the tokenizers library reads: {error}") from error
+            raise UsageError(f"{definition.source}: the tokenizers library cannot read it: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.num_ids = definition.num_ids
@@ -156,13 +176,13 @@ class HuggingFaceTokenizer:
         self.vocabulary = definition.vocabulary
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, without the special tokens that a model's template would add."""
+        """Encode texts, without the special tokens of a model's template."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return from_lists([one.ids for one in encoded])
 
 
 def resident_bytes() -> int:
-    """The memory of this process that is in RAM, in bytes; 0 where the system does not tell."""
+    """Resident memory of this process in bytes; 0 if unknown."""
     try:
         with open("/proc/self/statm", encoding="ascii") as handle:
             return int(handle.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -171,7 +191,7 @@ def resident_bytes() -> int:
 
 
 class GigatokenTokenizer:
-    """A BPE tokenizer run by gigatoken, which keeps every word that it met: it is made anew when it has grown."""
+    """A BPE tokenizer on gigatoken. gigatoken caches every word, so it is recreated when its memory has grown."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -185,7 +205,7 @@ class GigatokenTokenizer:
         self._limit = resident_bytes() + GROWTH_BYTES
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Encode texts."""
         arrays = [self._encode(text) for text in texts]
         if resident_bytes() > self._limit:
             self._renew()
@@ -198,15 +218,15 @@ def _agree(first: Tokenizer, second: Tokenizer, texts: Sequence[str]) -> bool:
 
 
 def same_ids(first: Encoded, second: Encoded) -> bool:
-    """Whether two batches are the same."""
+    """Whether two batches are equal."""
     return np.array_equal(first.ids, second.ids) and np.array_equal(first.lengths, second.lengths)
 
 
 class RoutedTokenizer:
-    """Encodes texts that contain one of some strings by an exact tokenizer, all others by a fast one.
+    """Encodes texts that contain certain strings with an exact tokenizer, and all others with a fast one.
 
     Args:
-        fast: gives the same ids for texts without the strings.
+        fast: returns the same ids for texts without the strings.
         exact: defines the ids.
         strings: the strings; U+2581 in them and in texts is a space, as in SentencePiece.
     """
@@ -219,13 +239,13 @@ class RoutedTokenizer:
         self.vocabulary = exact.vocabulary
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Encode texts."""
         special = [self._is_special(text) for text in texts]
         if not any(special):
             return self._fast.encode_batch(texts)
         encoded = []
-        for wanted, tokenizer in ((False, self._fast), (True, self._exact)):
-            chosen = [text for text, is_special in zip(texts, special, strict=True) if is_special is wanted]
+        for is_exact, tokenizer in ((False, self._fast), (True, self._exact)):
+            chosen = [text for text, is_special in zip(texts, special, strict=True) if is_special is is_exact]
             batch = tokenizer.encode_batch(chosen)
             encoded.append(iter(np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) if chosen else []))
         arrays = [next(encoded[is_special]) for is_special in special]
@@ -233,38 +253,38 @@ class RoutedTokenizer:
         return Encoded(ids=np.concatenate(arrays).astype(np.int64), lengths=lengths)
 
     def _is_special(self, text: str) -> bool:
-        # A model may put a space before each text, which begins a string of spaces.
+        # A model may prepend a space to each text, which can be part of a string of spaces.
         return self._pattern.search(" " + text.replace(SPACE_MARK, " ")) is not None
 
 
 def special_pattern(strings: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of some strings, none of which is empty; nothing where there are none."""
+    """A pattern of any of some strings; empty strings are ignored, no strings match nothing."""
     spelled = {string.replace(SPACE_MARK, " ") for string in strings if string}
     return re.compile("|".join(map(re.escape, sorted(spelled))) or r"(?!)")
 
 
 def plain_probes(strings: Iterable[str]) -> list[str]:
-    """The probes with a letter in place of some strings."""
+    """The probes with some strings replaced by a letter."""
     pattern = special_pattern(strings)
     probes = [pattern.sub("x", probe) for probe in PROBES]
     return [probe for probe in probes if pattern.search(" " + probe) is None]
 
 
 def special_probes(strings: Iterable[str]) -> list[str]:
-    """Texts that contain some strings in all kinds of places."""
+    """Texts with some strings in various positions."""
     return [text for s in strings for text in (s, f"a{s}b", f"a {s} b", f" {s}{s}", f"{s} \n{s.upper()}A")]
 
 
 def with_engine(definition: Definition, engine: Engine, *, trusted: bool = False) -> Tokenizer:
-    """A tokenizer on the fastest library that gives the ids that ``tokenizers`` gives.
+    """The tokenizer on the fastest library that returns the ids of ``tokenizers``.
 
     Args:
         definition: the tokenizer.
-        engine: which library is wanted.
-        trusted: its rules are known to be the same in both, and are not probed.
+        engine: requested library.
+        trusted: its rules are known to be the same in both libraries; no probes.
 
     Raises:
-        UsageError: the engine was named and cannot do it.
+        UsageError: the requested engine cannot run it.
     """
     if engine is Engine.TOKENIZERS:
         return HuggingFaceTokenizer(definition)
@@ -280,17 +300,17 @@ def with_engine(definition: Definition, engine: Engine, *, trusted: bool = False
                 else RoutedTokenizer(fast, exact, strings)
             )
         fault = OTHER_IDS
-    except Exception as error:  # noqa: BLE001 - whatever gigatoken cannot do, tokenizers does
+    except Exception as error:  # noqa: BLE001 - tokenizers runs whatever gigatoken cannot
         fault = str(error)
     if engine is Engine.GIGATOKEN:
-        raise UsageError(f"{definition.source}: gigatoken does not run it ({fault}); use --engine tokenizers")
+        raise UsageError(f"{definition.source}: gigatoken cannot run it ({fault}); use --engine tokenizers")
     return HuggingFaceTokenizer(definition)
 
 
 def _needed(path: Path | None, flag: str, kind: TokenizerType) -> Path:
     if path is None:
-        raise UsageError(f"--tokenizer-type {kind.value} needs {flag}")
-    check_regular(path)  # the libraries that open it would wait for a FIFO
+        raise UsageError(f"--tokenizer-type {kind.value}: requires {flag}")
+    check_regular(path)  # the libraries would block on a FIFO
     return path
 
 
@@ -302,25 +322,29 @@ def _vocabulary(path: Path) -> dict[str, int]:
     try:
         vocabulary = parse_any_json(_text(path), MAX_TABLE_BYTES)
     except ValueError as error:
-        raise UsageError(f"{path}: is no JSON: {error}") from error
+        raise UsageError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(vocabulary, dict) or not all(type(value) is int for value in vocabulary.values()):
-        raise UsageError(f"{path}: must be an object of tokens and their ids")
+        raise UsageError(f"{path}: must be a JSON object of tokens and integer ids")
     return vocabulary
 
 
 def gpt2_definition(vocab: Path, merges: Path) -> Definition:
-    """The ``tokenizer.json`` of GPT-2's two files; its end-of-text token is an entry, and never met in text."""
+    """The ``tokenizer.json`` of GPT-2's two files; its end-of-text token is an entry that no text matches.
+
+    Raises:
+        UsageError: a file is invalid, or the merges do not match the vocabulary.
+    """
     ids = _vocabulary(vocab)
     lines = _merge_lines(_text(merges))
     for number, line in enumerate(lines):
         pair = line.split(" ")
         if len(pair) != 2 or "".join(pair) not in ids:
-            raise UsageError(f"{merges}: merge {number} is {short_repr(line)}, which makes no token of {vocab}")
+            raise UsageError(f"{merges}: merge {number}, {short_repr(line)}, is not a token of {vocab}")
     return _gpt2(ids, lines, str(vocab))
 
 
 def built_in_gpt2() -> Definition:
-    """GPT-2's own tokenizer, from the merges that come with the program: its vocabulary follows from them."""
+    """GPT-2's tokenizer from the built-in merges, which determine its vocabulary."""
     from importlib import resources
 
     name = "gpt2-merges.txt"
@@ -350,11 +374,15 @@ def _gpt2(ids: dict[str, int], merges: list[str], source: str) -> Definition:
 
 
 def bert_definition(vocab: Path, *, lower: bool) -> Definition:
-    """The ``tokenizer.json`` of a WordPiece vocabulary, one token a line; no token is special in text."""
+    """The ``tokenizer.json`` of a WordPiece vocabulary, one token per line; no token is special in texts.
+
+    Raises:
+        UsageError: the vocabulary has no ``[UNK]``.
+    """
     tokens = _text(vocab).rstrip("\n").split("\n")
     ids = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
     if "[UNK]" not in ids:
-        raise UsageError(f"{vocab}: has no [UNK], which a WordPiece vocabulary needs")
+        raise UsageError(f"{vocab}: [UNK] is missing; a WordPiece vocabulary requires it")
     document: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
@@ -403,7 +431,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def piece_kinds(model: bytes) -> Iterator[tuple[str, int]]:
-    """The pieces of a SentencePiece model and their types; its Python library does not report user-defined pieces."""
+    """The pieces of a SentencePiece model and their types; its Python library does not report user-defined ones."""
     for number, piece in _fields(model):
         if number == 1 and isinstance(piece, bytes):
             fields = dict(_fields(piece))
@@ -413,7 +441,15 @@ def piece_kinds(model: bytes) -> Iterator[tuple[str, int]]:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model run by the ``sentencepiece`` library."""
+    """A SentencePiece model on the ``sentencepiece`` library.
+
+    Args:
+        model: model file.
+        begin: prepend the begin token to each text.
+
+    Raises:
+        UsageError: the model cannot be read.
+    """
 
     def __init__(self, model: Path, *, begin: bool) -> None:
         library = import_or_extra("sentencepiece")
@@ -422,34 +458,39 @@ class SentencePieceTokenizer:
         try:
             self._model = library.SentencePieceProcessor(model_file=str(model))
         except (RuntimeError, OSError) as error:
-            raise UsageError(f"{model}: is no SentencePiece model: {error}") from error
+            raise UsageError(f"{model}: not a SentencePiece model: {error}") from error
         self.num_ids: int = self._model.vocab_size()
         self.begin_id: int | None = self._model.bos_id() if begin else None
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, behind the model's begin token where the type has one."""
+        """Encode texts, with the model's begin token if the type has one."""
         return from_lists(
             self._model.encode(list(texts), out_type=int, add_bos=self.begin_id is not None, num_threads=1)
         )
 
     def special_pieces(self) -> list[str]:
-        """The pieces that are not made by merging: unknown, control, user-defined and unused ones."""
+        """The pieces that merges do not create: unknown, control, user-defined and unused ones."""
         return [piece for piece, kind in piece_kinds(self._model.serialized_model_proto()) if kind in SPECIAL_KINDS]
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a piece, or of the model's end token for None; None where there is none."""
+        """The id of a piece, or of the model's end token for None; None if it does not exist."""
         found: int = self._model.eos_id() if token is None else self._model.piece_to_id(token)
         if found < 0 or (token is not None and self._model.id_to_piece(found) != token):
             return None
         return found
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every piece and its id."""
+        """All pieces and their ids."""
         return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
 
 
 class FastSentencePieceTokenizer:
-    """A SentencePiece BPE model run by gigatoken, checked against ``sentencepiece``."""
+    """A SentencePiece BPE model on gigatoken.
+
+    Args:
+        model: model file.
+        reference: the same model on ``sentencepiece``.
+    """
 
     def __init__(self, model: Path, reference: SentencePieceTokenizer) -> None:
         self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(model)
@@ -459,7 +500,7 @@ class FastSentencePieceTokenizer:
         self._limit = resident_bytes() + GROWTH_BYTES
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Encode texts."""
         encoded = self._tokenizer.encode_batch_list(list(texts), parallel=False)
         if resident_bytes() > self._limit:
             self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(self._model)
@@ -472,7 +513,7 @@ class FastSentencePieceTokenizer:
         return self._reference.token_id(token)
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every piece and its id."""
+        """All pieces and their ids."""
         return self._reference.vocabulary()
 
 
@@ -487,40 +528,44 @@ def _sentence_piece(files: TokenizerFiles) -> Tokenizer:
         if _agree(fast, exact, plain_probes(strings)):
             return RoutedTokenizer(fast, exact, strings)
         fault = OTHER_IDS
-    except Exception as error:  # noqa: BLE001 - whatever gigatoken cannot do, sentencepiece does
+    except Exception as error:  # noqa: BLE001 - sentencepiece runs whatever gigatoken cannot
         fault = str(error)
     if files.engine is Engine.GIGATOKEN:
-        raise UsageError(f"{model}: gigatoken does not run it ({fault}); use --engine tokenizers")
+        raise UsageError(f"{model}: gigatoken cannot run it ({fault}); use --engine tokenizers")
     return exact
 
 
 class WhitespaceTokenizer:
-    """WordSymbols between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
+    """Words between white space, with ids of a JSON vocabulary; ``<unk>`` for unknown words.
+
+    Raises:
+        UsageError: the vocabulary has no ``<unk>``.
+    """
 
     def __init__(self, vocab: Path) -> None:
         self._vocabulary = _vocabulary(vocab)
         unknown = self._vocabulary.get("<unk>")
         if unknown is None:
-            raise UsageError(f"{vocab}: has no <unk>, which stands for unknown words")
+            raise UsageError(f"{vocab}: <unk> is missing; it is required for unknown words")
         self._unknown = unknown
         self.num_ids = max(self._vocabulary.values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text."""
+        """Encode texts."""
         get, unknown = self._vocabulary.get, self._unknown
         return from_lists([[get(word, unknown) for word in text.split()] for text in texts])
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a word, ``<|endoftext|>`` for None."""
+        """The id of a word, or of ``<|endoftext|>`` for None."""
         return self._vocabulary.get("<|endoftext|>" if token is None else token)
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every word and its id."""
+        """All words and their ids."""
         return self._vocabulary
 
 
 def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer that these files make.
+    """Load the tokenizer of some files.
 
     Raises:
         UsageError: a file is missing, unreadable or of another kind.
@@ -538,7 +583,7 @@ def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
         return _sentence_piece(files)
     vocab = _needed(files.vocab, "--vocab-file", kind)
     if files.engine is Engine.GIGATOKEN:
-        raise UsageError(f"--engine gigatoken: it runs BPE only, and {kind.value} is not; leave --engine out")
+        raise UsageError(f"--engine gigatoken: runs BPE only, and {kind.value} is not BPE; omit --engine")
     if kind is TokenizerType.WHITESPACE:
         return WhitespaceTokenizer(vocab)
     return HuggingFaceTokenizer(bert_definition(vocab, lower=kind is TokenizerType.BERT_LOWER))

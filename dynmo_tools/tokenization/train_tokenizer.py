@@ -1,7 +1,7 @@
-"""Train a tokenizer on the documents of a data set: words are counted by slices, summed by shares, and merged.
+"""The step ``train-tokenizer``: count the words of slices, sum the counts of shards, merge symbols.
 
-The words of a slice are cut into shares by their CRC-32, and the sums of a share are one file. The last task takes the
-most frequent words of all shares, as many as it is allowed, and merges their symbols.
+A shard has the words with one value of their CRC-32 modulo the number of shards. The last task selects the most
+frequent words of all shards up to a size, and merges their symbols.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS, SUMS = "words", "sums"
 
 
 def train_phases(manifest: TaskManifest) -> list[Phase]:
-    """Count by slices, sum by shares, merge."""
+    """The phases of ``train-tokenizer``."""
     return [
         Phase(name="count", run="tokenization.train_tokenizer:count_words", tasks=len(manifest.tasks), reads=True),
         Phase(name="sum", run="tokenization.train_tokenizer:sum_shard", tasks=_num_shards(manifest)),
@@ -33,11 +33,11 @@ def _num_shards(manifest: TaskManifest) -> int:
 
 
 def count_words(task: Task) -> None:
-    """Task function: how often each word of one slice occurs."""
+    """Task function: count each word of one slice."""
     settings: TrainTokenizerSettings = task.job.settings
     kind = make_trainer(settings)
     split = kind.splitter()
-    counts = WordCountWriter(task.create(task.part(WORDS)), _num_shards(task.manifest), kind.words_of)
+    counts = WordCountWriter(task.create(task.part(WORDS)), _num_shards(task.manifest), kind.extract_words)
     for _, text in task.documents(settings.json_key):
         counts.add(split(text), len(text))
         task.tally.documents_out += 1
@@ -52,7 +52,7 @@ def _blocks_of_shard(task: Task) -> Iterator[WordBlock]:
 
 
 def sum_shard(task: Task) -> None:
-    """Task function: every word of one share once, and what the alphabet must hold for them."""
+    """Task function: sum the counts of one shard, and collect the characters of its words."""
     kind = make_trainer(task.job.settings)
     target = task.create(task.part(SUMS))
     begin: set[int] = set()
@@ -68,7 +68,7 @@ def sum_shard(task: Task) -> None:
 
 
 def train(task: Task) -> None:
-    """Task function: merges the words' symbols and writes ``tokenizer.json``."""
+    """Task function: merge the symbols of the words, and write ``tokenizer.json``."""
     settings: TrainTokenizerSettings = task.job.settings
     kind = make_trainer(settings)
     shards = range(_num_shards(task.manifest))
@@ -88,7 +88,7 @@ def train(task: Task) -> None:
     task.facts.update(vocab_size=len(tokens), special_tokens={token: vocabulary[token] for token in kind.special})
     if choice.num_excluded_words:
         percentage = f"{100 * choice.excluded_occurrences / choice.occurrences:.2g} %"
-        task.facts["left_out"] = {"rare words": choice.num_excluded_words, "of the text's words": percentage}
+        task.facts["excluded"] = {"rare words": choice.num_excluded_words, "of all words": percentage}
 
 
 def _union(results: Iterable[dict[str, list[int]]], name: str) -> set[int]:

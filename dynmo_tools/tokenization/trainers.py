@@ -1,4 +1,4 @@
-"""The kinds of tokenizer that are trained here: what their words and symbols are, and how their file is made."""
+"""Kinds of trained tokenizers: their words, symbols and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .word_counts import WordBlock
 
 Ints = npt.NDArray[Any]
 Splitter = Callable[[str], Iterable[Hashable]]
-"""Gives the pieces of a text."""
+"""Returns the pieces of a text."""
 
 NO_SYMBOL = -1
 
@@ -24,8 +24,8 @@ class TokenizerTrainer(ABC):
     """A kind of tokenizer.
 
     Attributes:
-        special: the tokens that take the first ids.
-        prefix: what stands before a token that continues a word.
+        special: special tokens; they have the first ids.
+        prefix: prefix of tokens that continue a word.
     """
 
     prefix = ""
@@ -35,33 +35,33 @@ class TokenizerTrainer(ABC):
 
     @abstractmethod
     def splitter(self) -> Splitter:
-        """Cuts text into pieces that are quick to count."""
+        """A function that splits text into pieces that are fast to count."""
 
     @abstractmethod
-    def words_of(self, piece: Any) -> Iterable[bytes]:
-        """The words of a piece, in UTF-8: no token reaches from one into another."""
+    def extract_words(self, piece: Any) -> Iterable[bytes]:
+        """The words of a piece, in UTF-8; tokens do not extend across words."""
 
     @abstractmethod
     def characters(self, block: WordBlock) -> tuple[set[int], set[int]]:
-        """The symbols that words begin with, and those that continue them, as far as the alphabet depends on them."""
+        """The characters of the alphabet in some words: those that begin words, and those that continue words."""
 
     @abstractmethod
     def alphabet(self, begin: Iterable[int], continuing: Iterable[int]) -> list[str]:
-        """The first tokens, given the characters of all words; ``symbols`` can be asked from then on.
+        """The initial tokens for the characters of all words; must be called before ``symbols``.
 
-        Tokens are sorted, where the ``tokenizers`` library takes those with a prefix as a hash table gives them.
+        Tokens are sorted; the ``tokenizers`` library takes those with a prefix in the order of a hash table.
         """
 
     @abstractmethod
     def symbols(self, block: WordBlock) -> tuple[Ints, Ints]:
-        """The ids of the symbols of words ``[symbols]``, and how many each word has ``[words]``."""
+        """The ids of the symbols of words ``[symbols]``, and the number of symbols per word ``[words]``."""
 
     @abstractmethod
     def tokenizer(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-        """A tokenizer of the ``tokenizers`` library."""
+        """The tokenizer of the ``tokenizers`` library."""
 
     def file(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
-        """The ``tokenizer.json``."""
+        """The text of ``tokenizer.json``."""
         tokenizer = self.tokenizer(vocabulary, merges)
         tokenizer.add_special_tokens(list(self.special))
         text: str = tokenizer.to_str(pretty=True)
@@ -69,14 +69,14 @@ class TokenizerTrainer(ABC):
 
 
 class ByteLevelTrainer(TokenizerTrainer):
-    """Byte-level BPE as GPT-2's: every byte is a symbol."""
+    """Byte-level BPE as in GPT-2: every byte is a symbol."""
 
     def __init__(self, special: Sequence[str]) -> None:
         super().__init__(special or (GPT2_END,))
         self._ids = np.zeros(0, dtype=np.int32)
 
     def splitter(self) -> Splitter:
-        """The words themselves, by gigatoken where it gives those of ``tokenizers`` on a set of probes."""
+        """Splits into words, with gigatoken if it returns the words of ``tokenizers`` for a set of probes."""
         split = import_or_extra("tokenizers").pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 
         def slow(text: str) -> list[bytes]:
@@ -90,30 +90,30 @@ class ByteLevelTrainer(TokenizerTrainer):
                 return found
 
             return fast if all(list(fast(text)) == slow(text) for text in PROBES) else slow
-        except Exception:  # noqa: BLE001 - whatever gigatoken cannot do, tokenizers does
+        except Exception:  # noqa: BLE001 - tokenizers runs whatever gigatoken cannot
             return slow
 
-    def words_of(self, piece: bytes) -> Iterable[bytes]:
-        """It is one."""
+    def extract_words(self, piece: bytes) -> Iterable[bytes]:
+        """The piece, which is one word."""
         return (piece,)
 
     def characters(self, _block: WordBlock) -> tuple[set[int], set[int]]:
-        """None: the alphabet is that of all bytes."""
+        """Nothing: the alphabet has all bytes."""
         return set(), set()
 
-    def alphabet(self, _begin: Iterable[int], _go_on: Iterable[int]) -> list[str]:
-        """Special tokens, then the characters that stand for bytes."""
+    def alphabet(self, _begin: Iterable[int], _continuing: Iterable[int]) -> list[str]:
+        """Special tokens, then the characters of bytes."""
         characters = _characters_of_bytes()
         tokens = list(dict.fromkeys([*self.special, *sorted(characters)]))
         self._ids = np.array([tokens.index(character) for character in characters], dtype=np.int32)
         return tokens
 
     def symbols(self, block: WordBlock) -> tuple[Ints, Ints]:
-        """One a byte."""
+        """One symbol per byte."""
         return self._ids[block.text], block.lengths
 
     def tokenizer(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-        """GPT-2's, without a prefix space."""
+        """GPT-2's tokenizer, without a prefix space."""
         library = import_or_extra("tokenizers")
         tokenizer = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=merges))
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,7 +130,7 @@ def _characters_of_bytes() -> list[str]:
 
 
 class WordPieceTrainer(TokenizerTrainer):
-    """WordPiece as BERT's: every character is a symbol, another one where it continues a word."""
+    """WordPiece as in BERT: every character is a symbol, a different one if it continues a word."""
 
     prefix = "##"
 
@@ -143,18 +143,18 @@ class WordPieceTrainer(TokenizerTrainer):
         self._ids = np.zeros((2, 0), dtype=np.int32)
 
     def splitter(self) -> Splitter:
-        """What stands between spaces and ends of lines: BERT's rules never look beyond those."""
+        """Splits at spaces and line ends; BERT's rules never extend across them."""
         return lambda text: text.replace("\n", " ").split(" ")
 
-    def words_of(self, piece: str) -> Iterable[bytes]:
-        """WordSymbols and single punctuation marks, after BERT's clean-up."""
+    def extract_words(self, piece: str) -> Iterable[bytes]:
+        """Words and single punctuation marks, after BERT's normalization."""
         if piece.isascii() and piece.isalnum():
             return ((piece.lower() if self._lower else piece).encode(),)
         cleaned = self._normalizer.normalize_str(piece)
         return [word.encode() for word, _ in self._pre_tokenizer.pre_tokenize_str(cleaned)]
 
     def _code_points(self, block: WordBlock) -> tuple[Ints, Ints, Ints]:
-        """Code points ``[characters]``, whether each continues a word, and how many each word has ``[words]``."""
+        """Code points ``[characters]``, whether each continues a word, and characters per word ``[words]``."""
         points = np.frombuffer(block.text.tobytes().decode().encode("utf-32-le"), dtype=np.uint32)
         before = np.cumsum(np.concatenate(([0], block.text & 0xC0 != 0x80)))
         ends = before[np.cumsum(block.lengths, dtype=np.int64)]
@@ -169,7 +169,7 @@ class WordPieceTrainer(TokenizerTrainer):
         return set(np.unique(points[~continues]).tolist()), set(np.unique(points[continues]).tolist())
 
     def alphabet(self, begin: Iterable[int], continuing: Iterable[int]) -> list[str]:
-        """Special tokens, then every character, then those that continue words."""
+        """Special tokens, then all characters, then those that continue words."""
         begin, continuing = set(begin), set(continuing)
         plain = [chr(point) for point in sorted(begin | continuing)]
         tokens = list(
@@ -183,12 +183,12 @@ class WordPieceTrainer(TokenizerTrainer):
         return tokens
 
     def symbols(self, block: WordBlock) -> tuple[Ints, Ints]:
-        """One a character."""
+        """One symbol per character."""
         points, continues, lengths = self._code_points(block)
         return self._ids[continues.astype(np.intp), points], lengths
 
     def tokenizer(self, vocabulary: dict[str, int], _merges: list[tuple[str, str]]) -> Any:
-        """BERT's."""
+        """BERT's tokenizer."""
         library = import_or_extra("tokenizers")
         tokenizer = library.Tokenizer(library.models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
         tokenizer.normalizer = self._normalizer
@@ -198,7 +198,7 @@ class WordPieceTrainer(TokenizerTrainer):
 
 
 def make_trainer(settings: TrainTokenizerSettings) -> TokenizerTrainer:
-    """The kind of tokenizer that settings ask for."""
+    """The trainer for the settings."""
     if settings.model is Model.BPE:
         return ByteLevelTrainer(settings.special_tokens)
     return WordPieceTrainer(settings.special_tokens, lower=settings.model is Model.WORDPIECE_LOWER)

@@ -34,7 +34,13 @@ _COUNT = np.dtype("<i8")
 
 @dataclass(frozen=True, kw_only=True)
 class WordBlock:
-    """Some words and how often they occur: ``lengths`` and ``counts`` are ``[words]``, ``text`` is ``[bytes]``."""
+    """Some words and their counts.
+
+    Attributes:
+        lengths: bytes per word ``[words]``, uint32.
+        counts: occurrences of each word ``[words]``, int64.
+        text: concatenated words ``[bytes]``, uint8.
+    """
 
     lengths: npt.NDArray[np.uint32]
     counts: npt.NDArray[np.int64]
@@ -42,7 +48,7 @@ class WordBlock:
 
     @classmethod
     def of(cls, words: Sequence[bytes], counts: Sequence[int]) -> WordBlock:
-        """A block of these words."""
+        """A block of some words."""
         return cls(
             lengths=np.fromiter(map(len, words), dtype=_LENGTH, count=len(words)),
             counts=np.array(counts, dtype=_COUNT),
@@ -50,18 +56,18 @@ class WordBlock:
         )
 
     def words(self) -> list[bytes]:
-        """The words one by one."""
+        """The words as a list."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
         text = self.text.tobytes()
         return [text[end - size : end] for end, size in zip(ends.tolist(), self.lengths.tolist(), strict=True)]
 
     def write(self, target: IO[bytes]) -> int:
-        """Append it to a file; the bytes written."""
+        """Append the block to a file; returns the bytes written."""
         header = np.array([len(self.lengths), len(self.text)], dtype=_HEADER)
         return sum(target.write(part.tobytes()) for part in (header, self.lengths, self.counts, self.text))
 
     def only(self, selected: npt.NDArray[np.bool_]) -> WordBlock:
-        """The words of which ``selected [words]`` says so."""
+        """The words with a true value in ``selected [words]``."""
         if selected.all():
             return self
         return WordBlock(
@@ -72,7 +78,7 @@ class WordBlock:
 
 
 def read_blocks(path: Path, begin: int = 0, end: int | None = None, *, texts: bool = True) -> Iterator[WordBlock]:
-    """The blocks of a file from one offset to another; without ``texts``, the bytes of the words are skipped."""
+    """The blocks of a file between two offsets; without ``texts``, the bytes of the words are skipped."""
     with open(path, "rb") as source:
         end = os.fstat(source.fileno()).st_size if end is None else end
         source.seek(begin)
@@ -104,27 +110,27 @@ def _cut(counted: Iterable[tuple[bytes, int]]) -> Iterator[WordBlock]:
 
 
 class WordCountWriter:
-    """Counts the words of pieces of text into a file, in blocks by share.
+    """Counts the words of pieces of text, and writes them to a file in blocks per shard.
 
     Args:
         target: the file.
         num_shards: number of shards.
-        words_of: returns the words of a piece; called once for all equal pieces of a table.
+        extract_words: returns the words of a piece; called once for all equal pieces of a table.
         max_words: maximum number of pieces in memory. The table is also written after ``MAX_BYTES_IN_MEMORY`` of text.
 
     Attributes:
-        bounds: of each time that the table was written out, the offsets at which its shares begin, and its end.
+        bounds: for each time the table was written, the offsets of the shards and the end offset.
     """
 
     def __init__(
         self,
         target: IO[bytes],
         num_shards: int,
-        words_of: Callable[[Any], Iterable[bytes]],
+        extract_words: Callable[[Any], Iterable[bytes]],
         *,
         max_words: int = MAX_WORDS_IN_MEMORY,
     ) -> None:
-        self._target, self._shares, self._words_of, self._held = target, num_shards, words_of, max_words
+        self._target, self._num_shards, self._words_of, self._max_words = target, num_shards, extract_words, max_words
         self._counted: Counter[Hashable] = Counter()
         self._bytes = self._at = 0
         self.bounds: list[list[int]] = []
@@ -133,16 +139,16 @@ class WordCountWriter:
         """Count the pieces of a text of ``size`` bytes."""
         self._counted.update(pieces)
         self._bytes += size
-        if len(self._counted) >= self._held or self._bytes >= MAX_BYTES_IN_MEMORY:
+        if len(self._counted) >= self._max_words or self._bytes >= MAX_BYTES_IN_MEMORY:
             self.flush()
 
     def flush(self) -> None:
-        """Write out what is counted."""
-        num_shards: list[dict[bytes, int]] = [{} for _ in range(self._shares)]
+        """Write the table."""
+        num_shards: list[dict[bytes, int]] = [{} for _ in range(self._num_shards)]
         while self._counted:
             piece, count = self._counted.popitem()
             for word in self._words_of(piece):
-                shard = num_shards[zlib.crc32(word) % self._shares]
+                shard = num_shards[zlib.crc32(word) % self._num_shards]
                 shard[word] = shard.get(word, 0) + count
         self._bytes = 0
         bounds = [self._at]
@@ -156,12 +162,12 @@ class WordCountWriter:
 def sum_blocks(
     blocks: Iterable[WordBlock], folder: Path, *, max_words: int = MAX_WORDS_IN_MEMORY
 ) -> Iterator[WordBlock]:
-    """Every word of the blocks once, with the sum of its counts.
+    """Sum the counts of equal words.
 
     Args:
-        blocks: words that may repeat.
-        folder: where sorted words lie, in temporary files, when they do not fit.
-        max_words: words in memory at most, beside those of a block.
+        blocks: words; may be repeated.
+        folder: folder of temporary files, for sorted words that do not fit into memory.
+        max_words: maximum number of words in memory, in addition to one block.
     """
     total: dict[bytes, int] = {}
     with contextlib.ExitStack() as files:
@@ -203,16 +209,16 @@ def _summed(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class WordSelection:
-    """Which words stay: those above a count, and of that count those whose CRC-32 is in the first buckets.
+    """The words above a count, and those of exactly this count whose CRC-32 is in the first buckets.
 
     Attributes:
-        count: words that occur more often stay; 0 keeps every word.
-        buckets: of ``CRC_BUCKETS``, how many keep their words of just that count.
-        words: how many words stay.
+        count: words with more occurrences are selected; 0 selects all words.
+        buckets: number of the ``CRC_BUCKETS`` whose words of exactly this count are selected.
+        words: number of selected words.
         size: their bytes.
-        occurrences: how often all words occur, chosen or not.
-        num_excluded_words: how many words do not stay.
-        excluded_occurrences: how often those occur.
+        occurrences: occurrences of all words.
+        num_excluded_words: number of words that are not selected.
+        excluded_occurrences: their occurrences.
     """
 
     count: int
@@ -224,7 +230,7 @@ class WordSelection:
     excluded_occurrences: int
 
     def selected(self, block: WordBlock) -> npt.NDArray[np.bool_]:
-        """Of each word of a block, whether it stays ``[words]``."""
+        """Whether each word of a block is selected ``[words]``, bool."""
         selected = block.counts > self.count
         if self.buckets:
             here, buckets = _buckets(block, self.count)
@@ -233,7 +239,7 @@ class WordSelection:
 
 
 def _buckets(block: WordBlock, count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-    """The places of the words that occur just so often, and their CRC buckets."""
+    """The indices of the words with exactly ``count`` occurrences, and their CRC buckets."""
     here = np.flatnonzero(block.counts == count)
     words = block.only(block.counts == count).words() if len(here) else []
     crcs = np.fromiter(map(zlib.crc32, words), dtype=np.int64, count=len(here))
@@ -241,10 +247,10 @@ def _buckets(block: WordBlock, count: int) -> tuple[npt.NDArray[np.intp], npt.ND
 
 
 def select_words(paths: Sequence[Path], max_bytes: int) -> WordSelection:
-    """The most frequent of the words that files hold, as many as have ``max_bytes`` bytes together.
+    """Select the most frequent words of some files, up to ``max_bytes`` bytes.
 
-    Of the words of the count at which there is no room for all, a pseudo-random part stays: the choice does not favour
-    the beginning of a corpus or of the alphabet, and is the same in every run.
+    If not all words of one count fit, a pseudo-random part of them is selected. The selection prefers neither the start
+    of the corpus nor of the alphabet, and is the same in every run.
     """
     words: Counter[int] = Counter()  # both by count
     sizes: Counter[int] = Counter()
@@ -275,7 +281,7 @@ def select_words(paths: Sequence[Path], max_bytes: int) -> WordSelection:
 
 
 def _buckets_within(paths: Sequence[Path], count: int, budget: int) -> tuple[int, int, int]:
-    """How many buckets of the words of a count have room; the words and bytes in them."""
+    """The number of buckets of the words of one count that fit, and their words and bytes."""
     words, sizes = np.zeros(CRC_BUCKETS, dtype=np.int64), np.zeros(CRC_BUCKETS, dtype=np.int64)
     for path in paths:
         for block in read_blocks(path):

@@ -1,1 +1,1 @@
-"""URL filters and a polite fetcher: what to download, in which order, by which rules."""
+"""URL filter, fetch queue and HTTP client."""

@@ -1,7 +1,10 @@
-"""Fetch the contents of URLs: politely, within bounds, and taken up again where a run stopped.
+"""Fetches web pages with rate limits, and resumes after an interruption.
 
-Every answer is appended to a journal as it comes; a run that was stopped goes on behind it. The output is made of the
-journal at the end, in the order of the URLs. The list of URLs and what is known of each lie on disk.
+    URL files ─> UrlList ─> Frontier (fetch_queue) ─> Fetcher threads ─> journal.jsonl ─> ResponseStore ─> output
+                            one request per host        robots.txt, GET   appended         rows in URL order
+
+Each response is appended to the journal immediately; a resumed run fetches the URLs without a response. The output is
+written from the journal at the end, in URL order. The URL list and the state of each URL are on disk.
 """
 
 from __future__ import annotations
@@ -37,23 +40,23 @@ ROBOTS_BYTES = 512 << 10
 UNREACHABLE = ("connection", "timeout", "internal address")
 MAX_REDIRECTS = 10
 MAX_ROBOTS_REDIRECTS = 5  # RFC 9309, 2.3.1.2
-PENDING, FAILED = 0, 1  # else where its page begins in the journal
+PENDING, FAILED = 0, 1  # otherwise the offset of the page in the journal
 ENTRY_BYTES = 8
 BLOCK_ENTRIES = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchRules:
-    """What a fetch may do.
+    """Rules of a fetch.
 
     Attributes:
-        user_agent: what the servers are told, also looked for in their robots.txt.
-        delay_s: seconds between two requests to one host.
-        timeout_s: seconds that a server may be silent.
-        max_bytes: of one answer; what is longer is left out.
-        connections: requests side by side, to different hosts.
-        robots: ask and obey robots.txt.
-        allowed: hosts that may have addresses that are not public.
+        user_agent: User-Agent header, also matched against robots.txt.
+        delay_s: minimum seconds between two requests to one host.
+        timeout_s: timeout of a connection or read, in seconds.
+        max_bytes: maximum bytes of a response; larger pages fail.
+        connections: maximum concurrent requests, to different hosts.
+        robots: obey robots.txt.
+        allowed: hosts that may have internal addresses.
     """
 
     user_agent: str = f"dynmo-prep/{__version__}"
@@ -69,8 +72,8 @@ class Fetcher:
     """Fetches pages by the rules.
 
     Args:
-        rules: what a fetch may do.
-        frontier: knows every host; gives one host to one thread at a time.
+        rules: the rules.
+        frontier: state of all hosts; each host is used by one thread at a time.
         stopped: set when the run ends.
     """
 
@@ -80,7 +83,10 @@ class Fetcher:
         self._stopped = stopped
 
     def fetch(self, url: str, host: Host) -> dict[str, str] | str:
-        """The title and text of a page, or the URL that it redirects to.
+        """Fetch one page.
+
+        Returns:
+            Title and text of the page, or the URL that it redirects to.
 
         Raises:
             FetchError: there is no page, or the rules forbid it.
@@ -108,7 +114,7 @@ class Fetcher:
         return {"title": title, "text": body}
 
     def _fetch_robots(self, url: str, host: Host) -> None:
-        """Read robots.txt by RFC 9309: where there is none, all is allowed; where none can be had, nothing is."""
+        """Fetch robots.txt by RFC 9309: without one everything is allowed; if it is unavailable, nothing is."""
         host.robots = urllib.robotparser.RobotFileParser()
         lines: list[str] = []
         robots_host = host
@@ -130,7 +136,7 @@ class Fetcher:
         host.robots.parse(lines)
 
     def _get(self, url: str, host: Host, limit: int) -> Response:
-        """Request one URL when its host may be asked."""
+        """Request one URL after the delay of its host."""
         self._stopped.wait(self._frontier.reserve(host, self._rules.delay_s))
         if self._stopped.is_set():
             raise FetchError("stopped")
@@ -154,15 +160,15 @@ def _decode(response: Response) -> str:
 
 
 class UrlList(contextlib.AbstractContextManager["UrlList"]):
-    """The URLs of some files, each once, in order; on disk, in files without names.
+    """The distinct URLs of some files, in order, in temporary files.
 
     Args:
-        paths: of the files, which are read once.
-        folder: where the copy lies, with 25 bytes more a URL.
+        paths: files, which are read once.
+        folder: folder of the copy, with 25 bytes more per URL.
 
     Attributes:
-        count: of different URLs.
-        digest: of them and their order, hexadecimal.
+        count: number of distinct URLs.
+        digest: hexadecimal digest of the URLs and their order.
     """
 
     def __init__(self, paths: Sequence[Path], folder: Path) -> None:
@@ -182,7 +188,7 @@ class UrlList(contextlib.AbstractContextManager["UrlList"]):
             self._open = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary files."""
         self._open.close()
 
     def __iter__(self) -> Iterator[str]:
@@ -194,14 +200,14 @@ class UrlList(contextlib.AbstractContextManager["UrlList"]):
 
 
 class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
-    """What the journal says of each URL: ``PENDING``, ``FAILED``, or the offset of its page; on disk.
+    """The state of each URL in the journal: ``PENDING``, ``FAILED``, or the offset of its page; on disk.
 
     Attributes:
-        num_done: how many URLs have an answer.
-        failures: the number of failures by reason.
+        num_done: number of URLs with a response.
+        failures: number of failures by reason.
 
     Raises:
-        UsageError: the journal is of other URLs or rules.
+        UsageError: the journal belongs to other URLs or rules.
     """
 
     def __init__(self, journal: Path, digest: str, count: int) -> None:
@@ -223,11 +229,11 @@ class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
         self.num_done += 1
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary file."""
         self._open.close()
 
     def __iter__(self) -> Iterator[int]:
-        """The entry of each URL, in order."""
+        """The state of each URL, in order."""
         offset = 0
         while block := os.pread(self._file.fileno(), BLOCK_ENTRIES * ENTRY_BYTES, offset):
             offset += len(block)
@@ -235,17 +241,17 @@ class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
 
 
 def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The answers of a journal with their offsets; a new journal is begun, and a line that a kill cut off removed."""
+    """The rows of a journal with their offsets; creates a new journal, and removes an incomplete last line."""
     offset = 0
     with open(path, "a+b") as source:
         source.seek(0)
         for line in source:
             if not line.endswith(b"\n"):
-                source.truncate(offset)  # what is appended must begin a line
+                source.truncate(offset)  # the next row must begin a line
                 break
             if offset == 0:
                 if _digest_of(line) != digest:
-                    raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to start from scratch")
+                    raise UsageError(f"{path}: journal of other URLs or rules; use --overwrite to start from scratch")
             else:
                 yield offset, parse_any_json(line, MAX_TABLE_BYTES)
             offset += len(line)
@@ -254,7 +260,7 @@ def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _digest_of(line: bytes) -> str | None:
-    """The digest of the URLs and rules in the first line of a journal; None where there is none."""
+    """The digest of the URLs and rules in the first line of a journal; None if it has none."""
     try:
         header = parse_any_json(line)
     except ValueError:
@@ -263,7 +269,7 @@ def _digest_of(line: bytes) -> str | None:
 
 
 def discard_stale_journal(journal: Path, digest: str) -> None:
-    """Remove a journal that belongs to other URLs or rules."""
+    """Remove a journal of other URLs or rules."""
     if journal.exists():
         with open(journal, "rb") as source:
             line = source.readline()
@@ -274,7 +280,7 @@ def discard_stale_journal(journal: Path, digest: str) -> None:
 def fetch_all(
     urls: UrlList, rules: FetchRules, journal: Path, tick: Callable[[float, str], None], *, digest: str
 ) -> None:
-    """Fetch all URLs that the journal has no answer for."""
+    """Fetch all URLs without a response in the journal."""
     stopped = threading.Event()
     written = threading.Lock()
 
@@ -312,7 +318,11 @@ def fetch_all(
 
 
 def _fetch_hop(fetcher: Fetcher, frontier: Frontier, request: Request, host: Host) -> dict[str, str] | None:
-    """The journal's row of a URL; None where it redirects: the target then waits for the turn of its own host."""
+    """Fetch one URL, or one hop of its redirects.
+
+    Returns:
+        The journal row; None for a redirect, whose target is queued at its own host.
+    """
     try:
         found = fetcher.fetch(request.url, host)
         if not isinstance(found, str):
@@ -326,10 +336,13 @@ def _fetch_hop(fetcher: Fetcher, frontier: Frontier, request: Request, host: Hos
 
 
 def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, overwrite: bool = True) -> dict[str, int]:
-    """Make the output of the journal, in the order of the URLs; the number of failures by reason.
+    """Write the output from the journal, in URL order.
+
+    Returns:
+        The number of failures by reason.
 
     Raises:
-        UsageError: an output of other bytes exists, and ``overwrite`` does not allow to replace it.
+        UsageError: a different output exists, and ``overwrite`` is not set.
     """
     with (
         ResponseStore(journal, digest, urls.count) as answers,
@@ -350,7 +363,7 @@ def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, over
 
 
 def digest_rules(urls: UrlList, rules: FetchRules) -> str:
-    """What a run must have in common with the run that it goes on with."""
+    """The digest of everything that a resumed run must have in common with the interrupted one."""
     allowed = sorted([*map(str, rules.allowed.networks), *rules.allowed.names])
     content = json.dumps(
         [urls.digest, {"max_bytes": rules.max_bytes, "robots": rules.robots, "allowed_hosts": allowed}]

@@ -1,9 +1,9 @@
-"""Which URL is fetched next: those of a list in its order, one request at a time and host, in bounded memory.
+"""The order of fetches: URLs of a list, at most one request per host at a time, in bounded memory.
 
-The target of a redirect is queued at its own host, so the rules for hosts apply to it as to a URL of the list.
+The target of a redirect is queued at its own host, so the rules of a host apply to it too.
 
-Of the list, ``WINDOW`` URLs are held at a time, by host; of the hosts that were asked, ``HOSTS`` are held with their
-robots.txt. A host that may be asked again is taken before one that was not asked yet, so few hosts are under way.
+``WINDOW`` URLs of the list are in memory, and ``HOSTS`` active hosts with their robots.txt. An active host that may be
+requested again precedes new hosts, so few hosts are active.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     Attributes:
         number: position in the list, from 0.
         url: URL of this hop.
-        redirects: number of redirects that led to it.
+        redirects: number of redirects before it.
     """
 
     number: int
@@ -39,14 +39,14 @@ class Request(NamedTuple):
 
 @dataclass(eq=False)
 class Host:
-    """What is known of one host.
+    """State of one host.
 
     Attributes:
-        free_at: when it may be asked again, in seconds of ``time.monotonic``.
-        robots: what it allows, once it was asked.
-        unreachable: why its robots.txt could not be had; empty otherwise.
-        waiting: requests to it.
-        busy: a request is under way.
+        free_at: earliest time of the next request, in seconds of ``time.monotonic``.
+        robots: its robots.txt, once fetched.
+        unreachable: why robots.txt is unavailable; empty otherwise.
+        waiting: queued requests.
+        busy: a request is in progress.
     """
 
     free_at: float = 0.0
@@ -57,7 +57,7 @@ class Host:
 
 
 def host_key(url: str) -> str:
-    """Host of a URL, with the port where it is not the default one; empty where it has none."""
+    """The host of a URL, with a port that is not the default; empty if it has none."""
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").rstrip(".")
@@ -67,12 +67,12 @@ def host_key(url: str) -> str:
 
 
 class Frontier:
-    """Gives out URLs to threads.
+    """Distributes URLs among threads.
 
     Args:
-        source: requests, in the order in which they are wanted.
-        window: URLs that are held at most.
-        hosts: hosts that are held at most when they were asked, with or without URLs that wait.
+        source: requests, in order.
+        window: maximum number of queued URLs.
+        hosts: maximum number of active hosts, with or without queued URLs.
     """
 
     def __init__(self, source: Iterator[Request], *, window: int = WINDOW, hosts: int = HOSTS) -> None:
@@ -85,9 +85,9 @@ class Frontier:
         self._changed = threading.Condition()
 
     def take(self) -> tuple[Request, Host] | None:
-        """The next request and its host, which is the caller's until ``release``; None at the end.
+        """The next request and its host, which belongs to the caller until ``release``; None at the end.
 
-        Waits until a host may be asked.
+        Blocks until a host may be requested.
         """
         with self._changed:
             while True:
@@ -103,18 +103,18 @@ class Frontier:
                     host.busy = True
                     self._num_queued -= 1
                     return host.waiting.popleft(), host
-                # of a host without URLs too: its room may be what a new host waits for
+                # also of hosts without URLs: a new host may be waiting for one of their slots
                 later = [one.free_at for one in self._active_hosts.values() if one.free_at > now and not one.busy]
                 self._changed.wait(min(later) - now if later else None)
 
     def release(self, host: Host) -> None:
-        """The request is done; the host may be asked again from its ``free_at`` on."""
+        """Release a host after a request."""
         with self._changed:
             host.busy = False
             self._changed.notify_all()
 
     def add(self, request: Request) -> None:
-        """Queue a request that is not of the list, before those that wait for the same host."""
+        """Queue a redirect, before the other requests of its host."""
         with self._changed:
             self._host(request.url).waiting.appendleft(request)
             self._num_queued += 1
@@ -129,7 +129,7 @@ class Frontier:
             return host
 
     def reserve(self, host: Host, delay_s: float) -> float:
-        """Reserve the next request to a host; seconds to wait for it."""
+        """Reserve the next request to a host; returns the seconds to wait."""
         with self._changed:
             now = time.monotonic()
             start = max(now, host.free_at)
@@ -137,18 +137,18 @@ class Frontier:
             return start - now
 
     def delay_next(self, host: Host, delay_s: float) -> None:
-        """A request to a host has ended: the next one may start after the delay."""
+        """A request to a host ended: the next one may start after the delay."""
         with self._changed:
             host.free_at = max(host.free_at, time.monotonic() + delay_s)
 
     def close(self) -> None:
-        """Give out no more."""
+        """Stop: ``take`` returns None."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def _fill(self) -> None:
-        """Read on from the list until the window is full."""
+        """Read URLs of the list until the window is full."""
         while self._num_queued < self._window and (found := next(self._source, None)) is not None:
             self._host(found.url).waiting.append(found)
             self._num_queued += 1
@@ -158,7 +158,7 @@ class Frontier:
         return self._active_hosts.get(key) or self._new_hosts.setdefault(key, Host())
 
     def _activate_host(self, now: float) -> Host | None:
-        """The first host that was not asked yet, if there is room for it: one without URLs makes room."""
+        """Activate the first new host if a slot is free; an idle host without URLs releases its slot."""
         if not self._new_hosts:
             return None
         while len(self._active_hosts) >= self._max_active_hosts:

@@ -1,9 +1,9 @@
-"""HTTP requests of one hop each, over connections to addresses that were checked.
+"""HTTP requests of one hop, with connections to checked addresses only.
 
-A public page may link or redirect to an address of the network that the fetcher runs in (server-side request forgery).
-The check is made on the resolved address, and the connection is made to that very address: a second resolution
-could give another one (DNS rebinding). Redirects are returned, not followed, so that the caller checks each target.
-Proxies of the environment are not used: they would resolve and connect in place of this module.
+A public page may link or redirect to an address of the internal network (server-side request forgery). The resolved
+address is checked, and the connection uses this very address: a second resolution could return another one (DNS
+rebinding). Redirects are returned, not followed, so that the caller checks each target. Proxies of the environment are
+ignored: they would resolve and connect on their own.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class FetchError(Exception):
-    """Why a URL gave no document, in one word or a status."""
+    """Why a URL has no document: one word or an HTTP status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One answer of a server.
+    """One response of a server.
 
     Attributes:
         status: HTTP status, 200 to 299 or one of ``REDIRECTS``.
-        location: absolute URL that a redirect names; empty otherwise.
+        location: absolute URL of a redirect; empty otherwise.
         headers: header fields.
         payload: body, at most ``limit`` bytes.
-        is_whole: the body was not longer than ``limit``.
+        is_whole: the body is not longer than ``limit``.
     """
 
     status: int
@@ -54,7 +54,7 @@ class Response:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one of the public internet, with IPv4 addresses inside IPv6 ones looked at as such."""
+    """Whether an address is on the public internet; embedded IPv4 addresses in IPv6 are checked as IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
         embedded = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if embedded is None and address in NAT64:
@@ -68,10 +68,10 @@ def is_public(address: Address) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AllowedHosts:
-    """Networks and host names that may be connected to although their addresses are not public.
+    """Networks and host names that may be used although their addresses are internal.
 
     Attributes:
-        networks: networks, of one address too.
+        networks: networks, including single addresses.
         names: host names, lower-cased.
     """
 
@@ -80,7 +80,7 @@ class AllowedHosts:
 
     @classmethod
     def parse(cls, values: Iterable[str]) -> AllowedHosts:
-        """Read values of ``--allow-host``: an address, a network (CIDR) or a host name each.
+        """Parse values of ``--allow-host``: addresses, networks (CIDR) or host names.
 
         Raises:
             UsageError: a value is none of these.
@@ -100,7 +100,7 @@ class AllowedHosts:
         return cls(networks=tuple(networks), names=frozenset(names))
 
     def allows(self, host: str, address: str) -> bool:
-        """Whether a host may be connected to at this address."""
+        """Whether a connection to this address of a host is allowed."""
         parsed = ipaddress.ip_address(address.partition("%")[0])
         if is_public(parsed) or host.lower().rstrip(".") in self.names:
             return True
@@ -109,10 +109,10 @@ class AllowedHosts:
 
 
 def sendable(url: str) -> str:
-    """The URL in ASCII: its host by IDNA, what else is not ASCII as percent-encoded UTF-8; without credentials.
+    """The URL in ASCII: host by IDNA, other characters as percent-encoded UTF-8, without credentials.
 
     Raises:
-        FetchError: it is not of the web, or malformed.
+        FetchError: the URL is malformed, or its scheme is not HTTP.
     """
     try:
         parts = urlsplit(url)
@@ -131,14 +131,14 @@ def sendable(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """The URL as it is, but without ``user:password@``."""
+    """The URL without ``user:password@``."""
     before, slashes, delay_next = url.partition("//")
     end = min((at for sign in "/?#" if (at := delay_next.find(sign)) >= 0), default=len(delay_next))
     return before + slashes + delay_next[:end].rpartition("@")[2] + delay_next[end:]
 
 
 def _connect(host: str, port: int, timeout_s: float, allowed: AllowedHosts) -> socket.socket:
-    """A connection to the first address of a host that may be connected to and answers."""
+    """Connect to the first allowed address of a host that responds."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     usable = [entry for entry in found if allowed.allows(host, str(entry[4][0]))]
     if not usable:
@@ -167,7 +167,7 @@ def _open(url: str, user_agent: str, timeout_s: float, allowed: AllowedHosts) ->
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
     is_tls = parts.scheme == "https"
-    connection = (  # the class decides whether the Host field names the port
+    connection = (  # the class determines whether the Host field has the port
         http.client.HTTPSConnection(host, port, timeout=timeout_s, context=_tls())
         if is_tls
         else http.client.HTTPConnection(host, port, timeout=timeout_s)
@@ -187,18 +187,18 @@ def _open(url: str, user_agent: str, timeout_s: float, allowed: AllowedHosts) ->
 
 
 def get(url: str, *, user_agent: str, timeout_s: float, limit: int, allowed: AllowedHosts) -> Response:
-    """Request a URL and read the answer; a redirect is returned as it is.
+    """Send a GET request and read the response; redirects are returned.
 
     Args:
-        url: as ``sendable`` gives it.
-        user_agent: name in the request.
-        timeout_s: seconds that the server may be silent.
-        limit: bytes of the body that are read.
-        allowed: hosts that may have addresses that are not public.
+        url: result of ``sendable``.
+        user_agent: User-Agent header.
+        timeout_s: timeout of a connection or read, in seconds.
+        limit: maximum bytes of the body to read.
+        allowed: hosts that may have internal addresses.
 
     Raises:
-        FetchError: the host has internal addresses only, nothing answers ("connection", "timeout"), or the status is
-            neither of success nor a redirect.
+        FetchError: the host has internal addresses only, the request failed ("connection", "timeout"), or the status
+            is neither success nor a redirect.
     """
     try:
         connection = _open(url, user_agent, timeout_s, allowed)
@@ -208,7 +208,7 @@ def get(url: str, *, user_agent: str, timeout_s: float, limit: int, allowed: All
             connection.close()
     except TimeoutError as error:
         raise FetchError("timeout") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: no HTTP, or cut off
+    except (OSError, ValueError, http.client.HTTPException) as error:  # HTTPException: not HTTP, or truncated
         late = "timed out" in str(error)
         raise FetchError("timeout" if late else "connection") from error
 
@@ -218,7 +218,7 @@ def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
     if answer.status in REDIRECTS and location:
         return Response(
             status=answer.status,
-            # Sent as it is by many servers; http.client decoded its bytes as Latin-1.
+            # Many servers send it unquoted; http.client decoded its bytes as Latin-1.
             location=urljoin(url, quote(location.strip(), safe=string.punctuation, encoding="iso-8859-1")),
             headers=answer.headers,
             payload=b"",
@@ -229,7 +229,7 @@ def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
     payload = answer.read(limit + 1)
     is_whole = len(payload) <= limit
     if is_whole and answer.length:
-        raise FetchError("connection")  # it ended before the page did
+        raise FetchError("connection")  # closed before the end of the page
     return Response(
         status=answer.status, location="", headers=answer.headers, payload=payload[:limit], is_whole=is_whole
     )

@@ -1,7 +1,7 @@
-"""Which URLs are worth fetching: the rules of Megatron's ``blacklist_urls``, in its order, offline.
+"""Filters URLs before fetching, by the rules and in the order of Megatron's ``blacklist_urls``, offline.
 
-Two faults of the original are gone: the endings ``.7z`` and ``.ai`` are told apart, and a ``#fragment`` no longer hides
-an ending. The kept URLs keep the order of the input.
+Two errors of Megatron's tool are fixed: the endings ``.7z`` and ``.ai`` are separate, and a ``#fragment`` does not hide
+an ending. Accepted URLs keep their order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = re.compile(
     r"(?::\d+)?(?:/?|[/?]\S+)$",
     re.IGNORECASE,
 )
-UNSENDABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ufffd]")  # control characters, spaces, what was no UTF-8
+UNSENDABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ufffd]")  # control characters, spaces, invalid UTF-8
 IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 REASONS = ("domain", "ending", "short", "malformed", "duplicate")
 VERDICTS = (None, *REASONS)
@@ -39,14 +39,14 @@ BLOCK_CODES = 1 << 20
 
 
 def read_list(path: Path) -> frozenset[str]:
-    """The entries of a list: one a line, lower-cased, ``#`` begins a comment."""
+    """The entries of a list, one per line, lower-cased; ``#`` starts a comment."""
     return frozenset(
         entry for line in read_text(path).splitlines() if (entry := line.partition("#")[0].strip().lower())
     )
 
 
 def built_in_list(name: str) -> frozenset[str]:
-    """One of the lists that come with the program."""
+    """One of the built-in lists."""
     with resources.as_file(resources.files(__package__) / f"{name}.txt") as path:
         return read_list(path)
 
@@ -62,7 +62,7 @@ def _suffixes() -> Any:
 
 @functools.lru_cache(maxsize=1 << 16)
 def domain_label(host: str) -> str:
-    """The label that was registered: ``amazon`` for ``www.amazon.co.uk``; the address for an IPv4 host."""
+    """The registered label: ``amazon`` for ``www.amazon.co.uk``; the address of an IPv4 host."""
     host = host.rstrip(".")
     if IPV4.fullmatch(host):
         return host
@@ -71,7 +71,7 @@ def domain_label(host: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """The host of a URL, lower-cased; empty where it has none."""
+    """The host of a URL, lower-cased; empty if it has none."""
     try:
         return (urlsplit(url if "//" in url else f"//{url}").hostname or "").lower()
     except ValueError:
@@ -79,7 +79,7 @@ def host_of(url: str) -> str:
 
 
 def drop_reason(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> str | None:
-    """Why a URL is left out (of ``REASONS``), or None; the first rule that fires counts."""
+    """The first of ``REASONS`` that applies to a URL; None if it is accepted."""
     if domain_label(host_of(url)) in domains:
         return "domain"
     if url.partition("#")[0].partition("?")[0].lower().endswith(endings):
@@ -91,25 +91,25 @@ def drop_reason(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> 
 
 @dataclass
 class UrlCounts:
-    """What happened to the URLs."""
+    """Numbers of URLs."""
 
     urls_in: int = 0
-    kept: int = 0
+    urls_out: int = 0
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
 
 def expand_folder(names: Sequence[str]) -> list[str]:
-    """Folders become a pattern of their ``.txt`` files, as the classic tool takes them."""
+    """Replace folders by the pattern of their ``.txt`` files, as Megatron's tool reads them."""
     return [f"{glob.escape(name)}/*.txt" if Path(name).is_dir() else name for name in names]
 
 
 class DropReasonStore(contextlib.AbstractContextManager["DropReasonStore"]):
-    """What befalls each URL, with the repeated ones found on disk: 25 bytes of it a URL, and of memory 0.3.
+    """The drop reason of each URL, and duplicates; on disk with 25 bytes per URL, and 0.3 bytes of memory.
 
-    Two URLs count as the same where 128 bits of their digests agree.
+    Two URLs are equal if 128 bits of their digests are.
 
     Args:
-        folder: where files without names hold the digests and verdicts.
+        folder: folder of temporary files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,18 +120,18 @@ class DropReasonStore(contextlib.AbstractContextManager["DropReasonStore"]):
         self._count = 0
 
     def __exit__(self, *_: object) -> None:
-        """Give the disk back."""
+        """Delete the temporary files."""
         self._open.close()
 
     def add(self, url: str, reason: str | None) -> None:
-        """Note the next URL with the reason to leave it out, or None."""
+        """Add the next URL with its drop reason, or None."""
         if reason is None:
             self._digests.add(url.encode("utf-8", "replace"), self._count)
         self._codes.write(bytes([VERDICTS.index(reason)]))
         self._count += 1
 
     def mark_duplicates(self) -> None:
-        """Give every URL that came before the reason ``duplicate``."""
+        """Set the reason ``duplicate`` for every URL that occurred before."""
         self._codes.flush()
         duplicate = bytes([VERDICTS.index("duplicate")])
         for numbers, _ in self._digests.duplicates():
@@ -139,7 +139,7 @@ class DropReasonStore(contextlib.AbstractContextManager["DropReasonStore"]):
                 os.pwrite(self._codes.fileno(), duplicate, number)
 
     def __iter__(self) -> Iterator[str | None]:
-        """The reason to leave out each URL, or None, in their order."""
+        """The drop reason of each URL, or None, in order."""
         self._codes.seek(0)
         while block := self._codes.read(BLOCK_CODES):
             for code in block:
@@ -147,7 +147,7 @@ class DropReasonStore(contextlib.AbstractContextManager["DropReasonStore"]):
 
 
 def each_url(paths: Sequence[Path], tick: Callable[[float], None] | None = None) -> Iterator[str]:
-    """The URLs of some files, one a line; ``tick`` hears of the bytes of each line."""
+    """The URLs of some files, one per line; ``tick`` receives the bytes of each line."""
     for path in paths:
         with open_read(path) as handle:
             for line in handle:
@@ -164,22 +164,22 @@ def filter_urls(
     tick: Callable[[float], None],
     folder: Path,
 ) -> Iterator[tuple[str, str | None]]:
-    """Each URL of the files with the reason to leave it out, or None; the files are read twice.
+    """Each URL of the files with its drop reason, or None; the files are read twice.
 
     Raises:
-        UsageError: a file has another number of URLs when it is read again.
+        UsageError: the number of URLs changed between the two passes.
     """
     ends = tuple(sorted(endings))
-    with DropReasonStore(folder) as seen:
+    with DropReasonStore(folder) as reasons:
         for url in each_url(paths, tick):
-            seen.add(url, drop_reason(url, domains, ends))
-        seen.mark_duplicates()
+            reasons.add(url, drop_reason(url, domains, ends))
+        reasons.mark_duplicates()
         try:
-            yield from zip(each_url(paths), seen, strict=True)
+            yield from zip(each_url(paths), reasons, strict=True)
         except ValueError as error:
             raise UsageError(
-                "blacklist-urls reads its inputs twice, and they changed meanwhile (or one is a pipe); "
-                "give files that nobody writes"
+                "blacklist-urls: an input changed between the two passes, or is a pipe; "
+                "use files that no other process writes"
             ) from error
 
 
@@ -192,24 +192,24 @@ def write_urls(
     tick: Callable[[float], None],
     dropped: Path | None = None,
 ) -> UrlCounts:
-    """Filter the URLs of ``paths`` into ``output``; the others go to ``dropped`` behind their reasons."""
+    """Write accepted URLs to ``output``, and dropped ones with their reasons to ``dropped``."""
     from ..io.atomic_write import open_atomic
 
     counts = UrlCounts()
-    with open_atomic(output) as kept_file, open_atomic(dropped) as dropped_file:
-        kept, pending = (
-            wrap_write(kept_file, output.suffix),
+    with open_atomic(output) as accepted_file, open_atomic(dropped) as dropped_file:
+        accepted, rejected = (
+            wrap_write(accepted_file, output.suffix),
             wrap_write(dropped_file, dropped.suffix if dropped else ""),
         )
         for url, reason in filter_urls(paths, domains, endings, tick, output.parent):
             counts.urls_in += 1
             if reason is None:
-                counts.kept += 1
-                kept.write(f"{url}\n".encode())
+                counts.urls_out += 1
+                accepted.write(f"{url}\n".encode())
             else:
                 counts.dropped[reason] += 1
-                pending.write(f"{reason}\t{url}\n".encode())
-        for writer, handle in ((kept, kept_file), (pending, dropped_file)):
+                rejected.write(f"{reason}\t{url}\n".encode())
+        for writer, handle in ((accepted, accepted_file), (rejected, dropped_file)):
             if writer is not handle:
                 writer.close()
     return counts

@@ -116,11 +116,11 @@ def test_a_second_run_does_nothing_and_a_changed_step_is_redone_with_those_behin
     before = digests(tmp_path)
     code, out, _ = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
     assert code == 0
-    assert out.count("done before") == 5
+    assert out.count("reused from an earlier run") == 5
     assert digests(tmp_path) == before
     code, out, err = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK, "--set", "shuffle.seed=5")
     assert code == 0
-    assert out.count("done before") == 3
+    assert out.count("reused from an earlier run") == 3
     assert "shuffle: settings or inputs changed" in err
     assert digests(tmp_path)["corpus_text_document.bin"] != before["corpus_text_document.bin"]
 
@@ -192,19 +192,19 @@ def test_other_settings_are_refused_without_overwrite(prep, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("shuffle", "none.jsonl", "-o", "out.jsonl"), "none.jsonl: no such file"),
-        (("shuffle", "*.none", "-o", "out.jsonl"), "matches none"),
+        (("shuffle", "none.jsonl", "-o", "out.jsonl"), "none.jsonl: no file has this name"),
+        (("shuffle", "*.none", "-o", "out.jsonl"), "matches this pattern"),
         (("shuffle", "-o", "out.jsonl"), "name at least one input"),
         (("shuffle", "in.jsonl", "-o", "in.jsonl"), "is both input and output"),
         (("shuffle", ".", "-o", "out.jsonl"), "is a folder"),
-        (("pipeline", "no-such"), "is neither a recipe file"),
-        (("pipeline", "quickstart", "--set", "a.b=1"), "has no step 'a'"),
+        (("pipeline", "no-such"), "neither a recipe file"),
+        (("pipeline", "quickstart", "--set", "a.b=1"), "'a' is not a step of the recipe"),
         (("pipeline", "quickstart", "--set", "clean.nonsense=1"), "unknown key 'nonsense'"),
         (("pipeline", "quickstart", "--set", "clean.min-tokens=x"), "must be of type int"),
         (("pipeline", "quickstart", "--set", "clean"), "must have the form step.key=value"),
         (("inspect", "none"), "none.idx: no such file"),
         (("binarize", "in.jsonl", "-o", "out", "--tokenizer", "none.json"), "none.json: cannot be read"),
-        (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "do not divide into --num-bands 7"),
+        (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "--num-bands 7: must divide --num-seeds"),
     ],
 )
 def test_wrong_use_exits_2_and_says_what_to_do(prep, tmp_path, monkeypatch, arguments, message):
@@ -229,7 +229,7 @@ def test_inspect_and_verify(prep, tmp_path):
     bin_file.write_bytes(b"\xff\xff" + bin_file.read_bytes()[2:])
     code, _, err = prep("verify", prefix, "--tokenizer", tmp_path / "tokenizer.json")
     assert code == 2
-    assert "bin.tokens[0]: is 65535; must be within 0 and 399" in err
+    assert "bin.tokens[0]: is 65535; must be from 0 to 399" in err
     bin_file.write_bytes(bin_file.read_bytes()[:-2])
     assert prep("inspect", prefix)[0] == 2
 
@@ -290,7 +290,7 @@ def test_binarize_as_the_classic_tool_is_called(prep, tmp_path):
     code, out, _ = prep(
         "merge-indexed", tmp_path / "data_text_sentence", tmp_path / "data_title_sentence", "-o", tmp_path / "m"
     )
-    assert (code, "2 data sets; 150 documents" in out) == (0, True)
+    assert (code, "2 datasets; 150 documents" in out) == (0, True)
     code, out, _ = prep(
         "convert-indexed", tmp_path / "m", "-o", tmp_path / "small", "--to", "mmap", "--dtype", "uint16"
     )
@@ -320,5 +320,5 @@ def test_an_eod_token_that_is_none_is_refused(prep, tmp_path):
         "--vocab", tmp_path / "vocab.json", "--append-eod",
     )  # fmt: skip
     assert code == 2
-    assert "name one of its tokens by --eod-token" in err
+    assert "select one of its tokens with --eod-token" in err
     assert not (tmp_path / "d_text_document.bin").exists()

@@ -169,7 +169,7 @@ def test_parquet_columns_nested_deeper_than_the_reader_allows_end_the_step(prep,
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
     code, _, err = prep("split-sentences", "in.parquet", "-o", "out")
     assert code == 1
-    assert "in.parquet: is damaged or no parquet file, behind row 0: Parquet schema too deeply nested" in err
+    assert "in.parquet: damaged, or not a parquet file, after row 0: Parquet schema too deeply nested" in err
     assert "Traceback" not in err
 
 

@@ -52,7 +52,7 @@ def test_a_wrong_json_key_names_the_keys_that_are_there(prep, tmp_path, step, fl
     code, _, err = prep(step, "in.jsonl", "-o", "out.json", *flags)
     assert code == 4
     assert "3 of 3 lines are invalid documents" in err
-    assert "3 have no --json-key content: the first of them has the keys url, text, title" in err
+    assert "3 lack --json-key content; the first of them has the keys url, text, title" in err
 
 
 def test_a_task_without_the_key_names_the_keys_that_are_there(prep, tmp_path):
@@ -128,11 +128,11 @@ def test_two_inputs_of_one_name_are_refused(prep, tmp_path):
     for folder, text in ((tmp_path, "here"), (tmp_path / "work", "there")):
         write(folder / "in.jsonl", [{"text": text}])
     code, _, err = prep("pipeline", "recipe.toml", "--work-dir", "work")
-    assert (code, "choose by --input in.jsonl or --input work/in.jsonl" in err) == (2, True)
+    assert (code, "choose with --input in.jsonl or --input work/in.jsonl" in err) == (2, True)
     assert prep("pipeline", "recipe.toml", "--work-dir", "work", "--input", "in.jsonl")[0] == 0
 
 
 def test_a_recipes_input_that_is_nowhere_is_named(prep, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     code, _, err = prep("pipeline", "recipe.toml", "--work-dir", "work")
-    assert (code, "in.jsonl: no such file" in err) == (2, True)
+    assert (code, "in.jsonl: no file has this name" in err) == (2, True)

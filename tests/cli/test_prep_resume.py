@@ -217,7 +217,7 @@ def test_another_run_in_the_same_folder_is_refused(prep, tmp_path):
     with open(tmp_path / "out.jsonl.work" / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
-    assert (code, "another run works here" in err) == (2, True)
+    assert (code, "another run uses this work folder" in err) == (2, True)
 
 
 def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
@@ -242,11 +242,11 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--task-index", 2, "--task-count", 2), "must be between 0 and"),
-        (("--task-index", 0), "needs --task-count"),
+        (("--task-index", 2, "--task-count", 2), "must be from 0 to"),
+        (("--task-index", 0), "requires --task-count"),
         (("--task-index", 0, "--task-count", 1, "--phase", "none"), "has the phases map, join"),
         (("--executor", "slurm"), "sbatch is not on PATH"),
-        (("--executor", "slurm", "--task-count", 5000), "between 1 and 1000"),
+        (("--executor", "slurm", "--task-count", 5000), "must be from 1 to 1000"),
     ],
 )
 def test_parts_that_do_not_exist(prep, tmp_path, monkeypatch, more, message):
@@ -305,11 +305,11 @@ def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
     target = (*common, tmp_path / "slurm.jsonl", "--task-count", 2)
     if emit:
         code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
-        assert (code, "run it where Slurm is" in out, (sbatch / "log").exists()) == (0, True, False)
+        assert (code, "run it on a Slurm machine" in out, (sbatch / "log").exists()) == (0, True, False)
         assert subprocess.run(["bash", tmp_path / "submit.sh"], check=True, capture_output=True).stdout
     else:
         code, out, err = prep(*target, "--executor", "slurm")
-        assert (code, "submitted; job 103;cluster ends last" in out) == (0, True), err
+        assert (code, "submitted; the last job is 103;cluster" in out) == (0, True), err
     assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -355,7 +355,7 @@ def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, t
     target = (*recipe, tmp_path / "slurm", "--task-count", 2)
     if emit:
         code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
-        assert (code, "run it where Slurm is" in out, (sbatch / "log").exists()) == (0, True, False)
+        assert (code, "run it on a Slurm machine" in out, (sbatch / "log").exists()) == (0, True, False)
         lines = (tmp_path / "submit.sh").read_text()
         names = re.findall(r"--job-name (\S+) (?:--array 0-(\d))?", lines)
         assert names == [
@@ -366,7 +366,7 @@ def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, t
         return
     assert prep(*recipe, tmp_path / "local")[0] == 0
     code, out, err = prep(*target, "--executor", "slurm")
-    assert (code, "submitted; job 110;cluster ends last" in out) == (0, True), err
+    assert (code, "submitted; the last job is 110;cluster" in out) == (0, True), err
     assert made(tmp_path / "slurm") == made(tmp_path / "local")
     steps = json.loads((tmp_path / "slurm" / "pipeline-summary.json").read_text())["steps"]
     assert [(step["name"], step["reused"]) for step in steps] == [("merge", True), ("mix", True), ("binarize", True)]
@@ -389,9 +389,9 @@ def test_a_pipeline_as_slurm_arrays_with_overwrite_replaces_foreign_outputs(prep
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--task-index", 0, "--task-count", 2), "name it by --step"),
-        (("--step", "other"), "has the steps merge, mix, binarize"),
-        (("--executor", "slurm", "--task-count", 2000), "between 1 and 1000"),
+        (("--task-index", 0, "--task-count", 2), "select it with --step"),
+        (("--step", "other"), "its steps are merge, mix, binarize"),
+        (("--executor", "slurm", "--task-count", 2000), "must be from 1 to 1000"),
         (("--step", "mix"), "cannot be read"),  # what the step before makes
     ],
 )
@@ -449,7 +449,7 @@ def test_a_truncated_input_fails_its_task_and_keeps_nothing(prep, tmp_path, endi
     source = tmp_path / f"cut.jsonl{ending}"
     source.write_bytes(packed[:-100])
     code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
-    assert (code, "ends too early" in err) == (1, True)
+    assert (code, "is truncated" in err) == (1, True)
     assert not (tmp_path / "out.jsonl").exists()
     source.write_bytes(packed)
     assert prep("merge", source, "-o", tmp_path / "out.jsonl", "--overwrite")[0] == 0

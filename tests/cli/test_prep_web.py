@@ -165,7 +165,7 @@ def test_an_edited_output_is_kept_and_overwrite_keeps_the_journal_of_these_urls(
     output.write_text("edited")
     server.robots_host.clear()
     code, _, err = prep(*target)
-    assert (code, "exists already; --overwrite replaces it" in err, output.read_text()) == (2, True, "edited")
+    assert (code, "already exists; use --overwrite to replace it" in err, output.read_text()) == (2, True, "edited")
     assert prep(*target, "--overwrite")[0] == 0
     assert (output.read_bytes(), server.robots_host) == (whole, [])
     urls.write_text(f"{base}/page2\n")
@@ -308,4 +308,4 @@ def test_a_dump_becomes_documents(prep, tmp_path):
     }  # fmt: skip
     (tmp_path / "cut.xml.bz2").write_bytes(bz2.compress(DUMP.encode())[:-20])
     code, _, err = prep("extract-wiki", tmp_path / "cut.xml.bz2", "-o", tmp_path / "cut.jsonl")
-    assert (code, "is cut off or no MediaWiki XML" in err) == (1, True)
+    assert (code, "truncated, or not MediaWiki XML" in err) == (1, True)

@@ -119,7 +119,7 @@ def test_a_bad_input_on_a_cluster_is_told_as_here(address, tmp_path):
     folder = corpus(tmp_path / "work", 3)
     (folder / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     said = prep(folder, "merge", "cut.jsonl.gz", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
-    assert "ends too early" in said
+    assert "is truncated" in said
     assert "Traceback" not in said
 
 

@@ -65,7 +65,7 @@ def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
 def test_a_line_that_is_no_pair_is_told_and_leaves_the_old_groups(tmp_path):
     (tmp_path / "pairs").write_text('{"a": [{"b": 1.0}]}\n{"a": {"b": 1}}\n', encoding="utf-8")
     (tmp_path / "groups").write_text("old", encoding="utf-8")
-    with pytest.raises(UsageError, match="pairs: 'a' must be followed by a list"):
+    with pytest.raises(UsageError, match="pairs: the value of 'a' must be a list"):
         write_groups(tmp_path / "pairs", tmp_path / "groups", 0.9)
     assert (tmp_path / "groups").read_text() == "old"
 

@@ -85,13 +85,13 @@ def planted(seed):
     return made
 
 
-def stored_buckets(folder, signatures, bands, held=1 << 20):
+def stored_buckets(folder, signatures, bands, max_keys=1 << 20):
     """The buckets of each band in files of ``folder``."""
     stored = []
     for band in range(bands):
         made = StoredBuckets(members=folder / f"{band}-members", sizes=folder / f"{band}-sizes")
         keys = band_keys(signatures, band, bands)
-        parts = list(buckets([keys[:7], keys[7:]], len(keys), folder, held))
+        parts = list(buckets([keys[:7], keys[7:]], len(keys), folder, max_keys))
         made.members.write_bytes(b"".join(members.tobytes() for members, _ in parts))
         made.sizes.write_bytes(b"".join(sizes.tobytes() for _, sizes in parts))
         stored.append(made)
@@ -151,13 +151,13 @@ def in_lists(found):
     return made
 
 
-@pytest.mark.parametrize("held", [3, 100, 1 << 20])
-def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, held):
+@pytest.mark.parametrize("max_keys", [3, 100, 1 << 20])
+def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, max_keys):
     keys = np.random.default_rng(0).integers(0, 500, 1000, dtype=np.uint64) << np.uint64(55)
     expected = [found.tolist() for key in np.unique(keys) if len(found := np.flatnonzero(keys == key)) > 1]
-    assert in_lists(buckets([keys[:300], keys[300:301], keys[301:]], len(keys), tmp_path, held)) == expected
-    assert in_lists(buckets([np.arange(9, dtype=np.uint64)], 9, tmp_path, held)) == []
-    assert in_lists(buckets([], 0, tmp_path, held)) == []
+    assert in_lists(buckets([keys[:300], keys[300:301], keys[301:]], len(keys), tmp_path, max_keys)) == expected
+    assert in_lists(buckets([np.arange(9, dtype=np.uint64)], 9, tmp_path, max_keys)) == []
+    assert in_lists(buckets([], 0, tmp_path, max_keys)) == []
     assert list(tmp_path.iterdir()) == []
 
 

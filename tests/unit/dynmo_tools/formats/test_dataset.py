@@ -119,7 +119,7 @@ def test_verify_finds_flipped_bytes_that_structure_allows(made, place):
 def test_verify_compares_the_vocabulary_of_a_tokenizer(made):
     prefix = made("a", WORDS)
     verify(prefix, {word: n for n, word in enumerate(WORDS)})
-    with pytest.raises(UsageError, match="another one"):
+    with pytest.raises(UsageError, match="differs from that of the dataset"):
         verify(prefix, {word: n for n, word in enumerate(["<unk>", "<|endoftext|>", "two", "one"])})
 
 
@@ -127,7 +127,7 @@ def test_verify_bounds_tokens_by_the_stated_vocabulary(made):
     prefix = made("a", WORDS)
     payload = b"\x09" + bin_path(prefix).read_bytes()[1:]
     bin_path(prefix).write_bytes(payload)
-    with pytest.raises(UsageError, match=r"bin.tokens\[0\]: is 9; must be within 0 and 3"):
+    with pytest.raises(UsageError, match=r"bin.tokens\[0\]: is 9; must be from 0 to 3"):
         verify(prefix)
 
 
@@ -186,7 +186,7 @@ def test_sidecar_of_an_older_bin_is_refused(made, tmp_path):
     document = json.loads(sidecar_path(prefix).read_text())
     document["bin"]["pieces"][0]["bytes"] += 1
     sidecar_path(prefix).write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="remove the sidecar if it is old"):
+    with pytest.raises(UsageError, match="remove the sidecar if it is outdated"):
         merge_datasets([prefix], tmp_path / "all")
-    with pytest.raises(UsageError, match="the sidecar says"):
+    with pytest.raises(UsageError, match="the sidecar states"):
         verify(prefix)

@@ -68,7 +68,7 @@ def test_a_task_manifest_that_somebody_changed_is_refused(tmp_path, text):
 )
 def test_kept_fingerprints_with_a_damaged_header_are_refused(tmp_path, text):
     (tmp_path / "header.json").write_text(text)
-    with pytest.raises(UsageError, match="name a folder that --save-fingerprints wrote"):
+    with pytest.raises(UsageError, match="name a folder written by --save-fingerprints"):
         load_part(tmp_path, FindDuplicatesSettings())
 
 

@@ -69,7 +69,7 @@ def test_existing_output_is_refused_unless_overwrite(prep, tmp_path, name):
     else:
         (tmp_path / file).write_text("mine")
     code, err = prep(*arguments, "-o", output)
-    assert (code, re.search(rf"{file}: exists already; --overwrite replaces it", err) is not None) == (2, True), err
+    assert (code, re.search(rf"{file}: already exists; use --overwrite to replace it", err) is not None) == (2, True), err
     assert file == "prints" or (tmp_path / file).read_text() == "mine"
     if name != "fetch":  # which would use the network
         assert prep(*arguments, "-o", output, "--overwrite")[0] == 0
@@ -84,14 +84,14 @@ def test_output_that_is_a_folder_is_refused_before_work(prep, tmp_path, name):
     (tmp_path / file).mkdir()
     for more in ((), ("--overwrite",)):
         code, err = prep(*arguments, "-o", output, *more)
-        assert (code, "is a folder; this output is a file" in err) == (2, True), err
+        assert (code, "is a folder, but this output is a file" in err) == (2, True), err
     assert not (tmp_path / "out.work").exists()
 
 
 def test_folder_or_file_of_another_kind_is_refused(prep, tmp_path):
     (tmp_path / "prints").write_text("")
     code, err = prep("dedup", "in.jsonl", "-o", "out", "--save-fingerprints", "prints", "--overwrite")
-    assert (code, "prints: is a file; this output is a folder" in err) == (2, True)
+    assert (code, "prints: is a file, but this output is a folder" in err) == (2, True)
     (tmp_path / "out_text_document.bin").mkdir()
     code, err = prep(*BINARIZE, "-o", "out")
     assert (code, "out_text_document.bin: is a folder" in err) == (2, True)
@@ -126,12 +126,12 @@ def test_file_that_was_fetched_again_needs_no_overwrite(prep, tmp_path):
 def test_finished_and_interrupted_runs_are_not_discarded(prep, tmp_path):
     assert prep("shuffle", "in.jsonl", "-o", "out")[0] == 0
     code, err = prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3)
-    assert (code, "out: exists already" in err) == (2, True)
+    assert (code, "out: already exists" in err) == (2, True)
     assert prep("shuffle", "in.jsonl", "-o", "out")[0] == 0  # the same run: nothing is done
     (tmp_path / "out").unlink()
     (tmp_path / "out.work" / "summary.json").unlink()  # as a signal leaves it
     code, err = prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3)
-    assert (code, "has an interrupted run of this step with other settings" in err) == (2, True)
+    assert (code, "contains an interrupted run of this step with other settings" in err) == (2, True)
     assert prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3, "--overwrite")[0] == 0
 
 
@@ -139,7 +139,7 @@ def test_output_that_was_edited_since_is_not_written_again(prep, tmp_path):
     assert prep("merge", "in.jsonl", "-o", "out")[0] == 0
     (tmp_path / "out").write_text("edited")
     code, err = prep("merge", "in.jsonl", "-o", "out")
-    assert (code, "was changed since this run wrote it" in err) == (2, True)
+    assert (code, "changed after this run wrote it" in err) == (2, True)
     assert (tmp_path / "out").read_text() == "edited"
 
 
@@ -158,13 +158,13 @@ def test_unnamed_documents_are_found_by_any_spelling(prep, tmp_path, spelling):
 def test_names_of_groups_that_no_input_has_end_with_3(prep, tmp_path):
     (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1", "nobody"]}\n{"1": ["u2", "elsewhere.jsonl@7", "u1"]}\n')
     code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "-o", "out")
-    assert (code, "documents that groups.jsonl names and no input has: 2" in err) == (3, True), err
+    assert (code, "2 names of groups.jsonl are in no input" in err) == (3, True), err
     assert len((tmp_path / "out").read_bytes().splitlines()) == 8
 
 
 def test_wrong_id_key_of_remove_duplicates_ends_with_3(prep):
     code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "--id-key", "uri", "-o", "out")
-    assert (code, "no input has: 1" in err) == (3, True)
+    assert (code, "1 names of groups.jsonl are in no input" in err) == (3, True)
 
 
 def test_output_of_the_same_bytes_keeps_its_date(prep, tmp_path):
@@ -211,7 +211,7 @@ def test_rows_and_file_names_with_lone_surrogates_are_processed(prep, tmp_path, 
 def test_missing_key_of_rows_with_lone_surrogates_is_reported(prep, tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"\\ud800": 1}\n')
     code, err = prep("clean", "odd.jsonl", "-o", "out")
-    assert (code, "have no --json-key text" in err) == (4, True), err
+    assert (code, "lack --json-key text" in err) == (4, True), err
 
 
 def test_corrected_run_after_a_failed_part_needs_no_overwrite(prep, tmp_path):
@@ -238,7 +238,7 @@ def test_part_of_a_phase_runs_while_another_part_runs(prep, tmp_path):
 
 def test_part_with_overwrite_is_refused(prep):
     code, err = prep("merge", "in.jsonl", "-o", "out", "--task-index", 0, "--task-count", 2, "--overwrite")
-    assert (code, "each part would discard the work of the others" in err) == (2, True)
+    assert (code, "each subset would discard the work of the others" in err) == (2, True)
 
 
 def test_brackets_in_names_of_folders_and_files_are_no_pattern(prep, tmp_path):

@@ -112,13 +112,13 @@ def test_kinds_of_pieces_are_read_from_the_model(models):
 
 @pytest.mark.parametrize("kind", [TokenizerType.LLAMA, TokenizerType.SENTENCE_PIECE])
 def test_gigatoken_is_refused_where_it_cannot_run_a_model(models, monkeypatch, kind):
-    with pytest.raises(UsageError, match=r"gigatoken does not run it .*use --engine tokenizers"):
+    with pytest.raises(UsageError, match=r"gigatoken cannot run it .*use --engine tokenizers"):
         load(models / "unigram.model", Engine.GIGATOKEN, kind)
     original = FastSentencePieceTokenizer.encode_batch
     monkeypatch.setattr(
         FastSentencePieceTokenizer, "encode_batch", lambda self, texts: original(self, [text + "x" for text in texts])
     )
-    with pytest.raises(UsageError, match="it gives other ids"):
+    with pytest.raises(UsageError, match="it returns other ids"):
         load(models / "llama.model", Engine.GIGATOKEN, kind)
     assert not isinstance(load(models / "llama.model", Engine.AUTO, kind), RoutedTokenizer)
 
@@ -126,7 +126,7 @@ def test_gigatoken_is_refused_where_it_cannot_run_a_model(models, monkeypatch, k
 @pytest.mark.parametrize("kind", [TokenizerType.BERT_LOWER, TokenizerType.BERT_CASE, TokenizerType.WHITESPACE])
 def test_gigatoken_is_refused_for_tokenizers_that_are_not_bpe(tmp_path, kind):
     (tmp_path / "vocab").write_text("[UNK]\n" if kind is not TokenizerType.WHITESPACE else '{"<unk>": 0}')
-    with pytest.raises(UsageError, match="gigatoken: it runs BPE only"):
+    with pytest.raises(UsageError, match="gigatoken: runs BPE only"):
         load_tokenizer(TokenizerFiles(kind=kind, vocab=tmp_path / "vocab", engine=Engine.GIGATOKEN))
 
 

@@ -83,7 +83,7 @@ def test_converted_and_back_is_the_same_bytes(tmp_path, form):
 
 def test_an_id_that_does_not_fit_is_told_and_nothing_is_left(tmp_path):
     make(tmp_path / "a", [[[70_000]]], np.int32)
-    with pytest.raises(UsageError, match="holds the id 70000"):
+    with pytest.raises(UsageError, match="the id 70000 is out of range"):
         convert_dataset(tmp_path / "a", tmp_path / "small", IndexForm.MMAP, np.dtype(np.uint16))
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
@@ -108,5 +108,5 @@ def test_prefixes_from_folders_patterns_and_names(tmp_path):
     assert expand_prefixes([str(tmp_path / "?.idx")]) == both
     assert expand_prefixes([str(tmp_path / "b"), str(tmp_path)]) == [tmp_path / "b", *both]
     assert expand_prefixes([str(tmp_path / "a.*")]) == [tmp_path / "a"]
-    with pytest.raises(UsageError, match="names no indexed data set"):
+    with pytest.raises(UsageError, match="no indexed dataset found"):
         expand_prefixes([str(tmp_path / "none")])

@@ -121,14 +121,14 @@ def test_sentencepiece_models(shared_data, kind):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"kind": TokenizerType.GPT2}, "GPT2BPETokenizer needs --vocab-file"),
-        ({"kind": TokenizerType.GPT2, "vocab": "v.json"}, "needs --merge-file"),
-        ({"kind": TokenizerType.HUGGING_FACE}, "needs --tokenizer"),
+        ({"kind": TokenizerType.GPT2}, "GPT2BPETokenizer: requires --vocab-file"),
+        ({"kind": TokenizerType.GPT2, "vocab": "v.json"}, "requires --merge-file"),
+        ({"kind": TokenizerType.HUGGING_FACE}, "requires --tokenizer"),
         ({"kind": TokenizerType.LLAMA, "model": "none.model"}, r"none\.model: no such file"),
-        ({"kind": TokenizerType.BERT_CASE, "vocab": "v.json"}, r"has no \[UNK\]"),
-        ({"kind": TokenizerType.WHITESPACE, "vocab": "v.json"}, "has no <unk>"),
-        ({"kind": TokenizerType.GPT2, "vocab": "v.json", "merges": "m.txt"}, "merge 0 is 'x y'"),
-        ({"kind": TokenizerType.HUGGING_FACE, "model": "v.json"}, r"is no tokenizer\.json"),
+        ({"kind": TokenizerType.BERT_CASE, "vocab": "v.json"}, r"\[UNK\] is missing"),
+        ({"kind": TokenizerType.WHITESPACE, "vocab": "v.json"}, "<unk> is missing"),
+        ({"kind": TokenizerType.GPT2, "vocab": "v.json", "merges": "m.txt"}, "merge 0, 'x y', is not"),
+        ({"kind": TokenizerType.HUGGING_FACE, "model": "v.json"}, r"not a tokenizer\.json"),
     ],
 )
 def test_files_that_do_not_fit_are_named(tmp_path, monkeypatch, files, message):

@@ -79,7 +79,7 @@ def test_bert_s_words_are_those_of_whole_texts(texts, model):
     split = kind.splitter()
     odd = ["a\u0301 \u00a0b\x1cc\td\r\ne\u3000f", "x\u2028y\x85z \ufffd\x00", "中文 字a字", "I\u0307 ΑΣ ΑΣ."]
     for text in [*texts, *odd]:
-        found = Counter(word for piece in split(text) for word in kind.words_of(piece))
+        found = Counter(word for piece in split(text) for word in kind.extract_words(piece))
         whole = kind._pre_tokenizer.pre_tokenize_str(kind._normalizer.normalize_str(text))
         assert found == Counter(word.encode() for word, _ in whole), text
 
@@ -110,14 +110,14 @@ def test_rare_words_are_left_out_beyond_the_bytes_that_are_allowed(train_on):
     texts = [f"the quick brown fox {''.join(rng.choices('qxyzjkvw', k=9))}" for _ in range(3000)]
     facts: dict[str, object] = {}
     trained = json.loads(train_on(texts, TrainTokenizerSettings(vocab_size=2000, max_word_bytes=5000), facts=facts))
-    left = facts["left_out"]
+    left = facts["excluded"]
     assert facts["distinct_words"] > left["rare words"] > 0.5 * facts["distinct_words"]
-    assert left["of the text's words"].endswith(" %")
-    assert 10 < float(left["of the text's words"][:-2]) < 20
+    assert left["of all words"].endswith(" %")
+    assert 10 < float(left["of all words"][:-2]) < 20
     assert {"the", "Ġquick", "Ġbrown", "Ġfox"} <= set(trained["model"]["vocab"])
     all_of_it: dict[str, object] = {}
     train_on(texts, TrainTokenizerSettings(vocab_size=300), facts=all_of_it)
-    assert "left_out" not in all_of_it
+    assert "excluded" not in all_of_it
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_word_bytes", 0), ("max_word_bytes", 1 << 31), ("vocab_size", 256)])

@@ -67,7 +67,7 @@ def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
         [source], output, domains=DOMAINS, endings=frozenset(ENDINGS), tick=lambda size: None, dropped=dropped
     )
     assert output.read_text() == "http://b.org/1\nhttp://a.org/2\n"
-    assert (counts.urls_in, counts.kept) == (4, 2)
+    assert (counts.urls_in, counts.urls_out) == (4, 2)
     assert {reason: n for reason, n in counts.dropped.items() if n} == {"duplicate": 1, "ending": 1}
     import gzip
 
@@ -96,5 +96,5 @@ def test_inputs_that_change_between_the_readings_are_refused(tmp_path):
         source.write_text("")
 
     source.write_text("http://b.org/1\n" * 5)
-    with pytest.raises(UsageError, match="changed meanwhile"):
+    with pytest.raises(UsageError, match="changed between the two passes"):
         list(filter_urls([source], DOMAINS, frozenset(ENDINGS), shorten, tmp_path))
