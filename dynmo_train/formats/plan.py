@@ -197,24 +197,29 @@ def initial_plan(
     *,
     run_id: str,
     stages: Sequence[Sequence[str]],
-    workers: Sequence[int],
+    stage_workers: Sequence[int],
     schedule: str,
     virtual_stages_per_worker: int,
     plan_id: int = 0,
     read_to_step: int = 0,
     reason: str = "the partition that the run started with",
-    placed: Sequence[int] | None = None,
     granularity: str | None = None,
     operations: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The document of the partition that a run starts with; ``workers`` in the order of their first stages.
+    """Return the document of the partition that a run starts with.
 
     Args:
-        placed: the worker of each stage, and
-        operations: of each worker, both with the schedule ``custom`` alone.
-        granularity: where stages may be cut in this run.
+        run_id: ID of the run.
+        stages: Item names of each stage.
+        stage_workers: Worker of each stage.
+        schedule: Pipeline schedule.
+        virtual_stages_per_worker: Stages on each worker.
+        plan_id: Number of the plan.
+        read_to_step: Step after which the run starts.
+        reason: One sentence.
+        granularity: ``layer`` or ``sublayer``: where this run lets a stage begin.
+        operations: With the schedule ``custom``: the operations of each worker.
     """
-    placed = _placed(schedule, workers, len(stages)) if placed is None else placed
     return {
         **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
         "plan_id": plan_id,
@@ -226,7 +231,10 @@ def initial_plan(
         "balancer": "initial",
         "schedule": schedule,
         "virtual_stages_per_worker": virtual_stages_per_worker,
-        "stages": [{"stage": at, "worker": placed[at], "items": list(items)} for at, items in enumerate(stages)],
+        "stages": [
+            {"stage": stage, "worker": worker, "items": list(items)}
+            for stage, (worker, items) in enumerate(zip(stage_workers, stages, strict=True))
+        ],
         "released_workers": [],
         "predicted": None,
         "optimality": None,

@@ -1,7 +1,7 @@
-"""A probe that makes each item take a stated time, by sleeping for what its arithmetic leaves of it.
+"""A profiler that makes each item take a given time: it sleeps for what the arithmetic leaves of that time.
 
-So a pipeline of many workers runs on few cores with the real schedule, transfers, measurements and moves: sleeping
-workers overlap. Times must be well above what arithmetic and engine take (10 ms for a layer of a tiny model).
+So a pipeline of many ranks runs on few cores with the real schedule, transfers, measurements and moves, because
+sleeping ranks overlap. Times must be well above those of arithmetic and engine (10 ms for a layer of a tiny model).
 """
 
 from __future__ import annotations
@@ -12,77 +12,81 @@ from contextlib import contextmanager
 
 from ..dynamics.technique import Event
 from ..parallel.device_clock import CpuClock
-from .emulation_trace import NOTHING, ItemTimes, Trace
+from .emulation_trace import ZERO_TIMES, EmulationTrace, ItemTimes
 from .profiler import LayerProfiler
 
 
 class EmulatedProfiler(LayerProfiler):
-    """Measures by the wall clock, and sleeps inside of what it measures."""
+    """Measures by the wall clock, and sleeps within what it measures.
 
-    def __init__(self, trace: Trace) -> None:
+    Args:
+        trace: Times of each item.
+    """
+
+    def __init__(self, trace: EmulationTrace) -> None:
         super().__init__(CpuClock(0))
         self.always_marks = True
         self.trace = trace
         self._times: Mapping[str, ItemTimes] = trace.at(1)
-        self._inside: tuple[str, ...] = ()
-        self._reached, self._due, self._whole = 0, 0, True
+        self._stage_names: tuple[str, ...] = ()
+        self._reached, self._due_ns, self._full = 0, 0, True
 
     def begin_step(self, sampling: bool, step: int) -> None:
-        """Take the times of ``step``."""
+        """Use the times of ``step``."""
         super().begin_step(sampling, step)
         self._times = self.trace.at(step)
 
     def events(self, step: int) -> Sequence[Event]:
-        """What the trace tells after ``step``."""
+        """Return the trace's events after ``step``."""
         return self.trace.events.get(step, ())
 
-    def _take(self, length_ns: float) -> None:
-        """Let this much more of the present operation have passed: an item that was late is made up for by the next."""
-        self._due += round(length_ns)
-        sleep_until(self._due)
+    def _take(self, duration_ns: float) -> None:
+        """Extend the current operation by this time; an item that is late shortens the sleep of the next one."""
+        self._due_ns += round(duration_ns)
+        sleep_until(self._due_ns)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """As measured; the stated times of its items count from here."""
-        self._due = time.perf_counter_ns()
+        """Measure one operation; the times of its items count from here."""
+        self._due_ns = time.perf_counter_ns()
         with super().busy():
             yield
 
     @contextmanager
     def forward(self, name: str) -> Iterator[None]:
-        """As measured, and as long as stated."""
+        """Take the forward time of one item."""
         with super().forward(name):
             yield
-            self._take(self._times.get(name, NOTHING).forward_ns)
+            self._take(self._times.get(name, ZERO_TIMES).forward_ns)
 
     @contextmanager
-    def backward(self, names: tuple[str, ...], *, whole: bool = True) -> Iterator[None]:
-        """As measured; each item's part ends when its stated time is over, at its mark."""
-        self._inside, self._reached, self._whole = names, len(names), whole
-        with super().backward(names, whole=whole):
+    def backward(self, names: tuple[str, ...], *, full: bool = True) -> Iterator[None]:
+        """Take the backward times of a stage; each item's time ends at its mark."""
+        self._stage_names, self._reached, self._full = names, len(names), full
+        with super().backward(names, full=full):
             yield
             self._take_down_to(0)
 
     def gradient_reached(self, position: int) -> None:
-        """The items behind the mark take their time before the next one begins."""
+        """Take the times of the items behind the mark before the earlier item starts."""
         self._take_down_to(position)
         super().gradient_reached(position)
 
     def _take_down_to(self, position: int) -> None:
-        for name in reversed(self._inside[position : self._reached]):
-            stated = self._times.get(name, NOTHING)
-            self._take(stated.backward_input_ns + (stated.backward_weight_ns if self._whole else 0))
+        for name in reversed(self._stage_names[position : self._reached]):
+            times = self._times.get(name, ZERO_TIMES)
+            self._take(times.backward_input_ns + (times.backward_weight_ns if self._full else 0))
         self._reached = min(self._reached, position)
 
     @contextmanager
     def weight(self, name: str, share: float = 1.0) -> Iterator[None]:
-        """As measured, and as long as this share of the stated time."""
+        """Take a share of the weight-gradient time of one item."""
         with super().weight(name, share):
             yield
-            self._take(self._times.get(name, NOTHING).backward_weight_ns * share)
+            self._take(self._times.get(name, ZERO_TIMES).backward_weight_ns * share)
 
 
-def sleep_until(moment: int) -> None:
-    """Sleep until ``time.perf_counter_ns`` shows ``moment``, if it does not yet."""
-    while (left := moment - time.perf_counter_ns()) > 0:
-        time.sleep(left / 1e9)
+def sleep_until(deadline_ns: int) -> None:
+    """Sleep until ``time.perf_counter_ns`` reaches ``deadline_ns``."""
+    while (remaining := deadline_ns - time.perf_counter_ns()) > 0:
+        time.sleep(remaining / 1e9)

@@ -32,11 +32,11 @@ class ItemTimes:
     backward_weight_ns: int
 
 
-NOTHING = ItemTimes(forward_ns=0, backward_input_ns=0, backward_weight_ns=0)
+ZERO_TIMES = ItemTimes(forward_ns=0, backward_input_ns=0, backward_weight_ns=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class EmulationTrace:
     """Times by step, and what is told after which step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Trace:
         return self.times[max(0, bisect.bisect_right(self.steps, step) - 1)]
 
 
-def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Trace:
+def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> EmulationTrace:
     """The trace in a profile, of its last segment.
 
     Args:
@@ -85,7 +85,7 @@ def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Trace:
     if problems:
         raise DocumentError(str(path), problems)
     known: dict[str, list[int]] = {name: [0] * len(found) for name in TIMES[:1] + TIMES[2:]}
-    return Trace(
+    return EmulationTrace(
         steps=tuple(record["step"] for record in steps),
         times=tuple(_times(record, [str(name) for name in found], known, scale) for record in steps),
         events=_events(record for record in lines if _kind(record) == "event"),

@@ -1,4 +1,4 @@
-"""Which microbatches' gradients cross a stage boundary as factors. Pure functions of the schedule and the partition."""
+"""Which microbatches' gradients cross a stage boundary compressed. Pure functions of the schedule and the partition."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FORWARD, BACKWARDS = "F", ("B", "I")
 
 
 def epilogue_backwards(order: Order) -> dict[int, frozenset[int]]:
-    """Stage -> microbatches whose backward its worker begins behind its last forward of the step: the epilogue.
+    """Return stage -> microbatches whose backward its rank starts after its last forward of the step: the epilogue.
 
     Args:
-        order: the operations of each worker as (stage, kind, microbatch); kinds are torch's ``F``, ``B``, ``I``, ``W``.
+        order: Operations of each rank as (stage, kind, microbatch); kinds are torch's ``F``, ``B``, ``I``, ``W``.
     """
     found: dict[int, set[int]] = {}
     for operations in order:
@@ -26,9 +26,9 @@ def epilogue_backwards(order: Order) -> dict[int, frozenset[int]]:
 
 
 def one_f_one_b_epilogue(stages: int, microbatches: int) -> dict[int, frozenset[int]]:
-    """The same of 1F1B with one stage a worker: stage ``s`` runs ``S - s`` forwards ahead, and backwards behind.
+    """Return the epilogue of 1F1B with one stage per rank: stage ``s`` of ``S`` runs ``S - s`` forwards ahead.
 
-    Worked: of 4 stages and 8 microbatches, stage 0 gets 4, 5, 6 and 7 in the epilogue, stage 2 gets 6 and 7.
+    Example: of 4 stages and 8 microbatches, stage 0 has 4, 5, 6 and 7 in its epilogue, stage 2 has 6 and 7.
     """
     return {stage: frozenset(range(max(0, microbatches - (stages - stage)), microbatches)) for stage in range(stages)}
 
@@ -36,20 +36,22 @@ def one_f_one_b_epilogue(stages: int, microbatches: int) -> dict[int, frozenset[
 def compressed_microbatches(
     partition: Partition, microbatches: int, epilogue: Mapping[int, frozenset[int]] | None
 ) -> dict[int, frozenset[int]]:
-    """Stage -> microbatches whose gradient it sends back as factors; for every stage but the first.
+    """Return stage -> microbatches whose gradient it sends compressed, for every stage but the first.
 
-    Nothing is sent between stages of one worker. A stage without items passes on the factors that it got, and sends
-    whole what it got whole.
+    Nothing is compressed between stages of one rank. A stage without items forwards what it receives, compressed or
+    not.
 
     Args:
-        epilogue: of each stage as receiver; None packs every microbatch.
+        partition: Stages and their placement.
+        microbatches: Microbatches of a step.
+        epilogue: Epilogue of each stage as a receiver; None compresses every microbatch.
     """
     every = frozenset(range(microbatches))
-    packed: dict[int, frozenset[int]] = {}
+    compressed: dict[int, frozenset[int]] = {}
     for stage in range(len(partition.stages) - 1, 0, -1):
-        apart = partition.worker_of_stage(stage) != partition.worker_of_stage(stage - 1)
-        chosen = (every if epilogue is None else epilogue.get(stage - 1, every)) if apart else frozenset()
+        crosses_ranks = partition.stage_ranks[stage] != partition.stage_ranks[stage - 1]
+        chosen = (every if epilogue is None else epilogue.get(stage - 1, every)) if crosses_ranks else frozenset()
         if not partition.stages[stage]:
-            chosen &= packed.get(stage + 1, frozenset())
-        packed[stage] = chosen
-    return packed
+            chosen &= compressed.get(stage + 1, frozenset())
+        compressed[stage] = chosen
+    return compressed

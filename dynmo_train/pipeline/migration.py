@@ -115,7 +115,7 @@ def move_items(store: ItemStore, before: Partition, after: Partition, world: Wor
     for item, blocks in arriving.items():
         tensors = {name: each for piece, block in blocks for name, each in tensors_in(piece, block).items()}
         store.load_state(item, ItemState(tensors=tensors, steps=announced[item]["steps"]), owned=True)
-    store.reorder(tuple(name for stage in after.stages_of_worker(world.pipeline_rank) for name in after.stages[stage]))
+    store.reorder(after.items_of_rank(world.pipeline_rank))
     sizes = {item: sum(entry["bytes"] for entry in one["tensors"]) for item, one in announced.items()}
     return MoveReport(moves=tuple(moves), bytes_by_item=sizes, duration_ns=time.perf_counter_ns() - started)
 
@@ -212,7 +212,7 @@ def _check_outcome(
     for item, crc in received.items():
         if crc != expected[item]:
             problem = f"{item}: arrived with CRC-32 {crc:08x}, was sent with {expected[item]:08x}"
-    wanted = {name for stage in after.stages_of_worker(world.pipeline_rank) for name in after.stages[stage]}
+    wanted = set(after.items_of_rank(world.pipeline_rank))
     missing = wanted - set(store.modules) - set(received)
     if problem is None and missing:
         problem = f"worker {world.pipeline_rank} would lack {', '.join(sorted(missing))}"

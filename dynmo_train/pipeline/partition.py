@@ -1,4 +1,15 @@
-"""Partitions of the layer list over pipeline stages, as pure values."""
+"""Partitions of the layer list over pipeline stages, and placements of stages on pipeline ranks. Pure values.
+
+Worked, for stages a to d on two pipeline ranks:
+
+========================  =====================  =========================
+placement                 ``stage_ranks``        schedules
+========================  =====================  =========================
+``Partition.looped``      ``(0, 1, 0, 1)``       all but the next two
+``Partition.v_shaped``    ``(0, 1, 1, 0)``       ``zb-v``
+any other                 as a plan says         ``custom``
+========================  =====================  =========================
+"""
 
 from __future__ import annotations
 
@@ -7,80 +18,105 @@ from dataclasses import dataclass
 
 from ..models.layer_list import SUBLAYERS, ItemSpec
 
+Stages = tuple[tuple[str, ...], ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Stages of items, in order, on workers: in rotation, or down the workers and back up.
+    """Stages and their placement; each pipeline rank has the same number of stages.
 
     Attributes:
-        stages: names of the items of each stage, at the finest granularity; a stage may be empty.
-        workers: the number of pipeline workers.
-        vee: whether stages ``p`` and ``2 workers - 1 - p`` are on worker ``p`` (ZB-V); else stage ``s`` is on worker
-            ``s mod workers``.
-        placed: the worker of each stage, as many stages on each, where a plan with its own operations says it.
-        places: where workers are about to leave, the pipeline positions of those that stay; empty is all in order.
+        stages: Item names of each stage, at the finest granularity, in list order; a stage may be empty.
+        stage_ranks: Pipeline rank of each stage.
     """
 
-    stages: tuple[tuple[str, ...], ...]
-    workers: int
-    vee: bool = False
-    placed: tuple[int, ...] | None = None
-    places: tuple[int, ...] = ()
+    stages: Stages
+    stage_ranks: tuple[int, ...]
+
+    @classmethod
+    def looped(cls, stages: Stages, num_ranks: int) -> Partition:
+        """Place stage ``s`` on pipeline rank ``s mod num_ranks``."""
+        return cls(stages=stages, stage_ranks=tuple(stage % num_ranks for stage in range(len(stages))))
+
+    @classmethod
+    def v_shaped(cls, stages: Stages, num_ranks: int) -> Partition:
+        """Place stages down the pipeline ranks and back up (ZB-V): ``s`` and ``2 num_ranks - 1 - s`` share a rank."""
+        down = range(num_ranks)
+        cycle = (*down, *reversed(down))
+        return cls(stages=stages, stage_ranks=tuple(cycle[stage % len(cycle)] for stage in range(len(stages))))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(set(self.stage_ranks))
 
     @property
     def virtual_stages(self) -> int:
-        """Stages on each worker."""
-        return len(self.stages) // self.workers
+        """Number of stages on each pipeline rank."""
+        return len(self.stages) // self.num_ranks
 
-    def worker_of_stage(self, stage: int) -> int:
-        """The pipeline position of the worker that runs a stage."""
-        if self.placed is not None:
-            return self.placed[stage]
-        turn, place = divmod(stage, self.workers)
-        position = self.workers - 1 - place if self.vee and turn % 2 else place
-        return self.places[position] if self.places else position
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """Return the stages of a pipeline rank, in order."""
+        return [stage for stage, of_rank in enumerate(self.stage_ranks) if of_rank == rank]
 
-    def stages_of_worker(self, worker: int) -> list[int]:
-        """The stages of a worker, in order."""
-        return [stage for stage in range(len(self.stages)) if self.worker_of_stage(stage) == worker]
+    def items_of_rank(self, rank: int) -> tuple[str, ...]:
+        """Return the item names of a pipeline rank, in the order of its stages."""
+        return tuple(name for stage in self.stages_of_rank(rank) for name in self.stages[stage])
 
-    def owners(self) -> dict[str, int]:
-        """Item name -> worker that holds it."""
-        return {name: self.worker_of_stage(stage) for stage, names in enumerate(self.stages) for name in names}
+    def item_ranks(self) -> dict[str, int]:
+        """Return item name -> pipeline rank."""
+        return {name: rank for rank, names in zip(self.stage_ranks, self.stages, strict=True) for name in names}
 
-    def lists(self) -> list[list[str]]:
-        """The stages as lists, for documents."""
-        return [list(stage) for stage in self.stages]
+    def on_ranks(self, ranks: Sequence[int]) -> Partition:
+        """Return the same partition on other pipeline ranks: rank ``r`` becomes ``ranks[r]``."""
+        return Partition(stages=self.stages, stage_ranks=tuple(ranks[rank] for rank in self.stage_ranks))
+
+    def renumbered(self) -> Partition:
+        """Return the same partition on ranks 0, 1, ..., as the world counts after a release of ranks."""
+        index = {rank: at for at, rank in enumerate(sorted(set(self.stage_ranks)))}
+        return Partition(stages=self.stages, stage_ranks=tuple(index[rank] for rank in self.stage_ranks))
 
 
 def uniform_partition(
-    items: Sequence[ItemSpec], workers: int, virtual_stages: int = 1, *, vee: bool = False
+    items: Sequence[ItemSpec], num_ranks: int, virtual_stages: int = 1, *, v_shaped: bool = False
 ) -> Partition:
-    """Megatron's static split: layers evenly over the stages, embedding with the first, head with the last.
+    """Split the layers evenly, as Megatron does: embedding in the first stage, head in the last.
 
-    Where layers do not divide, the first stages take one more. All items of a layer stay together.
+    Where the layers do not divide evenly, the first stages take one more. All items of a layer stay together.
+
+    Args:
+        items: The layer list.
+        num_ranks: Number of pipeline ranks.
+        virtual_stages: Stages per pipeline rank.
+        v_shaped: Place stages as ZB-V does.
     """
-    stages = workers * virtual_stages
+    stages = num_ranks * virtual_stages
     layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))
     base, extra = divmod(len(layers), stages)
-    owner: dict[str, int] = {}
+    stage_of_layer: dict[str, int] = {}
     begin = 0
     for stage in range(stages):
         count = base + (stage < extra)
-        owner.update(dict.fromkeys(layers[begin : begin + count], stage))
+        stage_of_layer.update(dict.fromkeys(layers[begin : begin + count], stage))
         begin += count
-    place = [0] * len(items)
+    stage_of = [0] * len(items)
     for index, item in enumerate(items):
-        # What is no layer (a norm, the second embedding of an encoder-decoder) stays with what comes before it.
-        place[index] = owner.get(item.layer, place[index - 1] if index else 0)
-    place[-1] = stages - 1
-    split = tuple(tuple(item.name for item, at in zip(items, place, strict=True) if at == s) for s in range(stages))
-    return Partition(stages=split, workers=workers, vee=vee)
+        # An item outside of the layers (a norm, the decoder's embedding of a T5) stays with the item before it.
+        stage_of[index] = stage_of_layer.get(item.layer, stage_of[index - 1] if index else 0)
+    stage_of[-1] = stages - 1
+    split = tuple(tuple(item.name for item, at in zip(items, stage_of, strict=True) if at == s) for s in range(stages))
+    return Partition.v_shaped(split, num_ranks) if v_shaped else Partition.looped(split, num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One item that changes worker."""
+    """An item that changes its pipeline rank.
+
+    Attributes:
+        item: Item name.
+        source: Pipeline rank that sends it.
+        target: Pipeline rank that receives it.
+    """
 
     item: str
     source: int
@@ -88,20 +124,22 @@ class Move:
 
 
 def moves_between(before: Partition, after: Partition) -> list[Move]:
-    """The items that change worker from one partition to the next, in list order."""
-    held, wanted = before.owners(), after.owners()
-    return [Move(item=name, source=held[name], target=to) for name, to in wanted.items() if held[name] != to]
+    """Return the items that change their pipeline rank from one partition to the next, in list order."""
+    sources = before.item_ranks()
+    return [
+        Move(item=n, source=sources[n], target=rank) for n, rank in after.item_ranks().items() if sources[n] != rank
+    ]
 
 
 def frozen_prefix(stages: Sequence[Sequence[str]], frozen: Sequence[str]) -> list[int]:
-    """For each stage, how many of its first items belong to the frozen front of the whole list."""
-    front = set(frozen)
+    """Return, for each stage, how many of its first items belong to the frozen prefix of the layer list."""
+    frozen_items = set(frozen)
     counts: list[int] = []
-    open_front = True
+    in_prefix = True
     for names in stages:
         count = 0
         for name in names:
-            open_front = open_front and name in front
-            count += open_front
+            in_prefix = in_prefix and name in frozen_items
+            count += in_prefix
         counts.append(count)
     return counts

@@ -1,10 +1,25 @@
-"""A pipeline stage over some items of the layer list: one subclass of torch's ``PipelineStage``."""
+"""A pipeline stage over items of the layer list.
+
+Two classes: :class:`StageModule` runs the items of one stage, and :class:`ItemStage`, a subclass of torch's
+``PipelineStage``, sends and receives what crosses its boundaries.
+
+    previous stage -> [args_recv_info] -> StageModule.forward: item, item, ... -> [fwd_cache, send] -> next stage
+    previous stage <- [bwd_cache, send, factors] <- backward through the marks <- [grad_recv_info] <- next stage
+
+Invariants that keep the bits of a run the same on any partition:
+
+* Each item draws its own random numbers, seeded by (seed, step, microbatch, item).
+* A frozen prefix of the layer list runs without gradient, and no gradient crosses a boundary behind which nothing
+  trains, wherever the boundaries are.
+* Gradients accumulate per parameter in the order of the microbatches, whether or not a schedule splits the backward.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -30,21 +45,22 @@ SAMPLES = "samples"
 
 
 class StageModule(nn.Module):
-    """Runs items in order: each with its own random numbers, its boundaries marked, its costs measured.
+    """Runs items in order: seeds their random numbers, marks their boundaries, measures their costs.
 
     Args:
-        items: name -> module, in list order; may be empty.
-        specs: what each of them reads, writes and needs of the batch, in the same order.
-        enters: names of the values that come from the stage before; none at the first.
-        leaves: names of the values that this stage passes on; at the last the loss.
-        frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
-        seed: of the run.
-        recompute: whether an item keeps its input alone and runs again in the backward.
-        selective: whether it keeps the results of its matrix products as well, and does not compute those again.
-        dtype: the type of the arithmetic.
-        number: of the stage.
-        front: keeps what the frozen items gave; they run without dropout then.
-        device: where the items live.
+        items: Name -> module, in list order; may be empty.
+        specs: Specifications of the items, in the same order.
+        input_names: Names of the values from the previous stage; none at the first stage.
+        output_names: Names of the values for the next stage; at the last stage the loss.
+        frozen: Number of first items that belong to the frozen prefix of the whole list and run without gradient.
+        seed: Seed of the run.
+        recompute: Keep only the inputs of each item, and run it again in the backward.
+        selective: With ``recompute``: also keep the results of matrix products.
+        profiler: Measures the items.
+        device: Device of the items.
+        dtype: dtype of the arithmetic.
+        number: Index of the stage.
+        cache: Cache of the outputs of the frozen items, which then run without dropout.
     """
 
     def __init__(
@@ -52,8 +68,8 @@ class StageModule(nn.Module):
         items: Mapping[str, nn.Module],
         specs: Sequence[ItemSpec],
         *,
-        enters: tuple[str, ...],
-        leaves: tuple[str, ...],
+        input_names: tuple[str, ...],
+        output_names: tuple[str, ...],
         frozen: int,
         seed: int,
         recompute: bool,
@@ -62,26 +78,32 @@ class StageModule(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         number: int = 0,
-        front: FrozenPrefixCache | None = None,
+        cache: FrozenPrefixCache | None = None,
     ) -> None:
         super().__init__()
-        self.number, self.front = number, front if frozen else None
+        self.number, self.cache = number, cache if frozen else None
         self.names, self.specs = tuple(items), tuple(specs)
         self.layers = nn.ModuleList(items.values())
-        self.enters, self.leaves = enters, leaves
-        self.inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
+        self.input_names, self.output_names = input_names, output_names
+        self.batch_names = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self.step, self.loss_scale = 0, 1.0
         self.profiler, self.device = profiler, device
         self.metrics: dict[str, dict[str, list[torch.Tensor]]] = {}
-        # Sharded items (ZeRO) cast by themselves.
-        copied = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
-        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if copied else []
+        # Items that FSDP2 shards (ZeRO) cast their parameters themselves.
+        casts = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if casts else []
 
-    def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
-        """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
+    def begin_step(self, step: int, loss_scale: float, *, training: bool) -> None:
+        """Prepare for the first microbatch of a step.
+
+        Args:
+            step: Optimizer step, from 1.
+            loss_scale: Factor of a microbatch's loss in the backward.
+            training: False evaluates, without dropout.
+        """
         self.train(training)
-        if self.front is not None:
+        if self.cache is not None:
             for layer in self.layers[: self.frozen]:
                 layer.eval()
         self.step, self.loss_scale = step, loss_scale
@@ -89,29 +111,27 @@ class StageModule(nn.Module):
         for copies in self._copies:
             copies.refresh()
 
-    def forward(self, *entering: torch.Tensor, microbatch: torch.Tensor, **batch: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor, microbatch: torch.Tensor, **batch: torch.Tensor) -> Any:
         """Run one microbatch.
 
         Args:
-            entering: the values of ``enters``.
-            microbatch: global microbatch index, ``[1]``, on CPU.
-            batch: the microbatch's part of the batch's tensors: at least those that the items need.
+            received: The values of ``input_names``.
+            microbatch: Global microbatch index, int64 ``[1]``, on CPU.
+            batch: The microbatch's part of the batch's tensors, at least those in ``batch_names``.
 
         Returns:
-            The value of ``leaves``, or a tuple where there are several; at the head the loss (a scalar).
+            The value of ``output_names``, or a tuple of several; at the last stage the loss, a scalar.
         """
         index = int(microbatch)
-        values = dict(zip(self.enters, entering, strict=True))
+        values = dict(zip(self.input_names, received, strict=True))
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
-        keys = batch.pop(SAMPLES, None)
-        known = self.front.get(self.number, keys) if self.front is not None and keys is not None else None
+        keys = batch.pop(SAMPLES, None) if self.cache is not None else None
+        cached = self.cache.get(self.number, keys) if self.cache is not None and keys is not None else None
         for position, (spec, module) in enumerate(zip(self.specs, items, strict=True)):
-            if position == self.frozen and known is None and self.front is not None and keys is not None:
-                self._remember(keys, values)
-            if position < self.frozen and known is not None:
-                values.update(known)
-                continue
             frozen = position < self.frozen
+            if frozen and cached is not None:
+                values.update(cached)
+                continue
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.profiler.forward(spec.name):
                 read = [values[name].detach() if frozen else values[name] for name in spec.reads]
                 read[:1] = [self.profiler.mark(each, position) for each in read[:1]]
@@ -121,25 +141,25 @@ class StageModule(nn.Module):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
                 values.update(result.side)
                 self._record_metrics(spec.name, result.metrics)
-        if self.frozen == len(self.specs) and known is None and self.front is not None and keys is not None:
-            self._remember(keys, values)
-        leaving = tuple(_not_a_view(values[name]) for name in self.leaves)
-        return leaving[0] if len(leaving) == 1 else leaving
+            if position == self.frozen - 1 and keys is not None:
+                self._cache_outputs(keys, values)
+        outputs = tuple(_without_view(values[name]) for name in self.output_names)
+        return outputs[0] if len(outputs) == 1 else outputs
 
-    def _remember(self, keys: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep what the frozen items of this stage have written."""
-        written = dict.fromkeys(spec.writes for spec in self.specs[: self.frozen])
-        if self.front is not None and written:
-            self.front.put(self.number, keys, {name: values[name].detach() for name in written})
+    def _cache_outputs(self, keys: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Cache what the frozen items of this stage have written."""
+        if self.cache is not None:
+            written = dict.fromkeys(spec.writes for spec in self.specs[: self.frozen])
+            self.cache.put(self.number, keys, {name: values[name].detach() for name in written})
 
-    def _kept_anyway(self) -> set[int]:
-        """Where the bytes of the parameters are, as far as they are whole now."""
+    def _parameter_pointers(self) -> set[int]:
+        """Return the data pointers of the parameters that are unsharded now."""
         return {p.untyped_storage().data_ptr() for p in self.parameters() if not isinstance(p, DTensor)}
 
     def _record_metrics(self, item: str, metrics: Mapping[str, torch.Tensor]) -> None:
-        kept = self.metrics.setdefault(item, {})
+        of_item = self.metrics.setdefault(item, {})
         for name, value in metrics.items():
-            kept.setdefault(name, []).append(value.detach())
+            of_item.setdefault(name, []).append(value.detach())
 
     def _run(
         self, name: str, module: Callable[..., Any], index: int, *arguments: torch.Tensor
@@ -152,19 +172,19 @@ class StageModule(nn.Module):
         if not torch.is_grad_enabled():
             return run(*arguments)
         if self.recompute:
-            kept = [sum(each.numel() * each.element_size() for each in arguments)]
-            # The item seeds itself at its entry, so torch need not save and restore the generators.
-            more: dict[str, Any] = {"context_fn": partial(save_products, kept)} if self.selective else {}
+            saved_bytes = [sum(each.nbytes for each in arguments)]
+            # The item seeds itself, so torch need not save and restore the generators.
+            more: dict[str, Any] = {"context_fn": partial(save_products, saved_bytes)} if self.selective else {}
             recomputed: torch.Tensor | ItemOutput = checkpoint(
                 run, *arguments, use_reentrant=False, preserve_rng_state=False, **more
             )
-            self.profiler.activation_is(name, sum(kept))
+            self.profiler.set_activation_bytes(name, sum(saved_bytes))
             return recomputed
-        with self.profiler.saved(name, self._kept_anyway):
+        with self.profiler.saved_tensors(name, self._parameter_pointers):
             return run(*arguments)
 
 
-class _Leaving(torch.autograd.Function):
+class _Detached(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
@@ -174,46 +194,79 @@ class _Leaving(torch.autograd.Function):
         return grads[0]
 
 
-def _not_a_view(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself: torch's split backward detaches what a stage passes on in place, which no view allows."""
+def _without_view(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` as a tensor that is not a view: torch's split backward detaches outputs in place, not views."""
     if not (x.requires_grad and x._is_view()):
         return x
-    leaving: torch.Tensor = _Leaving.apply(x)  # type: ignore[no-untyped-call]
-    return leaving
+    detached: torch.Tensor = _Detached.apply(x)  # type: ignore[no-untyped-call]
+    return detached
 
 
-def save_products(kept: list[int]) -> Any:
-    """What a selective checkpoint keeps: the results of matrix products, whose bytes are appended to ``kept``."""
+def save_products(saved_bytes: list[int]) -> Any:
+    """Return the contexts of a checkpoint that saves the results of matrix products and recomputes the rest.
+
+    Args:
+        saved_bytes: The bytes of each saved result are appended to it.
+    """
 
     def policy(ctx: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
         if operation not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not ctx.is_recompute:
             left, right = inputs[-2:]
-            kept.append(left.shape[0] * right.shape[1] * left.element_size())
+            saved_bytes.append(left.shape[0] * right.shape[1] * left.element_size())
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-class ItemStage(PipelineStage):
-    """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
+class BackwardCase(Enum):
+    """What a stage does for one microbatch at B or I (``backward_one_chunk``) and at W (``backward_weight_one_chunk``).
 
-    torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
-    for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
-    encoder-decoder) runs its full backward at once, and nothing at W; so does one whose parameters are whole only while
-    an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items. So does one
-    of compiled items, each of which has one backward for input and weights, and one of items that recompute all but
-    their matrix products: what they keep is given out once, and a split backward asks for it twice.
+    ========  =====================================  ======================  ================
+    case      when                                   at B or I               at W
+    ========  =====================================  ======================  ================
+    NONE      evaluation                             nothing                 nothing
+    FROZEN    no item of or before the stage trains  drop the activations    nothing
+    DEFERRED  split, and no item before it trains    nothing                 full backward
+    SPLIT     split, and the stage can be split      input gradients         weight gradients
+    FULL      otherwise                              full backward           nothing
+    ========  =====================================  ======================  ================
+
+    DEFERRED exists because the split backward of torch 2.11 to 2.13 drops the weight gradients of a stage none of whose
+    inputs requires grad, except for stage 0. A stage cannot be split where
+
+    * several values with gradients enter it, as in an encoder-decoder: torch's split follows paths from one input;
+    * an item is compiled: it has one backward for inputs and weights;
+    * matrix products are kept by selective recomputation: a checkpoint gives them out once, a split asks twice;
+    * parameters are gathered only while an item runs (ZeRO 3): the split looks for their gradients between items.
+    """
+
+    NONE = auto()
+    FROZEN = auto()
+    DEFERRED = auto()
+    SPLIT = auto()
+    FULL = auto()
+
+
+class ItemStage(PipelineStage):
+    """A ``PipelineStage`` with frozen items, compressed gradients and per-item costs.
+
+    It overrides public and private methods of torch's ``PipelineStage`` (checked with torch 2.11 to 2.13). What each
+    override relies on is stated at the method.
 
     Args:
-        boundary: the shapes of all values.
-        trains_before: for each value written before this stage, whether its gradient matters.
-        trains_after: the same behind it.
-        group: the processes of the pipeline.
-        final: told the name of each item whose gradients no backward of this step touches any more.
-        codec: packs the gradients of the microbatches that :meth:`pack` names; None sends all as they are.
-        splits: whether a backward may leave weight gradients to W.
+        module: The items of the stage.
+        stage: Index of the stage.
+        stages: Number of stages.
+        boundary: Shapes of all values.
+        device: Device of the items.
+        trains_before: For each value written before this stage, whether its gradient matters.
+        trains_after: The same for values written before the next stage.
+        group: Processes of the pipeline.
+        on_gradients_final: Called with the name of each item whose gradients no backward of this step changes any more.
+        codec: Compresses the gradients of the microbatches in :meth:`set_compressed`; None compresses none.
+        can_split: Whether a backward may leave weight gradients to W.
     """
 
     def __init__(
@@ -227,114 +280,140 @@ class ItemStage(PipelineStage):
         trains_before: Mapping[str, bool],
         trains_after: Mapping[str, bool],
         group: dist.ProcessGroup | None = None,
-        final: Callable[[str], None] | None = None,
+        on_gradients_final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
-        splits: bool = True,
+        can_split: bool = True,
     ) -> None:
-        def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
+        def metadata(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
 
+        # With static metadata torch infers no shapes; requires_grad decides which boundaries have gradient buffers.
         super().__init__(
             module,
             stage,
             stages,
             device,
-            input_args=crossing(module.enters, trains_before),
-            output_args=crossing(module.leaves, trains_after),
+            input_args=metadata(module.input_names, trains_before),
+            output_args=metadata(module.output_names, trains_after),
             group=group,
         )
         self.module = module
-        self._trains_before = any(trains_before[name] for name in module.enters)
-        self._trains = any(trains_after[name] for name in module.leaves)
-        # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
-        moving = tuple(name for name in module.enters if trains_before[name])
-        self._splits = splits and len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
-        self._no_gradients = (None,) * len(module.enters)
-        self._final = final
+        self._values_with_gradient = tuple(name for name in module.input_names if trains_before[name])
+        self._needs_backward = any(trains_after[name] for name in module.output_names)
+        # All items must read the one value with a gradient first: weights on no path from it cannot be left to W.
+        one_path = all(spec.reads[:1] == self._values_with_gradient for spec in module.specs)
+        self._can_split = can_split and len(self._values_with_gradient) == 1 and one_path
+        self._no_gradients = (None,) * len(module.input_names)
+        self._on_gradients_final = on_gradients_final
+        self._split_cases: dict[int, BackwardCase] = {}
         self._codec = codec
-        self._values_back = tuple(name for name in module.enters if trains_before[name])
-        self._names = ("", "")
-        self._packed_before: frozenset[int] = frozenset()
-        self._packed_behind: frozenset[int] = frozenset()
-        self._arriving: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._passing: dict[int, list[torch.Tensor]] = {}
+        self._boundaries = ("", "")
+        self._compressed_sends: frozenset[int] = frozenset()
+        self._compressed_receives: frozenset[int] = frozenset()
+        self._received_factors: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._forwarded_factors: dict[int, list[torch.Tensor]] = {}
 
-    def pack(self, names: tuple[str, str], before: frozenset[int], behind: frozenset[int]) -> None:
-        """Which gradients are sent back as factors.
+    def set_compressed(self, boundaries: tuple[str, str], sends: frozenset[int], receives: frozenset[int]) -> None:
+        """Set which gradients travel as low-rank factors.
 
         Args:
-            names: of the boundaries before and behind this stage: the items that follow them.
-            before: microbatches whose gradient this stage sends as factors.
-            behind: those that it gets so.
+            boundaries: Names of the boundaries before and behind this stage: the items that follow them.
+            sends: Microbatches whose gradient this stage sends compressed.
+            receives: Microbatches whose gradient it receives compressed.
         """
         if self._codec is not None:
-            self._names, self._packed_before, self._packed_behind = names, before, behind
+            self._boundaries, self._compressed_sends, self._compressed_receives = boundaries, sends, receives
 
     @property
-    def trains_before(self) -> bool:
-        """Whether a gradient leaves this stage to the one before."""
-        return self._trains_before
+    def sends_gradients(self) -> bool:
+        """Whether a gradient leaves this stage to the previous one: an item before it trains."""
+        return bool(self._values_with_gradient)
 
     @property
-    def trains(self) -> bool:
-        """Whether a gradient enters this stage from behind: something in it or before it trains."""
-        return self._trains
+    def needs_backward(self) -> bool:
+        """Whether a gradient enters this stage: an item of it or before it trains."""
+        return self._needs_backward
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """No gradient is received where nothing up to here trains; packed ones get room of their own."""
-        operations = super().get_bwd_recv_ops(bwd_chunk_id) if self._trains else []
-        if self._codec is not None and bwd_chunk_id in self._packed_behind:
+        """Receive no gradient where nothing trains; receive compressed ones into buffers of factors.
+
+        Relies on ``P2POp.tensor`` being read when the operation is posted, after this method.
+        """
+        operations = super().get_bwd_recv_ops(bwd_chunk_id) if self._needs_backward else []
+        if self._codec is not None and bwd_chunk_id in self._compressed_receives:
             for operation in operations:
                 factors = self._codec.empty(operation.tensor.shape, operation.tensor.device)
-                self._arriving.setdefault(bwd_chunk_id, []).append((factors, operation.tensor))
+                self._received_factors.setdefault(bwd_chunk_id, []).append((factors, operation.tensor))
                 operation.tensor = factors
         return operations
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        """The gradients that were received, unpacked where they came as factors."""
-        arrived = self._arriving.pop(bwd_chunk_id, [])
+        """Decompress received factors into torch's receive buffers before torch reads these.
+
+        Private in torch: ``backward_one_chunk`` calls it after the receives of the microbatch have completed.
+        """
+        received = self._received_factors.pop(bwd_chunk_id, [])
         if self._codec is not None:
-            for factors, gradient in arrived:
-                self._codec.decode(factors, gradient, self._names[1])
-        if arrived and not self.module.names:
-            self._passing[bwd_chunk_id] = [factors for factors, _ in arrived]
+            for factors, gradient in received:
+                self._codec.decode(factors, gradient, self._boundaries[1])
+        if received and not self.module.names:
+            self._forwarded_factors[bwd_chunk_id] = [factors for factors, _ in received]
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """No gradient is sent where nothing before this stage trains."""
-        if not self._trains_before:
+        """Send no gradient where nothing before this stage trains; compress the gradients to be compressed.
+
+        torch would send zeros for a gradient that is None. ``bwd_cache`` has an entry per microbatch that only a send
+        removes, so it is removed here. A stage without items forwards the factors that it received.
+        """
+        if not self.sends_gradients:
             self.bwd_cache.pop(bwd_chunk_id, None)
             return []
         operations = super().get_bwd_send_ops(bwd_chunk_id)
-        passing = self._passing.pop(bwd_chunk_id, [])
-        if operations and self._codec is not None and bwd_chunk_id in self._packed_before:
+        forwarded = self._forwarded_factors.pop(bwd_chunk_id, [])
+        if operations and self._codec is not None and bwd_chunk_id in self._compressed_sends:
             with self.module.profiler.busy():
-                for place, (value, operation) in enumerate(zip(self._values_back, operations, strict=True)):
+                for at, (value, operation) in enumerate(zip(self._values_with_gradient, operations, strict=True)):
                     operation.tensor = (
-                        passing[place] if passing else self._encoded(value, operation.tensor, bwd_chunk_id)
+                        forwarded[at] if forwarded else self._compress(value, operation.tensor, bwd_chunk_id)
                     )
         return operations
 
-    def _encoded(self, value: str, gradient: torch.Tensor, bwd_chunk_id: int) -> torch.Tensor:
-        """The factors of a gradient; whoever measures sees what the forward had received."""
+    def _compress(self, value: str, gradient: torch.Tensor, bwd_chunk_id: int) -> torch.Tensor:
+        """Return the factors of a gradient; the codec compares it with what the forward received."""
         if self._codec is None:
             return gradient
-        arrived = self.args_recv_info[bwd_chunk_id][self.module.enters.index(value)].buffer
-        return self._codec.encode(self._names[0], value, gradient, arrived)
+        activation = self.args_recv_info[bwd_chunk_id][self.module.input_names.index(value)].buffer
+        return self._codec.encode(self._boundaries[0], value, gradient, activation)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """What the stage before, on the same worker, gets as gradient; nothing in an evaluation, as torch forgets."""
+        """Return the gradients for the previous stage on the same rank; none in an evaluation.
+
+        torch asserts a backward here, but calls it in an evaluation of several stages per rank, too.
+        """
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """The gradient from the stage behind, on the same worker; none in an evaluation."""
+        """Take the gradients from the next stage on the same rank; none in an evaluation, as above."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward one microbatch, counted as busy time."""
+        """Run the forward of one microbatch, measured as busy time."""
         with self.module.profiler.busy():
             return super().forward_one_chunk(*args, **kwargs)
+
+    def _backward_case(self, *, full_backward: bool) -> BackwardCase:
+        if not self.has_backward:
+            return BackwardCase.NONE
+        if not self._needs_backward:
+            return BackwardCase.FROZEN
+        if full_backward:
+            return BackwardCase.FULL
+        if not self.sends_gradients:
+            return BackwardCase.DEFERRED
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        return BackwardCase.SPLIT if self._can_split and not is_sharded else BackwardCase.FULL
 
     def backward_one_chunk(
         self,
@@ -343,86 +422,96 @@ class ItemStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Backward one microbatch: nothing on a frozen stage, deferred whole to W where no input requires grad."""
-        if not self.has_backward:
+        """Run the backward of one microbatch, B or I of the schedule; see :class:`BackwardCase`."""
+        case = self._backward_case(full_backward=full_backward)
+        if case is BackwardCase.NONE:
             return
+        if not full_backward:
+            self._split_cases[bwd_chunk_id] = case
         with self.module.profiler.busy():
-            if not self._trains:
+            if case is BackwardCase.FROZEN:
                 self.fwd_cache.pop(bwd_chunk_id)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
-            elif not full_backward and not self._trains_before:
-                outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
-                grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
-                self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
-                self.bwd_cache[bwd_chunk_id] = self._no_gradients
+            elif case is BackwardCase.DEFERRED:
+                self._defer_backward(bwd_chunk_id, loss)
             else:
-                whole = full_backward or not self._splits or self._is_shared_now()
-                with self._announcing(last_backward), self.module.profiler.backward(self.module.names, whole=whole):
-                    super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+                full = case is BackwardCase.FULL
+                with (
+                    self._announcing_final(last_backward),
+                    self.module.profiler.backward(self.module.names, full=full),
+                ):
+                    super().backward_one_chunk(bwd_chunk_id, loss, full, last_backward)
 
-    def _is_shared_now(self) -> bool:
-        return any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
-
-    @contextmanager
-    def _announcing(self, last_backward: bool) -> Iterator[None]:
-        """Around a backward that completes gradients: where it is the step's last one, tell what is final meanwhile."""
-        if not last_backward or self._final is None:
-            yield
-            return
-        with self.module.profiler.telling(self._announce_from):
-            yield
-        self._announce_from(0)
-
-    def _announce_from(self, position: int) -> None:
-        if self._final is not None:
-            for name in reversed(self.module.names[position:]):
-                self._final(name)
+    def _defer_backward(self, bwd_chunk_id: int, loss: torch.Tensor | None) -> None:
+        """Keep what the full backward at W needs, and leave the previous stage without gradients."""
+        outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
+        self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
+        self.bwd_cache[bwd_chunk_id] = self._no_gradients
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weight gradients that a split backward left over, item by item."""
-        if not self.has_backward or not self._trains:
+        """Run what :meth:`backward_one_chunk` has left over, W of the schedule; see :class:`BackwardCase`."""
+        case = self._split_cases.pop(bwd_chunk_id, BackwardCase.NONE)
+        if case in (BackwardCase.NONE, BackwardCase.FROZEN):
             return
         with self.module.profiler.busy():
-            if not self._trains_before:
+            if case is BackwardCase.DEFERRED:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self._announcing(last_backward), self.module.profiler.backward(self.module.names):
+                with self._announcing_final(last_backward), self.module.profiler.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
-            if bwd_chunk_id not in self.backward_state:
-                with self._announcing(last_backward):
-                    return
-            self.dw_runner.pop(bwd_chunk_id)
-            _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
-            self._weight_gradients(groups)
-            for layer in self.module.layers:
-                accumulate_sharded_grads(layer)
+            if case is BackwardCase.SPLIT:
+                # What torch's own backward_one_chunk has stored: (inputs, parameter groups, outputs, output grads).
+                self.dw_runner.pop(bwd_chunk_id)
+                _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
+                self._weight_gradients(groups)
+                for layer in self.module.layers:
+                    accumulate_sharded_grads(layer)
             if last_backward:
-                self._announce_from(0)
+                self._announce_final(0)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Compute the weight gradients of torch's parameter groups one by one, so that each item's time is measured."""
         owner: dict[int, int] = {}
         for position, layer in enumerate(self.module.layers):
             owner.update(dict.fromkeys(map(id, layer.parameters()), position))
-        places = [sorted({owner[id(node.variable)] for node in group["params"]}) for group in groups]
-        parts = Counter(positions[0] for positions in places)
-        for group, positions in zip(groups, places, strict=True):
-            position = positions[0]
-            with self.module.profiler.weight(self.module.names[position], 1 / parts[position]):
+        positions_of = [sorted({owner[id(node.variable)] for node in group["params"]}) for group in groups]
+        groups_of_item = Counter(positions[0] for positions in positions_of)
+        for group, positions in zip(groups, positions_of, strict=True):
+            first = positions[0]
+            with self.module.profiler.weight(self.module.names[first], 1 / groups_of_item[first]):
                 parameters = [p for at in positions for p in self.module.layers[at].parameters()]
                 stage_backward_weight(iter(parameters), [group])
 
+    @contextmanager
+    def _announcing_final(self, last_backward: bool) -> Iterator[None]:
+        """In the step's last backward: announce each item whose gradients are final, while others are computed."""
+        if not last_backward or self._on_gradients_final is None:
+            yield
+            return
+        with self.module.profiler.listening(self._announce_final):
+            yield
+        self._announce_final(0)
+
+    def _announce_final(self, position: int) -> None:
+        """Announce the items from ``position`` on."""
+        if self._on_gradients_final is not None:
+            for name in reversed(self.module.names[position:]):
+                self._on_gradients_final(name)
+
 
 def microbatch_loss(
-    microbatches: int, scale: Callable[[], float]
+    microbatches: int, loss_scale: Callable[[], float]
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used.
+    """Return the schedule's loss function: the head's own loss over the number of microbatches, times the loss scale.
 
     Args:
-        scale: the loss scale in force.
+        microbatches: Microbatches of a step, over all replicas.
+        loss_scale: Returns the current loss scale.
     """
 
     def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        factor = scale()
+        factor = loss_scale()
         return output / microbatches if factor == 1.0 else output / microbatches * factor
 
     return scaled

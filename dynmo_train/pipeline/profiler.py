@@ -1,9 +1,15 @@
-"""Measures each item of a worker during sampled steps: forward, backward, activation bytes, and the worker's busy time.
+"""Measures each item of a pipeline rank in sampled steps: times, activation bytes, and the rank's busy time.
 
-Forward times stand around the item's call. Backward times stand between *marks*: identity functions at the item
-boundaries, whose backward runs after all arithmetic of the later item and before that of the earlier one, because the
-autograd engine takes ready nodes in reverse order of creation. Marks stand in every step, sampled or not, so that
-sampling cannot change the graph.
+Forward times are measured around the call of an item. Backward times are measured between *marks*, identity functions
+at the item boundaries::
+
+    forward    mark 0 -> item 0 -> mark 1 -> item 1 -> mark 2 -> ...
+    backward   mark 0 <- item 0 <- mark 1 <- item 1 <- mark 2 <- ...
+                       |-- 0 ---|          |-- 1 ---|
+
+The backward of a mark runs after all arithmetic of the later item and before that of the earlier one, because the
+autograd engine takes ready nodes in reverse order of creation. Marks change no value, so that sampling, which decides
+whether they are inserted, cannot change the bits of a run.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import torch
 
 from ..dynamics.technique import Event
 from ..parallel.device_clock import Clock
+from ..parallel.dims import ParallelDims
 
 
 class _Mark(torch.autograd.Function):
@@ -33,45 +40,54 @@ class _Mark(torch.autograd.Function):
 
 
 @dataclass
-class _Totals:
-    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
+class _Intervals:
+    by_name: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def mean_ns(self, clock: Clock, name: str, microbatches: int) -> int:
-        return sum(clock.elapsed_ns(begin, end) for begin, end in self.pairs.get(name, ())) // microbatches
+        return sum(clock.elapsed_ns(begin, end) for begin, end in self.by_name.get(name, ())) // microbatches
 
 
 class LayerProfiler:
-    """Collects the costs of one worker's items over a step.
+    """Collects the costs of one pipeline rank's items over a step.
 
-    Not thread-safe: the schedule of a worker runs in one thread, and so does its autograd on CPU; on CUDA the device's
+    Not thread-safe: the schedule of a rank runs in one thread, and so does autograd on CPU. On CUDA, the device's
     autograd thread only records events while the schedule waits for it.
 
-    ``always_marks`` says that somebody wants to hear of gradients in steps that are not sampled as well.
+    Args:
+        clock: Takes time stamps.
+
+    Attributes:
+        sampling: Whether this step is measured.
+        always_marks: Insert marks in steps that are not measured, too, for a listener.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.sampling, self.always_marks = False, False
-        self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
-        self._activation_bytes: dict[str, int] = {}
+        self._reset()
         self._names: tuple[str, ...] = ()
-        self._last: tuple[int, Any] | None = None
+        self._last_mark: tuple[int, Any] | None = None
         self._listener: Callable[[int], None] | None = None
 
+    def _reset(self) -> None:
+        self._forward, self._backward, self._weight, self._busy = (_Intervals() for _ in range(4))
+        self._activation_bytes: dict[str, int] = {}
+
     def begin_step(self, sampling: bool, step: int) -> None:
-        """Forget the last step; ``sampling`` says whether to measure this one, the run's ``step``."""
+        """Discard the measurements of the last step; ``sampling`` is whether to measure optimizer step ``step``."""
         self.sampling = sampling
-        self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
-        self._activation_bytes = {}
+        self._reset()
 
     def events(self, step: int) -> Sequence[Event]:
-        """What the probe itself has to tell after ``step``: nothing where costs are what arithmetic takes."""
+        """Return the events that the profiler itself has after ``step``: none, unless it emulates a run."""
         return ()
 
     def mark(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage.
+        """Mark the boundary before the item at ``position`` of the stage, where this step needs marks.
 
-        Without effect in a step in which nobody asks for these arrivals.
+        Args:
+            x: What the item reads first, of any shape; returned with the same values.
+            position: Index of the item in its stage.
         """
         if not ((self.sampling or self.always_marks) and torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -79,115 +95,154 @@ class LayerProfiler:
         return marked
 
     @contextmanager
-    def forward(self, name: str) -> Iterator[None]:
-        """Around the forward of one item."""
+    def _measure(self, intervals: _Intervals, name: str) -> Iterator[None]:
         if not self.sampling:
             yield
             return
         begin = self.clock.stamp()
         yield
-        self._forward.pairs[name].append((begin, self.clock.stamp()))
+        intervals.by_name[name].append((begin, self.clock.stamp()))
+
+    @contextmanager
+    def forward(self, name: str) -> Iterator[None]:
+        """Measure the forward of one item."""
+        with self._measure(self._forward, name):
+            yield
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around one operation of the schedule on this worker."""
-        if not self.sampling:
+        """Measure one operation of the schedule on this rank."""
+        with self._measure(self._busy, ""):
             yield
-            return
-        begin = self.clock.stamp()
-        yield
-        self._busy.pairs[""].append((begin, self.clock.stamp()))
 
     @contextmanager
-    def backward(self, names: tuple[str, ...], *, whole: bool = True) -> Iterator[None]:
-        """Around the backward of a stage with these items: the marks inside say where one ends and the next begins.
+    def weight(self, name: str, share: float = 1.0) -> Iterator[None]:
+        """Measure weight gradients of one item in a split backward.
 
-        ``whole`` is False where weight gradients are left over for later.
+        Args:
+            name: Name of the item.
+            share: Fraction of the item's weight gradients; an emulation needs it.
+        """
+        with self._measure(self._weight, name):
+            yield
+
+    @contextmanager
+    def backward(self, names: tuple[str, ...], *, full: bool = True) -> Iterator[None]:
+        """Measure the backward of a stage with these items, which the marks divide.
+
+        Args:
+            names: Item names of the stage.
+            full: False where weight gradients are left to W; an emulation needs it.
         """
         if not self.sampling or not names:
             yield
             return
-        self._names, self._last = names, (len(names), self.clock.stamp())
+        self._names, self._last_mark = names, (len(names), self.clock.stamp())
         yield
         self._close_interval(0)
-        self._last = None
+        self._last_mark = None
 
     @contextmanager
-    def telling(self, listener: Callable[[int], None]) -> Iterator[None]:
-        """Around a backward: ``listener`` is told each position from which on all gradients are complete."""
+    def listening(self, listener: Callable[[int], None]) -> Iterator[None]:
+        """Call ``listener`` in a backward with each position from which on all gradients are complete."""
         self._listener = listener
         yield
         self._listener = None
 
     def gradient_reached(self, position: int) -> None:
-        """Called in the backward when the gradient of the input of the item at ``position`` is complete."""
+        """Handle a mark in the backward: the gradient of the input of the item at ``position`` is complete."""
         if self._listener is not None:
             self._listener(position)
-        if self.sampling and self._last is not None:
+        if self.sampling and self._last_mark is not None:
             self._close_interval(position)
 
     def _close_interval(self, position: int) -> None:
-        """Give the time since the last mark to the items between it and ``position``: one, or the front's first few."""
-        if self._last is None:
+        """Count the time since the last mark for the item before that mark."""
+        if self._last_mark is None:
             return
-        last_position, begin = self._last
+        last_position, begin = self._last_mark
         if position >= last_position:
             return
         now = self.clock.stamp()
-        self._backward.pairs[self._names[last_position - 1]].append((begin, now))
-        self._last = (position, now)
+        self._backward.by_name[self._names[last_position - 1]].append((begin, now))
+        self._last_mark = (position, now)
 
     @contextmanager
-    def weight(self, name: str, share: float = 1.0) -> Iterator[None]:
-        """Around a share of the weight gradients of one item, where the schedule splits the backward."""
-        if not self.sampling:
-            yield
-            return
-        begin = self.clock.stamp()
-        yield
-        self._weight.pairs[name].append((begin, self.clock.stamp()))
-
-    @contextmanager
-    def saved(self, name: str, ignored: Callable[[], set[int]]) -> Iterator[None]:
-        """Around one item's forward, once a sampled step: the bytes that it keeps for its backward, each storage once.
+    def saved_tensors(self, name: str, ignored: Callable[[], set[int]]) -> Iterator[None]:
+        """Measure the bytes that an item's forward saves for its backward, once per sampled step, each storage once.
 
         Args:
-            name: of the item.
-            ignored: data pointers of storages that are kept anyway (the parameters), asked for within the forward.
+            name: Name of the item.
+            ignored: Returns data pointers of storages that are not counted (parameters); called within the forward.
         """
         if not self.sampling or name in self._activation_bytes:
             yield
             return
         sizes: dict[int, int] = {}
-        kept: set[int] = set()
+        pointers: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
-            kept.update(() if kept else ignored())
-            if storage is not None and storage.data_ptr() not in kept:
+            pointers.update(() if pointers else ignored())
+            if storage is not None and storage.data_ptr() not in pointers:
                 sizes[storage.data_ptr()] = storage.nbytes()
             # Not the tensor itself: a node that saves its own output and whose backward never runs (a branch that no
-            # loss uses) would hold itself, and with it the microbatch's graph for ever.
+            # loss uses) would reference itself, and so keep the microbatch's graph alive forever.
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self._activation_bytes[name] = sum(sizes.values())
 
-    def activation_is(self, name: str, count: int) -> None:
-        """State the bytes that an item keeps, where they are known (a checkpointed item keeps its input)."""
+    def set_activation_bytes(self, name: str, num_bytes: int) -> None:
+        """Set the activation bytes of an item whose saved tensors are known (a checkpointed item saves its inputs)."""
         if self.sampling:
-            self._activation_bytes.setdefault(name, count)
+            self._activation_bytes.setdefault(name, num_bytes)
 
     def result(self, names: tuple[str, ...], microbatches: int) -> dict[str, Any]:
-        """Means of a microbatch, in the order of ``names``: the arrays of a profile's ``step`` line, and busy time."""
-        split = bool(self._weight.pairs)
-        backward = [self._backward.mean_ns(self.clock, name, microbatches) for name in names]
-        weight = [self._weight.mean_ns(self.clock, name, microbatches) for name in names]
+        """Return the measurements of the step.
+
+        Args:
+            names: Item names, which give the order of the lists.
+            microbatches: Number of microbatches of the step.
+
+        Returns:
+            Lists of a profile's ``step`` line, means per microbatch in ns and bytes, and ``busy_ns`` of the step.
+        """
+
+        def means(intervals: _Intervals) -> list[int]:
+            return [intervals.mean_ns(self.clock, name, microbatches) for name in names]
+
         return {
-            "forward_ns": [self._forward.mean_ns(self.clock, name, microbatches) for name in names],
-            "backward_ns": backward,
-            "backward_weight_ns": weight if split else None,
+            "forward_ns": means(self._forward),
+            "backward_ns": means(self._backward),
+            "backward_weight_ns": means(self._weight) if self._weight.by_name else None,
             "activation_bytes": [self._activation_bytes.get(name, 0) for name in names],
-            "busy_ns": sum(self.clock.elapsed_ns(begin, end) for begin, end in self._busy.pairs[""]),
+            "busy_ns": self._busy.mean_ns(self.clock, "", 1),
         }
+
+
+def merge_rank_costs(dims: ParallelDims, costs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the measurements of all ranks into one object per pipeline rank.
+
+    Args:
+        dims: Parallel dimensions of the run.
+        costs: Measurements of each rank. Ranks of one pipeline rank have the same items.
+
+    Returns:
+        For each pipeline rank, the maximum over its ranks of every number, and its ``items``.
+    """
+    merged: list[dict[str, Any]] = []
+    for pipeline_rank in range(dims.pipeline):
+        measured = [costs[rank] for rank in dims.ranks(pipeline=pipeline_rank)]
+        largest: dict[str, Any] = {"items": measured[0]["items"]}
+        for field_name in measured[0].keys() - {"items"}:
+            values = [one[field_name] for one in measured if one[field_name] is not None]
+            if not values:
+                largest[field_name] = None
+            elif isinstance(values[0], list):
+                largest[field_name] = [max(same) for same in zip(*values, strict=True)]
+            else:
+                largest[field_name] = max(values)
+        merged.append(largest)
+    return merged

@@ -1,4 +1,15 @@
-"""torch's schedules over the stages of one worker, for one partition; rebuilt whenever the partition changes."""
+"""The pipeline of one rank: its stages, and the schedule of torch that runs them.
+
+A :class:`Pipeline` is built for one partition, and rebuilt whenever the partition, the batch's shape or the frozen
+prefix changes. A step::
+
+    Engine.train_step -> Pipeline.train_step -> step() of torch's schedule
+        -> ItemStage.forward_one_chunk, backward_one_chunk, backward_weight_one_chunk, in the order of the schedule
+        -> sum of the microbatches' losses
+
+Schedules with one stage per rank are torch's ``PipelineScheduleSingle``, those with several ``PipelineScheduleMulti``.
+A plan's own operations run on torch's private ``_PipelineScheduleRuntime``, which inserts the sends and receives.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +55,20 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
+    """What a pipeline is built for; microbatches and tokens per sample follow the batch.
 
     Attributes:
         schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v`` or ``custom``.
-        microbatches: of a step. With fewer of them than stages, as where the batch is still growing, 1F1B runs all
-            forwards before it could begin to alternate: its order is then GPipe's, which torch has for any number.
-        boundary: the shapes of what crosses a stage boundary.
-        seed: of the run.
-        recompute: whether items run again in the backward instead of keeping their activations.
-        selective: whether they keep the results of matrix products then.
-        front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
-        operations: with ``custom``, what each worker does in a step, as in a plan: ``0F0 1F0 1I0 ...``.
-        token_parts: ranks that share the tokens of the stream, of which ``boundary`` has one rank's.
-        compiled: the backend of torch.compile by which items are compiled; None where they are not.
+        microbatches: Microbatches of a step. 1F1B with fewer microbatches than stages, as while the batch size ramps
+            up, runs all forwards before the first backward: GPipe's order, which torch has for any number.
+        boundary: Shapes of the values that cross a stage boundary.
+        seed: Seed of the run.
+        recompute: Recompute activations in the backward instead of saving them.
+        selective: With ``recompute``: save the results of matrix products.
+        frozen_cache_bytes: Size of the cache of the frozen prefix's outputs; None has no cache.
+        operations: With ``custom``: the operations of each pipeline rank in a step, as in a plan: ``0F0 1F0 1I0 ...``.
+        token_parts: Tensor-parallel ranks that share the tokens (sequence parallelism); ``boundary`` has one part.
+        compiled: Backend of torch.compile; None does not compile.
     """
 
     schedule: str
@@ -72,7 +83,7 @@ class PipelineConfig:
     compiled: str | None = None
 
     def for_batch(self, batch: Batch) -> PipelineConfig:
-        """The shape that a batch needs: itself where nothing differs."""
+        """Return the configuration for a batch; ``self`` where it already fits."""
         boundary = self.boundary
         if batch.tokens is not None and batch.tokens // self.token_parts != boundary.tokens:
             boundary = boundary.with_tokens(batch.tokens // self.token_parts)
@@ -82,99 +93,111 @@ class PipelineConfig:
 
 
 class Pipeline:
-    """The stages of this worker and the schedule that drives them. ``loss_scale`` multiplies what is differentiated.
+    """The stages of this pipeline rank and the schedule that runs them.
 
     Args:
-        specs: the whole layer list.
-        items: the modules that this worker holds, by name.
-        frozen: names of the frozen front of the whole list.
-        final: told the name of each item whose gradients no backward of a step touches any more.
-        codec: packs gradients that are sent back to the stage before; None sends all as they are.
+        config: What the pipeline is built for.
+        partition: The active partition.
+        world: Processes of the run.
+        specs: The whole layer list.
+        items: Local modules by name.
+        frozen: Names of the frozen prefix of the whole list.
+        profiler: Measures the items.
+        on_gradients_final: Called with the name of each item whose gradients no backward of a step changes any more.
+        codec: Compresses gradients at stage boundaries; None compresses none.
+
+    Attributes:
+        loss_scale: Factor of the loss in the backward.
+
+    Raises:
+        UsageError: The schedule is unknown, or a plan's operations cannot run in their order.
     """
 
     def __init__(
         self,
-        shape: PipelineConfig,
+        config: PipelineConfig,
         partition: Partition,
         world: World,
         specs: Sequence[ItemSpec],
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
         profiler: LayerProfiler,
-        final: Callable[[str], None] | None = None,
+        on_gradients_final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
     ) -> None:
-        self.shape, self.world, self._codec = shape, world, codec
+        self.config, self.world, self._codec = config, world, codec
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
-        self._front = None if shape.frozen_cache_bytes is None else FrozenPrefixCache(shape.frozen_cache_bytes)
-        profiler.always_marks = profiler.always_marks or final is not None
+        cache = None if config.frozen_cache_bytes is None else FrozenPrefixCache(config.frozen_cache_bytes)
+        profiler.always_marks = profiler.always_marks or on_gradients_final is not None
         stages: list[ItemStage] = []
-        for number in partition.stages_of_worker(world.pipeline_rank):
+        for number in partition.stages_of_rank(world.pipeline_rank):
             names = partition.stages[number]
             begin = sum(len(before) for before in partition.stages[:number])
             end = begin + len(names)
             module = StageModule(
                 {name: items[name] for name in names},
                 [by_name[name] for name in names],
-                enters=live_before(specs, begin) if number else (),
-                leaves=live_before(specs, end),
+                input_names=live_before(specs, begin) if number else (),
+                output_names=live_before(specs, end),
                 frozen=prefixes[number],
-                seed=shape.seed,
-                recompute=shape.recompute,
-                selective=shape.selective,
+                seed=config.seed,
+                recompute=config.recompute,
+                selective=config.selective,
                 profiler=profiler,
                 device=world.device,
-                dtype=shape.boundary.dtype,
+                dtype=config.boundary.dtype,
                 number=number,
-                front=self._front,
+                cache=cache,
             )
             stages.append(
                 ItemStage(
                     module,
                     number,
                     len(partition.stages),
-                    boundary=shape.boundary,
+                    boundary=config.boundary,
                     device=world.device,
                     trains_before=train_before(specs, begin, sum(prefixes)),
                     trains_after=train_before(specs, end, sum(prefixes)),
                     group=world.groups.pipeline,
-                    final=final,
+                    on_gradients_final=on_gradients_final,
                     codec=codec,
-                    splits=shape.compiled is None and not shape.selective,
+                    can_split=config.compiled is None and not config.selective,
                 )
             )
             self.modules.append(module)
-        self._inputs = tuple(dict.fromkeys(name for module in self.modules for name in module.inputs))
+        self._batch_names = tuple(dict.fromkeys(name for module in self.modules for name in module.batch_names))
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0
-        self._microbatches_of_all = shape.microbatches * world.dims.data
-        self._schedule = _schedule(shape, stages, self._microbatches_of_all, lambda: self.loss_scale)
+        self._total_microbatches = config.microbatches * world.dims.data
+        self._schedule = _schedule(config, stages, self._total_microbatches, lambda: self.loss_scale)
         if codec is not None:
-            self._pack(stages, [spec.name for spec in specs], partition, codec)
+            self._set_compressed(stages, [spec.name for spec in specs], partition, codec)
 
-    def _pack(self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec) -> None:
-        """Tell each stage which gradients cross its boundaries as factors, and the codec which boundaries it has."""
+    def _set_compressed(
+        self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec
+    ) -> None:
+        """Set which gradients the stages send and receive compressed; drop memories of boundaries that are gone."""
         epilogue = self._epilogue(len(partition.stages)) if codec.settings.epilogue_only else None
-        packed = compressed_microbatches(partition, self.shape.microbatches, epilogue)
+        compressed = compressed_microbatches(partition, self.config.microbatches, epilogue)
         used = set()
         for stage in stages:
             number = stage.stage_index
             begin = sum(len(before) for before in partition.stages[:number])
             end = begin + len(partition.stages[number])
-            before = packed.get(number, frozenset()) if stage.trains_before else frozenset()
-            stage.pack((names[begin], [*names, ""][end]), before, packed.get(number + 1, frozenset()))
-            if before:
+            sends = compressed.get(number, frozenset()) if stage.sends_gradients else frozenset()
+            stage.set_compressed((names[begin], [*names, ""][end]), sends, compressed.get(number + 1, frozenset()))
+            if sends:
                 used.add(names[begin])
         codec.keep_only(used)
 
     def _epilogue(self, stages: int) -> dict[int, frozenset[int]] | None:
-        """The microbatches of each stage's epilogue; None where all are in it."""
+        """Return the microbatches of each stage's epilogue; None where all are in it."""
         if isinstance(self._schedule, ScheduleGPipe):
             return None
         if not isinstance(self._schedule, PipelineScheduleMulti):
-            return one_f_one_b_epilogue(stages, self.shape.microbatches)
+            return one_f_one_b_epilogue(stages, self.config.microbatches)
         order = [
             [(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in row if each]
             for row in self._schedule.pipeline_order.values()
@@ -185,31 +208,30 @@ class Pipeline:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
         Returns:
-            The replica's part of the step's loss (a float64 scalar on CPU) on the worker that holds the head, zero
-            elsewhere.
+            The replica's part of the step's loss, a float64 scalar on CPU, on the last pipeline rank; zero elsewhere.
         """
         return self._run(batch, training=True)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch without gradient or dropout; as ``train_step`` otherwise."""
+        """Return the loss of a batch without gradient and dropout; otherwise as :meth:`train_step`."""
         return self._run(batch, training=False)
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         if self._codec is not None and training:
             self._codec.begin_step(self.loss_scale)
         for module in self.modules:
-            module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
+            module.begin_step(batch.step, self.loss_scale / self._total_microbatches, training=training)
         device = self.world.device
         first = batch.first_microbatch
-        keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
-        keywords["microbatch"] = torch.arange(first, first + self.shape.microbatches)
-        if training and any(module.front is not None for module in self.modules):
+        keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._batch_names}
+        keywords["microbatch"] = torch.arange(first, first + self.config.microbatches)
+        if training and any(module.cache is not None for module in self.modules):
             keywords[SAMPLES] = sample_hashes(batch.inputs)
-        # The head computes the loss from its inputs; torch asks for a target where there is a loss function.
+        # The head computes the loss from its inputs; torch requires a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        with float32_matmuls(device, self.shape.boundary.dtype, compiled=self.shape.compiled is not None):
+        with float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None):
             run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
@@ -217,11 +239,11 @@ class Pipeline:
         return total
 
     def metrics_of(self, item: str) -> dict[str, list[torch.Tensor]]:
-        """What one item reported in the last step: figure -> a tensor a microbatch; empty where it is elsewhere."""
+        """Return the metrics of one item in the last step: name -> one tensor per microbatch; empty if not local."""
         return next((dict(module.metrics[item]) for module in self.modules if item in module.metrics), {})
 
     def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Item -> figure -> its mean over the microbatches of the last step, float64 on CPU, of the items held here."""
+        """Return local item -> metric -> mean over the microbatches of the last step, float64 on CPU."""
         return {
             item: {name: torch.stack(values).to("cpu", torch.float64).mean(0) for name, values in metrics.items()}
             for module in self.modules
@@ -230,32 +252,33 @@ class Pipeline:
 
 
 def _schedule(
-    shape: PipelineConfig, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
+    config: PipelineConfig, stages: list[ItemStage], total_microbatches: int, loss_scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = microbatch_loss(microbatches_of_all, scale)
-    if shape.schedule in SINGLE:
-        few = shape.microbatches < stages[0].num_stages
-        return SINGLE["gpipe" if few else shape.schedule](
-            stages[0], shape.microbatches, loss_fn=loss, scale_grads=False
+    # scale_grads=False: the loss is already divided by the number of microbatches of all replicas.
+    loss = microbatch_loss(total_microbatches, loss_scale)
+    if config.schedule in SINGLE:
+        is_short = config.microbatches < stages[0].num_stages
+        return SINGLE["gpipe" if is_short else config.schedule](
+            stages[0], config.microbatches, loss_fn=loss, scale_grads=False
         )
-    if shape.schedule in LOOPED:
+    if config.schedule in LOOPED:
         looped: list[_PipelineStageBase] = [*stages]
-        return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)
-    if shape.schedule == CUSTOM and shape.operations is not None:
-        return _custom(shape, stages, shape.operations, loss)
-    raise UsageError(f"schedule {shape.schedule!r} is none of {', '.join([*SINGLE, *LOOPED, CUSTOM])}")
+        return LOOPED[config.schedule](looped, config.microbatches, loss_fn=loss, scale_grads=False)
+    if config.schedule == CUSTOM and config.operations is not None:
+        return _custom(config, stages, config.operations, loss)
+    raise UsageError(f"schedule {config.schedule!r}: must be one of {', '.join([*SINGLE, *LOOPED, CUSTOM])}")
 
 
 def _custom(
-    shape: PipelineConfig, stages: list[ItemStage], operations: Sequence[str], loss: Callable[..., torch.Tensor]
+    config: PipelineConfig, stages: list[ItemStage], operations: Sequence[str], loss: Callable[..., torch.Tensor]
 ) -> PipelineScheduleMulti:
-    """The runtime of torch for any table of operations; it puts sends and receives between them."""
-    schedule = _PipelineScheduleRuntime([*stages], shape.microbatches, loss_fn=loss, scale_grads=False)
+    """Build torch's private runtime for any table of operations (torch 2.11 to 2.13 have no public one)."""
+    schedule = _PipelineScheduleRuntime([*stages], config.microbatches, loss_fn=loss, scale_grads=False)
     table: dict[int, list[_Action | None]] = {
-        worker: [_Action.from_str(word) for word in line.split()] for worker, line in enumerate(operations)
+        rank: [_Action.from_str(word) for word in line.split()] for rank, line in enumerate(operations)
     }
     try:
         schedule._prepare_schedule_with_comms(table)
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise UsageError(f"the plan's operations cannot be run in this order: {error}") from error
+        raise UsageError(f"the plan's operations cannot run in this order: {error}") from error
     return schedule

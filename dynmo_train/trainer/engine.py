@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,10 +82,9 @@ from ..parallel.process_groups import (
     sum_over_replicas,
 )
 from ..parallel.tensor_parallel import tensor_region
-from ..pipeline.costs import merge_rank_costs
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
-from ..pipeline.profiler import LayerProfiler
+from ..pipeline.profiler import LayerProfiler, merge_rank_costs
 from ..pipeline.schedule import Pipeline, PipelineConfig
 
 
@@ -260,7 +259,7 @@ class Engine:
     @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition assigns to this pipeline rank, in list order."""
-        stages = self.partition.stages_of_worker(self.world.pipeline_rank)
+        stages = self.partition.stages_of_rank(self.world.pipeline_rank)
         return tuple(name for stage in stages for name in self.partition.stages[stage])
 
     def build(self) -> None:
@@ -414,7 +413,7 @@ class Engine:
         ties = self.family.ties
         self._reducer.finish()
         add_token_gradients(self.item_store)
-        owners = self.partition.owners()
+        owners = self.partition.item_ranks()
         if self._fused:
             add_fused_gradients(self.item_store, ties, owners, self.world, self._fused)
         add_tied_gradients(self.item_store, ties, owners, self.world, self._fused)
@@ -553,7 +552,7 @@ class Engine:
     def set_world(self, world: World) -> None:
         """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
         self.world = world
-        self.partition = replace(self.partition, places=())
+        self.partition = self.partition.renumbered()
         self._pipeline = None
         for technique in self.techniques:
             technique.set_world(world)

@@ -178,11 +178,8 @@ def schedule_in_profile(schedule: str, partition: Partition) -> str:
     """The schedule to record in a profile: for ``custom``, the built-in one with the same placement of stages."""
     if schedule != CUSTOM:
         return schedule
-    v_shaped = replace(partition, placed=None, vee=True)
-    stages = range(len(partition.stages))
-    if partition.virtual_stages == 2 and partition.placed == tuple(map(v_shaped.worker_of_stage, stages)):
-        return "zb-v"
-    return "zero-bubble"
+    v_shaped = Partition.v_shaped(partition.stages, partition.num_ranks)
+    return "zb-v" if partition.virtual_stages == 2 and partition == v_shaped else "zero-bubble"
 
 
 def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
@@ -253,7 +250,6 @@ def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: 
         DocumentError: the plan is not valid for this model and number of workers.
     """
     workers = config.parallel.pipeline_model_parallel_size
-    virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
         # An initial plan may come from another run: it is based on no active plan.
@@ -272,14 +268,14 @@ def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: 
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)
-        placed = plan.stage_workers if plan.schedule == CUSTOM else None
-        return Partition(stages=plan.stages, workers=workers, vee=vee, placed=placed)
+        return Partition(stages=plan.stages, stage_ranks=plan.stage_workers)
     if (
         checkpoint_topology is not None
         and (saved := _checkpoint_partition(config, family, checkpoint_topology)) is not None
     ):
         return saved
-    return uniform_partition(family.items, workers, virtual, vee=vee)
+    virtual_stages, v_shaped = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
+    return uniform_partition(family.items, workers, virtual_stages, v_shaped=v_shaped)
 
 
 def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
@@ -293,7 +289,8 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
     begins = {stage[0] for stage in stages if stage}
     if not begins <= allowed_cuts(family.items, config.balance.granularity):
         return None
-    return Partition(stages=stages, workers=workers, vee=config.parallel.schedule == "zb-v")
+    place = Partition.v_shaped if config.parallel.schedule == "zb-v" else Partition.looped
+    return place(stages, workers)
 
 
 def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:

@@ -140,7 +140,7 @@ def whole_steps(
     names = tuple(item.name for item in engine_of(world, sizes, 1).family.items)
     partition = None
     if boundary is not None:
-        partition = Partition(stages=(names[:boundary], names[boundary:]), workers=world.size)
+        partition = Partition.looped((names[:boundary], names[boundary:]), world.size)
     engine = engine_of(world, sizes, microbatches, partition)
     times: list[float] = []
     costs: list[int] = []

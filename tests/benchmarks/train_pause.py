@@ -43,7 +43,7 @@ def pauses(world: World, sizes: Sizes, moved: int, rounds: int) -> list[Row]:
         reports = []
 
         def move(cut: int = cut) -> None:
-            partition = Partition(stages=(names[:cut], names[cut:]), workers=2)
+            partition = Partition.looped((names[:cut], names[cut:]), 2)
             reports.append(engine.repartition(partition))  # noqa: B023 - called at once
             engine.pipeline()
 

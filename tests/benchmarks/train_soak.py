@@ -72,7 +72,7 @@ def play(world: World, steps: int, every: int) -> dict[str, Any]:
         if step % every == 0 and world.size > 1:
             ends = [0, *sorted(draw.choice(cuts) for _ in range(world.size - 1)), len(names)]
             stages = tuple(names[begin:end] for begin, end in itertools.pairwise(ends))
-            report = engine.repartition(Partition(stages=stages, workers=world.size))
+            report = engine.repartition(Partition.looped(stages, world.size))
             moved, moved_bytes = moved + len(report.moves), moved_bytes + report.total_bytes
         if step == steps // 5:
             before = open_resources()

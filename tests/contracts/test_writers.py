@@ -91,7 +91,11 @@ def test_an_invalid_profile_line_is_refused_and_the_file_stays_readable(tmp_path
 
 def plan_document():
     return train_plan.initial_plan(
-        run_id="run", stages=[["embedding"], ["head"]], workers=[0, 1], schedule="1f1b", virtual_stages_per_worker=1
+        run_id="run",
+        stages=[["embedding"], ["head"]],
+        stage_workers=[0, 1],
+        schedule="1f1b",
+        virtual_stages_per_worker=1,
     )
 
 

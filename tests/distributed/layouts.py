@@ -35,7 +35,7 @@ def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[En
         boundary = boundary.cut_along_tokens(world.dims.tensor)
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
     start = scenario.start or uniform_partition(
-        family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v"
+        family.items, world.dims.pipeline, scenario.virtual, v_shaped=scenario.schedule == "zb-v"
     )
     engine = kind(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
     if build:

@@ -18,13 +18,13 @@ class PlainStage(ItemStage):
     """``ItemStage`` whose gradients go straight through torch's stage."""
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return PipelineStage.get_bwd_recv_ops(self, bwd_chunk_id) if self.trains else []
+        return PipelineStage.get_bwd_recv_ops(self, bwd_chunk_id) if self.needs_backward else []
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         return PipelineStage._retrieve_recv_grads(self, bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.trains_before:
+        if not self.sends_gradients:
             self.bwd_cache.pop(bwd_chunk_id, None)
             return []
         return PipelineStage.get_bwd_send_ops(self, bwd_chunk_id)

@@ -163,7 +163,7 @@ def batch_of(step: int, model: str = "gpt") -> Batch:
 def engine_of(scenario: Scenario, world: World) -> Engine:
     family = scenario.family()
     start = scenario.start or uniform_partition(
-        family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v"
+        family.items, world.size, scenario.virtual, v_shaped=scenario.schedule == "zb-v"
     )
     engine = Engine(family, scenario.settings(), start, world)
     engine.build()

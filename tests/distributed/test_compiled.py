@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 PLAIN = Scenario(steps=6, prune=False, freeze=((3, 1),))
 NAMES = tuple(item.name for item in PLAIN.family().items)
-MOVED = Partition(stages=(NAMES[:3], NAMES[3:]), workers=2)
+MOVED = Partition.looped((NAMES[:3], NAMES[3:]), 2)
 
 
 def play(world, scenario, resume_at=None):

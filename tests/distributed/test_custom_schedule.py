@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -24,8 +23,8 @@ SHORT = {"train_iters": "10", "eval_interval": "10", "freeze_schedule": "6:1"}
 def operations(partition: Partition) -> tuple[str, ...]:
     """An order of no schedule by name: forwards by turns of two microbatches, weight gradients in turns of four."""
     rows = []
-    for worker in range(partition.workers):
-        stages = partition.stages_of_worker(worker)
+    for worker in range(partition.num_ranks):
+        stages = partition.stages_of_rank(worker)
         words = []
         for pair in range(0, MICROBATCHES, 2):
             words += [f"{stage}F{m}" for stage in stages for m in (pair, pair + 1)]
@@ -43,7 +42,7 @@ def operations(partition: Partition) -> tuple[str, ...]:
     ids=["down and up", "side by side"],
 )
 def test_any_order_and_any_placement_give_the_same_bits(boundaries, placed):
-    partition = replace(cut(2, *boundaries), placed=placed)
+    partition = Partition(stages=cut(2, *boundaries).stages, stage_ranks=placed)
     scenario = Scenario(schedule="custom", virtual=2, start=partition, operations=operations(partition))
     assert merged(run_workers(play, 2, scenario)) == reference(Scenario())
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.parallel import device_clock
-from dynmo_train.pipeline import emulated_profiler as paced_module
+from dynmo_train.pipeline import emulated_profiler
 from dynmo_train.pipeline.emulated_profiler import EmulatedProfiler
 from dynmo_train.pipeline.emulation_trace import read_trace
 from dynmo_train.pipeline.partition import uniform_partition
@@ -49,17 +49,19 @@ class VirtualTime:
         self.now += round(seconds * 1e9)
 
 
-def paced_in_virtual_time(world, scenario, path):
-    """As ``paced``; the probe measures and sleeps by a virtual clock."""
-    paced_module.time = VirtualTime()
-    device_clock.CpuClock.__init__ = lambda self, _threads: setattr(self, "_now", paced_module.time.perf_counter_ns)
-    return paced(world, scenario, path)
+def emulated_in_virtual_time(world, scenario, path):
+    """As ``emulated``; the profiler measures and sleeps by a virtual clock."""
+    emulated_profiler.time = VirtualTime()
+    device_clock.CpuClock.__init__ = lambda self, _threads: setattr(
+        self, "_now", emulated_profiler.time.perf_counter_ns
+    )
+    return emulated(world, scenario, path)
 
 
-def paced(world, scenario, path):
+def emulated(world, scenario, path):
     """Losses, each step's wall time in ms, and the costs of the last step."""
     family, settings = scenario.family(), scenario.settings()
-    start = uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
+    start = uniform_partition(family.items, world.size, scenario.virtual, v_shaped=scenario.schedule == "zb-v")
     engine = Engine(family, settings, start, world, EmulatedProfiler(read_trace(path, NAMES)))
     engine.build()
     results = [engine.train_step(scenario.batch(step), sampled=step > 1) for step in range(1, scenario.steps + 1)]
@@ -77,7 +79,7 @@ def test_a_step_takes_what_the_trace_says_and_gives_the_same_losses(tmp_path, sc
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
     event = {"record": "event", "step": 2, "kind": "pruned", "detail": {"to": 0.5}, "next_expected_step": None}
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)}, events=[event])
-    losses, steps, costs, told = run_workers(paced, 2, scenario, trace)[0]
+    losses, steps, costs, told = run_workers(emulated, 2, scenario, trace)[0]
     assert losses == run_workers(plain, 1, PLAIN)[0]
     assert told == ["pruned"]
     # The two workers share ten items, five each on average, in each microbatch; a busy machine only adds to that
@@ -90,7 +92,7 @@ def test_a_step_takes_what_the_trace_says_and_gives_the_same_losses(tmp_path, sc
 def test_each_item_takes_what_the_trace_says(tmp_path, schedule, virtual, split):
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)})
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
-    costs = run_workers(paced_in_virtual_time, 2, scenario, trace)[0][2]
+    costs = run_workers(emulated_in_virtual_time, 2, scenario, trace)[0][2]
     of_items = [(f, b, w) for c in costs for f, b, w in zip(*parts(c, split), strict=True)]
     assert len(of_items) == len(NAMES)
     # Forward, backward and weight gradients; some items run their whole backward in one operation.

@@ -23,7 +23,7 @@ def cut(model: str, workers: int, *boundaries: int) -> Partition:
     """A partition that begins stages 1, 2, ... at these items of the list."""
     names = tuple(item.name for item in SAMPLES[model].family.items)
     ends = [0, *boundaries, len(names)]
-    return Partition(stages=tuple(names[begin:end] for begin, end in itertools.pairwise(ends)), workers=workers)
+    return Partition.looped(tuple(names[begin:end] for begin, end in itertools.pairwise(ends)), workers)
 
 
 @cache
@@ -85,6 +85,6 @@ def test_what_crosses_the_boundaries_of_an_encoder_decoder():
     # Nobody attends to the encoder any more: it is not sent.
     assert crossing["decoder.layers.1.mlp"] == ("decoder",)
     assert crossing["head"] == ("decoder",)
-    stages = uniform_partition(items, 2).lists()
+    stages = [list(stage) for stage in uniform_partition(items, 2).stages]
     assert stages[0][-2:] == ["encoder.norm", "decoder.embedding"]
     assert stages[1][0] == "decoder.layers.0.attention"

@@ -20,12 +20,12 @@ NAMES = tuple(item.name for item in Scenario().family().items)
 def cut(workers: int, *boundaries: int) -> Partition:
     """A partition that begins stages 1, 2, ... at these items of the list."""
     ends = [0, *boundaries, len(NAMES)]
-    return Partition(stages=tuple(NAMES[begin:end] for begin, end in itertools.pairwise(ends)), workers=workers)
+    return Partition.looped(tuple(NAMES[begin:end] for begin, end in itertools.pairwise(ends)), workers)
 
 
 def vee(partition: Partition) -> Partition:
     """The same stages down the workers and back up."""
-    return replace(partition, vee=True)
+    return Partition.v_shaped(partition.stages, partition.num_ranks)
 
 
 @cache
@@ -116,5 +116,5 @@ def test_lower_precision_stays_near_float32_and_float16_overflows():
 
 def test_uniform_partition_is_megatrons():
     items = Scenario().family().items
-    assert uniform_partition(items, 2).lists() == [list(NAMES[:5]), list(NAMES[5:])]
-    assert uniform_partition(items, 3).lists() == [list(NAMES[:5]), list(NAMES[5:7]), list(NAMES[7:])]
+    assert uniform_partition(items, 2).stages == (NAMES[:5], NAMES[5:])
+    assert uniform_partition(items, 3).stages == (NAMES[:5], NAMES[5:7], NAMES[7:])

@@ -56,7 +56,7 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
         if release.fails:
             fail_checksums(engine.world.rank)
         try:
-            engine.repartition(replace(release.stages, places=remaining))
+            engine.repartition(release.stages.on_ranks(remaining))
         except MoveError as error:
             errors.append(str(error))
             continue
@@ -88,7 +88,7 @@ def play_releases(layout: Layout, releases: list[Release]) -> tuple[dict[str, An
 
 LONG = Scenario(freeze=((4, 1),))
 MIDDLE = cut(2, 5)
-WHOLE = Partition(stages=(NAMES,), workers=1)
+WHOLE = Partition.looped((NAMES,), 1)
 CASES = {
     "pipeline": (ParallelDims(pipeline=4), LONG, {}, [Release(step=4, released=(1, 3), stages=MIDDLE)]),
     "twice, to one": (
@@ -104,7 +104,7 @@ CASES = {
         ParallelDims(pipeline=3),
         replace(LONG, schedule="interleaved-1f1b", virtual=2),
         {},
-        [Release(step=4, released=(1,), stages=replace(cut(4, 2, 4, 7), workers=2))],
+        [Release(step=4, released=(1,), stages=cut(2, 2, 4, 7))],
     ),
     "pipeline x tensor": (
         ParallelDims(pipeline=2, tensor=2),

@@ -158,7 +158,7 @@ def scenario(model: str, **options) -> Scenario:
 
 def cut(model: str, at: int) -> Partition:
     names = tuple(item.name for item in scenario(model).family().items)
-    return Partition(stages=(names[:at], names[at:]), workers=2)
+    return Partition.looped((names[:at], names[at:]), 2)
 
 
 @pytest.mark.parametrize("model", [*FAMILIES, "t5"])

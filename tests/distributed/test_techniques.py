@@ -57,7 +57,7 @@ def cut(technique: str, *boundaries: int) -> Partition:
     names = tuple(item.name for item in scenario(technique).family().items)
     ends = [0, *boundaries, len(names)]
     stages = tuple(names[begin:end] for begin, end in itertools.pairwise(ends))
-    return Partition(stages=stages, workers=2)
+    return Partition.looped(stages, 2)
 
 
 @cache

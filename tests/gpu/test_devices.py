@@ -71,7 +71,7 @@ def test_compiled_items_are_near_plain_ones():
 def test_two_devices_and_a_move_give_the_same_bits():
     scenario = replace(PLAIN, dropout=0.1)
     [(losses, weights)] = run_workers(play, 1, scenario, "cuda", joins=False)
-    moved = replace(scenario, moves=((2, Partition(stages=(NAMES[:3], NAMES[3:]), workers=2)),))
+    moved = replace(scenario, moves=((2, Partition.looped((NAMES[:3], NAMES[3:]), 2)),))
     results = run_workers(play, 2, moved, "cuda", joins=False)
     assert [reported for reported, _ in results] == [losses, losses]
     assert results[0][1] | results[1][1] == weights

@@ -436,7 +436,7 @@ def _run_facts(engine: Engine, metadata: CheckpointMetadata, facts: Sequence[Map
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,
-            "partition": partition.lists(),
+            "partition": [list(stage) for stage in partition.stages],
         },
         dynamic={
             "frozen_items": list(engine.techniques.frozen_items),

@@ -176,7 +176,7 @@ class TrainingLog:
         for text in startup_lines(self.config, parameters):
             self.line(text)
         stages = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
-        self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {stages}")
+        self.line(f" {len(partition.stages)} stages on {partition.num_ranks} workers: {stages}")
         last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 

@@ -136,7 +136,7 @@ class PlanController:
         if released:
             self._finish_saves()
         try:
-            report = self.engine.repartition(self._partition_of(chosen["stages"], released))
+            report = self.engine.repartition(self._partition_of(chosen))
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None
@@ -162,15 +162,12 @@ class PlanController:
         self._result(self.active_plan_id, step, "applied", pause_ns, report.total_bytes, chosen["reason"], **detail)
         return replace(applied, pause_ns=pause_ns)
 
-    def _partition_of(self, stages: Sequence[Sequence[str]], released: Sequence[int]) -> Partition:
-        """The partition of a plan over the current pipeline ranks, without those at the positions ``released``."""
-        before = self.engine.partition
-        remaining = tuple(position for position in range(before.workers) if position not in released)
-        return replace(
-            before,
-            stages=tuple(tuple(stage) for stage in stages),
-            workers=len(remaining),
-            places=remaining if released else (),
+    def _partition_of(self, chosen: Mapping[str, Any]) -> Partition:
+        """The partition of a plan over the current pipeline ranks; released ranks have no stages."""
+        ids = self.engine.world.worker_ids
+        return Partition(
+            stages=tuple(tuple(stage) for stage in chosen["stages"]),
+            stage_ranks=tuple(ids.index(worker) for worker in chosen["stage_workers"]),
         )
 
     def _choose(self, step: int) -> dict[str, Any] | None:
@@ -207,6 +204,7 @@ class PlanController:
         return {
             "plan_id": chosen.plan_id,
             "stages": chosen.stages,
+            "stage_workers": chosen.stage_workers,
             "released": sorted(chosen.released_workers),
             "num_compressing_stages": chosen.selective_grad_comp_way,
             "reason": chosen.reason,

@@ -46,7 +46,7 @@ def test_frozen_prefix_cache_over_its_limit_drops_the_oldest():
     rows = torch.arange(16.0).view(4, 4)
     keys = torch.tensor([11, 12, 13, 14])
     cache.put(0, keys, {"hidden": rows})
-    assert cache.held_bytes == 48
+    assert cache.num_bytes == 48
     assert cache.get(0, keys) is None
     assert cache.get(1, keys[1:]) is None
     assert torch.equal(cache.get(0, keys[[3, 1]])["hidden"], rows[[3, 1]])

@@ -23,7 +23,7 @@ def initial(**changes):
     given = {
         "run_id": "r1",
         "stages": STAGES,
-        "workers": [0, 1],
+        "stage_workers": [0, 1],
         "schedule": "1f1b",
         "virtual_stages_per_worker": 1,
     }
@@ -84,7 +84,7 @@ def test_a_number_is_never_written_over(tmp_path):
 
 
 def test_interleaved_stages_go_round_the_workers():
-    document = initial(stages=[[name] for name in NAMES[:4]], workers=[3, 5], virtual_stages_per_worker=2)
+    document = initial(stages=[[name] for name in NAMES[:4]], stage_workers=[3, 5, 3, 5], virtual_stages_per_worker=2)
     plan = plans.parse_plan(document, "p")
     assert plan.stage_workers == (3, 5, 3, 5)
     assert plan.workers == (3, 5)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.pipeline.costs import merge_rank_costs
+from dynmo_train.pipeline.profiler import merge_rank_costs
 
 SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2, 3), (1, 2, 4), (1, 2))]
 

@@ -33,14 +33,14 @@ def test_split_backwards_count_by_their_input_part():
 
 
 def test_packed_microbatches_follow_the_receiver():
-    stages = Partition(stages=(("a",), ("b",), ("c",), ("d",)), workers=4)
+    stages = Partition.looped((("a",), ("b",), ("c",), ("d",)), 4)
     assert compressed_microbatches(stages, 3, None) == {stage: frozenset({0, 1, 2}) for stage in (1, 2, 3)}
     packed = compressed_microbatches(stages, 8, one_f_one_b_epilogue(4, 8))
     assert packed == {1: frozenset({4, 5, 6, 7}), 2: frozenset({5, 6, 7}), 3: frozenset({6, 7})}
 
 
 def test_stages_of_one_worker_and_empty_stages():
-    turn = Partition(stages=(("a",), ("b",), ("c",), ("d",)), workers=2, vee=True)
+    turn = Partition.v_shaped((("a",), ("b",), ("c",), ("d",)), 2)
     assert {stage for stage, each in compressed_microbatches(turn, 2, None).items() if each} == {1, 3}
-    empty = Partition(stages=(("a",), (), ("c",)), workers=3)
+    empty = Partition.looped((("a",), (), ("c",)), 3)
     assert compressed_microbatches(empty, 8, one_f_one_b_epilogue(3, 8)) == {1: frozenset({6, 7}), 2: frozenset({6, 7})}

@@ -35,7 +35,7 @@ def test_a_branch_that_no_loss_uses_does_not_keep_the_graph_of_a_sampled_step():
     witness = Witness()
     watched = weakref.ref(witness)
     x = torch.ones(8, requires_grad=True)
-    with profiler.saved("layers.0", set):
+    with profiler.saved_tensors("layers.0", set):
         hidden = Seen.apply(x, witness) * 2
         unused = hidden.exp()  # saves its own output for a backward that never runs
         loss = (hidden * hidden).sum()

@@ -47,7 +47,7 @@ def test_computed_activations_equal_profiled_ones(family_name):
         module = family.build(item.name, torch.device("cpu")).train()
         read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
         ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        with profiler.saved(item.name, lambda ignored=ignored: ignored):
+        with profiler.saved_tensors(item.name, lambda ignored=ignored: ignored):
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
     measured = sum(profiler.result(names, 1)["activation_bytes"])

@@ -111,7 +111,7 @@ def test_simulate_arguments_are_options_of_the_planner(tmp_path):
 
 @pytest.mark.parametrize(("value", "number"), [(2, 2), (0, 0), (-1, None), (True, None), ("2", None), (None, None)])
 def test_plan_extension_sets_the_number_of_compressing_ranks(value, number):
-    plan = initial_plan(run_id="r", stages=[["a"]], workers=[0], schedule="1f1b", virtual_stages_per_worker=1) | {
+    plan = initial_plan(run_id="r", stages=[["a"]], stage_workers=[0], schedule="1f1b", virtual_stages_per_worker=1) | {
         "x_selective_grad_comp_way": value
     }
     assert parse_plan(plan, "here").selective_grad_comp_way == number

@@ -36,7 +36,7 @@ def put_plan(run, number, **changes):
     document = initial_plan(
         run_id="r",
         stages=[["a"], ["b"]],
-        workers=[0, 1],
+        stage_workers=[0, 1],
         schedule="1f1b",
         virtual_stages_per_worker=1,
         plan_id=number,
