@@ -92,7 +92,7 @@ def test_a_plan_with_its_own_operations_trains_as_1f1b_does(folder, plan, tmp_pa
     [
         (False, {"global_batch_size": "32"}, "operations: have 8 microbatches; the run has 16"),
         (False, {"schedule": "1f1b", "virtual_stages_per_worker": "1"}, "is custom; this run has 1f1b"),
-        (True, {}, "cannot be run in this order"),
+        (True, {}, "cannot run in this order"),
     ],
 )
 def test_operations_that_do_not_fit_the_run_are_refused(folder, plan, tmp_path, backward_first, options, message):
