@@ -117,12 +117,12 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("bert", {"vocab_size": "50"}, "--vocab-size 50 is too small"),
+        ("bert", {"vocab_size": "50"}, "--vocab-size 50: must be at least"),
         ("t5", {"vocab_extra_ids": "0"}, "--vocab-extra-ids"),
         ("bert", {"global_batch_size": "4000"}, "is too small"),
         ("ict", {"micro_batch_size": "1"}, "give 2 or more"),
         ("ict", {"retriever_report_topk_accuracies": "1 3"}, "is more than the 2 blocks"),
-        ("ict", {"titles_data_path": "SENTENCES"}, "one sequence for each document"),
+        ("ict", {"titles_data_path": "SENTENCES"}, "one sequence per document"),
         ("mixtral", {"moe_router_topk": "5"}, "--moe-router-topk"),
     ],
 )
