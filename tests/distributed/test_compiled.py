@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_those_of_one_worker_that_compiles_nothing(case):
+def test_compiled_run_has_the_same_bits_on_any_partition(case):
     workers, changes, resume_at = CASES[case]
     scenario = replace(PLAIN, **changes)
     [(figures, weights)] = run_workers(play, 1, replace(scenario, moves=(), schedule="1f1b", recompute=False))
@@ -74,7 +74,7 @@ def test_the_bits_are_those_of_one_worker_that_compiles_nothing(case):
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_a_compiled_item_computes_what_it_says(tmp_path, monkeypatch):
+def test_compiled_item_has_the_outputs_of_the_plain_one(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(3)
     plain = Mlp(width=16, inner=32, activation="gelu_tanh", norm=nn.LayerNorm(16), device=torch.device("cpu"))
@@ -93,7 +93,7 @@ def test_a_compiled_item_computes_what_it_says(tmp_path, monkeypatch):
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-def test_heads_run_as_they_are():
+def test_heads_are_not_compiled():
     head = Head(width=8, rows=16, vocabulary=16, norm=nn.LayerNorm(8), device=torch.device("cpu"))
     compile_item(head)
     assert not is_compiled(head)
@@ -109,14 +109,14 @@ def test_heads_run_as_they_are():
         ("cpu", "induct", {}, "--torch-compile-backend 'induct' is none of torch's: "),
     ],
 )
-def test_what_is_missing_is_told_in_one_line(device, backend, environment, words):
+def test_missing_compiler_is_one_error_line(device, backend, environment, words):
     with pytest.raises(UsageError) as told:
         check_compiler(device, backend, environment, which=lambda _: None)
     assert words in str(told.value)
     assert "\n" not in str(told.value)
 
 
-def test_missing_header_files_are_told_in_one_line(tmp_path):
+def test_missing_header_files_are_one_error_line(tmp_path):
     with pytest.raises(UsageError, match=r"Python\.h is not there"):
         check_compiler("cpu", "inductor", {}, which=lambda name: name, headers=tmp_path)
     (tmp_path / "Python.h").touch()

@@ -123,7 +123,7 @@ def played(name: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_ranks_are_the_whole_gradient(name):
+def test_full_rank_compression_is_lossless(name):
     whole, full = played(name, "whole"), played(name, "all ranks")
     tolerance = 2e-2 if "16" in name else 1e-4
     assert full["losses"] == pytest.approx(whole["losses"], rel=tolerance)
@@ -131,7 +131,7 @@ def test_all_ranks_are_the_whole_gradient(name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_few_ranks_lose_something_and_the_same_bits_each_time(name):
+def test_low_rank_compression_is_lossy_and_reproducible(name):
     whole, lossy, again = (played(name, kind) for kind in ("whole", "lep", "lep again"))
     assert lossy["losses"][0] == whole["losses"][0]
     assert lossy["losses"] != whole["losses"]
@@ -144,7 +144,7 @@ def sent(name: str, kind: str, step: int) -> dict[str, tuple[int, int]]:
     return {boundary: (one["sent_bytes"], one["uncompressed_bytes"]) for boundary, one in boundaries.items()}
 
 
-def test_every_microbatch_is_compressed_or_those_of_the_epilogue():
+def test_compression_covers_all_microbatches_or_the_epilogue():
     every = (MICROBATCHES * FACTOR_BYTES, MICROBATCHES * WHOLE_BYTES)
     two = (2 * FACTOR_BYTES, 2 * WHOLE_BYTES)
     assert sent("1f1b", "lep", 1) == {"layers.2.attention": every}
@@ -158,7 +158,7 @@ def test_every_microbatch_is_compressed_or_those_of_the_epilogue():
     assert sent("front frozen", "lep", 3) == {}
 
 
-def test_a_stage_without_items_passes_the_factors_on():
+def test_stage_without_items_forwards_the_factors():
     boundaries = sent("four workers, moving, an empty stage", "lep", 3)
     # The third stage is empty: the factors before the last one's first item are made once, and sent twice
     assert {name: one for name, (one, _) in boundaries.items()} == {
@@ -167,7 +167,7 @@ def test_a_stage_without_items_passes_the_factors_on():
     }
 
 
-def test_memories_go_with_the_item_behind_the_boundary():
+def test_memories_move_with_the_item_after_the_boundary():
     """In a loop of two workers layers 2 and 3 keep their boundaries; that at layer 0's MLP is new, layer 1's gone."""
     steps = [
         {name: value for one in held for name, value in one.items() if name.endswith("hidden.error")}
@@ -184,7 +184,7 @@ def test_memories_go_with_the_item_behind_the_boundary():
     assert before == moved != later
 
 
-def test_replicas_remember_apart_and_tensor_ranks_alike():
+def test_memories_differ_by_replica_and_not_by_tensor_rank():
     name = "layers.2.attention.memory.boundary.hidden.error"
     replicas = [steps[-1][name] for steps in played("replicas", "lep")["remembered"] if name in steps[-1]]
     assert len(replicas) == len(set(replicas)) == 2

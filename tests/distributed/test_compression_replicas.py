@@ -58,7 +58,7 @@ def fused() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", FUSABLE)
-def test_one_exchange_gives_the_bits_of_two_steps(name):
+def test_fused_exchange_of_tied_gradients_has_the_bits_of_two(name):
     apart, together = fused()[name]
     assert together == apart
 
@@ -97,7 +97,7 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-def test_the_sum_and_what_is_owed_are_those_of_the_formulas(feedback):
+def test_compressed_sum_and_error_match_the_formulas(feedback):
     for differences in run_workers(packed_by_hand, 2, feedback):
         assert max(differences) < 1e-5
 
@@ -127,20 +127,20 @@ def without_times(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key != "told"}
 
 
-def test_overlapping_and_repeating_change_no_bit():
+def test_overlapped_reduction_has_the_same_bits():
     assert without_times(packed()["sgd"]) == without_times(packed()["sgd, overlapped"])
     assert without_times(packed()["everything, moving"]) == without_times(packed()["everything again"])
     assert packed()["sgd"]["losses"] != packed()["whole"]["losses"]
 
 
-def test_the_warm_up_adds_whole_gradients():
+def test_warm_up_reduces_uncompressed_gradients():
     whole, warm = packed()["whole"], packed()["warm-up"]
     assert warm["losses"] == whole["losses"]
     assert warm["states"] != whole["states"]
     assert [bool(one[1]) for one in warm["remembered"][0:1]] == [False]
 
 
-def test_replicas_hold_the_same_and_owe_their_own():
+def test_replicas_have_equal_weights_and_their_own_errors():
     for name in ("sgd", "everything, moving", "fp16", "pruned"):
         states = packed()[name]["states"]
         for first, second in ((0, 1), (2, 3)):
@@ -155,7 +155,7 @@ def test_replicas_hold_the_same_and_owe_their_own():
         assert not owed[0] & owed[1]
 
 
-def test_only_the_selected_workers_compress():
+def test_only_selected_workers_compress():
     told = packed()["everything, moving"]["told"]
     items = [set(one["replicas"]) if "replicas" in one else set() for one in told]
     assert items[0] == set(), "the first step is warm-up"
@@ -167,7 +167,7 @@ def test_only_the_selected_workers_compress():
     assert min(speed["compress_ns"], speed["decompress_ns"]) > 0
 
 
-def test_what_is_owed_is_paid_where_nothing_is_compressed():
+def test_error_is_added_where_compression_stops():
     remembered = packed()["pays what it owes"]["remembered"]
     name = "layers.2.mlp.memory.parameter.fc1.weight.error"
     holders = [[rank for rank, steps in enumerate(remembered) if name in steps[at]] for at in range(4)]
@@ -189,7 +189,7 @@ def chosen(world: World, compression: CompressionSettings, choice: int | None) -
     return {"losses": [one.loss for one in results], "items": items, "chosen": [before, engine.replica_workers]}
 
 
-def test_who_compresses_can_be_chosen_on_the_way():
+def test_number_of_compressing_workers_can_change_in_a_run():
     given = replace(SGD, check_ratio=True, replica_warmup_steps=1, replica_workers=1)
     asked = replace(given, replica_warmup_steps=0, replica_workers=None, choose_workers=True)
     fixed, auto = run_workers(chosen, 4, given, None)[0], run_workers(chosen, 4, asked, 1)[0]
@@ -225,7 +225,7 @@ def wire(world: World, compression: CompressionSettings, kind: type[Engine] = En
     return told
 
 
-def test_without_compression_every_operation_and_byte_is_as_before():
+def test_run_without_compression_has_the_same_operations_and_bytes():
     plain = run_workers(wire, 4, NO_COMPRESSION)
     assert run_workers(wire, 4, NO_COMPRESSION, PlainEngine) == plain
     # What a feedback without compression would change is nothing at all
@@ -251,7 +251,7 @@ FLAGS = [
 ]
 
 
-def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
+def test_compressed_run_resumes_with_the_same_bits(tmp_path):
     data = write_data(tmp_path / "data")
     options = {
         "train_iters": "8",
@@ -285,7 +285,7 @@ def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
     assert max(figures(tmp_path / "other")) == 8
 
 
-def test_the_planner_chooses_who_compresses_while_the_command_trains(tmp_path):
+def test_planner_chooses_compressing_workers_during_training(tmp_path):
     data = write_data(tmp_path / "data")
     steps = "400"
     told = ("--grad-comp", "--grad-comp-rank", "4", "--selective-grad-comp", "--selective-grad-comp-way", "auto")

@@ -77,7 +77,7 @@ def custom(plan, **more):
     return SHORT | asked | more
 
 
-def test_a_plan_with_its_own_operations_trains_as_1f1b_does(folder, plan, tmp_path):
+def test_plan_with_operations_has_the_bits_of_1f1b(folder, plan, tmp_path):
     document = json.loads(plan.read_text())
     assert document["schedule"] == "custom"
     train(folder / "data", tmp_path / "run", 2, **custom(plan))
@@ -95,7 +95,7 @@ def test_a_plan_with_its_own_operations_trains_as_1f1b_does(folder, plan, tmp_pa
         (True, {}, "cannot run in this order"),
     ],
 )
-def test_operations_that_do_not_fit_the_run_are_refused(folder, plan, tmp_path, backward_first, options, message):
+def test_operations_that_do_not_fit_the_run_are_an_error(folder, plan, tmp_path, backward_first, options, message):
     if backward_first:
         document = json.loads(plan.read_text())
         document["operations"] = [" ".join(reversed(line.split())) for line in document["operations"]]

@@ -49,7 +49,7 @@ def ask(run: Path, text: str) -> None:
     os.utime(request, (0, 0))  # written long ago, so that nobody waits for the rest of it
 
 
-def test_packed_saved_and_resumed_on_another_size(static):
+def test_packed_run_resumes_on_another_size(static):
     folder, data, expected, weights = static
     run = folder / "packed"
     train(data, run, 4, *LOCKSTEP, "--pack-to", "2", exit_interval="15")
@@ -66,7 +66,7 @@ def test_packed_saved_and_resumed_on_another_size(static):
     assert tensors(run, 24) == weights
 
 
-def test_packed_looped_stages_with_replicas(static):
+def test_interleaved_run_of_replicas_is_packed(static):
     """Two stages on each worker, two replicas: all processes of the released worker leave."""
     folder, data, _, _ = static
     layout = ("--schedule", "interleaved-1f1b", "--pipeline-model-parallel-size", "2")
@@ -78,7 +78,7 @@ def test_packed_looped_stages_with_replicas(static):
     assert released["ranks"] == [2, 3]
 
 
-def test_without_a_launcher_growth_ends_with_75(static):
+def test_growth_without_a_launcher_exits_with_75(static):
     folder, data, expected, weights = static
     run = folder / "asked"
     ask(run, '{"workers": 3}')
@@ -95,7 +95,7 @@ def test_without_a_launcher_growth_ends_with_75(static):
     ("text", "words"),
     [("{ 4 workers", "json"), ('{"workers": 0}', "workers"), ('{"workers": 99}', "--pipeline-model-parallel-size")],
 )
-def test_a_bad_request_is_told_once_and_training_goes_on(static, text, words):
+def test_invalid_resize_request_is_logged_once(static, text, words):
     folder, data, expected, _ = static
     run = folder / f"bad {len(text)}"
     ask(run, text)
@@ -106,7 +106,7 @@ def test_a_bad_request_is_told_once_and_training_goes_on(static, text, words):
     assert (run / "requests" / "grow.refused.json").exists()
 
 
-def test_launched_released_and_grown_again(static):
+def test_launched_run_releases_and_grows_again(static):
     """2 workers, 1 of them released, then 3 by request: the launcher starts them, the losses are the same."""
     folder, data, expected, weights = static
     run = folder / "launched"

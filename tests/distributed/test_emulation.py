@@ -75,7 +75,7 @@ def plain(world, scenario):
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "split"), [("1f1b", 1, False), ("zb-v", 2, True)])
-def test_a_step_takes_what_the_trace_says_and_gives_the_same_losses(tmp_path, schedule, virtual, split):
+def test_emulated_step_takes_the_trace_time_with_the_same_losses(tmp_path, schedule, virtual, split):
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
     event = {"record": "event", "step": 2, "kind": "pruned", "detail": {"to": 0.5}, "next_expected_step": None}
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)}, events=[event])
@@ -89,7 +89,7 @@ def test_a_step_takes_what_the_trace_says_and_gives_the_same_losses(tmp_path, sc
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "split"), [("1f1b", 1, False), ("zb-v", 2, True)])
-def test_each_item_takes_what_the_trace_says(tmp_path, schedule, virtual, split):
+def test_emulated_item_takes_the_trace_time(tmp_path, schedule, virtual, split):
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)})
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
     costs = run_workers(emulated_in_virtual_time, 2, scenario, trace)[0][2]
@@ -106,7 +106,7 @@ def parts(cost, split):
     return [[ns / MS for ns in values] for values in (cost["forward_ns"], cost["backward_ns"], weight)]
 
 
-def test_an_evaluation_takes_its_time_as_well(tmp_path, monkeypatch):
+def test_emulated_evaluation_takes_the_trace_time(tmp_path, monkeypatch):
     trace = write_trace(tmp_path / "trace.jsonl", {1: (2, 0, 0)})
     took = run_workers(evaluation_ms, 1, trace)[0]
     assert took >= MICROBATCHES * len(NAMES) * 2
@@ -129,7 +129,7 @@ def evaluation_ms(world, trace):
     return (time.perf_counter_ns() - begin) / MS
 
 
-def test_times_are_carried_on_scaled_and_split(tmp_path):
+def test_trace_times_are_repeated_scaled_and_split(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", {2: (1, 2, 3)}, names=["a", "b"])
     with path.open("a") as file:
         half = {"record": "step", "step": 5, "forward_ns": [None, 8], "backward_ns": [7, None]}
@@ -151,7 +151,7 @@ def test_times_are_carried_on_scaled_and_split(tmp_path):
         ("{]\n", "json"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path, text, message):
+def test_invalid_trace_is_an_error(tmp_path, text, message):
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
@@ -167,7 +167,7 @@ def test_what_is_no_trace_is_refused(tmp_path, text, message):
         ({"step": "one"}, "step"),
     ],
 )
-def test_faulty_steps_are_refused(tmp_path, change, message):
+def test_invalid_trace_steps_are_an_error(tmp_path, change, message):
     path = write_trace(tmp_path / "trace.jsonl", {1: (1, 1, 1)}, names=["a", "b"])
     header, step = path.read_text().splitlines()
     path.write_text(header + "\n" + json.dumps({**json.loads(step), **change}) + "\n")
@@ -175,7 +175,7 @@ def test_faulty_steps_are_refused(tmp_path, change, message):
         read_trace(path, ["a", "b"])
 
 
-def test_the_trace_of_another_model_is_refused(tmp_path):
+def test_trace_of_another_model_is_an_error(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", {1: (1, 1, 1)}, names=["a", "b"])
     with pytest.raises(UsageError, match="lacks c; has b"):
         read_trace(path, ["a", "c"])

@@ -41,7 +41,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model", SAMPLES)
-def test_same_bits_as_one_worker(model, place):
+def test_partition_has_the_bits_of_one_worker(model, place):
     workers, options, moves = PLACES[place]
     steps = tuple((step, cut(model, workers, *boundaries)) for step, boundaries in moves)
     expected = reference(model)
@@ -67,14 +67,14 @@ def test_selective_recomputation_of_split_backwards_is_1f1b(model):
     assert split == [plain] * len(SPLIT)
 
 
-def test_every_layer_of_a_mixture_reports():
+def test_every_expert_layer_reports_its_metrics():
     figures = reference("mixtral")["metrics"][0]
     assert list(figures) == [f"layers.{n}.mlp" for n in range(4)]
     assert all(sum(each["expert_tokens"]) == 2 * 16 * 2 for each in figures.values())
     assert all(each["load_balancing_loss"][0] > 0.9 for each in figures.values())
 
 
-def test_what_crosses_the_boundaries_of_an_encoder_decoder():
+def test_boundary_values_of_an_encoder_decoder():
     items = SAMPLES["t5"].family.items
     crossing = {item.name: live_before(items, index) for index, item in enumerate(items)}
     assert crossing["encoder.embedding"] == ()

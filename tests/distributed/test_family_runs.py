@@ -84,7 +84,7 @@ def train(data, family: str, run: Path, workers: int, **options: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
+def test_resumed_run_of_each_family_has_the_same_bits(data, tmp_path, family):
     train(data, family, tmp_path / "whole", 1)
     train(data, family, tmp_path / "parts", 2, exit_interval="3", granularity="sublayer")
     train(data, family, tmp_path / "parts", 3, load=str(tmp_path / "parts"))
@@ -126,7 +126,7 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
         ("mixtral", {"moe_router_topk": "5"}, "--moe-router-topk"),
     ],
 )
-def test_bad_input_is_reported_in_one_line(data, tmp_path, family, options, message):
+def test_bad_input_of_a_family_is_one_error_line(data, tmp_path, family, options, message):
     options = {name: str(data["sentences"]) if value == "SENTENCES" else value for name, value in options.items()}
     with pytest.raises(AssertionError, match=message) as error:
         train(data, family, tmp_path / "run", 1, **options)

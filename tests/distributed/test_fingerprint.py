@@ -57,7 +57,7 @@ def starts(world, first: str, copy: str, other: str) -> dict[str, str]:
     return found
 
 
-def test_start_with_other_lr_ends_both_ranks_with_table(tmp_path):
+def test_start_with_other_lr_ends_both_ranks_with_a_table(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     arguments_by_rank = [arguments(data, run, lr=lr) for lr in ("2e-3", "1e-3")]
     (code, text), (other_code, other_text) = run_workers(different_option, 2, arguments_by_rank, joins=False)
@@ -118,7 +118,7 @@ def compare_data(world, one: str, other: str) -> str:
     return "same"
 
 
-def test_one_other_token_of_large_data_is_found_by_sidecars(tmp_path):
+def test_sidecars_detect_one_other_token_of_large_data(tmp_path):
     """The token lies between the places that are sampled; without sidecars it passes."""
     places = write_two(tmp_path, (64 << 20) + 1)
     assert run_workers(compare_data, 2, *map(str, places)) == ["same", "same"]
@@ -149,7 +149,7 @@ def write_two(folder: Path, size: int) -> list[Path]:
     return places
 
 
-def test_one_other_token_of_data_up_to_64_mib_is_found(tmp_path):
+def test_one_other_token_of_data_up_to_64_mib_is_detected(tmp_path):
     places = write_two(tmp_path, 64 << 20)
     first, second = run_workers(compare_data, 2, *map(str, places))
     assert second == "exit 2"
@@ -165,7 +165,7 @@ def warned_of(world, data: str, hosts: list[str]) -> list[str]:
     return printed
 
 
-def test_hosts_that_compare_large_data_in_part_are_warned_once(tmp_path):
+def test_hosts_with_large_data_get_one_warning(tmp_path):
     data, _ = write_two(tmp_path, (64 << 20) + 1)
     first, second = run_workers(warned_of, 2, str(data), ["a", "b"])
     assert len(first) == 1
@@ -176,7 +176,7 @@ def test_hosts_that_compare_large_data_in_part_are_warned_once(tmp_path):
     assert run_workers(warned_of, 2, str(data), ["a", "b"]) == [[], []]
 
 
-def test_differences_gathers_ranks_of_one_kind_in_a_column():
+def test_differences_groups_equal_ranks_in_a_column():
     same, other, third = {"--lr": "1", "--seed": "2"}, {"--lr": "2", "--seed": "2"}, {"--lr": "3", "--seed": "2"}
     gathered = [("a", same), ("a", same), ("b", other), ("b", same), ("c", third)]
     lines = fingerprint.differences(gathered).splitlines()

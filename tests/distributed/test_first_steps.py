@@ -137,7 +137,7 @@ def loss_of(model, batch):
 
 
 @pytest.mark.parametrize("kind", THEIRS)
-def test_losses_are_those_of_transformers(data, batches, tmp_path, kind):
+def test_first_losses_equal_those_of_transformers(data, batches, tmp_path, kind):
     torch.manual_seed(3)
     theirs = THEIRS[kind]().eval()
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_losses_are_those_of_transformers(data, batches, tmp_path, kind):
     assert on == {step: whole[step] for step in (3, 4)}
 
 
-def test_weights_alone_leave_open_how_experts_are_trained(data, batches, tmp_path):
+def test_finetune_may_change_the_training_of_experts(data, batches, tmp_path):
     """With ``--finetune`` other coefficients of the experts' losses are no other model; going on, they are."""
     train(data, "mixtral", tmp_path / "run")
     open_again = ("--load", str(tmp_path / "run"))

@@ -61,7 +61,7 @@ def planners(run: Path) -> list[int]:
     return found
 
 
-def test_lockstep_answers_every_ask_and_moves_change_nothing(static):
+def test_lockstep_answers_every_request_and_moves_change_no_bit(static):
     folder, data, expected, weights = static
     run = folder / "lockstep"
     train(data, run, 2, "--balance", "online", "--balance-lockstep", "--balance-policy", "always")
@@ -79,7 +79,7 @@ def test_lockstep_answers_every_ask_and_moves_change_nothing(static):
     assert not planners(run), "the planner outlived the run"
 
 
-def test_a_killed_planner_is_started_again_and_changes_nothing(static):
+def test_killed_planner_is_restarted_and_changes_no_bit(static):
     """The run is far longer than its planners live, and is ended once four of them were killed."""
     folder, data, expected, weights = static
     run = folder / "killed"
@@ -101,7 +101,7 @@ def test_a_killed_planner_is_started_again_and_changes_nothing(static):
     assert not planners(run)
 
 
-def test_a_missing_planner_is_told_and_training_goes_on(static):
+def test_training_continues_without_a_planner(static):
     folder, data, expected, _ = static
     run = folder / "external"
     train(data, run, 2, "--balance", "online", "--planner", "external")
@@ -109,7 +109,7 @@ def test_a_missing_planner_is_told_and_training_goes_on(static):
     assert not planners(run)
 
 
-def test_plans_from_outside(static):
+def test_external_plans_are_applied_superseded_or_refused(static):
     """Garbage is refused with a line, a good plan is taken, an older good one superseded, a stale one refused."""
     folder, data, expected, weights = static
     run = folder / "outside"
@@ -154,7 +154,7 @@ def test_plans_from_outside(static):
     assert "not" in events(run, "plan_refused")[0]["message"] or "json" in events(run, "plan_refused")[0]["message"]
 
 
-def test_offline_starts_from_a_plan(static):
+def test_offline_run_starts_from_a_plan(static):
     folder, data, expected, weights = static
     plan = json.loads((folder / "static" / "plans" / "plan-000000.json").read_text())
     items = [name for stage in plan["stages"] for name in stage["items"]]

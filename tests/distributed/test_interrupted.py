@@ -32,7 +32,7 @@ def interrupted_command(words: list[str], step: int) -> tuple[int, str]:
         TrainingLog.log_step = log
 
 
-def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
+def test_ctrl_c_saves_and_prints_the_command_that_resumes(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     results = run_workers(interrupted_command, 2, arguments(data, run, **SHORT), 2, joins=False)
     assert [code for code, _ in results] == [130, 130], str(results)
@@ -58,7 +58,7 @@ def test_ctrl_c_after_a_step_that_is_not_finite_names_the_last_checkpoint(tmp_pa
     ) in results[0][1]
 
 
-def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
+def test_resume_with_another_batch_size_continues_the_samples(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     long = SHORT | {"train_iters": None, "lr_decay_iters": None, "train_samples": "96"}
     train(data, run, 1, exit_interval="4", **long)

@@ -66,7 +66,7 @@ def losses(run):
     return {line["step"]: line["lm_loss"] for line in map(json.loads, lines)}
 
 
-def test_a_killed_worker_changes_nothing(place):
+def test_killed_worker_changes_no_bit(place):
     whole = subprocess.run(command(run_dir="whole"), cwd=place, capture_output=True, text=True, timeout=600)
     assert whole.returncode == 0, whole.stderr
     launch = ("launch", "local", "--nproc", 2, "--max-restarts", 1, "--grace-s", 1, "--log-dir", "logs", "--")
@@ -90,7 +90,7 @@ def test_a_killed_worker_changes_nothing(place):
     assert len(losses(place / "whole")) == 120
 
 
-def test_what_only_one_process_sees_ends_all(place):
+def test_error_on_one_process_ends_all(place):
     (place / "file").write_text("")
     launch = ("launch", "local", "--nproc", 2, "--grace-s", 1, "--")
     done = subprocess.run(command(*launch, run_dir="file/run"), cwd=place, capture_output=True, text=True, timeout=600)

@@ -27,7 +27,7 @@ def before(tmp_path_factory):
     return folder, data
 
 
-def test_training_starts_from_its_weights(before):
+def test_training_starts_from_hugging_face_weights(before):
     from dynmo_ckpt.cli import app
 
     folder, data = before
@@ -86,7 +86,7 @@ def test_finetune_from_a_megatron_checkpoint_starts_at_step_1(before):
         ("config.json", {}, "dynmo-ckpt cannot convert it: model_type 'bert'"),
     ],
 )
-def test_what_does_not_fit_is_one_error_of_the_first_worker(before, tmp_path, spoil, options, words):
+def test_unusable_hugging_face_model_is_one_error(before, tmp_path, spoil, options, words):
     folder, data = before
     source = shutil.copytree(folder / "hf", tmp_path / "hf")
     if spoil == "config.json":

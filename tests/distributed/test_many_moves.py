@@ -38,7 +38,7 @@ def wander(world: World, scenario: Scenario, every: int):
     return {"losses": losses, "weights": fingerprint(engine)}, open_after, moved
 
 
-def test_a_move_every_other_step_does_not_drift_or_leak():
+def test_moves_every_other_step_do_not_drift_or_leak():
     alone, _, _ = run_workers(wander, 1, replace(LONG, schedule="gpipe"), 2)[0]
     results = run_workers(wander, 3, LONG, 2)
     together = merged([result for result, _, _ in results])

@@ -65,7 +65,7 @@ def try_move(world: World, fault: str):
         ("announced by nobody", "announced by workers []"),
     ],
 )
-def test_a_fault_before_the_commit_leaves_the_old_partition(fault, told):
+def test_move_that_fails_before_the_commit_leaves_the_partition(fault, told):
     results = run_workers(try_move, 2, fault)
     expected = run_workers(play, 1, Scenario())[0]["losses"][8:12]
     for error, losses in results:
@@ -89,7 +89,7 @@ def move_there_and_back(world: World):
     return {"losses": [], "weights": away, "bytes": report.total_bytes}
 
 
-def test_a_move_carries_everything():
+def test_move_transfers_weights_masks_and_moments():
     """Weights, masks and moments of moved items are the bytes that they were, and count as the report says."""
     moved = merged(run_workers(move_there_and_back, 2))
     stayed = run_workers(fingerprint_alone, 1)[0]
@@ -110,7 +110,7 @@ def fingerprint_alone(world: World):
     return {"weights": fingerprint(engine), "sizes": sizes}
 
 
-def test_moves_and_prefixes_are_pure():
+def test_moves_between_partitions_and_frozen_prefixes():
     moves = moves_between(cut(2, 5), cut(2, 3))
     assert [(m.item, m.source, m.target) for m in moves] == [(name, 0, 1) for name in NAMES[3:5]]
     assert frozen_prefix([["a", "b"], [], ["c", "d"]], ["a", "b", "c"]) == [2, 0, 1]

@@ -97,11 +97,11 @@ def form_by_load(world: World, scenario: Scenario):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_naive_form_is_seen(naive, scenario):
+def test_comparison_detects_the_naive_form(naive, scenario):
     assert differs(naive, scenario)
 
 
-def test_the_same_comparison_passes_for_the_engine():
+def test_comparison_passes_for_the_engine():
     assert not differs(play, SHORT)
 
 
@@ -131,14 +131,14 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
     return missing
 
 
-def test_split_backward_behind_a_frozen_front_drops_gradients_when_done_naively():
+def test_naive_split_backward_after_frozen_layers_drops_gradients():
     """Stage 0 wholly frozen, stage 1 the first that trains: torch's own split backward loses its weights' gradients."""
     behind = Scenario(schedule="zero-bubble", freeze=((1, 2),), start=cut(2, 5), prune=False)
     assert run_workers(gradients_of_split_backward, 2, behind, False) == [[], []]
     assert any(run_workers(gradients_of_split_backward, 2, behind, True))
 
 
-def test_profiling_changes_nothing():
+def test_profiling_changes_no_bit():
     """Sampling every step or none gives the reference's bits; the reference samples every fifth."""
     expected = reference(Scenario())
     for every in (1, 10**6):
@@ -167,7 +167,7 @@ def slow_worker_play(world: World, scenario: Scenario):
     return play(world, scenario)
 
 
-def test_timing_changes_nothing():
+def test_timing_changes_no_bit():
     expected = reference(Scenario())
     got = merged(run_workers(slow_worker_play, 2, Scenario()))
     assert (got["losses"], got["weights"]) == (expected["losses"], expected["weights"])

@@ -125,25 +125,25 @@ def close(got: dict, expected: dict, norms: float = 1e-4) -> None:
     assert got["norms"] == pytest.approx(expected["norms"], rel=norms)
 
 
-def test_replicas_give_nearly_the_figures_of_one_process(one, two):
+def test_replicas_have_nearly_the_losses_of_one_process(one, two):
     close(two["replicas"], one["dropping"])
 
 
 @pytest.mark.parametrize("name", ["shared between steps", "shared always"])
-def test_sharing_parameters_changes_no_bit(name, two):
+def test_zero_stages_have_the_bits_of_plain_replicas(name, two):
     assert two[name] == two["replicas"]
 
 
-def test_sharing_parameters_changes_no_bit_on_a_pipeline(two, four):
+def test_zero_stages_on_a_pipeline_have_the_same_bits(two, four):
     for got in four["shared"]:
         assert got == two["replicas"]
 
 
-def test_overlapping_the_reduction_changes_no_bit(two):
+def test_overlapped_gradient_reduction_has_the_same_bits(two):
     assert two["replicas, overlapped"] == two["replicas"]
 
 
-def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_others):
+def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_others):
     """Without dropout, whose draws differ by rank; pruned and frozen on the way."""
     for got in (two["plain, cut"], two["plain, cut along tokens"], four_others["plain, both"][0]):
         close(got, one["plain"])
@@ -153,17 +153,17 @@ def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_othe
     "name",
     [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
 )
-def test_every_family(name, one, two_families):
+def test_every_family_trains_on_every_axis(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
     close(two_families[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
 
 
-def test_dropout_differs_between_cut_and_whole_products(one, two):
+def test_dropout_differs_with_tensor_parallelism(one, two):
     assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
     assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
 
 
-def test_shared_experts_with_other_axes(one, two_families, four_others):
+def test_expert_parallelism_with_other_axes(one, two_families, four_others):
     for got in four_others["mixtral, shared experts"]:
         assert got == two_families["mixtral, shared experts"]
     for got in four_others["mixtral, shared experts otherwise"]:
@@ -171,7 +171,7 @@ def test_shared_experts_with_other_axes(one, two_families, four_others):
 
 
 @pytest.mark.parametrize("name", ["replicas", "cut", "cut along tokens"])
-def test_same_bits_on_any_pipeline(name, two, four):
+def test_layout_has_the_same_bits_on_any_pipeline(name, two, four):
     for got in four[name]:
         assert got == two[name]
 
@@ -195,7 +195,7 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("parallel") / "data")
 
 
-def test_a_run_of_replicas_saves_goes_on_and_is_profiled(data, tmp_path):
+def test_run_of_replicas_saves_resumes_and_is_profiled(data, tmp_path):
     """From the command line: whole; stopped and gone on with a pipeline and ZeRO; gone on with one process."""
     whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
     train(data, whole, 2, pipeline_model_parallel_size="1")
@@ -214,7 +214,7 @@ def test_a_run_of_replicas_saves_goes_on_and_is_profiled(data, tmp_path):
     verify(stopped)
 
 
-def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path):
+def test_tensor_parallel_run_resumes_on_any_layout(data, tmp_path):
     """Slices in the checkpoint, the whole in any process that asks for it; and back."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     plain = {"attention_dropout": "0", "hidden_dropout": "0", "make_vocab_size_divisible_by": "64"}
@@ -233,7 +233,7 @@ def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path)
     verify(run)
 
 
-def test_samples_that_grow_are_shared_by_their_tokens(data, tmp_path):
+def test_curriculum_shards_samples_by_their_tokens(data, tmp_path):
     growing = {"curriculum_shortest": "8", "curriculum_steps": "6", "train_iters": "8", "eval_interval": "4"}
     growing |= {"attention_dropout": "0", "hidden_dropout": "0", "lr_decay_iters": "24"}
     train(data, tmp_path / "one", 1, make_vocab_size_divisible_by="128", **growing)

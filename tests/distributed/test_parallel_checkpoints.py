@@ -111,7 +111,7 @@ REPLICAS = [
 ]
 
 
-def test_every_axis_may_change(tmp_path):
+def test_checkpoint_loads_with_any_axis_changed(tmp_path):
     """Experts, tensor, data, ZeRO and pipeline: moments, steps, ties and samples come along."""
     told = run_workers(chain, 4, EVERY_AXIS, str(tmp_path / "checkpoints"))
     assert all(losses == told[0] for losses in told)
@@ -122,7 +122,7 @@ def test_every_axis_may_change(tmp_path):
     verify(tmp_path)
 
 
-def test_the_same_bits_follow_at_as_many_replicas(tmp_path):
+def test_resume_with_equal_replicas_has_the_same_bits(tmp_path):
     """With dropout, pruning and a loss scale that falls on the way: random numbers and scale come along too."""
     told = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
     [whole] = played(2, [Layout(dims=D2, scenario=DROPPING)])
@@ -158,7 +158,7 @@ def resume_and_move(world: World, settings: dict, folder: str, moves: dict[int, 
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
-def test_moves_right_after_a_resume_carry_the_moments_of_shards(tmp_path, settings):
+def test_moves_after_a_resume_transfer_sharded_moments(tmp_path, settings):
     """Before the first step on the new rank, where nothing has used the moments, and back after one."""
     moves = {3: cut(2, 2), 4: cut(2, 4), 5: cut(2, 3)}
     staying = run_workers(resume_and_move, 4, settings, str(tmp_path / "staying"), {})[0]
@@ -184,7 +184,7 @@ def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, in
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
-def test_copies_are_prepared_as_they_are_saved(tmp_path, settings):
+def test_host_buffers_are_allocated_as_they_are_saved(tmp_path, settings):
     scenarios = {PD: replace(DROPPING, precision="fp32"), PE: EXPERTS}
     for number, (dims, scenario) in enumerate(scenarios.items()):
         layout = Layout(dims=dims, scenario=scenario, settings=settings)
@@ -192,7 +192,7 @@ def test_copies_are_prepared_as_they_are_saved(tmp_path, settings):
             assert (prepared, elsewhere) == (used, [])
 
 
-def test_experts_are_shared_from_the_command_line(tmp_path):
+def test_command_line_shards_experts(tmp_path):
     """Mixtral with ZeRO and experts dealt out, gone on with by other sizes of every axis, at last by one process."""
     data = write_data(tmp_path / "data")
     options = {

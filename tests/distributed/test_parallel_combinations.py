@@ -123,7 +123,7 @@ def four():
         ("experts fp16, zero 3", "experts fp16"),
     ],
 )
-def test_sharing_parameters_changes_no_bit(name, same, two):
+def test_zero_stages_have_the_bits_of_plain_replicas(name, same, two):
     assert two[name] == two[same]
 
 
@@ -139,44 +139,44 @@ def test_sharing_parameters_changes_no_bit(name, same, two):
         ("cut exits, moving", "cut exits"),
     ],
 )
-def test_same_bits_on_any_pipeline(name, same, two, four):
+def test_layout_has_the_same_bits_on_any_pipeline(name, same, two, four):
     assert four[name] == two[same]
 
 
 @pytest.mark.parametrize("name", ["cut bert", "cut mixtral", "cut depths", "cut exits", "tensor exits"])
-def test_what_looks_at_all_tokens_does_so_where_they_are_cut(name, one, two):
+def test_sequence_parallelism_gathers_for_items_of_all_tokens(name, one, two):
     close(two[name], one[name.split()[1]], norms=1e-3)
 
 
-def test_hash_buckets_of_evaluation_do_not_depend_on_who_holds_a_head(one, two):
+def test_evaluation_hash_buckets_do_not_depend_on_the_tensor_rank(one, two):
     """In training each rank draws axes of its own, as it draws dropout."""
     assert two["cut sparse"]["losses"][0] != pytest.approx(one["sparse"]["losses"][0], rel=1e-6)
     assert two["cut sparse"]["held_out"] == pytest.approx(one["sparse"]["held_out"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["cut experts, zero 3", "more experts, zero 2"])
-def test_experts_are_shared_along_every_other_axis(name, one, four):
+def test_experts_are_sharded_along_every_other_axis(name, one, four):
     close(four[name], one["mixtral"], norms=1e-3)
 
 
-def test_depths_with_cut_tokens_replicas_and_recomputation(one, four):
+def test_mixture_of_depths_with_other_axes_and_recomputation(one, four):
     close(four["cut depths, zero 2"], one["depths"], norms=1e-3)
 
 
-def test_t5_on_replicas(one, two):
+def test_t5_trains_on_replicas(one, two):
     close(two["t5"], one["t5"])
 
 
-def test_bfloat16_with_cut_products_is_near_one_process(one, two):
+def test_bfloat16_with_tensor_parallelism_is_near_one_process(one, two):
     assert two["cut bf16"]["losses"] == pytest.approx(one["bf16"]["losses"], rel=1e-3)
 
 
-def test_float16_skips_the_same_steps(two):
+def test_float16_skips_the_same_steps_on_any_layout(two):
     assert None in two["fp16"]["norms"]
     assert two["fp16"]["norms"][-1] is not None
 
 
-def test_all_axes_at_once(one):
+def test_all_axes_combine(one):
     """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved; and a move."""
     [got] = played(8, [ALL])
     assert got["losses"] == pytest.approx(one["mixtral"]["losses"][:2], rel=1e-5)

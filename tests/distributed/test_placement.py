@@ -77,7 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_one_worker(name):
+def test_partition_has_the_bits_of_one_worker(name):
     workers, scenario = CASES[name]
     same = Scenario(freeze_tied=scenario.freeze_tied, tied=scenario.tied, precision=scenario.precision)
     expected = reference(same)
@@ -89,7 +89,7 @@ def test_same_bits_as_one_worker(name):
     assert got["weights"] == expected["weights"]
 
 
-def test_the_scenario_exercises_what_it_claims():
+def test_scenario_exercises_what_it_claims():
     """The reference prunes, freezes, clips and drops out: without each of these it has other losses."""
     base = reference(Scenario())
     assert min(base["norms"]) > Scenario().clip, "the gradient norm must be above the limit to be clipped"
@@ -114,7 +114,7 @@ def test_lower_precision_stays_near_float32_and_float16_overflows():
     assert any(after > before for before, after in itertools.pairwise(scales))
 
 
-def test_uniform_partition_is_megatrons():
+def test_uniform_partition_equals_megatrons():
     items = Scenario().family().items
     assert uniform_partition(items, 2).stages == (NAMES[:5], NAMES[5:])
     assert uniform_partition(items, 3).stages == (NAMES[:5], NAMES[5:7], NAMES[7:])

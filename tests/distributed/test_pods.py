@@ -113,7 +113,7 @@ def steps_done(run):
     return len(lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
 
 
-def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluster, tmp_path):
+def test_released_pod_completes_and_a_drained_one_is_replaced(cluster, tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     train(data, tmp_path / "static", 1)
     long = {"train_iters": "120", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}

@@ -39,7 +39,7 @@ def whole(tmp_path_factory):
         (2, 3, 8, {"recompute_granularity": "full"}),
     ],
 )
-def test_going_on_gives_the_same_bits(whole, first, second, stop, options):
+def test_resumed_run_has_the_same_bits(whole, first, second, stop, options):
     folder, data, expected, weights = whole
     run = folder / f"stopped-{first}-{second}-{stop}"
     train(data, run, first, exit_interval=str(stop))
@@ -54,7 +54,7 @@ def test_going_on_gives_the_same_bits(whole, first, second, stop, options):
     assert json.loads((run / "plans" / plans[1]).read_text())["balancer"] == "initial"
 
 
-def test_a_float16_run_goes_on_with_its_loss_scale(whole):
+def test_float16_run_resumes_with_its_loss_scale(whole):
     folder, data, _, _ = whole
     half = {"initial_loss_scale": str(2**24), "hysteresis": "1", "loss_scale_window": "5", "train_iters": "16"}
     train(data, folder / "half", 2, "--fp16", **half)
@@ -67,7 +67,7 @@ def test_a_float16_run_goes_on_with_its_loss_scale(whole):
     assert tensors(folder / "half", 16) == tensors(folder / "half-stopped", 16)
 
 
-def test_a_new_run_can_start_from_a_step_of_another(whole):
+def test_new_run_starts_from_a_step_of_another(whole):
     folder, data, expected, weights = whole
     train(data, folder / "parent", 2, save_interval="9", train_iters="18", lr_decay_iters="24")
     parent = folder / "parent" / "checkpoints" / "step-00000009"
@@ -76,7 +76,7 @@ def test_a_new_run_can_start_from_a_step_of_another(whole):
     assert tensors(folder / "child", 24) == weights
 
 
-def test_checkpoints_written_aside_are_those_of_their_step(whole):
+def test_async_checkpoints_have_the_state_of_their_step(whole):
     folder, data, expected, weights = whole
     options = {"save_interval": "7", "keep_checkpoints": "3"}
     train(data, folder / "plain", 2, **options)
@@ -102,7 +102,7 @@ GROWING = {
 }
 
 
-def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a_stop(whole):
+def test_rampup_and_curriculum_have_the_same_bits_after_a_resume(whole):
     folder, data, _, _ = whole
     train(data, folder / "growing", 1, train_iters=None, **GROWING)
     records = [line for line in lines(folder / "growing" / "metrics.jsonl") if "lm_loss" in line]
@@ -122,7 +122,7 @@ def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a
     assert tensors(folder / "growing-3", step) == tensors(folder / "growing", step)
 
 
-def test_what_load_may_leave_out(whole):
+def test_load_without_optimizer_or_progress(whole):
     folder, data, expected, _weights = whole
     train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")
     tuned = figures(folder / "tuned")
@@ -136,7 +136,7 @@ def test_what_load_may_leave_out(whole):
     assert set(state["optimizer"]["steps"].values()) == {2}
 
 
-def test_skip_train_evaluates_alone(whole):
+def test_skip_train_only_evaluates(whole):
     folder, data, _, weights = whole
     evaluations = []
     for workers in (1, 2):
@@ -155,7 +155,7 @@ def test_skip_train_evaluates_alone(whole):
     assert evaluations[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
 
 
-def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
+def test_sigusr1_saves_and_sigterm_saves_and_exits(whole):
     folder, data, expected, _ = whole
     run = folder / "interrupted"
     results = run_workers(
@@ -168,7 +168,7 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
     assert all(figures(run)[step] == expected[step] for step in range(1, min(24, saved[1]) + 1))
 
 
-def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):
+def test_load_without_a_checkpoint_warns_and_starts(whole, tmp_path):
     _, data, expected, _ = whole
     done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "missing"), train_iters="3", lr_decay_iters="24")
     assert "warning: no checkpoint in" in done
@@ -177,7 +177,7 @@ def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):
 
 # Another batch size may resume: tests/distributed/test_interrupted.py.
 @pytest.mark.parametrize(("options", "message"), [({"hidden_size": "64"}, "is a checkpoint of another model")])
-def test_a_checkpoint_that_does_not_fit_is_refused(whole, tmp_path, options, message):
+def test_checkpoint_that_does_not_fit_is_an_error(whole, tmp_path, options, message):
     folder, data, _, _ = whole
     line = arguments(data, tmp_path / "other", load=str(folder / "whole"), **options)
     [(code, talk)] = run_workers(run_command, 1, line, joins=False)

@@ -78,7 +78,7 @@ def start(folder, ssh, *words):
     )
 
 
-def test_the_slots_that_were_picked_train_together(ssh, static):
+def test_selected_slots_train_together(ssh, static):
     folder, data = static
     run = folder / "two hosts"
     launcher = start(folder, ssh, "-i", "127.0.0.1:3@localhost:0", "--", *arguments(data, run))
@@ -105,7 +105,7 @@ def processes(text):
     return found
 
 
-def test_the_end_of_the_launcher_ends_the_hosts(ssh, static):
+def test_end_of_the_launcher_ends_the_hosts(ssh, static):
     folder, data = static
     run = folder / "stopped"
     told = arguments(data, run, train_iters="100000", eval_interval="100000")
@@ -128,7 +128,7 @@ def test_the_end_of_the_launcher_ends_the_hosts(ssh, static):
         time.sleep(0.1)
 
 
-def test_a_host_without_a_server_is_named(ssh, static, tmp_path):
+def test_error_names_a_host_without_a_server(ssh, static, tmp_path):
     folder, data = static
     (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
     launcher = start(folder, ssh, "-H", str(tmp_path / "hosts"), "--", *arguments(data, folder / "none"))

@@ -61,7 +61,7 @@ def seen_of(model: str, inputs, shape) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_a_routed_block_equals_the_dense_block_with_masks(model):
+def test_routed_block_equals_the_dense_block_with_masks(model):
     changed, inputs = family(model, DynamicSettings(depths=DEPTHS)), batch(model)
     assert [item.name for item in changed.items[1:4]] == ["layers.0.attention", "layers.0.mlp", "layers.1"]
     x = run(changed, inputs, layers=3)[0]["hidden"].detach()
@@ -76,7 +76,7 @@ def test_a_routed_block_equals_the_dense_block_with_masks(model):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
+def test_items_after_an_exit_equal_the_dense_items_with_masks(model):
     changed, inputs = family(model, DynamicSettings(exits=EXITS)), batch(model)
     values, told = run(changed, inputs, layers=3)
     x, left = values["hidden"].detach(), values["exited"].bool()
@@ -134,7 +134,7 @@ def flops(model: str, settings: DynamicSettings, tokens: int = 16) -> int:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_the_cost_falls(model):
+def test_technique_reduces_the_cost(model):
     plain = flops(model, DynamicSettings())
     routed = flops(model, DynamicSettings(depths=replace(DEPTHS, capacity=0.25)))
     gone = flops(model, DynamicSettings(exits=replace(EXITS, measure="saturation", threshold=0.0, loss_weight=0.0)))
@@ -162,7 +162,7 @@ def cut(model: str, at: int) -> Partition:
 
 
 @pytest.mark.parametrize("model", [*FAMILIES, "t5"])
-def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
+def test_combined_techniques_have_the_bits_of_one_worker(model):
     moves = ((3, cut(model, 2)), (6, cut(model, 4)))
     expected = reference(model)
     got = merged(run_workers(play, 2, scenario(model, moves=moves)))

@@ -85,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_one_worker(name):
+def test_partition_has_the_bits_of_one_worker(name):
     workers, technique, options = CASES[name]
     options = dict(options)
     if options.pop("moves", False):
@@ -97,7 +97,7 @@ def test_same_bits_as_one_worker(name):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_the_scenario_exercises_the_technique(technique):
+def test_scenario_exercises_the_technique(technique):
     told = reference(technique)
     plain = run_workers(
         play,
@@ -129,7 +129,7 @@ def test_the_scenario_exercises_the_technique(technique):
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
 
 
-def test_the_cached_front_is_not_run_again_and_gives_the_same_bits():
+def test_cached_frozen_layers_are_skipped_with_the_same_bits():
     """Frozen after step 2, samples again from step 5 on: with room for all of them the front runs no more."""
     plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
     [(losses, calls)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1 << 24))

@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
+def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
     options = SHORT | TECHNIQUES[technique]
     if technique == "adaptive freezing":
         monkeypatch.delitem(OPTIONS, "freeze-schedule")
@@ -68,7 +68,7 @@ def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"thresholds": {}}', '{"thresholds": {"csr": "x"}}'])
-def test_a_table_that_is_none_is_refused(data, tmp_path, text):
+def test_invalid_sparse_table_is_an_error(data, tmp_path, text):
     (tmp_path / "table.json").write_text(text)
     line = arguments(data, tmp_path / "run", sparse_table=str(tmp_path / "table.json"))
     [(code, talk)] = run_workers(run_command, 1, line, joins=False)
@@ -77,7 +77,7 @@ def test_a_table_that_is_none_is_refused(data, tmp_path, text):
     assert "Traceback" not in talk
 
 
-def test_another_technique_than_the_checkpoints_is_refused(data, tmp_path):
+def test_checkpoint_of_another_technique_is_an_error(data, tmp_path):
     train(data, tmp_path / "run", 1, **SHORT, mod_capacity="0.5", exit_interval="2")
     line = arguments(data, tmp_path / "other", **SHORT, mod_capacity="0.25", load=str(tmp_path / "run"))
     [(code, talk)] = run_workers(run_command, 1, line, joins=False)
@@ -85,7 +85,7 @@ def test_another_technique_than_the_checkpoints_is_refused(data, tmp_path):
     assert "x_dynamic" in talk
 
 
-def test_the_skew_of_the_routing_is_in_the_profile(data, tmp_path, monkeypatch, capsys):
+def test_profile_has_the_tokens_of_each_expert(data, tmp_path, monkeypatch, capsys):
     train(data, tmp_path / "run", 1, **SHORT, num_experts="4", moe_router_topk="1", exit_interval="4")
     steps = [line for line in lines(tmp_path / "run" / "profile.jsonl") if line["record"] == "step"]
     tokens = steps[-1]["x_counts"]["expert_tokens"]

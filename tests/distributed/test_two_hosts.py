@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory):
     return folder, data
 
 
-def test_layers_move_between_hosts_and_the_loss_of_one_changes_no_bit(hosts, undisturbed):
+def test_moves_between_hosts_and_a_lost_host_change_no_bit(hosts, undisturbed):
     folder, data = undisturbed
     run = folder / "two"
     words = arguments(data, run, *SCRIPTED_PLANNER_OPTIONS, "--save", str(run), "--load", str(run), **LONG)

@@ -34,7 +34,7 @@ def shared_losses(world, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_shared_vocabulary_loss_equals_torch_also_for_large_logits(scale):
+def test_sharded_vocabulary_loss_equals_torch_for_large_logits(scale):
     features, weights, labels = (tensor.clone() for tensor in inputs(scale))
     features.requires_grad_()
     weights.requires_grad_()

@@ -93,7 +93,7 @@ def test_scenarios_of_a_size_share_processes_in_new_worlds():
     assert run_workers(processes, SIZE) == first
 
 
-def test_a_scenario_sees_nothing_of_the_one_before():
+def test_scenario_does_not_see_the_previous_one():
     before = run_workers(state, SIZE)
     pids = run_workers(disorder, SIZE)
     assert run_workers(state, SIZE) == before
@@ -103,7 +103,7 @@ def test_a_scenario_sees_nothing_of_the_one_before():
 @pytest.mark.parametrize(
     ("kind", "message"), [("raises", "by intent"), ("dies", "worker 1 of 2 died"), ("hangs", "did not answer")]
 )
-def test_a_failed_scenario_costs_its_pool_alone(monkeypatch, kind, message):
+def test_failed_scenario_ends_only_its_pool(monkeypatch, kind, message):
     before, alone = run_workers(processes, SIZE), run_workers(processes, 1)
     if kind == "hangs":  # of the scenario below alone: on a loaded machine the others may take longer
         monkeypatch.setattr(workers, "TIMEOUT_S", 3)
@@ -116,7 +116,7 @@ def test_a_failed_scenario_costs_its_pool_alone(monkeypatch, kind, message):
     assert run_workers(processes, 1) == alone
 
 
-def test_a_scenario_that_leaves_a_file_open_costs_its_pool(tmp_path):
+def test_scenario_with_an_open_file_ends_its_pool(tmp_path):
     left = run_workers(leaves_a_file, SIZE, str(tmp_path / "file"))
     assert not set(left) & {pid for pid, _, _ in run_workers(processes, SIZE)}
 

@@ -24,7 +24,7 @@ def break_at_once(data, run, size, *extra, **options):
     return run_workers(run_command, size, words, joins=False)
 
 
-def test_a_run_of_nans_ends_with_its_own_code_and_saves_nothing_broken(tmp_path):
+def test_run_of_nans_exits_with_3_and_saves_no_broken_model(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     outcomes = break_at_once(data, run, 2, max_skipped_iterations="4")
     assert [code for code, _ in outcomes] == [3, 3]
@@ -43,7 +43,7 @@ def test_a_run_of_nans_ends_with_its_own_code_and_saves_nothing_broken(tmp_path)
     assert [record["updated"] for record in lines(run / "metrics.jsonl")] == [True, *[False] * 4]
 
 
-def test_a_run_that_ends_not_finite_is_no_success_unless_unchecked(tmp_path):
+def test_run_that_ends_not_finite_fails_unless_unchecked(tmp_path):
     data = write_data(tmp_path / "x")
     [(code, talk)] = break_at_once(data, tmp_path / "checked", 1, train_iters="4")
     assert code == 3
@@ -55,7 +55,7 @@ def test_a_run_that_ends_not_finite_is_no_success_unless_unchecked(tmp_path):
     assert not [event for event in lines(unchecked / "events.jsonl") if event["kind"] == "not_finite"]
 
 
-def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint_the_newest(tmp_path):
+def test_update_that_breaks_the_model_is_not_saved(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, _)] = break_at_once(data, run, 1, lr="1e-3", train_iters="2")
     assert code == 0
@@ -87,14 +87,14 @@ def train_with_large_weights(world: World, scenario: Scenario, checks: bool) -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-v", "virtual": 2}, {"precision": "bf16"}], ids=str)
-def test_loss_of_large_weights_is_checked_without_changing_a_bit(options):
+def test_loss_check_of_large_weights_changes_no_bit(options):
     """One weight is above 1,600 at rank 0 alone: the processes agree to run the forward."""
     scenario = Scenario(**options)
     checked, plain = (run_workers(train_with_large_weights, 2, scenario, checks) for checks in (True, False))
     assert checked == plain
 
 
-def test_processes_agree_on_a_moment_that_is_not_finite():
+def test_all_ranks_agree_on_a_moment_that_is_not_finite():
     assert run_workers(break_moment, 2) == [(True, False)] * 2
 
 
@@ -108,7 +108,7 @@ def break_moment(world: World) -> tuple[bool, bool]:
     return before, engine.has_finite_state()
 
 
-def test_the_search_for_the_loss_scale_ends_no_run(tmp_path):
+def test_loss_scale_search_does_not_end_a_run(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, _)] = break_at_once(
         data, run, 1, "--fp16", lr="1e-3", max_skipped_iterations="2", hysteresis="1", save_interval="100"

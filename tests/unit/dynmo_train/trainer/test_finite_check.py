@@ -39,7 +39,7 @@ def test_finite_check_counts_in_a_row_and_ends_at_the_limit():
     assert "step 6: 3 steps in a row were not finite; the last good checkpoint is X" in end_message(6, check, "X")
 
 
-def test_finite_check_counts_no_search_for_the_loss_scale():
+def test_finite_check_ignores_the_loss_scale_search():
     check = FiniteCheck(limit=3)
     assert {check.after_step(n, result(norm=NAN, is_scale_search=True)) for n in range(40)} == {None}
     assert not check.is_over
@@ -52,7 +52,7 @@ def test_finite_check_that_is_off_never_ends_a_run():
 
 
 @pytest.mark.parametrize(("window", "scale", "expected"), [(5, 2.0, True), (5, 1.0, False), (0, 2.0, False)])
-def test_loss_scale_can_fall_while_it_is_above_its_minimum(window, scale, expected):
+def test_loss_scale_can_fall_above_its_minimum(window, scale, expected):
     assert LossScaler(LossScaling(initial=scale, minimum=1.0, window=window, hysteresis=1)).can_fall is expected
     assert not LossScaler(None).can_fall
 
@@ -63,7 +63,7 @@ class _Engine:
         self.has_finite_loss = lambda batch: loss
 
 
-def test_checkpoint_is_refused_until_the_model_is_finite_again():
+def test_checkpoint_is_refused_until_a_step_is_finite():
     check, sound, batch = FiniteCheck(limit=9), _Engine(), object()
     assert check.refusal(sound, 1, batch) is None
     check.after_step(2, result(NAN))

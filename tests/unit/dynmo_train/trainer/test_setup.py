@@ -58,7 +58,7 @@ def test_progress_of_an_older_checkpoint_counts_in_its_own_batch(advanced, step,
     assert progress == {"advanced_samples": samples, "techniques": {}}
 
 
-def test_checkpoint_of_another_run_is_not_the_last_of_this_one(tmp_path):
+def test_continued_checkpoint_is_none_for_another_run(tmp_path):
     run = RunDirectory(path=tmp_path / "run", run_id="r", segment=0)
 
     def checkpoint(of):

@@ -16,7 +16,7 @@ from dynmo_train.trainer.signals import BoundarySignals, DistributedSignalHandle
 ALONE = SimpleNamespace(size=1)
 
 
-def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
+def test_signals_take_effect_at_the_boundary_and_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     with DistributedSignalHandler(None) as signal_handler:
         assert signal_handler.at_boundary(ALONE) == BoundarySignals()
@@ -34,7 +34,7 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 
-def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
+def test_ctrl_c_exits_at_the_boundary_and_a_second_one_immediately(capfd):
     before = signal.getsignal(signal.SIGINT)
     with DistributedSignalHandler(None, launched=False) as signal_handler:
         os.kill(os.getpid(), signal.SIGINT)
@@ -48,7 +48,7 @@ def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
     )
 
 
-def test_ctrl_c_is_ignored_where_the_shell_said_so():
+def test_ctrl_c_is_ignored_in_a_background_command():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with DistributedSignalHandler(None) as signal_handler:
@@ -58,7 +58,7 @@ def test_ctrl_c_is_ignored_where_the_shell_said_so():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
+def test_sigusr1_is_ignored_before_and_after_training():
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
     with ignore_signals_until_training():
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -71,14 +71,14 @@ def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == before
 
 
-def test_pretrain_is_such_a_run(monkeypatch):
+def test_pretrain_ignores_sigusr1_before_training(monkeypatch):
     seen = []
     monkeypatch.setattr(pretrain, "need_torch", lambda: seen.append(signal.getsignal(signal.SIGUSR1)))
     CliRunner().invoke(app, ["pretrain", "gpt", "--train-iters", "1"])
     assert seen == [signal.SIG_IGN]
 
 
-def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
+def test_launched_worker_ignores_a_repeated_sigterm():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with DistributedSignalHandler(None, launched=True) as signal_handler:
@@ -91,7 +91,7 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
             signal.signal(number, handler)
 
 
-def test_the_time_is_up_after_its_seconds():
+def test_time_limit_ends_the_run():
     clock = iter([0.0, 59.0, 60.0, 61.0])
     signal_handler = DistributedSignalHandler(60.0, now=lambda: next(clock))
     assert [signal_handler.at_boundary(ALONE).exit for _ in range(3)] == [False, False, True]

@@ -61,7 +61,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
+def test_damaged_newest_checkpoint_falls_back_to_the_previous(run, capsys, damage):
     assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000003"
     newest = run / "checkpoints" / "step-00000003"
     DAMAGE[damage](newest)
@@ -103,7 +103,7 @@ def test_bert_load_with_damaged_optimizer_state_reads_the_weights(run, change):
     assert _bert(config("none", bert_load=str(run)), ALONE).directory.name == "step-00000002"
 
 
-def test_damaged_latest_below_an_abandoned_branch_falls_back_to_a_step_before_it(run):
+def test_damaged_latest_falls_back_to_an_earlier_step(run):
     folder = run / "checkpoints"
     small_run.save(folder, 40)
     (folder / "LATEST").write_text("step-00000003\n")  # resumed from step 2, after steps up to 40
@@ -119,13 +119,13 @@ def test_damaged_latest_below_an_abandoned_branch_falls_back_to_a_step_before_it
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_step_that_is_named_itself_is_refused(run, damage):
+def test_damaged_step_directory_is_an_error(run, damage):
     DAMAGE[damage](run / "checkpoints" / "step-00000003")
     with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
         checkpoint_to_load(config(run / "checkpoints" / "step-00000003"), ALONE)
 
 
-def test_damage_is_found_by_the_process_that_reads_the_file(run):
+def test_damage_is_found_by_the_rank_that_reads_the_file(run):
     step = run / "checkpoints" / "step-00000003"
     flip(shard(step))
     found = [find_damage(step, part, 3) for part in range(3)]
@@ -139,7 +139,7 @@ def records(run, *, saved, steps=400):
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_emptied_checkpoints_of_a_run_with_progress_are_refused(run):
+def test_missing_checkpoints_of_a_run_with_progress_are_an_error(run):
     records(run, saved=True)
     shutil.rmtree(run / "checkpoints")
     for again in (run / "checkpoints", run / "other"):
@@ -149,7 +149,7 @@ def test_emptied_checkpoints_of_a_run_with_progress_are_refused(run):
     assert checkpoint_to_load(config(run, exit_on_missing_checkpoint=False), ALONE) is None
 
 
-def test_run_that_never_saved_starts_again_unless_told_otherwise(run):
+def test_run_that_never_saved_restarts_by_default(run):
     shutil.rmtree(run / "checkpoints")
     records(run, saved=False)
     assert lost_step(run) is None
@@ -159,7 +159,7 @@ def test_run_that_never_saved_starts_again_unless_told_otherwise(run):
     assert checkpoint_to_load(config(run / "nowhere"), ALONE) is None
 
 
-def test_run_that_failed_at_its_first_save_starts_again(run):
+def test_run_that_failed_at_its_first_save_restarts(run):
     """The metrics line of a step is written before its evaluation and its save, in which a run may fail."""
     shutil.rmtree(run / "checkpoints")
     records(run, saved=False)

@@ -79,7 +79,7 @@ def test_saved_and_recomputed_products_are_counted():
     assert recomputed.backward > saved.saved
 
 
-def test_recomputation_and_stages_change_the_peak():
+def test_peak_memory_depends_on_recomputation_and_stages():
     def peaks(processes: int = 1, **options) -> list[int]:
         config = config_of(Facts(world_size=processes), **SMALL | {"global_batch_size": 8} | options)
         return dry_run(config, "cpu").peak_memory_bytes
@@ -107,13 +107,13 @@ def test_header_describes_one_tensor_parallel_rank():
     assert half["layers.0.attention"] == (64 * 192 + 192 + 64 * 64) // 2 + 64 + 128
 
 
-def test_devices_follow_from_the_parallel_sizes():
+def test_dry_run_processes_follow_from_the_parallel_sizes():
     assert dry_run_processes({"tensor_model_parallel_size": 8}, {"pipeline_model_parallel_size": 16}) == 128
     assert dry_run_processes({"dry_run_processes": 4, "tensor_model_parallel_size": None}, {}) == 4
     assert set(DRY_RUN_VALUES) <= set(SMALL)
 
 
-def test_gpt_345m_from_the_command_line():
+def test_dry_run_of_gpt_345m():
     words = (
         "pretrain gpt --dry-run --dry-run-format json --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
         " --seq-length 1024 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 8 --fp16"

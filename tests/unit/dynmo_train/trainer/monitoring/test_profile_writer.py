@@ -18,13 +18,13 @@ from dynmo_train.trainer.monitoring.profile_writer import describe_items, link_f
         (2_000_000, 1_000_000, 8_388_608_000),
     ],
 )
-def test_link(latency, payload, bandwidth):
+def test_link_from_times_bounds_the_bandwidth(latency, payload, bandwidth):
     link = link_from(1 << 22, latency, payload)
     assert link.bandwidth_bytes_per_s == bandwidth
     assert link.latency_ns == latency
 
 
-def test_items_count_their_parameters():
+def test_described_items_count_their_parameters():
     shape = GptShape(
         num_layers=2,
         hidden_size=8,

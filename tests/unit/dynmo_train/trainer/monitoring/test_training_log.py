@@ -110,7 +110,7 @@ def after_moves(capsys, move_after):
     return capsys.readouterr().out.splitlines()
 
 
-def test_step_times_before_and_after_a_move_are_means_of_five_steps(capsys):
+def test_move_line_has_mean_step_times_of_five_steps(capsys):
     assert after_moves(capsys, [6]) == [
         " plan 6 applied after iteration 6: moved 1 item (2,048 bytes) in 1.5 ms",
         "   layers.1: worker 0 -> 1, 2,048 bytes",
