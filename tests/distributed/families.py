@@ -1,4 +1,4 @@
-"""Small models of every family beside GPT, with the batches that they read, for the scenario of placement."""
+"""Small models of every family except GPT, with batches for them, for the placement scenario."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _ids(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, columns), generator=generator)
 
 
-def _seen(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def _padding_mask(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     lengths = torch.randint(columns // 2, columns + 1, (rows, 1), generator=generator)
     return torch.arange(columns) < lengths
 
@@ -66,13 +66,13 @@ def _causal(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _masked(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    seen = _seen(rows, TOKENS, generator)
+    padding_mask = _padding_mask(rows, TOKENS, generator)
     return {
         "ids": _ids(rows, TOKENS, generator),
         "types": torch.randint(0, 2, (rows, TOKENS), generator=generator),
-        "attention_mask": seen,
+        "attention_mask": padding_mask,
         "labels": _ids(rows, TOKENS, generator),
-        "loss_mask": ((torch.rand(rows, TOKENS, generator=generator) < 0.2) & seen).long(),
+        "loss_mask": ((torch.rand(rows, TOKENS, generator=generator) < 0.2) & padding_mask).long(),
         "order": torch.randint(0, 2, (rows,), generator=generator),
     }
 
@@ -81,10 +81,10 @@ def _spans(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     answers = _ids(rows, ANSWERS + 1, generator)
     return {
         "encoder_ids": _ids(rows, TOKENS, generator),
-        "encoder_attention_mask": _seen(rows, TOKENS, generator),
+        "encoder_attention_mask": _padding_mask(rows, TOKENS, generator),
         "decoder_ids": answers[:, :-1].contiguous(),
         "labels": answers[:, 1:].contiguous(),
-        "loss_mask": _seen(rows, ANSWERS, generator).long(),
+        "loss_mask": _padding_mask(rows, ANSWERS, generator).long(),
     }
 
 
@@ -92,7 +92,7 @@ def _blocks(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         f"{tower}_{name}": make(rows, TOKENS, generator)
         for tower in (QUERY, CONTEXT)
-        for name, make in (("ids", _ids), ("attention_mask", _seen))
+        for name, make in (("ids", _ids), ("attention_mask", _padding_mask))
     }
 
 

@@ -53,13 +53,13 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     engine = engine_on(world, layout)
     moves = dict(scenario.moves)
     if layout.settings.get("zero_stage"):
-        held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
+        num_local = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
         part = sum(
             p.numel() / world.dims.data * (world.dims.expert if engine.item_store.sharding.is_expert_local(full) else 1)
             for item in engine.local_names
             for full, p in parameters_of(item, engine.item_store.blueprint(item)).items()
         )
-        assert held == pytest.approx(part, rel=0.1), "each replica holds its part of the rows"
+        assert num_local == pytest.approx(part, rel=0.1), "each replica holds its part of the rows"
     losses, norms = [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
@@ -68,7 +68,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
-    held_out = engine.evaluate([batch_of(9999, scenario.model)])
+    eval_loss = engine.evaluate([batch_of(9999, scenario.model)])
     rows = vocabulary_rows(engine.family)
     own = {
         # Of an uncut table what a checkpoint stores: the true rows.
@@ -79,7 +79,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         for name, tensor in engine.item_store.export_unsharded(item).tensors.items()
     }
     weights: dict[str, str] = {}
-    for told in all_gather_objects(world, own):
-        for name, value in told.items():
+    for local in all_gather_objects(world, own):
+        for name, value in local.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
-    return {"losses": losses, "norms": norms, "held_out": held_out, "weights": weights}
+    return {"losses": losses, "norms": norms, "eval_loss": eval_loss, "weights": weights}

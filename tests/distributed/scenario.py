@@ -184,7 +184,7 @@ def fingerprint(engine: Engine) -> dict[str, str]:
 
 
 def play(world: World, scenario: Scenario) -> dict[str, Any]:
-    """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
+    """Train; returns losses, gradient norms, a validation loss and the fingerprint of the local items."""
     engine = engine_of(scenario, world)
     moves = dict(scenario.moves)
     losses, norms, metrics, scales = [], [], [], []
@@ -197,19 +197,19 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
-    held_out = engine.evaluate([batch_of(9999, scenario.model)])
+    eval_loss = engine.evaluate([batch_of(9999, scenario.model)])
     return {
         "losses": losses,
         "norms": norms,
         "metrics": metrics,
         "scales": scales,
-        "held_out": held_out,
+        "eval_loss": eval_loss,
         "weights": fingerprint(engine),
     }
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The workers' results as one: their figures must be equal, their weights are put together."""
+    """The results of all workers as one: metrics must be equal, weights are merged."""
     weights: dict[str, str] = {}
     for result in results:
         assert {k: v for k, v in result.items() if k != "weights"} == {

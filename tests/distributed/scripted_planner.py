@@ -64,11 +64,11 @@ class ScriptedPlanner:
     def wait_for_ask(self, step: int, *processes: subprocess.Popen[str]) -> None:
         """Return once the trainer waits at the boundary after ``step``."""
 
-        def asked() -> bool:
+        def is_waiting() -> bool:
             waiting = self.pending()
             return waiting is not None and waiting[1] == step
 
-        wait_for(asked, f"question at step {step}", *processes)
+        wait_for(is_waiting, f"question at step {step}", *processes)
 
     def active(self) -> dict:
         """The active plan: the last one that was taken, else the one that the segment began with."""

@@ -30,7 +30,7 @@ MOVED = Partition.looped((NAMES[:3], NAMES[3:]), 2)
 
 
 def play(world, scenario, resume_at=None):
-    """Losses, norms, a held-out loss and weights; ``resume_at`` goes on in an engine made anew after that step."""
+    """Losses, norms, a validation loss and weights; after step ``resume_at`` the run resumes in a new engine."""
     engine, figures = engine_of(scenario, world), []
     compiled = [name for name, module in engine.item_store.modules.items() if "forward" in vars(module)]
     assert compiled == ([name for name in engine.local_names if name != "head"] if scenario.compiled else [])
@@ -48,12 +48,12 @@ def play(world, scenario, resume_at=None):
 
 def again(engine, scenario, step):
     states = {name: engine.item_store.export(name) for name in engine.local_names}
-    kept = {
+    saved = {
         name: ItemState(tensors={key: t.clone() for key, t in state.tensors.items()}, steps=state.steps)
         for name, state in states.items()
     }
     fresh = Engine(engine.family, scenario.settings(), engine.partition, engine.world)
-    fresh.restore(kept.__getitem__, step, advanced_samples=engine.advanced_samples)
+    fresh.restore(saved.__getitem__, step, advanced_samples=engine.advanced_samples)
     return fresh
 
 
@@ -69,7 +69,7 @@ def test_compiled_run_has_the_same_bits_on_any_partition(case):
     scenario = replace(PLAIN, **changes)
     [(figures, weights)] = run_workers(play, 1, replace(scenario, moves=(), schedule="1f1b", recompute=False))
     results = run_workers(play, workers, replace(scenario, compiled="aot_eager"), resume_at)
-    assert [told for told, _ in results] == [figures] * workers
+    assert [metrics for metrics, _ in results] == [figures] * workers
     assert {name: each for _, part in results for name, each in part.items()} == weights
 
 
@@ -110,10 +110,10 @@ def test_heads_are_not_compiled():
     ],
 )
 def test_missing_compiler_is_one_error_line(device, backend, environment, words):
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         check_compiler(device, backend, environment, which=lambda _: None)
-    assert words in str(told.value)
-    assert "\n" not in str(told.value)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_missing_header_files_are_one_error_line(tmp_path):

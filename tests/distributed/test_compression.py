@@ -51,42 +51,44 @@ LAYOUTS = {
 SETTINGS = {"tensor, tokens cut, moving": {"sequence_parallel": True}}
 
 
-def play(world: World, told: list[tuple[Layout, CompressionSettings]]) -> list[dict[str, Any]]:
-    """Train each; losses, what every process holds in the end, its memories, and the bytes of the gradients."""
-    return [_play(set_parallel_dims(world, layout.dims, 60), layout, compression) for layout, compression in told]
+def play(world: World, runs: list[tuple[Layout, CompressionSettings]]) -> list[dict[str, Any]]:
+    """Train each; losses, final state, memories, and the bytes of the gradients."""
+    return [_play(set_parallel_dims(world, layout.dims, 60), layout, compression) for layout, compression in runs]
 
 
 def _play(world: World, layout: Layout, compression: CompressionSettings) -> dict[str, Any]:
     scenario = layout.scenario
     engine = engine_on(world, replace(layout, settings={**layout.settings, "compression": compression}))
-    moves, losses, told, remembered = dict(scenario.moves), [], [], []
+    moves, losses, stats, remembered = dict(scenario.moves), [], [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step, scenario.model), sampled=False)
         losses.append(result.loss)
-        told.append(result.compression)
+        stats.append(result.compression)
         engine.after_step(step)
         remembered.append(_memories(engine))
         if step in moves:
             engine.repartition(moves[step])
             remembered.append(_memories(engine))
-    held_out = engine.evaluate([batch_of(9999, scenario.model)])
+    eval_loss = engine.evaluate([batch_of(9999, scenario.model)])
     state = {
-        name: digest(kept)
+        name: digest(tensor)
         for item in engine.local_names
-        for name, kept in engine.item_store.export(item).tensors.items()
+        for name, tensor in engine.item_store.export(item).tensors.items()
     }
     everyone = all_gather_objects(world, [state, remembered])
     return {
         "losses": losses,
-        "held_out": held_out,
+        "eval_loss": eval_loss,
         "states": [one for one, _ in everyone],
         "remembered": [one for _, one in everyone],
-        "told": told,
+        "stats": stats,
     }
 
 
 def _memories(engine: Engine) -> dict[str, str]:
-    return {name: digest(kept) for held in engine.item_store.memories.values() for name, kept in held.items()}
+    return {
+        name: digest(tensor) for memories in engine.item_store.memories.values() for name, tensor in memories.items()
+    }
 
 
 KINDS = {
@@ -111,11 +113,11 @@ def group_played(group: int) -> dict[tuple[str, str], dict[str, Any]]:
     """Some layouts in one set of processes: whole, with full rank, and twice with each kind of compression."""
     names = GROUPS[group]
     pairs = [(name, kind) for name in names for kind in KINDS if kind != "epilogue" or name in IN_EPILOGUE]
-    told = [
+    runs = [
         (Layout(dims=LAYOUTS[name][0], scenario=LAYOUTS[name][1], settings=SETTINGS.get(name, {})), KINDS[kind])
         for name, kind in pairs
     ]
-    return dict(zip(pairs, run_workers(play, LAYOUTS[names[0]][0].size, told)[0], strict=True))
+    return dict(zip(pairs, run_workers(play, LAYOUTS[names[0]][0].size, runs)[0], strict=True))
 
 
 def played(name: str, kind: str) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def test_full_rank_compression_is_lossless(name):
     whole, full = played(name, "whole"), played(name, "all ranks")
     tolerance = 2e-2 if "16" in name else 1e-4
     assert full["losses"] == pytest.approx(whole["losses"], rel=tolerance)
-    assert full["held_out"] == pytest.approx(whole["held_out"], rel=tolerance)
+    assert full["eval_loss"] == pytest.approx(whole["eval_loss"], rel=tolerance)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -135,12 +137,12 @@ def test_low_rank_compression_is_lossy_and_reproducible(name):
     whole, lossy, again = (played(name, kind) for kind in ("whole", "lep", "lep again"))
     assert lossy["losses"][0] == whole["losses"][0]
     assert lossy["losses"] != whole["losses"]
-    assert {key: lossy[key] for key in lossy if key != "told"} == {key: again[key] for key in again if key != "told"}
+    assert {key: lossy[key] for key in lossy if key != "stats"} == {key: again[key] for key in again if key != "stats"}
 
 
 def sent(name: str, kind: str, step: int) -> dict[str, tuple[int, int]]:
     """Boundary -> bytes of the gradients that crossed it in a step as factors, and what they would be whole."""
-    boundaries = played(name, kind)["told"][step - 1].get("boundaries", {})
+    boundaries = played(name, kind)["stats"][step - 1].get("boundaries", {})
     return {boundary: (one["sent_bytes"], one["uncompressed_bytes"]) for boundary, one in boundaries.items()}
 
 
@@ -170,8 +172,8 @@ def test_stage_without_items_forwards_the_factors():
 def test_memories_move_with_the_item_after_the_boundary():
     """In a loop of two workers layers 2 and 3 keep their boundaries; that at layer 0's MLP is new, layer 1's gone."""
     steps = [
-        {name: value for one in held for name, value in one.items() if name.endswith("hidden.error")}
-        for held in zip(*played("interleaved, moving", "lep")["remembered"], strict=True)
+        {name: value for one in memories for name, value in one.items() if name.endswith("hidden.error")}
+        for memories in zip(*played("interleaved, moving", "lep")["remembered"], strict=True)
     ]
     boundaries = [{name.partition(".memory")[0] for name in step} for step in steps]
     assert boundaries[0] == boundaries[1] == {"layers.0.mlp", "layers.2.attention", "layers.3.mlp"}

@@ -52,8 +52,8 @@ FUSABLE = {
 @cache
 def fused() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Each of them in two steps and in one."""
-    told = [(Layout(dims=BOTH, scenario=one), kind) for one in FUSABLE.values() for kind in (NO_COMPRESSION, FUSED)]
-    results = run_workers(play, 4, told)[0]
+    runs = [(Layout(dims=BOTH, scenario=one), kind) for one in FUSABLE.values() for kind in (NO_COMPRESSION, FUSED)]
+    results = run_workers(play, 4, runs)[0]
     return dict(zip(FUSABLE, zip(results[::2], results[1::2], strict=True), strict=True))
 
 
@@ -90,8 +90,8 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
         differences.append(float((parameter.grad - whole).abs().max() / whole.abs().max()))
         differences.append(float((bias.grad - 3.0).abs().max()))
         if feedback:
-            kept = engine.item_store.memories[item][memory_name(item, "parameter", "fc1.weight", "error")][0]
-            differences.append(float((kept - owed[world.rank]).abs().max()))
+            tensor = engine.item_store.memories[item][memory_name(item, "parameter", "fc1.weight", "error")][0]
+            differences.append(float((tensor - owed[world.rank]).abs().max()))
         parameter.grad = bias.grad = None
     return differences
 
@@ -111,7 +111,7 @@ KINDS = {
     "warm-up": (replace(SGD, replica_warmup_steps=2), {}, BASE),
     "everything, moving": (replace(EVERYTHING, check_ratio=True), {}, replace(BASE, steps=4, moves=MOVING)),
     "everything again": (replace(EVERYTHING, check_ratio=True), {}, replace(BASE, steps=4, moves=MOVING)),
-    "pays what it owes": (EVERYTHING, {}, replace(BASE, start=cut(2, 7), moves=((2, cut(2, 5)),))),
+    "adds its errors": (EVERYTHING, {}, replace(BASE, start=cut(2, 7), moves=((2, cut(2, 5)),))),
     "fp16": (EVERYTHING, {}, replace(BASE, precision="fp16", steps=10)),
     "pruned": (EVERYTHING, {}, replace(BASE, prune=True)),
 }
@@ -119,12 +119,12 @@ KINDS = {
 
 @cache
 def packed() -> dict[str, dict[str, Any]]:
-    told = [(Layout(dims=BOTH, scenario=one, settings=more), kind) for kind, more, one in KINDS.values()]
-    return dict(zip(KINDS, run_workers(play, 4, told)[0], strict=True))
+    runs = [(Layout(dims=BOTH, scenario=one, settings=more), kind) for kind, more, one in KINDS.values()]
+    return dict(zip(KINDS, run_workers(play, 4, runs)[0], strict=True))
 
 
 def without_times(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key != "told"}
+    return {key: value for key, value in result.items() if key != "stats"}
 
 
 def test_overlapped_reduction_has_the_same_bits():
@@ -144,11 +144,11 @@ def test_replicas_have_equal_weights_and_their_own_errors():
     for name in ("sgd", "everything, moving", "fp16", "pruned"):
         states = packed()[name]["states"]
         for first, second in ((0, 1), (2, 3)):
-            held = [
+            local_state = [
                 {key: value for key, value in states[at].items() if not key.endswith(".error")}
                 for at in (first, second)
             ]
-            shared = [{key: value for key, value in one.items() if ".boundary." not in key} for one in held]
+            shared = [{key: value for key, value in one.items() if ".boundary." not in key} for one in local_state]
             assert shared[0] == shared[1]
         owed = [{value for key, value in states[at].items() if key.endswith(".error")} for at in (0, 1)]
         assert owed[0]
@@ -156,19 +156,19 @@ def test_replicas_have_equal_weights_and_their_own_errors():
 
 
 def test_only_selected_workers_compress():
-    told = packed()["everything, moving"]["told"]
-    items = [set(one["replicas"]) if "replicas" in one else set() for one in told]
+    stats = packed()["everything, moving"]["stats"]
+    items = [set(one["replicas"]) if "replicas" in one else set() for one in stats]
     assert items[0] == set(), "the first step is warm-up"
     # Layer 2 comes to the first worker; of the embedding only the positions, as the tied table is added elsewhere
     assert items[1] == FIRST_ITEMS
     assert items[2] == items[1] | {"layers.2.attention", "layers.2.mlp"}
-    speed = packed()["sgd"]["told"][0]["replicas"]["layers.3.mlp"]
+    speed = packed()["sgd"]["stats"][0]["replicas"]["layers.3.mlp"]
     assert 0 < speed["sent_bytes"] < speed["uncompressed_bytes"]
     assert min(speed["compress_ns"], speed["decompress_ns"]) > 0
 
 
 def test_error_is_added_where_compression_stops():
-    remembered = packed()["pays what it owes"]["remembered"]
+    remembered = packed()["adds its errors"]["remembered"]
     name = "layers.2.mlp.memory.parameter.fc1.weight.error"
     holders = [[rank for rank, steps in enumerate(remembered) if name in steps[at]] for at in range(4)]
     # Steps 1 (warm-up), 2, the move to the other worker, 3
@@ -191,8 +191,8 @@ def chosen(world: World, compression: CompressionSettings, choice: int | None) -
 
 def test_number_of_compressing_workers_can_change_in_a_run():
     given = replace(SGD, check_ratio=True, replica_warmup_steps=1, replica_workers=1)
-    asked = replace(given, replica_warmup_steps=0, replica_workers=None, choose_workers=True)
-    fixed, auto = run_workers(chosen, 4, given, None)[0], run_workers(chosen, 4, asked, 1)[0]
+    choice = replace(given, replica_warmup_steps=0, replica_workers=None, choose_workers=True)
+    fixed, auto = run_workers(chosen, 4, given, None)[0], run_workers(chosen, 4, choice, 1)[0]
     assert auto["chosen"] == [None, 1]
     assert fixed["chosen"] == [None, None]
     assert (auto["losses"], auto["items"]) == (fixed["losses"], fixed["items"])
@@ -202,15 +202,15 @@ def test_number_of_compressing_workers_can_change_in_a_run():
 
 def wire(world: World, compression: CompressionSettings, kind: type[Engine] = Engine) -> list[list[Any]]:
     """What one process hands to torch in two steps: sends, receives and sums, with type and bytes; losses."""
-    told: list[list[Any]] = []
+    calls: list[list[Any]] = []
     batched, summed = dist.batch_isend_irecv, dist.all_reduce
 
     def batch(operations: list[dist.P2POp]) -> Any:
-        told.extend([each.op.__name__, each.peer, each.tensor.nbytes] for each in operations)
+        calls.extend([each.op.__name__, each.peer, each.tensor.nbytes] for each in operations)
         return batched(operations)
 
     def add(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        told.append(["all_reduce", 0, tensor.nbytes])
+        calls.append(["all_reduce", 0, tensor.nbytes])
         return summed(tensor, *arguments, **keywords)
 
     layout = Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
@@ -219,10 +219,10 @@ def wire(world: World, compression: CompressionSettings, kind: type[Engine] = En
     try:
         for step in (1, 2):
             loss = engine.train_step(batch_of(step), sampled=False).loss
-            told.append(["loss", loss, 0])
+            calls.append(["loss", loss, 0])
     finally:
         dist.batch_isend_irecv, dist.all_reduce = batched, summed
-    return told
+    return calls
 
 
 def test_run_without_compression_has_the_same_operations_and_bytes():
@@ -273,8 +273,8 @@ def test_compressed_run_resumes_with_the_same_bits(tmp_path):
     manifest = json.loads((tmp_path / "whole/checkpoints/step-00000008/manifest.json").read_text())
     shares = manifest["tensors"]["layers.2.attention.memory.boundary.hidden.error"]
     assert (shares["shape"], shares["split_dim"], shares["role"]) == ([2, 2, 32, 32], 0, "buffer")
-    told = [line for line in lines(tmp_path / "whole/metrics.jsonl") if "compression" in line]
-    boundary = told[-1]["compression"]["boundaries"]["layers.2.attention"]
+    records = [line for line in lines(tmp_path / "whole/metrics.jsonl") if "compression" in line]
+    boundary = records[-1]["compression"]["boundaries"]["layers.2.attention"]
     assert boundary["sent_bytes"] * 16 == boundary["uncompressed_bytes"] * 3
     assert abs(boundary["error_activation_cosine"]) < 1
     assert json.loads((tmp_path / "whole/run.json").read_text())["engine"]["reproducible"].startswith(
@@ -288,10 +288,10 @@ def test_compressed_run_resumes_with_the_same_bits(tmp_path):
 def test_planner_chooses_compressing_workers_during_training(tmp_path):
     data = write_data(tmp_path / "data")
     steps = "400"
-    told = ("--grad-comp", "--grad-comp-rank", "4", "--selective-grad-comp", "--selective-grad-comp-way", "auto")
+    flags = ("--grad-comp", "--grad-comp-rank", "4", "--selective-grad-comp", "--selective-grad-comp-way", "auto")
     options = {"train_iters": steps, "freeze_schedule": None, "num_layers": "2", "global_batch_size": "4"}
     options["pipeline_model_parallel_size"] = "1"
-    train(data, tmp_path / "run", 2, *told, eval_interval=steps, log_interval=steps, **options)
+    train(data, tmp_path / "run", 2, *flags, eval_interval=steps, log_interval=steps, **options)
     [chosen] = [line for line in lines(tmp_path / "run/events.jsonl") if line["kind"] == "selective_grad_comp"]
     assert chosen["workers"] in (0, 1)
     assert "dynmo-plan predicts step times of" in chosen["message"]

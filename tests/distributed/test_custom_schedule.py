@@ -73,8 +73,13 @@ def plan(made, tmp_path):
 
 def custom(plan, **more):
     stages = json.loads(plan.read_text())["virtual_stages_per_worker"]
-    asked = {"schedule": "custom", "balance": "offline", "plan": str(plan), "virtual_stages_per_worker": str(stages)}
-    return SHORT | asked | more
+    requested = {
+        "schedule": "custom",
+        "balance": "offline",
+        "plan": str(plan),
+        "virtual_stages_per_worker": str(stages),
+    }
+    return SHORT | requested | more
 
 
 def test_plan_with_operations_has_the_bits_of_1f1b(folder, plan, tmp_path):
@@ -101,7 +106,7 @@ def test_operations_that_do_not_fit_the_run_are_an_error(folder, plan, tmp_path,
         document["operations"] = [" ".join(reversed(line.split())) for line in document["operations"]]
         plan.write_text(json.dumps(document))
     line = arguments(folder / "data", tmp_path / "run", **custom(plan, **options))
-    told = run_workers(run_command, 2, line, joins=False)
-    assert [code for code, _ in told] == [2, 2]
-    assert message in told[0][1]
-    assert "Traceback" not in told[0][1]
+    results = run_workers(run_command, 2, line, joins=False)
+    assert [code for code, _ in results] == [2, 2]
+    assert message in results[0][1]
+    assert "Traceback" not in results[0][1]

@@ -1,4 +1,4 @@
-"""Whole runs that give workers back and get them again: same losses, same weights, clean ends."""
+"""Runs that release workers and grow again: same losses, same weights, clean exits."""
 
 from __future__ import annotations
 

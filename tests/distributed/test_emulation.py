@@ -65,8 +65,8 @@ def emulated(world, scenario, path):
     engine = Engine(family, settings, start, world, EmulatedProfiler(read_trace(path, NAMES)))
     engine.build()
     results = [engine.train_step(scenario.batch(step), sampled=step > 1) for step in range(1, scenario.steps + 1)]
-    told = [event.kind for step in range(scenario.steps) for event in engine.after_step(step)]
-    return [r.loss for r in results], [r.step_ns / MS for r in results], results[-1].costs, told
+    kinds = [event.kind for step in range(scenario.steps) for event in engine.after_step(step)]
+    return [r.loss for r in results], [r.step_ns / MS for r in results], results[-1].costs, kinds
 
 
 def plain(world, scenario):
@@ -81,7 +81,7 @@ def test_emulated_step_takes_the_trace_time_with_the_same_losses(tmp_path, sched
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)}, events=[event])
     losses, steps, costs, told = run_workers(emulated, 2, scenario, trace)[0]
     assert losses == run_workers(plain, 1, PLAIN)[0]
-    assert told == ["pruned"]
+    assert kinds == ["pruned"]
     # The two workers share ten items, five each on average, in each microbatch; a busy machine only adds to that
     work = MICROBATCHES * 5 * (4 + 5 + 3)
     assert steps[-1] >= work

@@ -46,7 +46,7 @@ def test_partition_has_the_bits_of_one_worker(model, place):
     steps = tuple((step, cut(model, workers, *boundaries)) for step, boundaries in moves)
     expected = reference(model)
     got = merged(run_workers(play, workers, Scenario(model=model, moves=steps, **BASE, **options)))
-    for part in ("losses", "norms", "held_out", "metrics", "weights"):
+    for part in ("losses", "norms", "eval_loss", "metrics", "weights"):
         assert got[part] == expected[part], part
 
 

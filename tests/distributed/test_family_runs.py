@@ -1,4 +1,4 @@
-"""Whole runs of every family from the command line: stopped, gone on with on other stages, saved, verified."""
+"""Runs of every family from the command line: stopped, resumed on other stages, saved, verified."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def test_resumed_run_of_each_family_has_the_same_bits(data, tmp_path, family):
     assert tensors(tmp_path / "parts", 6) == tensors(tmp_path / "whole", 6)
     records = lines(tmp_path / "parts" / "metrics.jsonl")
     metrics = [line for line in records if "lm_loss" in line]
-    held_out = [line for line in records if "validation_loss" in line or "test_loss" in line]
-    assert held_out == [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" not in line]
-    assert [(line["step"], "test_loss" in line) for line in held_out] == [(3, False), (6, False), (6, True)]
+    eval_loss = [line for line in records if "validation_loss" in line or "test_loss" in line]
+    assert eval_loss == [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" not in line]
+    assert [(line["step"], "test_loss" in line) for line in eval_loss] == [(3, False), (6, False), (6, True)]
     if family == "mixtral":
         assert all(len(line["expert_tokens"]) == 2 and line["load_balancing_loss"] > 0.9 for line in metrics)
     if family == "ict":
         assert all(0.1 < line["lm_loss"] < 3 and line["top2_acc"] == 100 for line in metrics)
     if family == "bert":
         assert all(0.3 < line["sop_loss"] < 1.5 for line in metrics)
-        for line in held_out[:2]:
+        for line in eval_loss[:2]:
             parts = line["validation_lm_loss"] + line["validation_sop_loss"]
             assert line["validation_loss"] == pytest.approx(parts, rel=1e-5)
     program = Path(sys.executable).parent / "dynmo-ckpt"

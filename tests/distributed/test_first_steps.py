@@ -83,15 +83,15 @@ def data(tmp_path_factory):
 @pytest.fixture
 def batches(monkeypatch):
     """Step -> the tensors of the batch that a run in this process takes."""
-    seen = {}
+    recorded = {}
     own = RunData.train_batch
 
     def training(self, consumed, step):
-        seen[step] = own(self, consumed, step)
-        return seen[step]
+        recorded[step] = own(self, consumed, step)
+        return recorded[step]
 
     monkeypatch.setattr(RunData, "train_batch", training)
-    return seen
+    return recorded
 
 
 def train(data, kind, run, *extra, **options):
@@ -164,7 +164,7 @@ def test_first_losses_equal_those_of_transformers(data, batches, tmp_path, kind)
 
 
 def test_finetune_may_change_the_training_of_experts(data, batches, tmp_path):
-    """With ``--finetune`` other coefficients of the experts' losses are no other model; going on, they are."""
+    """With ``--finetune`` the loss coefficients of experts may differ; with a resume they may not."""
     train(data, "mixtral", tmp_path / "run")
     open_again = ("--load", str(tmp_path / "run"))
     other = {"moe_aux_loss_coeff": "0.5", "train_iters": "1"}

@@ -1,4 +1,4 @@
-"""Trainer and planner: plans are taken, refused or superseded as the design says, and nothing of it changes a bit."""
+"""Trainer and planner: plans are applied, refused or superseded, and none of them changes a bit."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_killed_planner_is_restarted_and_changes_no_bit(static):
     assert process.returncode == 143, out[-3000:]
     assert {step: value for step, value in figures(run).items() if step <= 24} == expected
     assert tensors(run, 24) == weights
-    told = [event["message"] for event in events(run, "planner")]
-    assert any("restarted" in message for message in told)
+    messages = [event["message"] for event in events(run, "planner")]
+    assert any("restarted" in message for message in messages)
     assert not planners(run)
 
 
@@ -129,7 +129,7 @@ def test_external_plans_are_applied_superseded_or_refused(static):
         return document | changes
 
     # The trainer waits until a plan has read up to step 3: all three are there when it looks.
-    assert planner.write("{ this is no plan") == 1
+    assert planner.write("{ invalid") == 1
     assert planner.write(plan(0, 3, 0)) == 2
     assert planner.write(plan(3, 7, 0)) == 3
     planner.wait_for_ask(6, process)

@@ -1,4 +1,4 @@
-"""Ctrl-C saves and says how to resume; a run with all its steps done says so."""
+"""Ctrl-C saves and prints how to resume; a run without steps left reports it."""
 
 from __future__ import annotations
 

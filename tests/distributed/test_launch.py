@@ -204,7 +204,7 @@ def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
         (2, ""),
     ],
 )
-def test_launcher_restarts_only_a_run(tmp_path, code, told):
+def test_launcher_restarts_only_a_run(tmp_path, code, message):
     returned, _, err = run(tmp_path, f"import sys; sys.exit({code})", nproc=1, restarts=3)
     assert returned == code
     assert err.startswith(f"dynmo-train: error: {told}" if told else "")

@@ -46,7 +46,7 @@ def linger():  # until it is ended, or its launcher is gone
 dist.init_process_group("gloo")
 total = torch.tensor([rank + 1])
 dist.all_reduce(total)
-put(f"seen-{start}-{rank}", json.dumps([os.environ["GROUP_RANK"], int(total), *sys.argv[1:]]))
+put(f"recorded-{start}-{rank}", json.dumps([os.environ["GROUP_RANK"], int(total), *sys.argv[1:]]))
 Path("run/requests").mkdir(parents=True, exist_ok=True)
 if rank == 0:
     put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
@@ -105,7 +105,7 @@ def wait_for(condition, seconds=600.0):
 def test_ranks_follow_node_ranks_and_node_zero_prints(tmp_path):
     ends = [finish(node) for node in start(tmp_path, "print('sum', int(total), rank, flush=True)", nodes=3)]
     assert [(code, out) for code, out, _ in ends] == [(0, "sum 6 0\n"), (0, ""), (0, "")], ends
-    assert seen(tmp_path, 0) == [["0", 6], ["1", 6], ["2", 6]]
+    assert recorded(tmp_path, 0) == [["0", 6], ["1", 6], ["2", 6]]
     assert sorted(path.name for path in (tmp_path / "logs").glob("node-*")) == ["node-0", "node-1", "node-2"]
 
 
@@ -120,7 +120,7 @@ def test_failure_on_one_node_ends_all_with_its_exit_code(tmp_path):
 def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1, silence_s=15)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
     code, _, err = finish(first)
@@ -136,7 +136,7 @@ def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
 def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     second.send_signal(signal.SIGTERM)
     assert finish(second)[0] == 143
     code, _, err = finish(first)
@@ -146,7 +146,7 @@ def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
 
 def test_loss_of_node_zero_requests_a_relaunch(tmp_path):
     first, second = start(tmp_path, "linger()", least=1, restarts=1)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     code, _, err = finish(second)

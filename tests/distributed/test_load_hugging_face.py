@@ -58,8 +58,8 @@ def test_finetune_from_a_megatron_checkpoint_starts_at_step_1(before):
     from dynmo_ckpt.cli import app
 
     folder, data = before
-    told = ["convert", str(folder / "run"), str(folder / "megatron"), "--to", "legacy", "--pp", "2"]
-    assert CliRunner().invoke(app, told).exit_code == 0
+    command = ["convert", str(folder / "run"), str(folder / "megatron"), "--to", "legacy", "--pp", "2"]
+    assert CliRunner().invoke(app, command).exit_code == 0
     assert (folder / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "24"
     talk = {
         name: train(
@@ -91,8 +91,10 @@ def test_unusable_hugging_face_model_is_one_error(before, tmp_path, spoil, optio
     source = shutil.copytree(folder / "hf", tmp_path / "hf")
     if spoil == "config.json":
         (source / spoil).write_text('{"model_type": "bert"}')
-    told = arguments(data, tmp_path / "run", "--load", str(source), "--cache-dir", str(tmp_path / "cache"), **options)
-    (first, talk), (second, silence) = run_workers(run_command, 2, told, joins=False)
+    command = arguments(
+        data, tmp_path / "run", "--load", str(source), "--cache-dir", str(tmp_path / "cache"), **options
+    )
+    (first, talk), (second, silence) = run_workers(run_command, 2, command, joins=False)
     assert (first, second) == (2, 2), talk
     assert words in talk
     assert "Traceback" not in talk + silence

@@ -1,4 +1,4 @@
-"""Many moves under random plans: no drift from the run that never moved, no growth of what a process holds open."""
+"""Many moves under random plans: no drift from a run without moves, no growth of memory or open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two-phase moves: what arrives is what was sent, and a fault before the commit leaves everything as it was."""
+"""Two-phase moves: received bytes equal sent ones, and a fault before the commit changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def corrupt_received_blocks() -> None:
 
 
 def try_move(world: World, fault: str):
-    """Train 8 steps, fail to move, train on: returns the error and what 4 more steps give."""
+    """Train 8 steps, fail to move, train 4 more steps; returns the error and the last losses."""
     engine = engine_of(Scenario(), world)
     for step in range(1, 9):
         engine.train_step(batch_of(step), sampled=False)
@@ -39,7 +39,9 @@ def try_move(world: World, fault: str):
     altered = {"announced twice": lambda offers: offers * 2, "announced by nobody": lambda _: []}.get(fault)
     if altered:
         proper = transfer.all_gather_objects
-        transfer.all_gather_objects = lambda w, told: proper(w, altered(told) if isinstance(told, list) else told)
+        transfer.all_gather_objects = lambda w, offers: proper(
+            w, altered(offers) if isinstance(offers, list) else offers
+        )
     if fault == "tensor left out" and world.rank == 0:
         proper_entries = transfer.entries_of
         transfer.entries_of = lambda tensors: proper_entries(tensors)[1:]
@@ -57,7 +59,7 @@ def try_move(world: World, fault: str):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("flipped bit", "CRC-32"),
         ("announced twice", "announced by workers"),
@@ -65,12 +67,12 @@ def try_move(world: World, fault: str):
         ("announced by nobody", "announced by workers []"),
     ],
 )
-def test_move_that_fails_before_the_commit_leaves_the_partition(fault, told):
+def test_move_that_fails_before_the_commit_leaves_the_partition(fault, message):
     results = run_workers(try_move, 2, fault)
     expected = run_workers(play, 1, Scenario())[0]["losses"][8:12]
     for error, losses in results:
         assert error is not None
-        assert told in error
+        assert message in error
         assert losses == expected
 
 
@@ -90,7 +92,7 @@ def move_there_and_back(world: World):
 
 
 def test_move_transfers_weights_masks_and_moments():
-    """Weights, masks and moments of moved items are the bytes that they were, and count as the report says."""
+    """Weights, masks and moments of moved items keep their bytes, and the report has their sizes."""
     moved = merged(run_workers(move_there_and_back, 2))
     stayed = run_workers(fingerprint_alone, 1)[0]
     assert moved["weights"] == stayed["weights"]

@@ -1,4 +1,4 @@
-"""A checkpoint goes on on any other layout: no state is lost, and training goes on as if it had not stopped."""
+"""A checkpoint resumes on any other layout: no state is lost, and training continues as without a stop."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def facts(step: int) -> CheckpointMetadata:
 
 
 def whole_state(path: Path) -> dict:
-    """All that a checkpoint says of the run, whatever the layout it was written on."""
+    """The contents of a checkpoint that do not depend on its layout."""
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest
-    told = {name: manifest[name] for name in ("step", "consumed_train_samples", "rng", "dynamic", "x_progress")}
+    state = {name: manifest[name] for name in ("step", "consumed_train_samples", "rng", "dynamic", "x_progress")}
     # What a log line shows after a resume is what was aimed at; the masks are among the tensors.
-    told["dynamic"] = {name: each for name, each in told["dynamic"].items() if name != "pruning"}
+    state["dynamic"] = {name: each for name, each in state["dynamic"].items() if name != "pruning"}
     steps = manifest["optimizer"]["steps"]
     tensors = {name: digest(tensor) for name, tensor in checkpoint.load(checkpoint.names()).items()}
-    return {**told, "steps": dict(sorted(steps.items())), "tensors": dict(sorted(tensors.items()))}
+    return {**state, "steps": dict(sorted(steps.items())), "tensors": dict(sorted(tensors.items()))}
 
 
 def lost(before: dict, after: dict) -> list[str]:
@@ -113,10 +113,10 @@ REPLICAS = [
 
 def test_checkpoint_loads_with_any_axis_changed(tmp_path):
     """Experts, tensor, data, ZeRO and pipeline: moments, steps, ties and samples come along."""
-    told = run_workers(chain, 4, EVERY_AXIS, str(tmp_path / "checkpoints"))
-    assert all(losses == told[0] for losses in told)
+    results = run_workers(chain, 4, EVERY_AXIS, str(tmp_path / "checkpoints"))
+    assert all(losses == results[0] for losses in results)
     [whole] = played(1, [Layout(dims=ParallelDims(), scenario=replace(EXPERTS, steps=len(EVERY_AXIS)))])
-    assert told[0] == pytest.approx(whole["losses"], rel=1e-5)
+    assert results[0] == pytest.approx(whole["losses"], rel=1e-5)
     manifest = open_checkpoint(tmp_path / "checkpoints" / "step-00000003").manifest
     assert {name for name in manifest["files"] if "-e" in name} >= {"model-p000-t00-e00.safetensors"}
     verify(tmp_path)
@@ -124,9 +124,9 @@ def test_checkpoint_loads_with_any_axis_changed(tmp_path):
 
 def test_resume_with_equal_replicas_has_the_same_bits(tmp_path):
     """With dropout, pruning and a loss scale that falls on the way: random numbers and scale come along too."""
-    told = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
+    results = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
     [whole] = played(2, [Layout(dims=D2, scenario=DROPPING)])
-    assert told[0] == whole["losses"]
+    assert results[0] == whole["losses"]
     assert None in whole["norms"], "a step was skipped"
     last = whole_state(tmp_path / "checkpoints" / "step-00000006")
     assert last["tensors"].items() <= {name.removesuffix("@0"): each for name, each in whole["weights"].items()}.items()
@@ -193,7 +193,7 @@ def test_host_buffers_are_allocated_as_they_are_saved(tmp_path, settings):
 
 
 def test_command_line_shards_experts(tmp_path):
-    """Mixtral with ZeRO and experts dealt out, gone on with by other sizes of every axis, at last by one process."""
+    """Mixtral with ZeRO and sharded experts, resumed with other sizes of every axis, and last by one process."""
     data = write_data(tmp_path / "data")
     options = {
         "num_experts": "4",

@@ -1,6 +1,6 @@
 """Axes, schedules, precisions and families combined: the same bits where placement alone differs, else nearly so.
 
-Each way to share a model meets each other one in a pair at least; a set of processes plays many.
+Each kind of parallelism is combined with each other one at least in a pair; a set of processes runs many.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_sequence_parallelism_gathers_for_items_of_all_tokens(name, one, two):
 def test_evaluation_hash_buckets_do_not_depend_on_the_tensor_rank(one, two):
     """In training each rank draws axes of its own, as it draws dropout."""
     assert two["cut sparse"]["losses"][0] != pytest.approx(one["sparse"]["losses"][0], rel=1e-6)
-    assert two["cut sparse"]["held_out"] == pytest.approx(one["sparse"]["held_out"], rel=1e-3)
+    assert two["cut sparse"]["eval_loss"] == pytest.approx(one["sparse"]["eval_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["cut experts, zero 3", "more experts, zero 2"])

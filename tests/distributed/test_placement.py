@@ -85,7 +85,7 @@ def test_partition_has_the_bits_of_one_worker(name):
     assert got["losses"] == expected["losses"]
     assert got["norms"] == expected["norms"]
     assert got["scales"] == expected["scales"]
-    assert got["held_out"] == expected["held_out"]
+    assert got["eval_loss"] == expected["eval_loss"]
     assert got["weights"] == expected["weights"]
 
 
@@ -106,7 +106,7 @@ def test_lower_precision_stays_near_float32_and_float16_overflows():
         other = reference(Scenario(precision=name))
         assert other["losses"] != base["losses"]
         assert other["losses"][0] == pytest.approx(base["losses"][0], rel=1e-2)
-        assert other["held_out"] == pytest.approx(base["held_out"], rel=5e-2)
+        assert other["eval_loss"] == pytest.approx(base["eval_loss"], rel=5e-2)
     half = reference(Scenario(precision="fp16"))
     assert None in half["norms"], "no step overflowed"
     scales = half["scales"]

@@ -138,7 +138,7 @@ def test_released_pod_completes_and_a_drained_one_is_replaced(cluster, tmp_path)
     planner.wait_for_ask(6, first, second)
     third.communicate(timeout=600)
     assert (first.poll(), second.poll(), third.returncode) == (None, None, 0)
-    assert not succeeded(job, {pods[2].name: 0})  # the job goes on
+    assert not succeeded(job, {pods[2].name: 0})  # the job continues
     assert [event["workers"] for event in events(run, "released")] == [[2]]
 
     second.send_signal(signal.SIGTERM)  # its node is drained: it has time to save

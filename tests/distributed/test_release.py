@@ -73,8 +73,8 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
     for local in all_gather_objects(engine.world, own):
         for name, value in local.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
-    held_out = engine.evaluate([batch_of(9999)])
-    return {"losses": losses, "held_out": held_out, "weights": weights, "errors": errors}
+    eval_loss = engine.evaluate([batch_of(9999)])
+    return {"losses": losses, "eval_loss": eval_loss, "weights": weights, "errors": errors}
 
 
 def play_releases(layout: Layout, releases: list[Release]) -> tuple[dict[str, Any], int]:

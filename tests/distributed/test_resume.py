@@ -1,4 +1,4 @@
-"""Stop at any step, go on, also on another number of stages: the bits of the run that never stopped."""
+"""Stop at any step and resume, also on another number of stages: the bits of a run without a stop."""
 
 from __future__ import annotations
 

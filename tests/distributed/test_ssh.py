@@ -67,9 +67,9 @@ def static(tmp_path_factory):
 
 
 def start(folder, ssh, *words):
-    told = ["launch", "hostfile", "-H", "hostfile", "--ssh", ssh, "--master-port", str(free_port()), *words]
+    command = ["launch", "hostfile", "-H", "hostfile", "--ssh", ssh, "--master-port", str(free_port()), *words]
     return subprocess.Popen(
-        [sys.executable, "-m", "dynmo_train", *told],
+        [sys.executable, "-m", "dynmo_train", *command],
         cwd=folder,
         stdout=-1,
         stderr=-1,
@@ -108,8 +108,8 @@ def processes(text):
 def test_end_of_the_launcher_ends_the_hosts(ssh, static):
     folder, data = static
     run = folder / "stopped"
-    told = arguments(data, run, train_iters="100000", eval_interval="100000")
-    launcher = start(folder, ssh, "--exclude", "127.0.0.1:1,2,3@localhost:1", "--", *told)
+    command = arguments(data, run, train_iters="100000", eval_interval="100000")
+    launcher = start(folder, ssh, "--exclude", "127.0.0.1:1,2,3@localhost:1", "--", *command)
     end = time.monotonic() + 600
     while not (run / "metrics.jsonl").exists():
         assert launcher.poll() is None, launcher.communicate()
@@ -120,7 +120,7 @@ def test_end_of_the_launcher_ends_the_hosts(ssh, static):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         devices |= {word for word in variables if word.startswith(b"CUDA_VISIBLE_DEVICES=")}
     assert devices == {b"CUDA_VISIBLE_DEVICES=0"}
-    launcher.kill()  # it can tell nobody: the connections end with it
+    launcher.kill()  # without a message to anybody: its connections end
     launcher.communicate()
     end = time.monotonic() + 600
     while left := processes(str(run)):

@@ -40,23 +40,23 @@ def family(model: str, settings: DynamicSettings) -> DynamicFamily:
 
 
 def run(changed: DynamicFamily, inputs, *, layers=None):
-    """The stream behind the last block (or so many), and what each item reported."""
-    values, told = {}, {}
+    """The values after the last block (or after ``layers`` of them), and the result of each item."""
+    values, outputs = {}, {}
     for item in changed.items[:-1][:layers]:
         module = changed.build(item.name, CPU)
         result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
         values[item.writes] = output_of(result)
         if isinstance(result, ItemOutput):
             values.update(result.side)
-            told[item.name] = result
-    return values, told
+            outputs[item.name] = result
+    return values, outputs
 
 
 def batch(model: str):
     return SAMPLES[model].inputs(3, torch.Generator().manual_seed(1))
 
 
-def seen_of(model: str, inputs, shape) -> torch.Tensor:
+def visible_of(model: str, inputs, shape) -> torch.Tensor:
     return inputs["attention_mask"].bool() if model == "bert" else torch.ones(shape, dtype=torch.bool)
 
 
@@ -66,11 +66,11 @@ def test_routed_block_equals_the_dense_block_with_masks(model):
     assert [item.name for item in changed.items[1:4]] == ["layers.0.attention", "layers.0.mlp", "layers.1"]
     x = run(changed, inputs, layers=3)[0]["hidden"].detach()
     block = changed.build("layers.1", CPU)
-    seen = seen_of(model, inputs, x.shape[:2])
-    got = block(x, seen) if model == "bert" else block(x)
+    visible = visible_of(model, inputs, x.shape[:2])
+    got = block(x, visible) if model == "bert" else block(x)
     scores = torch.nn.functional.linear(x, block.attention.router.weight)[..., 0]
     through = torch.zeros(x.shape[:2], dtype=torch.bool).scatter(1, scores.topk(8, dim=1).indices, True)
-    dense = block.mlp(output_of(block.attention(x, seen & through)))
+    dense = block.mlp(output_of(block.attention(x, visible & through)))
     expected = torch.where(through[..., None], x + scores.sigmoid()[..., None] * (output_of(dense) - x), x)
     torch.testing.assert_close(got.output, expected, rtol=1e-4, atol=1e-5)
 
@@ -78,17 +78,17 @@ def test_routed_block_equals_the_dense_block_with_masks(model):
 @pytest.mark.parametrize("model", FAMILIES)
 def test_items_after_an_exit_equal_the_dense_items_with_masks(model):
     changed, inputs = family(model, DynamicSettings(exits=EXITS)), batch(model)
-    values, told = run(changed, inputs, layers=3)
+    values, outputs = run(changed, inputs, layers=3)
     x, left = values["hidden"].detach(), values["exited"].bool()
     assert 0 < float(left.float().mean()) < 1
     attention, mlp = (changed.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
     inner = attention(x, values["exited"], *([inputs["attention_mask"]] if model == "bert" else []))
     got = mlp(inner.output, values["exited"]).output
     plain_attention, plain_mlp = (changed.base.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
-    seen = seen_of(model, inputs, x.shape[:2])
-    dense = output_of(plain_mlp(output_of(plain_attention(x, seen & ~left))))
+    visible = visible_of(model, inputs, x.shape[:2])
+    dense = output_of(plain_mlp(output_of(plain_attention(x, visible & ~left))))
     torch.testing.assert_close(got, torch.where(left[..., None], x, dense), rtol=1e-4, atol=1e-5)
-    assert float(told["layers.0.mlp"].metrics["exit_loss"]) > 0
+    assert float(outputs["layers.0.mlp"].metrics["exit_loss"]) > 0
 
 
 class SameBucket:
@@ -97,12 +97,12 @@ class SameBucket:
     def __init__(self, hashed) -> None:
         self.hashed = hashed
 
-    def attend(self, q, k, v, seen, *, causal, dropout, training):
+    def attend(self, q, k, v, visible, *, causal, dropout, training):
         B, H, T, K = q.shape
         axes = self.hashed._rotation(H, K, q.device, training)
         same = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
         same &= torch.ones(T, T, dtype=torch.bool).tril() if causal else True
-        same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if seen is None else seen.bool()[:, None, None]
+        same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if visible is None else visible.bool()[:, None, None]
         scores = (q @ k.transpose(2, 3) / K**0.5).masked_fill(~same, -torch.inf)
         return scores.softmax(-1).nan_to_num(0.0) @ v
 
@@ -166,7 +166,7 @@ def test_combined_techniques_have_the_bits_of_one_worker(model):
     moves = ((3, cut(model, 2)), (6, cut(model, 4)))
     expected = reference(model)
     got = merged(run_workers(play, 2, scenario(model, moves=moves)))
-    for part in ("losses", "norms", "held_out", "metrics", "weights"):
+    for part in ("losses", "norms", "eval_loss", "metrics", "weights"):
         assert got[part] == expected[part], part
     if model == "t5":
         return

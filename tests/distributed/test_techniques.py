@@ -43,14 +43,14 @@ TECHNIQUES = {
 
 
 def scenario(technique: str, **options) -> Scenario:
-    asked = TECHNIQUES[technique]
-    if isinstance(asked, MoeShape):
-        return Scenario(steps=12, moe=asked, **options)
-    if isinstance(asked, PlasticityRule):
-        return Scenario(steps=16, plasticity=asked, **options)
-    if isinstance(asked, PruningRule):
-        return Scenario(steps=12, rule=asked, **options)
-    return Scenario(steps=12, dynamic=asked, **options)
+    requested = TECHNIQUES[technique]
+    if isinstance(requested, MoeShape):
+        return Scenario(steps=12, moe=requested, **options)
+    if isinstance(requested, PlasticityRule):
+        return Scenario(steps=16, plasticity=requested, **options)
+    if isinstance(requested, PruningRule):
+        return Scenario(steps=12, rule=requested, **options)
+    return Scenario(steps=12, dynamic=requested, **options)
 
 
 def cut(technique: str, *boundaries: int) -> Partition:
@@ -92,39 +92,39 @@ def test_partition_has_the_bits_of_one_worker(name):
         options["moves"] = ((3, cut(technique, 2)), (7, cut(technique, 4)))
     expected = reference(technique)
     got = merged(run_workers(play, workers, scenario(technique, **options)))
-    for key in ("losses", "norms", "held_out", "metrics", "weights"):
+    for key in ("losses", "norms", "eval_loss", "metrics", "weights"):
         assert got[key] == expected[key], key
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_scenario_exercises_the_technique(technique):
-    told = reference(technique)
+    result = reference(technique)
     plain = run_workers(
         play,
         1,
         replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None, moe=None),
     )[0]
-    assert told["losses"] != plain["losses"]
+    assert result["losses"] != plain["losses"]
     if technique == "adaptive":
-        kept = {name for name in told["weights"] if name.endswith(".exp_avg")}
-        frozen = [layer for layer in range(4) if f"layers.{layer}.mlp.fc1.weight.exp_avg" not in kept]
+        with_moments = {name for name in result["weights"] if name.endswith(".exp_avg")}
+        frozen = [layer for layer in range(4) if f"layers.{layer}.mlp.fc1.weight.exp_avg" not in with_moments]
         assert frozen == [0, 1], "two layers froze, one after the other, and dropped their moments"
         return
-    figures = told["metrics"][-1]
+    figures = result["metrics"][-1]
     if "expert" in technique:
         loads = figures["layers.3.mlp"]["expert_tokens"]
         assert max(loads) == min(loads), "every expert has as much to do"
     if technique == "depths":
         assert figures["layers.1"]["depth_share"] == [0.5]
     if technique == "depths and exits":
-        shares = [step["layers.1"]["exit_share"][0] for step in told["metrics"]]
-        before = [step["layers.0.mlp"]["exit_share"][0] for step in told["metrics"]]
+        shares = [step["layers.1"]["exit_share"][0] for step in result["metrics"]]
+        before = [step["layers.0.mlp"]["exit_share"][0] for step in result["metrics"]]
         assert all(early <= late < 1 for early, late in zip(before, shares, strict=True))
         assert any(early < late for early, late in zip(before, shares, strict=True))
         assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
     if technique in ("exits", "saturation"):
         shares = [
-            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["metrics"]
+            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in result["metrics"]
         ]
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
 

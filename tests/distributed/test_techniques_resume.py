@@ -1,4 +1,4 @@
-"""Each technique that changes the model, from the command line: stop, go on elsewhere, verify."""
+"""Each technique that changes the model, from the command line: stop, resume elsewhere, verify."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def command(data: Path, run: Path, workers: int, *extra: str, **options: str) ->
 
 
 def run_command(words: list[str]) -> tuple[int, str]:
-    """The command in this process: its exit code and what it said on stderr."""
+    """Run the command in this process; its exit code and stderr."""
     from dynmo_train.cli import main
 
     sys.argv = ["dynmo-train", *words]
@@ -99,7 +99,7 @@ def interrupted_command(words: list[str], run: str) -> tuple[int, str]:
 
 
 def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
-    """Run to the end in processes that have torch loaded already; must succeed. What worker 0 said on stderr."""
+    """Run to the end in processes that have torch loaded already; must succeed. Returns the stderr of worker 0."""
     results = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
     assert [code for code, _ in results] == [0] * workers, str(results)
     return str(results[0][1])

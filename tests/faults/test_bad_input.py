@@ -39,7 +39,11 @@ CASES = {
     "the tokens end within an id": (lambda p: truncate(p.with_suffix(".bin"), 1), {}, "the .bin has 21221 [length]"),
     "the index ends too early": (lambda p: truncate(p.with_suffix(".idx"), 8), {}, "x.idx"),
     "the index is of other tokens": (lambda p: p.with_suffix(".bin").write_bytes(b"\1\0" * 9000), {}, "[length]"),
-    "the tokens are no data set": (lambda p: p.with_suffix(".idx").write_bytes(b"no index at all"), {}, "x.idx"),
+    "the tokens are an invalid data set": (
+        lambda p: p.with_suffix(".idx").write_bytes(b"no index at all"),
+        {},
+        "x.idx",
+    ),
     "a sequence longer than positions": (
         None,
         {"seq-length": "32", "max-position-embeddings": "16"},
@@ -85,7 +89,7 @@ def without_notices(talk):
 
 
 def ends_with_one_message(options, processes, words):
-    """Every process ends with code 2, and rank 0 alone says why, in one message."""
+    """Every process exits with 2, and only rank 0 prints the reason, in one message."""
     (code, talk), *others = run_workers(run_command, processes, options, joins=False)
     errors = without_notices(talk)
     assert [code, *(each for each, _ in others)] == [2] * processes, talk

@@ -29,7 +29,7 @@ def test_run_of_nans_exits_with_3_and_saves_no_broken_model(tmp_path):
     outcomes = break_at_once(data, run, 2, max_skipped_iterations="4")
     assert [code for code, _ in outcomes] == [3, 3]
     assert "training ended after step 5: 4 steps in a row were not finite" in outcomes[0][1]
-    # The first update leaves finite weights of 1e30: no forward with them is finite, so they are no good checkpoint.
+    # The first update leaves finite weights of 1e30: no forward with them is finite, so that they must not be saved.
     assert "no checkpoint was saved" in outcomes[0][1]
     assert not list((run / "checkpoints").glob("*"))
     events = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_finite"]

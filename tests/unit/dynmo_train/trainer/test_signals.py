@@ -72,10 +72,10 @@ def test_sigusr1_is_ignored_before_and_after_training():
 
 
 def test_pretrain_ignores_sigusr1_before_training(monkeypatch):
-    seen = []
-    monkeypatch.setattr(pretrain, "need_torch", lambda: seen.append(signal.getsignal(signal.SIGUSR1)))
+    handlers = []
+    monkeypatch.setattr(pretrain, "need_torch", lambda: handlers.append(signal.getsignal(signal.SIGUSR1)))
     CliRunner().invoke(app, ["pretrain", "gpt", "--train-iters", "1"])
-    assert seen == [signal.SIG_IGN]
+    assert handlers == [signal.SIG_IGN]
 
 
 def test_launched_worker_ignores_a_repeated_sigterm():
