@@ -278,7 +278,7 @@ def test_compressed_run_resumes_with_the_same_bits(tmp_path):
     assert boundary["sent_bytes"] * 16 == boundary["uncompressed_bytes"] * 3
     assert abs(boundary["error_activation_cosine"]) < 1
     assert json.loads((tmp_path / "whole/run.json").read_text())["engine"]["reproducible"].startswith(
-        "bit for bit for a fixed"
+        "bit for bit only for the same sequence of plans"
     )
     # Other numbers of processes take the weights, and begin without memories
     train(data, tmp_path / "other", 2, *FLAGS[:4], load=str(tmp_path / "stopped/checkpoints/step-00000004"), **options)
