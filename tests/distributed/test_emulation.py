@@ -79,7 +79,7 @@ def test_emulated_step_takes_the_trace_time_with_the_same_losses(tmp_path, sched
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
     event = {"record": "event", "step": 2, "kind": "pruned", "detail": {"to": 0.5}, "next_expected_step": None}
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)}, events=[event])
-    losses, steps, costs, told = run_workers(emulated, 2, scenario, trace)[0]
+    losses, steps, costs, kinds = run_workers(emulated, 2, scenario, trace)[0]
     assert losses == run_workers(plain, 1, PLAIN)[0]
     assert kinds == ["pruned"]
     # The two workers share ten items, five each on average, in each microbatch; a busy machine only adds to that
