@@ -1,9 +1,9 @@
-"""What measured steps say about the simulator's constants: overhead of an operation, link latency and bandwidth.
+"""Calibration: fit the simulator's constants (overhead per operation, link latency and bandwidth) to measured steps.
 
-The simulated step is close to linear in each of them, so least squares over the records finds the overhead of an
-operation; latency and bandwidth are found apart only where partitions with different boundaries were measured. The
-search goes over one constant after the other (golden section on the sum of squared relative errors) until
-none improves.
+The simulated step is nearly linear in each constant, so least squares over the records finds the overhead per
+operation.
+Latency and bandwidth can be separated only if partitions with different boundaries were measured. The search fits one
+constant after another (golden section on the sum of squared relative errors) until none improves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The steps that one plan was in force for: its problem with their median costs, and their median step."""
+    """Consecutive steps under one plan.
+
+    Attributes:
+        problem: with the median costs of the steps.
+        boundaries: of the plan.
+        step_ns: median step.
+        records: number of steps.
+    """
 
     problem: PartitionProblem
     boundaries: tuple[int, ...]
@@ -36,7 +43,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is fitted; ``error`` is the root mean square of the relative errors of the steps."""
+    """The fitted constants.
+
+    Attributes:
+        overhead_ns: per operation.
+        latency_ns, bandwidth_bytes_per_s: of the link; None is unlimited.
+        error: root mean square of the relative errors of the steps.
+    """
 
     overhead_ns: int
     latency_ns: int
@@ -51,8 +64,8 @@ def _group_costs(header: Header, steps: Sequence[Step]) -> ItemCosts | None:
     return window.costs()
 
 
-def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list[Sample]:
-    """A sample for each stretch of steps between changes of plan or costs, with at least so many records."""
+def samples_of(segment: Segment, plans: dict[int, Plan], min_records: int = 3) -> list[Sample]:
+    """One sample per range of steps between changes of plan or costs, with at least ``min_records`` records."""
     header = segment.header
     groups: list[tuple[int, list[Step]]] = []
     fresh = True
@@ -67,7 +80,7 @@ def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list
     by_id = {slot.worker: slot for slot in worker_slots(header)}
     found = []
     for plan_id, steps in groups:
-        costs = _group_costs(header, steps) if len(steps) >= least and plan_id in plans else None
+        costs = _group_costs(header, steps) if len(steps) >= min_records and plan_id in plans else None
         if costs is None:
             continue
         plan = plans[plan_id]
@@ -93,7 +106,7 @@ def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list
 
 
 def relative_error(samples: Sequence[Sample], overhead_ns: int, latency_ns: int, bandwidth: int | None) -> float:
-    """The root mean square of simulated over measured, minus one."""
+    """The root mean square of simulated over measured step, minus one."""
     total = 0.0
     for sample in samples:
         problem = replace(sample.problem, link_latency_ns=latency_ns, link_bandwidth=bandwidth)
@@ -103,7 +116,7 @@ def relative_error(samples: Sequence[Sample], overhead_ns: int, latency_ns: int,
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """The argument of the least value of a function with one valley, by golden section to a thousandth."""
+    """The argument of the minimum of a unimodal function, by golden section to a thousandth."""
     a, b = low, high
     x, y = b - GOLDEN * (b - a), a + GOLDEN * (b - a)
     fx, fy = function(x), function(y)
@@ -120,16 +133,16 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> flo
 
 
 def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
-    """The constants that fit the samples best; the link's only with ``fit_link``.
+    """The constants that fit the samples best; those of the link only with ``fit_link``.
 
     Raises:
-        UsageError: nothing was measured, or the link is asked for with fewer than two different partitions.
+        UsageError: nothing was measured, or the link is to be fitted with fewer than two different partitions.
     """
     samples = [sample for sample in samples if sample.step_ns > 0]
     if not samples:
-        raise UsageError("nothing to calibrate by: no plan with at least three step records and a measured step time")
+        raise UsageError("no samples: calibration needs a plan with three step records and a measured step time")
     if fit_link and len({sample.boundaries for sample in samples}) < 2:
-        raise UsageError("latency and bandwidth need steps under at least two different partitions; leave out --link")
+        raise UsageError("--link: latency and bandwidth need steps under two different partitions; leave out --link")
     first = samples[0].problem
     longest = max(sample.step_ns for sample in samples)
     most = longest / max(1, 2 * first.microbatches)

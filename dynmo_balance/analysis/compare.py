@@ -14,7 +14,16 @@ from ..planning.plan_builder import make_proposal, propose
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One balancer's partition; ``gap`` is how far it is above the best one by the objective, as a fraction."""
+    """The partition of one balancer.
+
+    Attributes:
+        balancer: its name.
+        boundaries: item positions.
+        bottleneck_ns, step_ns, bubble_fraction, peak_memory_bytes: of the simulated step.
+        gap: relative distance to the best one by the objective.
+        over_memory: whether a worker is above its memory limit.
+        bytes_to_move: of the migration.
+    """
 
     balancer: str
     boundaries: tuple[int, ...]
@@ -27,17 +36,21 @@ class Row:
     bytes_to_move: int
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The row for JSON."""
         return asdict(self)
 
 
 def compare(problem: PartitionProblem, base: Plan | None, objective: str = "auto") -> tuple[str, list[Row]]:
-    """What ``exact`` minimizes, and the balancers in the order of their registry; raises what the solver raises.
+    """The objective of ``exact``, and one row per balancer in the order of the registry.
 
     Args:
-        problem: what to partition.
-        base: the plan to move from; None where there is none.
-        objective: as for ``propose``; the gaps of all rows are by it.
+        problem: the partitioning problem.
+        base: the active plan; None if there is none.
+        objective: as for ``propose``; the gaps of all rows refer to it.
+
+    Raises:
+        UsageError: there are more stages than units, or a balancer of another package fails.
+        InfeasibleError: no partition satisfies the constraints.
     """
     owner = None if base is None else base.owner
     exact = propose(problem, "exact", objective=objective, owner=owner)

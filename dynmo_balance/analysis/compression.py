@@ -1,4 +1,4 @@
-"""One compressed step beside the same step without compression: what it saves, what it costs, whether it pays."""
+"""A compressed step compared with the same step without compression: what it saves and what it costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionOptions:
-    """The options of a command; ``way`` is a number of workers, ``auto``, or None for all."""
+    """The compression options of a command.
+
+    Attributes:
+        boundary_rank, replica_rank: rank of gradients between stages and between replicas; None is uncompressed.
+        epilogue_only: compress only after a worker's last forward pass.
+        feedback: error feedback.
+        way: number of workers that compress between replicas, ``auto``, or None for all.
+        fuse_ties: reduce tied weights in one all-reduce.
+        device: computes the factors.
+    """
 
     boundary_rank: int | None
     epilogue_only: bool
@@ -43,7 +52,14 @@ class CompressionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionResult:
-    """The step, the rates with which its tail goes on, and what is to be told about compression."""
+    """The simulated step and its compression figures.
+
+    Attributes:
+        timeline: of the step.
+        rates: of the step's tail.
+        lines: the figures as text.
+        document: the figures for JSON.
+    """
 
     timeline: Timeline
     rates: TailOptions
@@ -52,15 +68,21 @@ class CompressionResult:
 
 
 def _worker_counts(question: CompressionOptions, workers: int) -> list[int | None]:
-    """The numbers of workers to try."""
+    """The numbers of compressing workers to try.
+
+    Raises:
+        UsageError: there is no such number of workers, or nothing is compressed between replicas.
+    """
     if question.way is None:
         return [None]
     if question.replica_rank is None:
-        raise UsageError("--selective-grad-comp-way needs --grad-comp-rank: nothing is compressed between replicas")
+        raise UsageError(
+            "--selective-grad-comp-way needs --grad-comp-rank; without it nothing is compressed between replicas"
+        )
     if question.way == AUTO:
         return list(range(workers + 1))
     if not question.way.isdigit() or not 1 <= int(question.way) <= workers:
-        raise UsageError(f"--selective-grad-comp-way {question.way!r}: write auto, or a number from 1 to {workers}")
+        raise UsageError(f"--selective-grad-comp-way {question.way!r}: must be auto or a number from 1 to {workers}")
     return [int(question.way)]
 
 
@@ -73,10 +95,19 @@ def simulate_compressed(
     overhead_ns: int,
     communication: Communication,
 ) -> CompressionResult:
-    """Simulate the step as the question has it; of several ways the one with the least step, the fewest workers first.
+    """Simulate the step with compression; of several worker counts, the one with the shortest step.
+
+    Args:
+        header: of the profile.
+        problem: the partitioning problem.
+        boundaries: item positions.
+        rates: of the step's tail.
+        question: the compression options.
+        overhead_ns: time added to every operation.
+        communication: what transfers block.
 
     Raises:
-        UsageError: a rank whose factors are no smaller, or a way that the pipeline does not have.
+        UsageError: the factors of a rank are not smaller than the gradient, or a number of workers is invalid.
     """
     whole = predict(problem, boundaries, overhead_ns, communication)
     if not question.is_enabled:
@@ -111,7 +142,7 @@ def simulate_compressed(
 def _document(
     problem: PartitionProblem, boundaries: Sequence[int], given: Compression, rates: TailOptions, tail: TailOptions
 ) -> dict[str, Any]:
-    """Bytes of a step on each worker, and the time of making and undoing factors."""
+    """Bytes of a step on each worker, and the time to compress and decompress."""
     costs = compressed_costs(problem, boundaries, stage_costs(problem, boundaries), given)
     figures: dict[str, Any] = {}
     if given.boundary_rank is not None:
@@ -137,12 +168,14 @@ def _lines(figures: dict[str, Any], step_ns: int) -> tuple[str, ...]:
         )
     if "replica_bytes" in figures:
         pairs = zip(figures["replica_whole_bytes"], figures["replica_bytes"], strict=True)
-        lines.append("between replicas, by worker: " + ", ".join(f"{one:,} -> {two:,} bytes" for one, two in pairs))
+        lines.append(
+            "gradients between replicas, by worker: " + ", ".join(f"{one:,} -> {two:,} bytes" for one, two in pairs)
+        )
     if "selective_grad_comp_way" in figures:
-        lines.append(f"fastest with {figures['selective_grad_comp_way']} workers that compress between replicas")
-    word = "pays" if figures["gain"] > 0 else "does not pay"
+        lines.append(f"fastest number of workers that compress between replicas: {figures['selective_grad_comp_way']}")
+    verdict = "is faster" if figures["gain"] > 0 else "is not faster"
     lines.append(
-        f"compression {word}: {figures['step_whole_ns'] / 1e6:.2f} ms without, {step_ns / 1e6:.2f} ms with it"
+        f"compression {verdict}: {figures['step_whole_ns'] / 1e6:.2f} ms without, {step_ns / 1e6:.2f} ms with it"
         f" ({1 + figures['gain']:.2f} x)"
     )
     return tuple(lines)

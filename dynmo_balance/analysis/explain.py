@@ -1,4 +1,4 @@
-"""In words: what limits a partition, and what would help next."""
+"""Explains what limits a partition, and what would help."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _names(names: tuple[str, ...]) -> str:
 def explain_plan(
     header: Header, problem: PartitionProblem, solution: Solution, timeline: Timeline, best: Timeline | None = None
 ) -> list[str]:
-    """What to say of a solution, most important first.
+    """The explanation of a solution as sentences, most important first.
 
     Args:
         header: of the profile.
-        problem: what is partitioned.
+        problem: the partitioning problem.
         solution: the partition.
         timeline: its simulation.
-        best: the simulation of the best partition by the objective; None where ``solution`` is that one.
+        best: the simulation of the best partition by the objective; None if ``solution`` is the best.
     """
     minimized = {"bottleneck": "bottleneck", "simulated": "simulated step"}[solution.objective]
     return [
-        f"The objective is the least {minimized}.",
+        f"The objective is the minimum {minimized}.",
         _bottleneck(problem, solution),
         _certificate(problem, solution, is_best=best is None),
         *([] if best is None or solution.objective != "simulated" else [_gap(timeline, best)]),
@@ -44,42 +44,42 @@ def explain_plan(
 def _bottleneck(problem: PartitionProblem, solution: Solution) -> str:
     work = problem.chain.work_ns
     times = [0] * len(problem.slots)
-    held: list[list[str]] = [[] for _ in times]
+    contents: list[list[str]] = [[] for _ in times]
     for stage, (begin, end) in enumerate(pairwise(solution.boundaries)):
         at = problem.positions[stage]
         times[at] += problem.slot(stage).time_ns(sum(work[begin:end]))
         if end > begin:
-            held[at].append(_names(problem.chain.names[begin:end]))
+            contents[at].append(_names(problem.chain.names[begin:end]))
     slowest = times.index(max(times))
     mean = sum(times) / len(times)
     return (
-        f"Worker {problem.slots[slowest].worker} ({' and '.join(held[slowest])}) is the slowest:"
-        f" {times[slowest] / 1e6:.3f} ms a microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
+        f"Worker {problem.slots[slowest].worker} ({' and '.join(contents[slowest])}) is the slowest:"
+        f" {times[slowest] / 1e6:.3f} ms per microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
     )
 
 
 def _certificate(problem: PartitionProblem, solution: Solution, *, is_best: bool) -> str:
-    least = f"The least possible bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
+    minimum = f"The minimum bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
     if is_best and solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
-        return f"{least}; by the objective this plan is better."
+        return f"{minimum}; by the objective this plan is better."
     if not solution.optimal:
         gap = solution.bottleneck_ns / solution.lower_bound_ns - 1 if solution.lower_bound_ns else 0.0
-        return f"{least} or more; this plan is {gap:.1%} above it."
+        return f"{minimum} or more; this plan is {gap:.1%} above it."
     begin, end = solution.blocking
     run = problem.chain.names[begin:end]
     if not run:
         return "No contiguous partition has a lower bottleneck."
-    alone = " It is one item: only cutting it finer, or running it faster, can help." if len(run) == 1 else ""
-    return f"No contiguous partition has a lower bottleneck: one stage would have to hold {_names(run)} in less.{alone}"
+    alone = " It is one item: only a finer cut or a faster item can help." if len(run) == 1 else ""
+    return f"No contiguous partition has a lower bottleneck: one stage would need {_names(run)} in less time.{alone}"
 
 
 def _gap(timeline: Timeline, best: Timeline) -> str:
-    """How far the simulated step is above that of the best partition."""
+    """The distance of the simulated step to that of the best partition."""
     if timeline.step_ns <= best.step_ns:
         return "No partition with a shorter simulated step was found."
     gap = timeline.step_ns / best.step_ns - 1 if best.step_ns else 0.0
-    least = f"The best partition found has a simulated step of {best.step_ns / 1e6:.2f} ms"
-    return f"{least}; this plan is {gap:.1%} above it."
+    best_found = f"The best partition found has a simulated step of {best.step_ns / 1e6:.2f} ms"
+    return f"{best_found}; this plan is {gap:.1%} above it."
 
 
 def _bubble(problem: PartitionProblem, solution: Solution, timeline: Timeline) -> str:
@@ -92,7 +92,7 @@ def _bubble(problem: PartitionProblem, solution: Solution, timeline: Timeline) -
 
 
 def _remedies(header: Header, problem: PartitionProblem, solution: Solution, timeline: Timeline) -> list[str]:
-    """Each remedy is tried and its effect on the simulated step stated; those that do not help are left out."""
+    """Remedies with their effect on the simulated step; those that do not help are left out."""
     tried: list[tuple[str, PartitionProblem]] = []
     finer = chain_of(header, problem.chain.costs, "sublayer")
     named = replace(problem, current=None, order=None, layout=None)
@@ -107,7 +107,9 @@ def _remedies(header: Header, problem: PartitionProblem, solution: Solution, tim
     for label, other in tried:
         time = _step_ns(other)
         if time is not None and time < 0.99 * timeline.step_ns:
-            found.append(f"{label} would make the step {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less).")
+            found.append(
+                f"{label} would reduce the step to {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less)."
+            )
     doubled = replace(named, microbatches=2 * problem.microbatches)
     time = None if problem.order is not None else _step_ns(doubled)
     if time is not None and time < 0.99 * 2 * timeline.step_ns:

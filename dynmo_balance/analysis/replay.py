@@ -1,9 +1,10 @@
-"""A recorded profile run again under a policy, and the best that hindsight could have done.
+"""A recorded profile replayed under a policy, and the offline optimum.
 
-Each record is given to the policy as it would have been measured under the partition that the replay has reached: an
-item that is on a slower worker there takes longer. The clock is virtual: a step takes what ``online.regret.step_times``
-computes from its recorded costs under the active partition, a move takes its predicted pause. The offline optimum is
-a dynamic program over blocks of steps and the exact partitions of every block, which pays the same pauses.
+Each record is passed to the policy as it would have been measured under the partition of the replay: an item on a
+slower worker takes longer. The clock is virtual. A step takes the time that ``online.regret.step_times`` computes
+from
+its recorded costs under the active partition; a move takes its predicted pause. The offline optimum is a dynamic
+program over blocks of steps and the exact partitions of every block, with the same pauses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_CANDIDATES = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a policy would have done: the time of all steps and pauses together, and how often it moved."""
+    """The result of a policy: the time of all steps and pauses in ns, and the number of moves."""
 
     policy: str
     total_ns: int
@@ -53,20 +54,20 @@ def rescaled(step: Step, measured_at: Sequence[int], target: Sequence[int]) -> S
 
 
 class RecordedRun:
-    """A segment's steps as numbers: the work of each item in each step, gaps carried forward.
+    """The steps of a segment as numbers: the work of each item in each step, with gaps carried forward.
 
     Args:
         segment: of a profile.
-        base_pause_ns: what a move costs beyond its bytes.
-        owners: plan number -> item -> worker, where the plans of the recorded run are known. Records of other plans
-            count as measured at normal speed.
+        base_pause_ns: pause of a move apart from transfers.
+        owners: plan id -> item -> worker, if the plans of the recorded run are known. Records of other plans count as
+            measured at normal speed.
     """
 
     def __init__(
         self, segment: Segment, base_pause_ns: int, owners: Mapping[int, Mapping[str, int]] | None = None
     ) -> None:
         if not segment.steps:
-            raise UsageError("the profile has no step records to replay")
+            raise UsageError("the profile has no step records to replay; record at least one step")
         self.segment = segment
         self.base_pause_ns = base_pause_ns
         header = segment.header
@@ -77,12 +78,16 @@ class RecordedRun:
         for step in self.steps:
             window.add(step)
         if window.unsampled():
-            raise UsageError(f"{window.unsampled()} items of the profile are never sampled")
+            raise UsageError(
+                f"{window.unsampled()} items of the profile are never sampled; record a step that samples all items"
+            )
         self.works = window.works(normal)
         self._prefixes = [[0, *accumulate(work)] for work in self.works]
         costs = window.costs(normal)
         if costs is None:
-            raise UsageError("the profile changes between split and whole backward; replay one kind at a time")
+            raise UsageError(
+                "the profile changes between split and full backward passes; replay a profile with one kind"
+            )
         self.problem = PartitionProblem(
             chain=chain_of(header, costs),
             slots=worker_slots(header),
@@ -93,14 +98,14 @@ class RecordedRun:
         )
 
     def step_ns(self, index: int, boundaries: Sequence[int]) -> int:
-        """The time of the step of this index under these boundaries."""
+        """The time in ns of the step with this index under these boundaries."""
         prefix = self._prefixes[index]
         pairs = enumerate(pairwise(boundaries))
         times = [self.problem.slot(s).time_ns(prefix[b] - prefix[a]) for s, (a, b) in pairs]
         return sum(times) + (self.problem.microbatches - 1) * max(times)
 
     def initial(self) -> Plan:
-        """The uniform partition as the plan that the replay starts with."""
+        """The plan that the replay starts with: the uniform partition."""
         best = replace(solve(self.problem), boundaries=uniform.boundaries(self.problem))
         proposal = make_proposal(self.problem, best)
         header = self.segment.header
@@ -116,7 +121,7 @@ class RecordedRun:
         return replace(plan, predicted=None, optimality=None)
 
     def pause_ns(self, before: Sequence[int], after: Sequence[int]) -> int:
-        """The pause of going from one partition to another."""
+        """The pause in ns of a move from one partition to another."""
         if tuple(before) == tuple(after):
             return 0
         workers = [slot.worker for slot in self.problem.slots]
@@ -132,7 +137,7 @@ class RecordedRun:
 
 
 def run_policy(recorded: RecordedRun, options: WatchOptions) -> Outcome:
-    """Replay the tape under a policy."""
+    """Replay the run under a policy."""
     state = RunState(window_size=options.window)
     state.feed(recorded.segment.header)
     state.base_pause_ns = recorded.base_pause_ns
@@ -171,7 +176,7 @@ def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
 
 
 def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[int, ...]]:
-    """The exact partitions of the blocks and of stretches of several, and the uniform one."""
+    """The exact partitions of the blocks and of several blocks together, and the uniform partition."""
     found: dict[tuple[int, ...], None] = {uniform.boundaries(recorded.problem): None}
     problem = replace(recorded.problem, current=None)
     for width in (len(blocks), 16, 4, 1):
@@ -185,7 +190,7 @@ def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[in
 
 
 def offline_optimum(recorded: RecordedRun) -> Outcome:
-    """The least time over all sequences of candidate partitions, one for each block of steps."""
+    """The minimum time over all sequences of candidate partitions, one for each block of steps."""
     count = len(recorded.works)
     blocks = [range(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK)]
     candidates = _candidates(recorded, blocks)

@@ -1,9 +1,12 @@
-"""Schedule, virtual stages, granularity and partition searched together for the least simulated step.
+"""Joint search over schedule, virtual stages, granularity and partition for the minimum simulated step.
 
-Every schedule is tried with one to four stages a worker, at layer and at sub-layer granularity, with the exact (or,
-with several stages a worker, the best found) partition; what does not fit the memory is left out. The best few are then
-polished against the simulation. Orders of operations made for these costs (``planning.custom_schedule``) compete with
-the schedules by name. The answer is measured against ``simulation.bounds``, which hold for any schedule.
+Every schedule is tried with one to four stages per worker, at layer and at sublayer granularity, with the exact
+partition (with several stages per worker, the best found). Candidates that do not fit the memory are left out. The
+best
+few are then improved by local search on the simulated step. Orders of operations made for the given costs
+(``planning.custom_schedule``) compete with the schedules by name. The result is measured against
+``simulation.bounds``,
+which are valid for any schedule.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from ..simulation.bounds import Bounds, bounds_of
 from ..simulation.simulator import Timeline, predict
 
 VIRTUAL_STAGES = (1, 2, 3, 4)
-POLISHED = 6
+NUM_IMPROVED = 6
 ROUNDS = 25
-"""How long orders are tailored: some seconds at 8 workers and 32 microbatches."""
+"""Rounds of the search for custom orders: some seconds at 8 workers and 32 microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to run the step."""
+    """One schedule, granularity and partition, with its simulated step."""
 
     granularity: str
     problem: PartitionProblem
@@ -40,13 +43,20 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """In short."""
-        return f"{self.problem.schedule}, {self.problem.virtual_stages} stages a worker, {self.granularity}"
+        """A short description."""
+        return f"{self.problem.schedule}, {self.problem.virtual_stages} stages per worker, {self.granularity}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The best candidate, all others from best to worst, and the bounds at the finest granularity searched."""
+    """The result of a search.
+
+    Attributes:
+        best: the candidate with the shortest step.
+        others: all other candidates, best first.
+        bounds: lower bounds at the finest granularity searched.
+        assumed_split: whether half of a backward pass was assumed to be the weight gradient.
+    """
 
     best: Candidate
     others: tuple[Candidate, ...]
@@ -66,12 +76,12 @@ def _problems(
     header: Header, problem: PartitionProblem, schedules: tuple[str, ...], granularities: tuple[str, ...]
 ) -> list[tuple[str, PartitionProblem]]:
     found: list[tuple[str, PartitionProblem]] = []
-    seen: set[tuple[int, ...]] = set()
+    known: set[tuple[int, ...]] = set()
     for granularity in granularities:
         chain = chain_of(header, problem.chain.costs, granularity)
-        if chain.cuts in seen:
+        if chain.cuts in known:
             continue
-        seen.add(chain.cuts)
+        known.add(chain.cuts)
         found.extend(
             (
                 granularity,
@@ -105,14 +115,17 @@ def search(
     granularities: tuple[str, ...],
     rounds: int = ROUNDS,
 ) -> Search:
-    """The least simulated step; raises ``InfeasibleError`` where nothing fits.
+    """The minimum simulated step.
 
     Args:
         header: of the profile.
-        problem: its costs, workers and constraints; schedule and granularity are those below.
-        schedules: by name, and ``custom`` for orders made for these costs.
-        granularities: where to cut; the last is the finest.
-        rounds: how long to tailor orders.
+        problem: costs, workers and constraints; schedule and granularity are those below.
+        schedules: names, and ``custom`` for orders made for the costs.
+        granularities: where to cut; the last one is the finest.
+        rounds: number of rounds of the search for custom orders.
+
+    Raises:
+        InfeasibleError: no candidate fits.
     """
     assumed = not problem.chain.costs.split and bool(set(SPLIT_SCHEDULES) & set(schedules))
     found = []
@@ -143,7 +156,7 @@ def search(
         ]
     if not found:
         raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
-    for at, candidate in enumerate(found[:POLISHED]):
+    for at, candidate in enumerate(found[:NUM_IMPROVED]):
         better = minimize_step(candidate.problem, candidate.solution)
         timeline = predict(candidate.problem, better.boundaries)
         if _fits(candidate.problem, timeline):

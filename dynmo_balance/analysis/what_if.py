@@ -1,4 +1,4 @@
-"""What if: predicted steps over a grid of stages, microbatches, schedules and the dynamics of the model."""
+"""What-if sweeps: predicted steps over a grid of stages, microbatches, schedules and the dynamics of the model."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ AXES: Mapping[str, Axis] = {
     "exit": Axis(),
     "speed": Axis(),
 }
-"""What can be varied."""
+"""The axes of the grid."""
 DYNAMIC = ("sparsity", "freeze", "skew", "exit")
 NEUTRAL_DYNAMICS = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
-"""What happens to a run rather than being chosen, with the value that changes nothing."""
+"""Axes that are not chosen but happen to a run, with their neutral value."""
 MAX_CELLS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Where in the grid.
+    """One cell of the grid.
 
     Attributes:
+        stages, microbatches, schedule: of the pipeline.
         sparsity: share of the blocks' weights that are zero.
         freeze: share of the layers frozen, from the front.
-        skew: how much longer than the mean the busiest experts take; each layer's share of it is fixed by its name.
-        exit: the share of tokens left falls as ``exp(-exit * depth)``, depth from 0 to 1.
-        speed: of the last worker, over what the profile has.
+        skew: extra time of the busiest experts; the share of each layer is fixed by its name.
+        exit: the share of active tokens decreases as ``exp(-exit * depth)``, depth from 0 to 1.
+        speed: of the last worker, relative to the profile.
     """
 
     stages: int
@@ -64,15 +65,18 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is predicted for one cell.
+    """The prediction for one cell.
 
     Attributes:
-        step_ns: of the exact partition; None where there is none, and ``reason`` says why.
+        cell: the cell.
+        step_ns: of the exact partition; None if there is none, see ``reason``.
         static_step_ns: of the uniform partition, whether or not it fits the memory.
+        bottleneck_ns, bubble_fraction: of the exact partition.
         samples_per_s: of one data-parallel replica.
-        peak_memory_bytes: of the fullest worker.
-        from_static, from_balanced: the fewest workers that keep the stated share of that throughput.
-        pareto: whether no other cell of the same dynamics is as good in throughput, workers and memory at once.
+        peak_memory_bytes: maximum over workers.
+        from_static, from_balanced: the fewest workers that keep the given share of that pipeline's throughput.
+        pareto: whether no other cell of the same dynamics is as good in throughput, workers and memory.
+        reason: why there is no partition.
     """
 
     cell: Cell
@@ -89,7 +93,11 @@ class Row:
 
 
 def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityModel) -> ItemCosts:
-    """The costs under the cell's dynamics; ``dense`` are those without any."""
+    """The costs under the dynamics of the cell; ``dense`` are those without.
+
+    Raises:
+        UsageError: skew or exit is negative.
+    """
     if cell.skew < 0 or cell.exit < 0:
         raise UsageError(f"skew and exit must not be negative, are {cell.skew} and {cell.exit}")
     depths = depths_of(header)
@@ -105,13 +113,13 @@ def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityMode
 
 
 def _slowed(slots: tuple[WorkerSlot, ...], speed: float) -> tuple[WorkerSlot, ...]:
-    """The workers with the last at a share of its speed."""
+    """The workers, the last one at ``speed`` times its speed."""
     last = replace(slots[-1], speed_ppm=max(1, round(slots[-1].speed_ppm * speed)))
     return (*slots[:-1], last)
 
 
 class Grid:
-    """Answers one cell after the other; equal questions are answered once."""
+    """Predicts cells; equal cells are simulated once."""
 
     def __init__(
         self,
@@ -138,7 +146,7 @@ class Grid:
         return cell_costs(self._header, self._dense, cell, self._model)
 
     def problem(self, cell: Cell) -> PartitionProblem:
-        """What is to be cut in this cell."""
+        """The partitioning problem of the cell."""
         header = self._header
         dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
         return PartitionProblem(
@@ -161,10 +169,10 @@ class Grid:
         return predict(problem, solution.boundaries), solution.bottleneck_ns
 
     def row(self, cell: Cell, keep: float) -> Row:
-        """What is predicted for the cell; ``keep`` is the share of the throughput that fewer workers must keep."""
+        """The prediction for a cell; ``keep`` is the share of the throughput that fewer workers must keep."""
 
         def step_ns(count: int) -> int | None:
-            # A slow worker is the first to be released
+            # the slow worker is released first
             speed = max(1.0, cell.speed) if count < cell.stages else cell.speed
             found = self._balanced(replace(cell, stages=count, speed=speed))
             return None if isinstance(found, str) else found[0].step_ns
@@ -202,7 +210,7 @@ def _dominated(row: Row, others: Sequence[Row]) -> bool:
 
 
 def with_pareto(found: Sequence[Row]) -> list[Row]:
-    """The rows with their place on the front of throughput, workers and memory, among cells of the same dynamics."""
+    """The rows with ``pareto`` set, among cells of the same dynamics."""
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in found:
         if row.step_ns is not None:
@@ -218,7 +226,11 @@ def with_pareto(found: Sequence[Row]) -> list[Row]:
 
 
 def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]]) -> list[Cell]:
-    """All cells of the grid; axes that are not varied stay as in the profile."""
+    """All cells of the grid; axes that are not varied are as in the profile.
+
+    Raises:
+        UsageError: there are too many cells, or a value is out of range.
+    """
     values: dict[str, Sequence[float | str]] = {
         "stages": [len(header.workers)],
         "microbatches": [header.microbatches],
@@ -228,7 +240,7 @@ def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str
     }
     found = list(product(*(values[name] for name in AXES)))
     if len(found) > MAX_CELLS:
-        raise UsageError(f"the grid has {len(found):,} cells; at most {MAX_CELLS:,}")
+        raise UsageError(f"the grid has {len(found):,} cells; vary less, at most {MAX_CELLS:,} cells")
     cells = [_cell(dict(zip(AXES, cell, strict=True))) for cell in found]
     if any(cell.stages < 1 or cell.microbatches < 1 for cell in cells):
         raise UsageError("stages and microbatches must be at least 1")
@@ -238,7 +250,7 @@ def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str
 
 
 def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
-    """What is predicted for each cell of the grid."""
+    """The prediction for each cell of the grid."""
     return with_pareto([grid.row(cell, keep) for cell in cells_of(grid, header, axes)])
 
 
@@ -252,7 +264,7 @@ def _cell(values: Mapping[str, float | str]) -> Cell:
 
 
 def headline(found: Sequence[Row]) -> str:
-    """The answer in one sentence, for the most workers and the last values of the other axes."""
+    """The result in one sentence, for the most workers and the last values of the other axes."""
     usable = [row for row in found if row.step_ns is not None and row.from_balanced and row.from_static]
     if not usable:
         return "no cell of the grid has a feasible partition"
@@ -274,6 +286,6 @@ def headline(found: Sequence[Row]) -> str:
 def _release_text(stages: int, packing: Packing | None, reference: str) -> str:
     if packing is None or packing.workers == stages:
         return f"no worker can be released against {reference} pipeline"
-    change = packing.kept - 1
-    word = f"gain {change:.1%}" if change > 0 else f"lose {-change:.1%}"
-    return f"release {stages - packing.workers} of {stages} workers and {word} against {reference} pipeline"
+    change = packing.throughput_fraction - 1
+    change_text = f"gain {change:.1%}" if change > 0 else f"lose {-change:.1%}"
+    return f"release {stages - packing.workers} of {stages} workers and {change_text} against {reference} pipeline"

@@ -1,4 +1,4 @@
-"""What if gradients were compressed: steps over a grid of ranks and bandwidths, each beside the same step without."""
+"""What-if sweeps of gradient compression: steps over a grid of ranks and bandwidths, with and without compression."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class CompressedRow:
     """One cell of the grid.
 
     Attributes:
-        link_gbps: GB/s between workers, and between replicas where those have no rate of their own; None: not limited.
-        boundary_rank, replica_rank: 0 sends as it is.
-        step_ns, step_whole_ns: with the reductions, with and without compression; None where no partition is feasible,
-            and ``reason`` says why.
-        figures: of compression, as ``simulate`` tells them.
+        cell: the pipeline.
+        link_gbps: GB/s between workers, and between replicas unless given separately; None is unlimited.
+        boundary_rank, replica_rank: 0 is uncompressed.
+        step_ns, step_whole_ns: with the reductions, with and without compression; None if no partition is feasible,
+            see
+            ``reason``.
+        figures: compression figures of ``simulate``.
+        reason: why there is no partition.
     """
 
     cell: Cell
@@ -49,26 +52,28 @@ class CompressedRow:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as without."""
+        """The speed-up over the step without compression."""
         if self.step_whole_ns is None or not self.step_ns:
             return None
         return self.step_whole_ns / self.step_ns
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Between stages and between replicas."""
+        """The ranks between stages and between replicas."""
         return self.boundary_rank, self.replica_rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedGrid:
-    """Answers cells with compression.
+    """Predicts cells with compression.
 
     Attributes:
+        grid: of the pipelines.
+        header: of the profile.
         question: the options that are not varied.
         rates: of the step's tail.
-        replica_gbps: GB/s between replicas; None: that of the link.
-        clock: the cost of an operation beside its arithmetic, and what a transfer keeps busy.
+        replica_gbps: GB/s between replicas; None is that of the link.
+        clock: overhead in ns per operation, and what a transfer blocks.
     """
 
     grid: Grid
@@ -79,10 +84,10 @@ class CompressedGrid:
     clock: tuple[int, Communication]
 
     def rows(self, axes: Mapping[str, Sequence[float | str]]) -> list[CompressedRow]:
-        """What is predicted for each cell; an axis that is not varied has the option's or the profile's value.
+        """The prediction for each cell; an axis that is not varied has the value of the option or the profile.
 
         Raises:
-            UsageError: too many cells, or a rank or rate below 0.
+            UsageError: there are too many cells, or a rank or rate is negative.
         """
         link = self.header.link.bandwidth_bytes_per_s / 1e9 if self.header.link else None
         links: list[float | None] = [float(value) for value in axes.get(LINK, ())]
@@ -90,13 +95,13 @@ class CompressedGrid:
         boundary = [int(value) for value in axes.get(BOUNDARY, (self.question.boundary_rank or 0,))]
         replica = [int(value) for value in axes.get(REPLICA, (self.question.replica_rank or 0,))]
         if any(one is not None and one <= 0 for one in links):
-            raise UsageError("link-gbps must be above 0")
+            raise UsageError("--vary link-gbps: must be above 0")
         if min(*boundary, *replica) < 0:
-            raise UsageError("ranks must not be negative; 0 sends gradients as they are")
+            raise UsageError("ranks must not be negative; use 0 for uncompressed gradients")
         cells = cells_of(self.grid, self.header, {name: axes[name] for name in axes if name not in COMPRESSION_AXES})
         found = list(product(cells, links, boundary, replica))
         if len(found) > MAX_CELLS:
-            raise UsageError(f"the grid has {len(found):,} cells; at most {MAX_CELLS:,}")
+            raise UsageError(f"the grid has {len(found):,} cells; vary less, at most {MAX_CELLS:,} cells")
         return [self._row(*one) for one in found]
 
     def _row(self, cell: Cell, link_gbps: float | None, boundary_rank: int, replica_rank: int) -> CompressedRow:
@@ -136,21 +141,21 @@ class CompressedGrid:
 
 
 def headline(found: Sequence[CompressedRow]) -> str:
-    """When it pays, for each pair of ranks: up to which of the links that were asked for."""
+    """For each pair of ranks, up to which bandwidth compression is faster."""
     lines = []
     usable = [row for row in found if row.gain is not None and (any(row.ranks) or row.figures)]
     for ranks, group in groupby(sorted(usable, key=lambda row: row.ranks), key=lambda row: row.ranks):
         rows = list(group)
-        paying = [row for row in rows if (row.gain or 0.0) > 1]
+        faster = [row for row in rows if (row.gain or 0.0) > 1]
         best = max(rows, key=lambda row: row.gain or 0.0)
-        name = f"rank {ranks[0] or 'whole'} between stages, {ranks[1] or 'whole'} between replicas"
-        if not paying:
-            lines.append(f"{name}: pays nowhere ({best.gain:.2f} x at best)")
+        name = f"rank {ranks[0] or 'none'} between stages, {ranks[1] or 'none'} between replicas"
+        if not faster:
+            lines.append(f"{name}: faster nowhere ({best.gain:.2f} x at best)")
             continue
         at = "" if best.link_gbps is None else f" at {best.link_gbps:g} GB/s"
-        fastest = max((row.link_gbps for row in paying if row.link_gbps is not None), default=None)
-        limit = "everywhere" if len(paying) == len(rows) else "in some cells"
-        if fastest is not None and len(paying) < len(rows):
+        fastest = max((row.link_gbps for row in faster if row.link_gbps is not None), default=None)
+        limit = "everywhere" if len(faster) == len(rows) else "in some cells"
+        if fastest is not None and len(faster) < len(rows):
             limit += f", up to {fastest:g} GB/s"
-        lines.append(f"{name}: pays {limit} ({best.gain:.2f} x{at})")
+        lines.append(f"{name}: faster {limit} ({best.gain:.2f} x{at})")
     return "\n".join(lines) or "no cell of the grid has a feasible partition"

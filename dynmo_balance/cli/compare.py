@@ -41,7 +41,7 @@ def compare(
         emit_json([row.document() for row in rows])
         return
     emit_table(
-        f"{len(rows)} balancers | objective: least {OBJECTIVES[minimized]}",
+        f"{len(rows)} balancers | objective: minimum {OBJECTIVES[minimized]}",
         ["balancer", "bottleneck ms", "step ms", "gap", "bubble", "peak memory", "over the limit", "to move"],
         [
             [

@@ -104,4 +104,4 @@ def _show_sizes(found: RepackTable, keep: float, workers: int) -> None:
         if row.refusal is not None:
             emit(f"{row.workers} workers: {row.refusal}")
     for name, packing in (("balanced", found.balanced), ("static uniform", found.static)):
-        emit(f"{packing.workers} of {workers} workers keep {packing.kept:.1%} of the {name} throughput")
+        emit(f"{packing.workers} of {workers} workers keep {packing.throughput_fraction:.1%} of the {name} throughput")

@@ -50,7 +50,9 @@ class CadenceOptions:
     every: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps between decisions.")] = 5
     horizon: Annotated[
         int,
-        typer.Option(min=1, max=MAX_STEPS, help="Steps that a plan is expected to last, unless the profile says less."),
+        typer.Option(
+            min=1, max=MAX_STEPS, help="Steps that a plan is expected to last, unless the profile announces less."
+        ),
     ] = 200
 
 

@@ -1,1 +1,1 @@
-"""File formats that this package owns or reads: one module a format, over the common rules of documents."""
+"""The profile and plan documents: parse, validate, write."""

@@ -1,4 +1,4 @@
-"""Partition plans: read, check, write. The specification is ``plan.md`` beside this file."""
+"""Partition plans: read, validate, write. The specification is ``plan.md`` in this folder."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from .profile import Header
 FORMAT = "dynmo.plan"
 VERSION = 1
 V_SCHEDULES = ("zb-v",)
-"""The schedules with two stages a worker whose stages go down the workers and back up."""
+"""The schedules with two stages per worker in a V."""
 CUSTOM = "custom"
-"""The schedule of a plan that brings its own order of operations."""
+"""The schedule of a plan with its own order of operations."""
 RECORDS_KEY = "x_cost_records"
-"""The number of step records, up to ``read_to_step``, that the plan's costs are the median of."""
+"""Key: number of step records, up to ``read_to_step``, that the costs are the median of."""
 SEGMENT_KEY = "x_segment"
-"""The segment of the profile that ``dynmo-plan watch`` made the plan in."""
+"""Key: segment of the profile in which ``dynmo-plan watch`` made the plan."""
 _OPERATION = re.compile(r"(0|[1-9][0-9]{0,6})([FBIW])(0|[1-9][0-9]{0,6})")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
 def position_of(schedule: str, stage: int, workers: int) -> int:
-    """Which of the workers, in the order of their first stages, runs a stage.
+    """The index of the worker that executes a stage; workers are in the order of their first stages.
 
-    Looped: ``stage mod workers``. In a V: worker ``p`` of ``P`` runs stages ``p`` and ``2 P - 1 - p``.
+    Looped: ``stage mod workers``. In a V: worker ``p`` of ``P`` executes stages ``p`` and ``2 P - 1 - p``.
     """
     lap, at = divmod(stage, workers)
     return workers - 1 - at if lap % 2 and schedule in V_SCHEDULES else at
@@ -52,7 +52,7 @@ def position_of(schedule: str, stage: int, workers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage: its number, its worker, and its items in order; items may be empty."""
+    """One stage: its number, its worker, and its items in order, possibly none."""
 
     stage: int
     worker: int
@@ -61,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the planner expects; times in ns, per worker in order of the stages."""
+    """The predictions of the planner; times in ns, per worker in the order of their first stages."""
 
     bottleneck_ns: int
     step_ns: int
@@ -81,7 +81,7 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What the partition had to obey; ``memory_bytes`` per worker, in the order of the workers' first stages."""
+    """The constraints of the partition; ``memory_bytes`` is per worker, in the order of their first stages."""
 
     microbatches: int
     min_layers: int
@@ -92,10 +92,15 @@ class Constraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimality:
-    """The certificate: no partition has a bottleneck below the bound; the run of items that forbids a lower one.
+    """The certificate of the bottleneck.
 
-    ``objective`` is what was minimized. Where that is the ``simulated`` step, a lower bottleneck may exist, with a
-    longer step. The first plans of this version do not state it.
+    Attributes:
+        objective: what was minimized. With ``simulated``, a partition with a lower bottleneck and a longer step may
+            exist.
+            The first plans of this version do not have it.
+        lower_bound_ns: no partition has a lower bottleneck.
+        optimal: whether the bottleneck equals the bound.
+        blocking_items: the run of items that rules out a lower bottleneck.
     """
 
     objective: str = "bottleneck"
@@ -106,7 +111,7 @@ class Optimality:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One item that changes its worker."""
+    """One item that moves to another worker."""
 
     item: str
     from_worker: int
@@ -116,7 +121,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """All moves from the base plan; ``max_link_bytes`` is the largest sum over one directed pair of workers."""
+    """All moves from the base plan; ``max_link_bytes`` is the largest sum from one worker to another."""
 
     moves: tuple[Move, ...] = ()
     bytes: int = 0
@@ -150,7 +155,7 @@ class Plan:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The first item of each stage, and the number of items: ``len(stages) + 1`` positions in the list."""
+        """The position of the first item of each stage, and the number of items: ``len(stages) + 1`` positions."""
         result = [0]
         for stage in self.stages:
             result.append(result[-1] + len(stage.items))
@@ -158,7 +163,7 @@ class Plan:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ids of the workers that hold stages, in the order of their first stage."""
+        """The ids of the workers with stages, in the order of their first stages."""
         return tuple(dict.fromkeys(stage.worker for stage in self.stages))
 
     @property
@@ -195,25 +200,23 @@ def _across(plan: Plan) -> list[Problem]:
             problems.append(Problem(f"stages[{index}].stage", "order", f"must be {index}, is {stage.stage}"))
         for item in stage.items:
             if item in placed:
-                problems.append(
-                    Problem(f"stages[{index}].items", "duplicate", f"{short_repr(item)} stands in two places")
-                )
+                problems.append(Problem(f"stages[{index}].items", "duplicate", f"{short_repr(item)} is in two places"))
             placed.add(item)
         if stage.worker in plan.released_workers:
-            message = f"worker {stage.worker} is released but holds stage {index}"
+            message = f"worker {stage.worker} is released but has stage {index}"
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
     problems += _placement_problems(plan) if plan.schedule != CUSTOM else _custom_placement_problems(plan)
     problems += _operation_problems(plan)
     problems += _constraint_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
-        problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
+        problems.append(Problem("migration.moves", "length", "must be empty for a plan that keeps the partition"))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
         problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
     return problems
 
 
 def _constraint_problems(plan: Plan) -> list[Problem]:
-    """Constraints about workers, stages and items that the plan does not have."""
+    """Constraints that name workers, stages or items that the plan does not have."""
     if plan.constraints is None:
         return []
     problems = []
@@ -224,24 +227,24 @@ def _constraint_problems(plan: Plan) -> list[Problem]:
     items = {item for stage in plan.stages for item in stage.items}
     for at, pin in enumerate(plan.constraints.pins):
         if pin.item not in items or pin.stage >= len(plan.stages):
-            message = f"pins {short_repr(pin.item)} to stage {pin.stage}: the plan lacks one of them"
+            message = f"pins {short_repr(pin.item)} to stage {pin.stage}: the plan does not have both"
             problems.append(Problem(f"constraints.pins[{at}]", "reference", message))
     return problems
 
 
 def _placement_problems(plan: Plan) -> list[Problem]:
-    """Stages that are not on the workers that the schedule puts them on."""
+    """Stages that are not on the worker of their schedule."""
     problems = []
     virtual = plan.virtual_stages_per_worker
     count, rest = divmod(len(plan.stages), virtual)
     if rest:
-        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
+        message = f"{len(plan.stages)} stages do not divide into {virtual} per worker"
         return [Problem("stages", "length", message)]
     first = [stage.worker for stage in plan.stages[:count]]
     if len(set(first)) < count:
         problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
     if plan.schedule in V_SCHEDULES and virtual != 2:
-        message = f"{plan.schedule} has 2 stages on each worker, the plan says {virtual}"
+        message = f"{plan.schedule} has 2 stages per worker, the plan has {virtual}"
         problems.append(Problem("virtual_stages_per_worker", "range", message))
     for index, stage in enumerate(plan.stages[count:], start=count):
         at = position_of(plan.schedule, index, count)
@@ -252,7 +255,7 @@ def _placement_problems(plan: Plan) -> list[Problem]:
 
 
 def _custom_placement_problems(plan: Plan) -> list[Problem]:
-    """A custom schedule puts stages where it likes, as many on each worker."""
+    """Workers with another number of stages; a custom schedule places stages anywhere."""
     count = Counter(stage.worker for stage in plan.stages)
     virtual = plan.virtual_stages_per_worker
     return [
@@ -263,32 +266,42 @@ def _custom_placement_problems(plan: Plan) -> list[Problem]:
 
 
 def _operation_problems(plan: Plan) -> list[Problem]:
-    """A custom schedule says every operation once, each on the worker of its stage; another says none."""
+    """Operations that are missing, duplicate or on another worker; only a custom schedule has operations."""
     if (plan.schedule == CUSTOM) != (plan.operations is not None):
-        return [Problem("operations", "reference", "must be there with the schedule custom, and with no other")]
+        return [Problem("operations", "reference", "must be present with the schedule custom, and with no other")]
     problems = []
     done: dict[int, Counter[str]] = {at: Counter() for at in range(len(plan.stages))}
     workers = plan.workers
     if plan.operations is not None and len(plan.operations) != len(workers):
-        return [Problem("operations", "length", f"must be of {len(workers)} workers, are of {len(plan.operations)}")]
+        return [
+            Problem(
+                "operations",
+                "length",
+                f"must have one entry for each of the {len(workers)} workers, have {len(plan.operations)}",
+            )
+        ]
     for at, line in enumerate(plan.operations or ()):
-        for word in line.split():
-            match = _OPERATION.fullmatch(word)
+        for notation in line.split():
+            match = _OPERATION.fullmatch(notation)
             stage = int(match[1]) if match else -1
             if match is None or stage >= len(plan.stages) or plan.stages[stage].worker != workers[at]:
-                message = f"{short_repr(word)} is no operation of a stage of worker {workers[at]}"
+                message = f"{short_repr(notation)} is not an operation of a stage of worker {workers[at]}"
                 problems.append(Problem(f"operations[{at}]", "reference", message))
             else:
                 done[stage][f"{match[2]}{match[3]}"] += 1
     if plan.operations is not None and not problems and len({frozenset(c.items()) for c in done.values()}) > 1:
         problems.append(Problem("operations", "length", "must be the same for every stage"))
     if any(number > 1 for counter in done.values() for number in counter.values()):
-        problems.append(Problem("operations", "duplicate", "an operation stands twice"))
+        problems.append(Problem("operations", "duplicate", "an operation occurs twice"))
     return problems
 
 
 def parse_plan(document: Any, source: str) -> Plan:
-    """The plan of a JSON document; raises ``DocumentError`` with every problem."""
+    """The plan of a JSON document.
+
+    Raises:
+        DocumentError: with every problem of the document.
+    """
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
         DOCUMENT(document, "", problems)
@@ -301,7 +314,11 @@ def parse_plan(document: Any, source: str) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan; raises ``DocumentError`` where it cannot be read or breaks a rule."""
+    """Read a plan.
+
+    Raises:
+        DocumentError: it cannot be read or violates a rule.
+    """
     return parse_plan(read_json(path), str(path))
 
 
@@ -315,7 +332,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_document(plan: Plan) -> dict[str, Any]:
-    """The JSON document of a plan, dated now."""
+    """The JSON document of a plan, created now."""
     content = {name: _plain(value) for name, value in vars(plan).items()}
     extra = content.pop("extra") or {}
     for name in ("granularity", "constraints", "operations"):
@@ -325,7 +342,11 @@ def to_document(plan: Plan) -> dict[str, Any]:
 
 
 def encode_plan(plan: Plan, source: str) -> bytes:
-    """The bytes of a plan's document; raises ``WriterError`` where it would break the format that readers check."""
+    """The bytes of a plan's document.
+
+    Raises:
+        WriterError: the document violates the format that readers check.
+    """
     document = to_document(plan)
     with own_document():
         parse_plan(json.loads(payload := encode_json(document)), source)
@@ -333,7 +354,7 @@ def encode_plan(plan: Plan, source: str) -> bytes:
 
 
 def header_problems(plan: Plan, header: Header) -> list[Problem]:
-    """Where a plan does not fit the profile's header: another run, items missing or out of order, unknown workers."""
+    """Contradictions of a plan to the profile's header: another run, missing or reordered items, unknown workers."""
     problems = []
     if plan.run_id != header.run_id:
         problems.append(
@@ -343,8 +364,8 @@ def header_problems(plan: Plan, header: Header) -> list[Problem]:
     listed = [item.name for item in header.items]
     if planned != listed:
         at = next((i for i, pair in enumerate(zip(planned, listed, strict=False)) if pair[0] != pair[1]), None)
-        where = f"they part at item {at}" if at is not None else f"{len(planned)} items against {len(listed)}"
-        problems.append(Problem("stages", "reference", f"must hold the profile's items in its order; {where}"))
+        where = f"they differ at item {at}" if at is not None else f"{len(planned)} items against {len(listed)}"
+        problems.append(Problem("stages", "reference", f"must contain the profile's items in its order; {where}"))
     known = {worker.worker for worker in header.workers}
     problems.extend(
         Problem(f"stages[{stage.stage}].worker", "reference", f"the profile has no worker {stage.worker}")
@@ -367,21 +388,21 @@ def read_fitting_plan(path: Path, header: Header) -> Plan:
 
 
 def plan_numbers(folder: Path) -> list[int]:
-    """The numbers of the plans that are present, ascending, whatever is in the files."""
+    """The ids of the plan files in a folder, ascending, whatever their contents."""
     if not folder.is_dir():
         return []
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
 
 
 def plan_path(folder: Path, plan_id: int) -> Path:
-    """Where the plan of this number lies."""
+    """The path of the plan with this id."""
     return folder / f"plan-{plan_id:06d}.json"
 
 
 def publish(folder: Path, plan: Plan) -> Plan:
-    """Put a plan in place under the number one above the highest present; returns it with its number.
+    """Publish a plan under the id one above the highest present; returns it with its id.
 
-    The file appears whole or not at all and never replaces another: if somebody takes the number first, the next is
+    The file appears whole or not at all, and never replaces another: if the id is taken meanwhile, the next one is
     tried.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -398,7 +419,7 @@ def publish(folder: Path, plan: Plan) -> Plan:
 def stages_of(
     items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int], schedule: str = "1f1b"
 ) -> tuple[Stage, ...]:
-    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, placed by the schedule."""
+    """The stages of a partition: stage ``s`` has ``items[boundaries[s]:boundaries[s+1]]``, placed by the schedule."""
     return tuple(
         Stage(stage=s, worker=workers[position_of(schedule, s, len(workers))], items=tuple(items[begin:end]))
         for s, (begin, end) in enumerate(pairwise(boundaries))

@@ -1,7 +1,8 @@
-"""The profile that a trainer appends to: typed records, the rules of each line, and the rules across lines.
+"""The profile of a trainer: typed records, the rules of each line, and the rules across lines.
 
-The specification is ``profile.md`` of the format's owner. A line is turned into one frozen record; every problem of
-every line is reported, each with its place (``line 7.forward_ns[3]``) and its kind.
+The specification is ``profile.md`` of the format's owner. A line becomes one frozen record. Every problem of every
+line
+is reported with its path (``line 7.forward_ns[3]``) and its kind.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ def _header_problems(header: Header, before: Header | None) -> list[Problem]:
     layers: set[str] = set()
     for index, item in enumerate(header.items):
         if item.name in names:
-            problems.append(Problem(f"items[{index}].name", "duplicate", f"{short_repr(item.name)} stands twice"))
+            problems.append(Problem(f"items[{index}].name", "duplicate", f"{short_repr(item.name)} occurs twice"))
         names.add(item.name)
         if (index == 0 or item.layer != header.items[index - 1].layer) and item.layer in layers:
             problems.append(
-                Problem(f"items[{index}].layer", "order", f"the items of {short_repr(item.layer)} stand apart")
+                Problem(f"items[{index}].layer", "order", f"the items of {short_repr(item.layer)} must be adjacent")
             )
         layers.add(item.layer)
     for index, item in enumerate(header.items):
@@ -112,7 +113,7 @@ def _step_problems(step: Step, header: Header, last_step: int) -> list[Problem]:
 
 
 class LineParser:
-    """Turns lines into records, one after the other, and holds what the rules across lines need."""
+    """Turns lines into records, one after another, and keeps the state that the rules across lines need."""
 
     def __init__(self) -> None:
         self.header: Header | None = None
@@ -120,7 +121,7 @@ class LineParser:
         self.last_step = 0
 
     def parse(self, line: bytes) -> tuple[Record | None, list[Problem]]:
-        """The record of the next line and its problems; no record where there is a problem."""
+        """The record of the next line and its problems; None as the record if there is a problem."""
         self.lines += 1
         try:
             value = parse_json(line)
@@ -141,7 +142,7 @@ class LineParser:
             self.header, self.last_step = record, 0
             return problems
         if self.header is None:
-            return [Problem("record", "order", "stands before the first valid header")]
+            return [Problem("record", "order", "must not be before the first valid header")]
         if isinstance(record, Step):
             problems = _step_problems(record, self.header, self.last_step)
             self.last_step = max(self.last_step, record.step)
@@ -151,7 +152,7 @@ class LineParser:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One start of the run: its header and what followed, in order."""
+    """One start of the run: its header and the records after it, in order."""
 
     header: Header
     records: tuple[Record, ...]
@@ -163,7 +164,11 @@ class Segment:
 
 
 def parse_profile(lines: Iterable[bytes], source: str) -> tuple[Segment, ...]:
-    """The segments of a profile; raises ``DocumentError`` with every problem of every line."""
+    """The segments of a profile.
+
+    Raises:
+        DocumentError: with every problem of every line.
+    """
     parser, problems = LineParser(), []
     segments: list[tuple[Header, list[Record]]] = []
     for line in lines:
@@ -181,12 +186,20 @@ def parse_profile(lines: Iterable[bytes], source: str) -> tuple[Segment, ...]:
 
 
 def write_profile(path: Path, lines: Sequence[bytes]) -> None:
-    """Write a whole profile; raises ``WriterError`` where a line breaks the format that readers check."""
+    """Write a complete profile.
+
+    Raises:
+        WriterError: a line violates the format that readers check.
+    """
     with own_document():
         parse_profile(lines, str(path))
     write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in lines))
 
 
 def read_profile(path: Path) -> tuple[Segment, ...]:
-    """Read a whole profile; raises ``DocumentError`` where it cannot be read or breaks a rule."""
+    """Read a complete profile.
+
+    Raises:
+        DocumentError: it cannot be read or violates a rule.
+    """
     return parse_profile(read_lines(path), str(path))

@@ -13,7 +13,7 @@ COST_NEUTRAL_EVENTS = ("evaluated", "checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the run trains; ``x_num_attention_heads`` is the number of heads where the writer says it."""
+    """What the run trains; ``x_num_attention_heads`` is optional."""
 
     family: str
     num_layers: int
@@ -24,7 +24,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The link between neighbouring workers, as measured."""
+    """The link between neighboring workers, as measured."""
 
     bandwidth_bytes_per_s: int
     latency_ns: int
@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One pipeline position with all its tensor- and data-parallel ranks."""
+    """One pipeline rank with all its tensor- and data-parallel ranks."""
 
     worker: int
     ranks: tuple[int, ...]
@@ -47,8 +47,8 @@ class Worker:
 class Item:
     """One item of the layer list, at the finest granularity.
 
-    A writer may say more for predictions: ``x_active_param_count``, the weights of matrices that one token meets, and
-    ``x_activation_bytes``, what a microbatch keeps from forward to backward.
+    Optional keys make predictions more exact: ``x_active_param_count``, the matrix weights that one token uses, and
+    ``x_activation_bytes``, the bytes that a microbatch stores from forward to backward.
     """
 
     name: str
@@ -87,14 +87,14 @@ class Header:
 
     @property
     def replica_bandwidth(self) -> int | None:
-        """Bytes per second between replicas, where the writer has measured them."""
+        """Bytes per second between replicas, if measured."""
         found = (self.x_replica_link or {}).get("bandwidth_bytes_per_s")
         return found if isinstance(found, int) and found > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The costs of one step; per item in the header's order, the mean of a microbatch. None is "not sampled"."""
+    """The costs of one step; per item in the header's order, the mean over microbatches. None is "not sampled"."""
 
     step: int
     plan_id: int
@@ -110,7 +110,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that changed the model or the run."""
+    """A change of the model or the run; ``kind`` is an open set."""
 
     step: int
     kind: str
@@ -120,14 +120,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The trainer waits at the boundary after this step."""
+    """The trainer is paused at the boundary after this step until a plan has read up to it."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What became of a plan."""
+    """The result of a plan; see ``profile.md``."""
 
     plan_id: int
     step: int

@@ -178,7 +178,7 @@ def find_packing(problem: PartitionProblem, options: WatchOptions) -> Packing | 
     chosen = next((row for row in found.rows[count - 1 :] if row.step_ns is not None), None)
     if chosen is None or chosen.step_ns is None or chosen.workers >= len(problem.slots):
         return None
-    return Packing(workers=chosen.workers, kept=found.balanced_step_ns / chosen.step_ns)
+    return Packing(workers=chosen.workers, throughput_fraction=found.balanced_step_ns / chosen.step_ns)
 
 
 def decide(

@@ -1,19 +1,23 @@
-"""A plan in the format of other frameworks, or a refusal where the framework would run another pipeline.
+"""A plan in the format of other frameworks, or a refusal if the framework would run another pipeline.
 
-Each export says all that the framework needs to place the same layers on the same workers in the same order of
-operations. What it cannot say is refused: another placement of stages, another schedule, empty stages that it does not
-build, cuts inside layers. The rules are those of the frameworks' code:
+Each export contains all that the framework needs to place the same layers on the same workers in the same order of
+operations. Whatever it cannot express is refused: another placement of stages, another schedule, empty stages that it
+does not build, cuts inside layers. The rules are those of the frameworks' code:
 
-* ``megatron``: ``--pipeline-model-parallel-layout``: stages between bars, ``E`` embedding, ``t`` a layer, ``L`` loss
-  and head. Stage ``s`` is on rank ``s mod P``, always; the order is 1F1B, interleaved with several stages a rank.
-  The embedding is built on the first stage and the head on the last, whatever the layout says.
-* ``torchtitan``: ``[parallelism]``: the schedule by torch's name, which decides between rotation and a V, and
+* ``megatron``: ``--pipeline-model-parallel-layout`` with stages between bars: ``E`` embedding, ``t`` a layer, ``L``
+  loss
+  and head. Stage ``s`` is always on rank ``s mod P``; the order is 1F1B, interleaved with several stages per rank.
+  The
+  embedding is built on the first stage and the head on the last, whatever the layout contains.
+* ``torchtitan``: ``[parallelism]`` with the schedule by torch's name, which decides between looped and V, and
   ``module_fqns_per_model_part``. The output projection is ``lm_head`` since 2026-04-27 and ``output`` up to 0.2.2.
-* ``deepspeed``: a subclass that sets the ``parts`` of a ``PipelineModule``, as there is no option for them. Parts are
-  positions in a list of specifications that may have more at its ends than embedding and head (Megatron-DeepSpeed's
-  has a cast, a norm and another cast), so they are counted from the blocks that ``type:REGEX`` finds.
-* ``torch-csv``: the schedule table that torch's pipeline runtime loads, a row of operations for each rank.
-* ``vllm``: ``VLLM_PP_LAYER_PARTITION``, layers of each stage; no stage is empty, embedding first and head last.
+* ``deepspeed``: a subclass that sets the ``parts`` of a ``PipelineModule``, because there is no option for them.
+  Parts are
+  positions in a list of specifications. This list may have more than embedding and head at its ends
+  (Megatron-DeepSpeed's has a cast, a norm and another cast), so positions are counted from the blocks that
+  ``type:REGEX`` finds.
+* ``torch-csv``: the schedule table that torch's pipeline runtime loads, a row of operations per rank.
+* ``vllm``: ``VLLM_PP_LAYER_PARTITION``, the layers of each stage; no stage is empty, embedding first and head last.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ TORCH_NAMES: Mapping[tuple[str, bool], str] = {
     ("zero-bubble", True): "InterleavedZeroBubble",
     ("zb-v", True): "ZBVZeroBubble",
 }
-"""Torch's schedule of the same order of operations, by our name and whether there are several stages a worker."""
+"""The schedule of torch with the same order of operations, by name and whether a worker has several stages."""
 _DEEPSPEED = '''\
 from deepspeed.pipe import PipelineModule
 
@@ -70,17 +74,21 @@ def stage_items(plan: Plan, header: Header) -> list[list[Item]]:
 
 
 def whole_layers(plan: Plan, header: Header) -> list[list[str]]:
-    """The layers of each stage, in order; raises ``UsageError`` where a stage begins inside a layer."""
+    """The layers of each stage, in order.
+
+    Raises:
+        UsageError: a stage begins inside a layer.
+    """
     result = []
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for stage, items in enumerate(stage_items(plan, header)):
         layers = list(dict.fromkeys(item.layer for item in items))
-        split = [layer for layer in layers if layer in seen]
+        split = [layer for layer in layers if layer in earlier]
         if split:
             raise UsageError(
-                f"stage {stage} begins inside {split[0]}, which this framework cannot do; plan with --granularity layer"
+                f"stage {stage} begins inside {split[0]}, which it does not support; plan with --granularity layer"
             )
-        seen.update(layers)
+        earlier.update(layers)
         result.append(layers)
     return result
 
@@ -90,7 +98,7 @@ def _kinds(header: Header) -> dict[str, str]:
 
 
 def layer_counts(plan: Plan, header: Header) -> list[int]:
-    """How many layers, embedding and head not counted, each stage has."""
+    """The number of layers of each stage, without embedding and head."""
     kinds = _kinds(header)
     return [sum(kinds[layer] not in ENDS for layer in layers) for layers in whole_layers(plan, header)]
 
@@ -100,13 +108,13 @@ def _one_stack(header: Header, framework: str) -> None:
     kinds = [_kinds(header)[layer] for layer in dict.fromkeys(item.layer for item in header.items)]
     inside = kinds[1:-1]
     if len(kinds) < 2 or (kinds[0], kinds[-1]) != ENDS or set(inside) & set(ENDS):
-        raise UsageError(f"{framework} takes plans of models with one embedding, one stack of layers and one head")
+        raise UsageError(f"{framework} supports only models with one embedding, one stack of layers and one head")
 
 
 def _runs(plan: Plan, framework: str, schedules: Sequence[str]) -> None:
-    """Refuse plans for a schedule that the framework does not run, or for more stages a worker."""
+    """Refuse plans with a schedule that the framework does not support."""
     if plan.schedule not in schedules:
-        raise UsageError(f"{framework} does not run {plan.schedule}; plan with --schedule {' or '.join(schedules)}")
+        raise UsageError(f"{framework} does not support {plan.schedule}; plan with --schedule {' or '.join(schedules)}")
 
 
 def _ends_first_and_last(plan: Plan, header: Header, framework: str) -> None:
@@ -114,31 +122,33 @@ def _ends_first_and_last(plan: Plan, header: Header, framework: str) -> None:
     first, last = [kinds[layer] for layer in layers[0]], [kinds[layer] for layer in layers[-1]]
     if "embedding" not in first or "head" not in last:
         raise UsageError(
-            f"{framework} builds the embedding on the first stage and the head on the last, which the plan leaves"
-            " empty; plan with --min-layers 1"
+            f"{framework} builds the embedding on the first stage and the head on the last, but they are empty in"
+            " the plan; plan with --min-layers 1"
         )
 
 
 def _no_empty_stage(plan: Plan, framework: str, counts: Sequence[int] | None = None) -> None:
     sizes = [len(stage.items) for stage in plan.stages] if counts is None else counts
     if 0 in sizes:
-        # Embedding or head alone is a unit, so that one unit a stage does not give each stage a layer.
-        what, least = ("is empty", 1) if counts is None else ("has no layer", 2)
-        raise UsageError(f"stage {sizes.index(0)} {what}, which {framework} cannot run; plan with --min-layers {least}")
+        # Embedding and head are units as well, so one unit per stage does not give each stage a layer.
+        what, min_layers = ("is empty", 1) if counts is None else ("has no layer", 2)
+        raise UsageError(
+            f"stage {sizes.index(0)} {what}, which {framework} does not support; plan with --min-layers {min_layers}"
+        )
 
 
 def megatron(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """The layout string, and the flags that belong to it."""
+    """The layout string, with the flags that belong to it."""
     _runs(plan, "Megatron", ("1f1b", "interleaved-1f1b"))
     _one_stack(header, "the layout of Megatron")
     workers, virtual = len(plan.workers), plan.virtual_stages_per_worker
     if plan.schedule == "interleaved-1f1b" and virtual == 1:
         raise UsageError(
-            "Megatron interleaves several stages a worker; plan with --virtual-stages 2 or --schedule 1f1b"
+            "Megatron interleaves several stages per worker; plan with --virtual-stages 2 or --schedule 1f1b"
         )
     if virtual > 1 and microbatches % workers:
         raise UsageError(
-            f"Megatron interleaves {workers} microbatches at a time, {microbatches} are no multiple of that;"
+            f"Megatron interleaves {workers} microbatches at a time, but {microbatches} is not a multiple of that;"
             f" plan with a multiple of {workers}"
         )
     counts = layer_counts(plan, header)
@@ -146,14 +156,14 @@ def megatron(plan: Plan, header: Header, microbatches: int, version: str | None)
     kinds = _kinds(header)
     parts = []
     for layers, count in zip(whole_layers(plan, header), counts, strict=True):
-        words = []
+        codes = []
         if any(kinds[layer] == "embedding" for layer in layers):
-            words.append("E")
+            codes.append("E")
         if count:
-            words.append(f"t*{count}")
+            codes.append(f"t*{count}")
         if any(kinds[layer] == "head" for layer in layers):
-            words.append("L")
-        parts.append(",".join(words))
+            codes.append("L")
+        parts.append(",".join(codes))
     return f"--pipeline-model-parallel-size {workers} --pipeline-model-parallel-layout '{'|'.join(parts)}'"
 
 
@@ -168,12 +178,12 @@ def _head_of_torchtitan(version: str | None) -> str:
     if release < (0, 2, 0):
         raise UsageError(f"torchtitan {version} has no module_fqns_per_model_part; use 0.2.0 or later")
     if release > (0, 2, 2):
-        raise UsageError(f"torchtitan {version} is not known here; use main, or a release from 0.2.0 to 0.2.2")
+        raise UsageError(f"torchtitan {version} is unknown; use main, or a release from 0.2.0 to 0.2.2")
     return "output"
 
 
 def torchtitan(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """The section ``parallelism``, as JSON: schedule, workers, and the module names of each stage."""
+    """The section ``parallelism`` as JSON: schedule, workers, and the module names of each stage."""
     _one_stack(header, "torchtitan")
     head = _head_of_torchtitan(version)
     names = {"embedding": ["tok_embeddings"], "head": ["norm", head]}
@@ -186,7 +196,7 @@ def torchtitan(plan: Plan, header: Header, microbatches: int, version: str | Non
         section |= {"pipeline_parallel_schedule": _like(plan), "pipeline_parallel_schedule_csv": "schedule.csv"}
     elif (plan.schedule, several) not in TORCH_NAMES:
         raise UsageError(
-            f"torch has no schedule like {plan.schedule} with {plan.virtual_stages_per_worker} stages each"
+            f"torch has no schedule {plan.schedule} with {plan.virtual_stages_per_worker} stages per worker"
         )
     else:
         section["pipeline_parallel_schedule"] = TORCH_NAMES[plan.schedule, several]
@@ -197,20 +207,20 @@ def torchtitan(plan: Plan, header: Header, microbatches: int, version: str | Non
 
 
 def _like(plan: Plan) -> str:
-    """A schedule of torch that puts stages where a plan with its own operations has them."""
+    """A schedule of torch with the same placement of stages as a plan with its own operations."""
     workers = plan.workers
     placed = [stage.worker for stage in plan.stages]
     for schedule in ("interleaved-1f1b", *V_SCHEDULES):
-        turn = [workers[position_of(schedule, stage, len(workers))] for stage in range(len(placed))]
-        if placed == turn and (schedule not in V_SCHEDULES or plan.virtual_stages_per_worker == 2):
+        placement = [workers[position_of(schedule, stage, len(workers))] for stage in range(len(placed))]
+        if placed == placement and (schedule not in V_SCHEDULES or plan.virtual_stages_per_worker == 2):
             return TORCH_NAMES[schedule, True]
-    raise UsageError("torchtitan puts stages in rotation or in a V; this plan does neither")
+    raise UsageError("torchtitan places stages looped or in a V; this plan does neither")
 
 
 def deepspeed(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
     """A subclass that sets the parts over a list of layer specifications."""
     if plan.virtual_stages_per_worker > 1:
-        raise UsageError("DeepSpeed has one stage on each worker; plan with --virtual-stages 1")
+        raise UsageError("DeepSpeed has one stage per worker; plan with --virtual-stages 1")
     _runs(plan, "DeepSpeed", ("1f1b",))
     _one_stack(header, "DeepSpeed")
     cuts = [0]
@@ -221,11 +231,11 @@ def deepspeed(plan: Plan, header: Header, microbatches: int, version: str | None
 
 
 def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """A row for each rank; load with ``_load_csv(..., format="compute_only")``."""
+    """One row per rank; load it with ``_load_csv(..., format="compute_only")``."""
     if plan.operations is not None:
         found = 1 + max(int(number) for line in plan.operations for number in re.findall(r"[FBIW](\d+)", line))
         if found != microbatches:
-            raise UsageError(f"the plan's operations are of {found} microbatches, not of {microbatches}")
+            raise UsageError(f"the plan's operations are for {found} microbatches, not {microbatches}")
         return "\n".join(",".join(line.split()) for line in plan.operations)
     order = build_order(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     return "\n".join(",".join(map(str, operations)) for operations in order)
@@ -234,7 +244,7 @@ def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None
 def vllm(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
     """The environment variable."""
     if plan.virtual_stages_per_worker > 1:
-        raise UsageError("vLLM has one stage on each worker; plan with --virtual-stages 1")
+        raise UsageError("vLLM has one stage per worker; plan with --virtual-stages 1")
     _one_stack(header, "vLLM")
     counts = layer_counts(plan, header)
     _ends_first_and_last(plan, header, "vLLM")

@@ -1,4 +1,4 @@
-"""One self-contained HTML file of a run: steps, loads, plans and moves, timelines, predicted against measured."""
+"""One self-contained HTML file of a run: steps, loads, plans, migrations, timelines, predicted and measured gains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .timeline import as_svg
 STYLE = (
     "body{font-family:sans-serif;max-width:1040px;margin:2em auto;color:#222}table{border-collapse:collapse}"
     "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child,"
-    "td.words{text-align:left}svg{width:100%;height:auto}"
+    "td.text{text-align:left}svg{width:100%;height:auto}"
 )
 
 
@@ -28,11 +28,11 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1%}"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int | None = None) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_column: int | None = None) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = []
     for row in rows:
-        cells = (f"<td{' class=words' if at == words else ''}>{escape(cell)}</td>" for at, cell in enumerate(row))
+        cells = (f"<td{' class=text' if at == text_column else ''}>{escape(cell)}</td>" for at, cell in enumerate(row))
         body.append(f"<tr>{''.join(cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
@@ -42,7 +42,7 @@ def _plan_row(plan_history: PlanHistory) -> list[str]:
     return [
         str(plan.plan_id),
         plan.action,
-        "unanswered" if result is None else result.result,
+        "pending" if result is None else result.result,
         str(plan.read_to_step),
         str(len(plan.migration.moves)),
         f"{plan.migration.bytes / 1e6:.1f}",
@@ -66,9 +66,9 @@ def _summary(history: RunHistory) -> str:
         ["run", history.header.run_id],
         ["model", f"{history.header.model.family}, {history.header.model.num_layers} layers"],
         ["steps", f"{steps[0].step} to {steps[-1].step}"],
-        ["plans, of these taken", f"{len(history.plan_histories)}, {len(history.moves)}"],
-        ["step at first, at last", f"{_ms(first)} ms, {_ms(last)} ms"],
-        ["pauses of moves, together", f"{_ms(pauses)} ms"],
+        ["plans, of these applied", f"{len(history.plan_histories)}, {len(history.moves)}"],
+        ["mean step, first and last tenth", f"{_ms(first)} ms, {_ms(last)} ms"],
+        ["total pause of moves", f"{_ms(pauses)} ms"],
     ]
     return _table(["", ""], rows)
 
@@ -88,13 +88,13 @@ def _charts(history: RunHistory) -> list[str]:
     if history.loads and len({len(row) for row in history.loads}) == 1:
         count = len(history.loads[0])
         series = [(f"stage {s}", [row[s] / 1e6 for row in history.loads]) for s in range(count)]
-        parts += ["<h2>Loads of the stages, a microbatch</h2>", line_chart("stage loads", xs, series, "ms", marks)]
+        parts += ["<h2>Stage loads per microbatch</h2>", line_chart("stage loads", xs, series, "ms", marks)]
     return parts
 
 
 def _timelines(problem: PartitionProblem, first: Plan, last: Plan) -> list[str]:
     workers = [slot.worker for slot in problem.slots]
-    parts = ["<h2>A step before and after, simulated with the newest costs</h2>"]
+    parts = ["<h2>Step before and after, simulated with the newest costs</h2>"]
     for name, plan in (("the initial partition", first), (f"plan {last.plan_id}", last)):
         if len(plan.stages) == problem.num_stages:
             parts.append(as_svg(predict(problem, plan.boundaries), workers, name))
@@ -102,7 +102,7 @@ def _timelines(problem: PartitionProblem, first: Plan, last: Plan) -> list[str]:
 
 
 def html(history: RunHistory, problem: PartitionProblem | None) -> str:
-    """The whole page; ``problem`` holds the newest costs, for the timelines."""
+    """The HTML page; ``problem`` has the newest costs, for the timelines."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -111,7 +111,7 @@ def html(history: RunHistory, problem: PartitionProblem | None) -> str:
         _summary(history),
         *_charts(history),
         "<h2>Plans</h2>",
-        _table(_PLAN_COLUMNS, [_plan_row(plan_history) for plan_history in history.plan_histories], words=9),
+        _table(_PLAN_COLUMNS, [_plan_row(plan_history) for plan_history in history.plan_histories], text_column=9),
     ]
     initial = [plan for plan in history.plans.values() if plan.balancer == "initial"]
     newest = history.plans.get(history.steps[-1].plan_id)

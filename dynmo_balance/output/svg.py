@@ -1,4 +1,4 @@
-"""SVG charts, hand-written: lines over the steps of a run, and the cells of a what-if grid."""
+"""SVG charts: lines over the steps of a run, and the cells of a what-if grid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ def line_chart(
     unit: str,
     marks: Sequence[tuple[int, str]] = (),
 ) -> str:
-    """The series over ``xs``; ``marks`` are vertical lines with a sentence each."""
+    """The series over ``xs``.
+
+    Args:
+        title: for screen readers.
+        xs: steps.
+        series: name and values of each line.
+        unit: of the values.
+        marks: step and tooltip of each vertical line.
+    """
     first, last = xs[0], max(xs[-1], xs[0] + 1)
     most = max((value for _, values in series for value in values), default=0.0) or 1.0
 
@@ -44,19 +52,19 @@ def line_chart(
         y = y_at(share * most)
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * most:.3g} {unit}</text>')
-    for x, words in marks:
+    for x, tooltip in marks:
         parts.append(
             f'<line class="mark" x1="{x_at(x):.1f}" x2="{x_at(x):.1f}" y1="20" y2="{20 + HEIGHT}" stroke="#888888"'
-            f' stroke-dasharray="4 3"><title>{escape(words)}</title></line>'
+            f' stroke-dasharray="4 3"><title>{escape(tooltip)}</title></line>'
         )
     for at, (name, values) in enumerate(series):
-        colour = PALETTE[at % len(PALETTE)]
+        color = PALETTE[at % len(PALETTE)]
         points = " ".join(f"{x_at(xs[i]):.1f},{y_at(values[i]):.1f}" for i in _thin(len(xs)))
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5">'
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5">'
             f"<title>{escape(name)}</title></polyline>"
         )
-        parts.append(f'<text x="{LEFT + 110 * at}" y="{HEIGHT + 54}" fill="{colour}">{escape(name)}</text>')
+        parts.append(f'<text x="{LEFT + 110 * at}" y="{HEIGHT + 54}" fill="{color}">{escape(name)}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT + 36}">step {first}</text>')
     parts.append(f'<text x="{LEFT + WIDTH}" y="{HEIGHT + 36}" text-anchor="end">step {xs[-1]}</text>')
     return "\n".join([*parts, "</svg>"])
@@ -72,24 +80,24 @@ def _label(row: Row, axes: Sequence[str]) -> str:
 
 
 def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
-    """The cells that have a partition; those on the front of throughput, workers and memory are ringed.
+    """The cells that have a partition; those on the Pareto front of throughput, workers and memory have a ring.
 
     Args:
         rows: the cells.
-        axes: the axes that were varied; the first goes to the right.
-        answer: a sentence for the heading.
+        axes: the axes that were varied; the first is the horizontal one.
+        answer: a sentence for the title.
 
     Raises:
-        UsageError: no cell has a partition, or there are more lines than a picture can show.
+        UsageError: no cell has a partition, or there are too many lines.
     """
     usable = [row for row in rows if row.step_ns is not None]
     if not usable:
-        raise UsageError("no cell of the grid has a feasible partition, so there is nothing to draw")
+        raise UsageError("no cell of the grid has a feasible partition to draw; vary other values")
     series: dict[str, list[Row]] = {}
     for row in usable:
         series.setdefault(_label(row, axes[1:]), []).append(row)
     if len(series) > MAX_SERIES:
-        raise UsageError(f"{len(series)} lines are more than a picture can show ({MAX_SERIES}); vary less")
+        raise UsageError(f"{len(series)} lines: a chart has at most {MAX_SERIES}; vary less")
     ticks = list(dict.fromkeys(getattr(row.cell, axes[0]) for row in usable))
     most = max(row.step_ns or 0 for row in usable)
 
@@ -116,20 +124,20 @@ def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
             f'<text x="{x:.1f}" y="{GRID_TOP + GRID_HEIGHT + 18}" text-anchor="middle">{escape(str(tick))}</text>'
         )
     parts.append(
-        f'<text x="{GRID_LEFT}" y="{GRID_TOP + GRID_HEIGHT + 38}">'
-        f"{escape(axes[0])}; rings: no other cell beats it</text>"
+        f'<text x="{GRID_LEFT}" y="{GRID_TOP + GRID_HEIGHT + 38}">{escape(axes[0])}; rings: Pareto front</text>'
     )
     for at, (name, members) in enumerate(series.items()):
-        colour = PALETTE[at % len(PALETTE)]
+        color = PALETTE[at % len(PALETTE)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(spot, members))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         for row in members:
             x, y = spot(row)
             ring = ' stroke="#222222" stroke-width="2"' if row.pareto else ""
-            words = f"{_label(row, axes)}: {(row.step_ns or 0) / 1e6:.2f} ms, {row.samples_per_s or 0:,.1f} samples/s"
+            step_ms = (row.step_ns or 0) / 1e6
+            tooltip = f"{_label(row, axes)}: {step_ms:.2f} ms, {row.samples_per_s or 0:,.1f} samples/s"
             parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"{ring}><title>{escape(words)}</title></circle>'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"{ring}><title>{escape(tooltip)}</title></circle>'
             )
         x = GRID_LEFT + GRID_WIDTH + 20
-        parts.append(f'<text x="{x}" y="{GRID_TOP + 12 + 18 * at}" fill="{colour}">{escape(name)}</text>')
+        parts.append(f'<text x="{x}" y="{GRID_TOP + 12 + 18 * at}" fill="{color}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"])

@@ -1,4 +1,4 @@
-"""How results look: tables for a person, documents for a program."""
+"""Results as tables for people, and as documents for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..simulation.bounds import bounds_of
 from ..simulation.simulator import Timeline
 
 OBJECTIVES = {"bottleneck": "bottleneck", "simulated": "simulated step"}
-"""What a solution minimized, in words."""
+"""What a solution minimized, for people."""
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
@@ -27,14 +27,14 @@ def milliseconds(ns: int | float | None, digits: int = 3) -> str:
 
 
 def span_name(names: Sequence[str]) -> str:
-    """A run of items in short."""
+    """A short name for a run of items."""
     if not names:
         return "(empty)"
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def print_stages(problem: PartitionProblem, boundaries: Sequence[int], timeline: Timeline) -> None:
-    """One line a stage: items, time of a microbatch, and its worker's load and memory."""
+    """Print one line per stage: items, time of a microbatch, load and memory of its worker."""
     work = problem.chain.work_ns
     rows = []
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
@@ -59,33 +59,33 @@ def print_stages(problem: PartitionProblem, boundaries: Sequence[int], timeline:
 def certificate(
     problem: PartitionProblem, solution: Solution, timeline: Timeline, *, is_minimized: bool = True
 ) -> list[str]:
-    """How good the answer is by its objective, and how far the bottleneck is from its bound.
+    """The quality of the result by its objective, and the distance of the bottleneck to its bound, as lines.
 
     Args:
-        problem: what was partitioned.
+        problem: the partitioning problem.
         solution: the partition.
         timeline: its simulation.
-        is_minimized: whether the balancer minimizes the objective; the answers of others are only measured by it.
+        is_minimized: whether the balancer minimizes the objective; other balancers are only measured by it.
     """
     begin, end = solution.blocking
-    run = f"; {span_name(problem.chain.names[begin:end])} forbids less" if end > begin else ""
+    run = f" | blocking run: {span_name(problem.chain.names[begin:end])}" if end > begin else ""
     name = OBJECTIVES[solution.objective]
-    by = f"objective: least {name}" if is_minimized else f"measured by: {name}"
+    by = f"objective: minimum {name}" if is_minimized else f"measured by: {name}"
     bottleneck = f"bottleneck {milliseconds(solution.bottleneck_ns)} ms"
     bound = f"lower bound {milliseconds(solution.lower_bound_ns)} ms"
     if solution.objective == "bottleneck":
         proof = "optimal: yes" if solution.optimal else "optimal: not proven"
         return [f"{by} | {bottleneck}, {bound}, {proof}{run}"]
-    least = bounds_of(problem).step_ns
+    bound_ns = bounds_of(problem).step_ns
     return [
-        f"{by} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound {milliseconds(least, 2)} ms,"
-        f" optimal: {'yes' if timeline.step_ns <= least else 'not proven'}",
-        f"{bottleneck}; the least possible is {milliseconds(solution.lower_bound_ns)} ms{run}",
+        f"{by} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound {milliseconds(bound_ns, 2)} ms,"
+        f" optimal: {'yes' if timeline.step_ns <= bound_ns else 'not proven'}",
+        f"{bottleneck} | minimum: {milliseconds(solution.lower_bound_ns)} ms{run}",
     ]
 
 
 def print_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
-    """A partition with its certificate and predictions."""
+    """Print a partition with its certificate and predictions."""
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     print_stages(problem, solution.boundaries, timeline)
     for line in certificate(problem, solution, timeline, is_minimized=is_minimized):
@@ -103,7 +103,7 @@ def print_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: boo
 
 
 def log_search(found: Search, shown: int = 8) -> None:
-    """The best of a search on stderr, and how far it is from what nothing can beat."""
+    """Log the best results of a search on stderr, and their distance to the lower bound."""
     bounds = found.bounds
     for candidate in (found.best, *found.others[: shown - 1]):
         say(
@@ -115,11 +115,11 @@ def log_search(found: Search, shown: int = 8) -> None:
         f" unit {milliseconds(bounds.unit_ns, 2)}, path {milliseconds(bounds.path_ns, 2)}"
     )
     if found.assumed_split:
-        say("the profile does not split the backward: half of it is taken for the weight gradient")
+        say("the profile does not split the backward pass: half of it is assumed to be the weight gradient")
 
 
-def _places(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """The columns that say which cell it is, and those of each cell; what is nowhere varied is left out."""
+def _cell_columns(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """The columns that identify a cell, and their values; axes that are not varied are left out."""
     varied = [
         name for name, neutral in NEUTRAL_DYNAMICS.items() if any(getattr(cell, name) != neutral for cell in cells)
     ]
@@ -133,21 +133,21 @@ def _places(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_rows(rows: Sequence[Row], keep: float) -> None:
-    """The what-if table; columns of dynamics that are nowhere varied are left out."""
-    columns, slots = _places([row.cell for row in rows])
+    """Print the what-if table; dynamics that are not varied are left out."""
+    columns, slots = _cell_columns([row.cell for row in rows])
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]
     cells = [[*slot, *_numbers(row)] for slot, row in zip(slots, rows, strict=True)]
-    emit_table(f"what if (release: workers to release while keeping {keep:.0%} of the throughput)", columns, cells)
+    emit_table(f"what-if (release: workers to release while keeping {keep:.0%} of the throughput)", columns, cells)
 
 
 def print_compressed(rows: Sequence[CompressedRow]) -> None:
-    """The what-if table with compression: steps without and with it, bytes, and the time of making and undoing."""
-    columns, slots = _places([row.cell for row in rows])
+    """Print the what-if table with compression: steps with and without, bytes, and compression time."""
+    columns, slots = _cell_columns([row.cell for row in rows])
     columns += ["GB/s", "rank", "replica rank", "step ms", "compressed ms", "gain", "gradient", "factors"]
-    columns += ["make ms", "undo ms", "between replicas", "as factors", "way"]
+    columns += ["compress ms", "decompress ms", "between replicas", "as factors", "way"]
     cells = [[*slot, *_compressed(row)] for slot, row in zip(slots, rows, strict=True)]
-    emit_table("what if gradients were compressed (rank -: sent as they are)", columns, cells)
+    emit_table("what-if with gradient compression (rank -: uncompressed)", columns, cells)
 
 
 def _compressed(row: CompressedRow) -> list[str]:
@@ -163,7 +163,7 @@ def _compressed(row: CompressedRow) -> list[str]:
 
 
 def compressed_document(row: CompressedRow) -> dict[str, Any]:
-    """A what-if cell with compression for a program."""
+    """A what-if cell with compression for JSON."""
     document = asdict(row)
     return {**document.pop("cell"), **document.pop("figures"), **document, "gain": row.gain}
 
@@ -184,18 +184,18 @@ def _numbers(row: Row) -> list[str]:
 
 
 def row_document(row: Row) -> dict[str, Any]:
-    """A what-if cell for a program."""
+    """A what-if cell for JSON."""
     document = asdict(row)
     document = {**document.pop("cell"), **document}
     for name in ("from_static", "from_balanced"):
         packing = document.pop(name)
         document[f"release_{name}"] = None if packing is None else row.cell.stages - packing["workers"]
-        document[f"kept_{name}"] = None if packing is None else packing["kept"]
+        document[f"throughput_fraction_{name}"] = None if packing is None else packing["throughput_fraction"]
     return document
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
-    """A simulated step for a program; spans as ``[stage, kind, microbatch, start_ns, end_ns]``."""
+    """A simulated step for JSON; spans are ``[stage, kind, microbatch, start_ns, end_ns]``."""
     return {
         "step_ns": timeline.step_ns,
         "bubble_fraction": timeline.bubble_fraction,

@@ -13,9 +13,9 @@ LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "b", Kind
 
 
 def as_text(timeline: Timeline, width: int = 100) -> list[str]:
-    """One string a worker; F forward, B backward, b and w its halves, a dot is idle.
+    """One string per worker: F forward, B full backward, b input gradient, w weight gradient, a dot is idle.
 
-    A character stands for what takes most of its slice.
+    Each character shows what takes most of its slice of the step.
     """
     whole = max(1, timeline.step_ns)
     lines = []
@@ -40,7 +40,7 @@ def _letter(share: dict[str, int], slice_ns: int) -> str:
     return max(share, key=lambda letter: share[letter])
 
 
-COLOURS = {
+COLORS = {
     Kind.FORWARD: "#4e79a7",
     Kind.BACKWARD: "#f28e2b",
     Kind.BACKWARD_INPUT: "#f28e2b",
@@ -56,7 +56,7 @@ ROW, LEFT, TOP = 26, 90, 30
 
 
 def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 1000) -> str:
-    """One row a worker, one box an operation; each box names itself where the pointer rests."""
+    """One row per worker, one box per operation with a tooltip."""
     whole = max(1, timeline.step_ns)
     height = TOP + ROW * len(timeline.spans) + 24
     parts = [
@@ -78,20 +78,20 @@ def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 
                 f" {span.start_ns / 1e6:.3f} to {span.end_ns / 1e6:.3f} ms"
             )
             parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW - 6}" fill="{COLOURS[span.kind]}"'
+                f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW - 6}" fill="{COLORS[span.kind]}"'
                 f' fill-opacity="{shade}"><title>{escape(label)}</title></rect>'
             )
     y = TOP + ROW * len(timeline.spans) + 14
-    for at, (kind, colour) in enumerate(COLOURS.items()):
+    for at, (kind, color) in enumerate(COLORS.items()):
         if kind is Kind.BACKWARD_INPUT:
             continue
-        parts.append(f'<rect x="{LEFT + 140 * at}" y="{y - 10}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<rect x="{LEFT + 140 * at}" y="{y - 10}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{LEFT + 140 * at + 14}" y="{y}">{NAMES[kind]}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
 def as_trace(timeline: Timeline, workers: Sequence[int]) -> dict[str, Any]:
-    """Complete events of the Trace Event Format; times in microseconds."""
+    """Complete events of the Trace Event Format; times in us."""
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": f"worker {worker}"}}
         for worker in workers

@@ -29,11 +29,11 @@ class Packing:
 
     Attributes:
         workers: the number of workers that are enough.
-        kept: the share of the reference's throughput on these workers.
+        throughput_fraction: the share of the reference's throughput on these workers.
     """
 
     workers: int
-    kept: float
+    throughput_fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,9 @@ def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: C
     for count in range(1, workers + 1):
         time = step_ns(count)
         if time is not None and time * keep <= reference_step_ns:
-            return Packing(workers=count, kept=reference_step_ns / time)
+            return Packing(workers=count, throughput_fraction=reference_step_ns / time)
     time = step_ns(workers)
-    return Packing(workers=workers, kept=reference_step_ns / time if time else 0.0)
+    return Packing(workers=workers, throughput_fraction=reference_step_ns / time if time else 0.0)
 
 
 def _remaining(problem: PartitionProblem, count: int) -> tuple[int, ...]:
@@ -146,7 +146,8 @@ def make_release_plan(
         base=base,
         read_to_step=read_to_step,
         base_step_ns=None,
-        reason=f"{packing.workers} workers keep {packing.kept:.1%} of the throughput of the {reference} pipeline",
+        reason=f"{packing.workers} workers keep {packing.throughput_fraction:.1%} of the throughput of the"
+        f" {reference} pipeline",
         released=released,
     )
     return proposal, plan

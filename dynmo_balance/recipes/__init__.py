@@ -1,1 +1,1 @@
-"""Recipes: the assumptions and the predicted gain of each dynamic technique."""
+"""Recipes: the assumptions and the predicted speed-up of each dynamic technique."""

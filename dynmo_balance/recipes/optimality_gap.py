@@ -1,4 +1,4 @@
-"""How far a recipe's step is from perfect: 1F1B at layer granularity, and the best that a search finds, over bounds."""
+"""The gap of a recipe's step to the lower bounds: of 1F1B at layer granularity, and of the best schedule found."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class OptimalityGap:
     """Steps in ns at the end of a recipe's trajectory.
 
     Attributes:
-        bounds: what no schedule and no partition can beat; ``work_ns`` is all work over all workers.
-        plain: 1F1B, exact partition, whole layers.
-        best: the best schedule, stages a worker, granularity and order of operations that was found.
+        recipe: the recipe.
+        bounds: lower bounds for any schedule and partition; ``work_ns`` is total work over all workers.
+        plain: 1F1B, exact partition, layer granularity.
+        best: the best schedule, stages per worker, granularity and order of operations found.
     """
 
     recipe: Recipe
@@ -41,11 +42,11 @@ class OptimalityGap:
 
     @property
     def found(self) -> str:
-        """What ``best`` is."""
+        """A short description of ``best``."""
         return self.best.label
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The gap for JSON."""
         return {
             "recipe": self.recipe.name,
             "layers": self.recipe.spec.layers,
@@ -59,7 +60,7 @@ class OptimalityGap:
 
 
 def measure_gap(recipe: Recipe) -> OptimalityGap:
-    """The distance of a recipe; a search takes some seconds at 8 workers."""
+    """The gap of a recipe; a search takes some seconds at 8 workers."""
     header, _, last = final_costs(recipe)
     plain = problem_of(header, last, "layer")
     found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))

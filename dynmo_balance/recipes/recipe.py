@@ -1,12 +1,12 @@
-"""Recipes: one TOML file a dynamic technique, with its assumptions, and what balancing gives under them.
+"""Recipes: one TOML file per dynamic technique, with its assumptions, and the predicted speed-up of balancing.
 
-* balancing only: the technique on Megatron's even split against the technique on the exact partition;
-* technique and balancing: the baseline on the even split against the technique on the exact partition;
-* searched: the same with schedule, stages a worker, granularity and order of operations searched as well.
+* balancing only: the technique on Megatron's even split over the technique on the exact partition;
+* technique and balancing: the baseline on the even split over the technique on the exact partition;
+* searched: the same, with schedule, stages per worker, granularity and order of operations searched as well.
 
-A recipe has ``technique``, ``assumptions`` (sentences) and may have ``published`` (a speed-up, shown next to the
-others), ``device`` and ``steps``; ``[model]`` is a model's configuration as ``profile build`` takes it, ``[run]`` the
-fields of ``BuildOptions``, ``[script]`` those of ``Script``.
+A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
+``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
+``BuildOptions``, ``[script]`` those of ``Script``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A technique with all that its figures depend on."""
+    """A technique with everything that its predictions depend on."""
 
     name: str
     technique: str
@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Steps in ns, and the speed-ups made of them."""
+    """Steps in ns, and the speed-ups."""
 
     recipe: Recipe
     baseline_ns: int
@@ -66,16 +66,16 @@ class Outcome:
 
     @property
     def balancing_only(self) -> float:
-        """The technique, even split against exact."""
+        """The technique, even split over exact partition."""
         return self.unbalanced_ns / self.balanced_ns
 
     @property
     def technique_and_balancing(self) -> float:
-        """The baseline on the even split against the technique on the exact partition."""
+        """The baseline on the even split over the technique on the exact partition."""
         return self.baseline_ns / self.balanced_ns
 
     def document(self) -> dict[str, Any]:
-        """For a program."""
+        """The outcome for JSON."""
         searched = None if self.searched_ns is None else self.baseline_ns / self.searched_ns
         return {
             "recipe": self.recipe.name,
@@ -95,12 +95,16 @@ class Outcome:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
+    """The built-in recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
-    """A dataclass from a table; raises ``UsageError`` with every key that does not fit."""
+    """A dataclass from a TOML table.
+
+    Raises:
+        UsageError: with every key that does not fit.
+    """
     if not isinstance(content, dict):
         raise UsageError(f"{source}: [{part}] must be a table")
     known = {field.name: field for field in fields(kind)}
@@ -108,7 +112,7 @@ def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
     for key, value in content.items():
         default = known[key].default if key in known else None
         if isinstance(default, bool) != isinstance(value, bool) and isinstance(default, bool | int | float):
-            problems.append(f"{part}.{key} is {value!r}, of another type than {default!r}")
+            problems.append(f"{part}.{key} is {value!r}, must have the type of {default!r}")
         elif isinstance(default, int | float) and not isinstance(value, int | float):
             problems.append(f"{part}.{key} must be a number, is {value!r}")
     if problems:
@@ -117,16 +121,20 @@ def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe of the package by its name, or one from a TOML file."""
+    """A built-in recipe by name, or one from a TOML file.
+
+    Raises:
+        UsageError: the name is neither, or the file is invalid.
+    """
     path = FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
     if not path.is_file():
-        raise UsageError(f"unknown recipe {name!r}: use one of {', '.join(recipe_names())} or a TOML file")
+        raise UsageError(f"unknown recipe {name!r}: choose one of {', '.join(recipe_names())} or a TOML file")
     try:
         content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     if unknown := sorted(content.keys() - _KEYS):
-        raise UsageError(f"{path}: unknown keys {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
+        raise UsageError(f"{path}: unknown keys {', '.join(unknown)}; the keys are {', '.join(sorted(_KEYS))}")
     technique = content.get("technique")
     if technique not in TECHNIQUES:
         raise UsageError(f"{path}: technique must be one of {', '.join(TECHNIQUES)}, is {technique!r}")
@@ -152,7 +160,7 @@ def _table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, An
 def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
     steps = content.get("steps", 400)
     if not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"{path}: steps must be a whole number above 0, is {steps!r}")
+        raise UsageError(f"{path}: steps must be a positive integer, is {steps!r}")
     stated = dict(content.get("script", {}))
     model = _from_table(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
     values = {"steps": steps, "strength": DEFAULT_STRENGTH[technique], "seed": 1, **stated}
@@ -163,7 +171,7 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
 
 
 def problem_of(header: Header, costs: ItemCosts, granularity: str) -> PartitionProblem:
-    """The chain, the workers and the schedule of a recipe, at some costs."""
+    """The partitioning problem of a recipe with these costs."""
     return PartitionProblem(
         chain=chain_of(header, costs, granularity),
         slots=worker_slots(header),
@@ -176,7 +184,7 @@ def problem_of(header: Header, costs: ItemCosts, granularity: str) -> PartitionP
 
 
 def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
-    """The recipe with another number of blocks or workers; None leaves what it has."""
+    """The recipe with another number of blocks or workers; None keeps them."""
     spec, run = recipe.spec, recipe.run
     return replace(
         recipe,
@@ -186,7 +194,7 @@ def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe
 
 
 def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
-    """The header of a recipe's profile, its dense costs, and those at the end of its trajectory."""
+    """The header of a recipe's profile, its dense costs, and the costs at the end of its trajectory."""
     device = load_device(recipe.device)
     header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
     dense = last = build_costs(recipe.spec, header, device, recipe.run)
@@ -196,7 +204,7 @@ def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
 
 
 def run_recipe(recipe: Recipe, *, searching: bool = False) -> Outcome:
-    """The steps of a recipe, at the end of its trajectory."""
+    """The steps of a recipe at the end of its trajectory."""
     header, dense, last = final_costs(recipe)
     before, after = (problem_of(header, costs, recipe.run.granularity) for costs in (dense, last))
     outcome = Outcome(

@@ -1,7 +1,7 @@
 """A recipe as a trace: a profile whose steps an emulated run (``dynmo-train --emulate``) sleeps through.
 
-First some steps of the baseline, then, from one step to the next, the last steps of the technique's trajectory; so one
-run shows the baseline, the technique as it was split before, and what the planner makes of it.
+The trace has some steps of the baseline, then the last steps of the technique's trajectory. So one run shows the
+baseline, the technique under the initial partition, and the result of the planner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from .recipe import Recipe
 
 
 def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> Iterator[dict[str, Any]]:
-    """The lines of the profile: its header, the baseline's steps, and as many of the technique's last ones."""
+    """The lines of the profile: the header, the baseline steps, and the last steps of the technique.
+
+    Raises:
+        UsageError: the recipe has fewer steps than requested.
+    """
     device = load_device(recipe.device)
     document = build_header(recipe.spec, device, recipe.run, recipe.name)
     header = header_of(document)
@@ -33,9 +37,7 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
         last.append(scenario_step)
         event = scenario_step.event or event
     if len(last) < technique_steps:
-        raise UsageError(
-            f"{recipe.name} has {len(last)} steps of its technique, {technique_steps} were asked for: raise steps"
-        )
+        raise UsageError(f"{recipe.name} has {len(last)} steps of its technique, not {technique_steps}; increase steps")
     before = [ScenarioStep(step=step, costs=dense) for step in range(1, baseline_steps + 1)]
     after = [replace(one, step=step, event=None) for step, one in enumerate(last, start=baseline_steps + 1)]
     if event is not None:
@@ -44,8 +46,12 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
 
 
 def write_trace(path: Path, recipe: Recipe, baseline_steps: int, technique_steps: int) -> None:
-    """Write the trace; raises ``UsageError`` where the file exists, as profiles are only appended to."""
+    """Write the trace.
+
+    Raises:
+        UsageError: the file exists.
+    """
     if path.exists():
-        raise UsageError(f"{path} exists; profiles are only appended to, so choose another name")
+        raise UsageError(f"{path} exists, and profiles are never overwritten; choose another name")
     lines = trace_lines(recipe, baseline_steps, technique_steps)
     write_profile(path, [json.dumps(line).encode() for line in lines])

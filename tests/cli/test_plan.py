@@ -42,8 +42,8 @@ def test_partition(plan):
         "  stage  worker  items                                ms/microbatch   busy  memory  limit\n"
         "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  8.4 MB      -\n"
         "      1       1  layers.3.mlp .. head (2)                     4.500  85.2%  1.4 MB      -\n"
-        "objective: least simulated step | step 42.24 ms, lower bound 36.80 ms, optimal: not proven\n"
-        "bottleneck 4.700 ms; the least possible is 4.700 ms; layers.3.attention .. head (3) forbids less\n"
+        "objective: minimum simulated step | step 42.24 ms, lower bound 36.80 ms, optimal: not proven\n"
+        "bottleneck 4.700 ms | minimum: 4.700 ms | blocking run: layers.3.attention .. head (3)\n"
         "predicted step 42.24 ms, bubble 12.9%; uniform 55.49 ms: 1.31 x\n"
     )
 
@@ -138,7 +138,7 @@ def test_simulate(plan):
 def test_partition_compare_and_explain_state_one_objective(plan, objective):
     document = json.loads(plan("partition", EVENTS, "--objective", objective, "--format", "json")[1])
     rows = json.loads(plan("compare", EVENTS, "--objective", objective, "--format", "json")[1])
-    words = {"bottleneck": "least bottleneck", "simulated": "least simulated step"}[objective]
+    words = {"bottleneck": "minimum bottleneck", "simulated": "minimum simulated step"}[objective]
     for command in ("partition", "compare", "explain"):
         assert words in plan(command, EVENTS, "--objective", objective)[1]
     exact = next(row for row in rows if row["balancer"] == "exact")
@@ -151,11 +151,11 @@ def test_partition_compare_and_explain_state_one_objective(plan, objective):
 def test_explain(plan):
     code, out, _ = plan("explain", EVENTS)
     assert code == 0
-    assert out.splitlines()[0] == "The objective is the least simulated step."
+    assert out.splitlines()[0] == "The objective is the minimum simulated step."
     assert out.splitlines()[1] == (
-        "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the workers."
+        "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms per microbatch, 1.11 x the mean of the workers."
     )
-    assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
+    assert "Cutting inside layers (--granularity sublayer) would reduce the step to 42.24 ms (6.3% less)." in out
 
 
 def test_explain_of_an_uneven_plan_states_its_gap(plan, tmp_path):
@@ -180,7 +180,7 @@ def test_partition_of_another_balancer_is_measured_by_the_objective(plan, object
     out = plan("partition", *options)[1]
     assert document["optimality"]["objective"] == objective
     assert {"bottleneck": "measured by: bottleneck |", "simulated": "measured by: simulated step |"}[objective] in out
-    assert "objective: least" not in out
+    assert "objective: minimum" not in out
 
 
 def test_watch_once(plan, run_dir):
@@ -333,7 +333,7 @@ def test_partition_searches_schedule_and_granularity(plan, tmp_path):
     code, _, err = plan("partition", EVENTS, "--schedule", "auto", "--granularity", "auto", "-o", output)
     assert code == 0
     assert "x the bound" in err
-    assert "half of it is taken for the weight gradient" in err
+    assert "half of it is assumed to be the weight gradient" in err
     auto = json.loads(output.read_text())["predicted"]["step_ns"]
     alone = json.loads(plan("partition", EVENTS, "--format", "json")[1])["predicted"]["step_ns"]
     assert auto < alone
@@ -384,7 +384,7 @@ def test_simulate_device_replaces_measured_costs(plan, run_dir):
         alone = json.loads(plan("simulate", header, "--device", device, "--format", "json")[1])
         found = json.loads(out)
         assert code == 0
-        assert f"costs computed for {device}" in err
+        assert f"costs: computed for {device}" in err
         assert found["step_ns"] not in (measured["step_ns"], 0)
         assert sum(found["busy_ns"]) == pytest.approx(sum(alone["busy_ns"]), rel=1e-6)
 

@@ -224,7 +224,7 @@ def test_verify_needs_the_base_of_a_plan(plan, made_from_base):
     path, options = made_from_base
     code, _, err = plan("verify", path, *options[:2])
     assert code == 1
-    assert "base_plan_id: plan 0 is not at hand" in err
+    assert "base_plan_id: plan 0 is not available" in err
 
 
 def test_verify_refuses_memory_beyond_the_profile(plan, made):

@@ -1,1 +1,1 @@
-"""Independent verification of a plan: every number recomputed without the solvers."""
+"""Recomputes every number of a plan without the solvers and the simulator."""

@@ -1,16 +1,18 @@
-"""The least bottleneck of a problem and what forbids a lower one, derived for ``verify`` without the solvers.
+"""The minimum bottleneck of a problem and its blocking run, derived for ``verify`` without the solvers.
 
-The solvers bisect over greedy probes, follow reachable sets as intervals, and keep tables as arrays. Here a bottleneck
-is *decided*: a table over stages and cuts says which cuts the first stages can end at. A bound is right where its
-bottleneck can be met and one nanosecond less cannot. Times and memory only grow with a stage, so the first cut at which
-a stage may begin only grows with its end: two pointers go through a row of the table.
+The solvers bisect over greedy probes, follow reachable sets as intervals, and use tables as arrays. Here a bottleneck
+is
+*decided*: a table over stages and cuts contains the cuts at which the first stages can end. A bound is correct if its
+bottleneck is feasible and one nanosecond less is not. Times and memory only increase with a stage, so the first cut
+at
+which a stage may begin only increases with its end: two pointers pass through a row of the table.
 
-What the bound is depends on the placement, as ``formats/plan.md`` says:
+What the bound is depends on the placement, as ``formats/plan.md`` defines:
 
-* one stage a worker: the least bottleneck of all partitions that obey the constraints;
-* two stages a worker in a V: the same, with stages that may be empty where pins and minimum layers leave them so;
-* several stages a worker in rotation, or a V that is too large for a table: work over speed, or the heaviest unit;
-* an order of operations of its own: memory is left out, because the order decides how much is in flight.
+* one stage per worker: the minimum bottleneck of all partitions that satisfy the constraints;
+* two stages per worker in a V: the same, with stages that may be empty where pins and minimum layers permit;
+* looped stages, or a V that is too large for a table: work over speed, or the heaviest unit;
+* an own order of operations: memory limits are ignored, because the order decides how much is in flight.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from ...costs.cost_window import SPEED_UNIT
 from .step import Pipeline, PlanWorker, in_flight
 
 LARGEST_V = 4_000_000
-"""Workers times units squared, up to which the bound of a V is that of all its partitions."""
+"""Maximum of workers times units squared for the exact bound of a V."""
 NOWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a bound is of: units in a row, the worker of each stage, and the constraints.
+    """The problem of a bound: consecutive units, the worker of each stage, and the constraints.
 
     Attributes:
-        pipeline: the plan; its partition plays no part.
+        pipeline: the plan; its partition is ignored.
         cuts: item positions where a stage may begin or end.
-        min_units: the minimum number of units of each stage.
+        min_units: minimum number of units per stage.
         pins: ``(item position, stage)``.
-        is_v: whether the stages go down the workers and back up.
-        own_order: whether the plan brings its own order of operations.
+        is_v: whether the stages form a V over the workers.
+        own_order: whether the plan has its own order of operations.
     """
 
     pipeline: Pipeline
@@ -64,7 +66,7 @@ class Question:
         return [upto[cut] for cut in self.cuts]
 
     def window(self, cut: int) -> tuple[int, int]:
-        """Where the ``cut``-th boundary (0 is the front) may lie, by minimum layers and pins."""
+        """The range of the ``cut``-th boundary (0 is the front), given minimum layers and pins."""
         low = min(self.units, cut * self.min_units) if cut < self.stages else self.units
         high = max(0, self.units - (self.stages - cut) * self.min_units) if cut else 0
         for item, stage in self.pins:
@@ -76,21 +78,21 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The lower bound in ns, and the item positions of the run that forbids less; ``(0, 0)`` where there is none."""
+    """The lower bound in ns, and the item positions of the blocking run; ``(0, 0)`` without one."""
 
     least_ns: int
     blocking: tuple[int, int]
 
 
 class _Stages:
-    """Whether a stage holds a run of units within a time."""
+    """Decides whether a stage can have a run of units within a time."""
 
     def __init__(self, question: Question, limited: bool) -> None:
         pipeline = question.pipeline
         self.work = question.sums(pipeline.costs.total_ns)
         state = [item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in pipeline.items]
-        kept = [0] * pipeline.frozen + list(pipeline.costs.activation_bytes[pipeline.frozen :])
-        self.state, self.kept = question.sums(state), question.sums(kept)
+        stored = [0] * pipeline.frozen + list(pipeline.costs.activation_bytes[pipeline.frozen :])
+        self.state, self.stored = question.sums(state), question.sums(stored)
         self.limited = limited
         self.flight = [
             max(count for (count,) in in_flight(pipeline.order[pipeline.worker_of_stage[stage]], (stage,)))
@@ -98,12 +100,12 @@ class _Stages:
         ]
 
     def holds(self, plan_worker: PlanWorker, flight: int, begin: int, end: int, time_ns: int) -> bool:
-        """Whether the worker does the units ``[begin, end)`` within the time and its memory."""
+        """Whether the worker executes the units ``[begin, end)`` within the time and its memory."""
         if plan_worker.time_ns(self.work[end] - self.work[begin]) > time_ns:
             return False
         if not self.limited or plan_worker.memory_bytes is None:
             return True
-        need = self.state[end] - self.state[begin] + flight * (self.kept[end] - self.kept[begin])
+        need = self.state[end] - self.state[begin] + flight * (self.stored[end] - self.stored[begin])
         return need <= plan_worker.memory_bytes
 
 
@@ -124,13 +126,13 @@ def bound_of(question: Question, claimed_ns: int) -> Bound:
 
 
 def _most(question: Question) -> int:
-    """More than any bottleneck."""
+    """A time in ns above any bottleneck."""
     total = sum(question.pipeline.costs.total_ns)
     return 2 * question.stages + 2 * max(plan_worker.time_ns(total) for plan_worker in question.pipeline.plan_workers)
 
 
 def _share(question: Question) -> int:
-    """All work over all speed, or the heaviest unit on the fastest worker."""
+    """Total work over total speed, or the heaviest unit on the fastest worker."""
     plan_workers, work = question.pipeline.plan_workers, question.sums(question.pipeline.costs.total_ns)
     fastest = max(plan_workers, key=lambda plan_worker: plan_worker.speed_ppm)
     heaviest = max(after - before for before, after in pairwise(work))
@@ -139,9 +141,9 @@ def _share(question: Question) -> int:
 
 
 def _least(decide: Callable[[int], bool], claimed_ns: int, most_ns: int) -> int:
-    """The least time that can be met: the claim, where it can be and one nanosecond less cannot; else by halving.
+    """The minimum feasible time: the claim, if it is feasible and one nanosecond less is not; else by bisection.
 
-    Where nothing can be met, ``most_ns + 1``.
+    If nothing is feasible, ``most_ns + 1``.
     """
     if 0 <= claimed_ns <= most_ns and decide(claimed_ns):
         if not decide(claimed_ns - 1):
@@ -156,7 +158,7 @@ def _least(decide: Callable[[int], bool], claimed_ns: int, most_ns: int) -> int:
 
 
 def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
-    """Whether some partition with one stage a worker is within the time."""
+    """Whether some partition with one stage per worker is within the time."""
     reached = [True] + [False] * question.units
     for stage in range(question.stages):
         plan_worker, flight = question.pipeline.plan_worker(stage), stages.flight[stage]
@@ -173,7 +175,7 @@ def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
 
 
 def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, int]:
-    """The shortest run of units that one stage would have to hold below the bound, the first of equals.
+    """The shortest run of units that one stage would have to contain below the bound, the first of several.
 
     The stages before it reach no further than its begin, those after it begin no earlier than its end.
     """
@@ -201,8 +203,9 @@ def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, 
 class _VTable:
     """Decides times of a V: worker ``p`` has the ``p``-th stage from the front and the ``p``-th from the back.
 
-    Of all ways to have given the front up to a cut to the workers so far, the one that has given most of the back is
-    best, because what is left for the others is part of what any other way leaves.
+    Of all assignments of the front up to a cut, the one that has assigned most of the back is best, because what
+    remains is
+    part of what any other assignment leaves.
     """
 
     def __init__(self, question: Question) -> None:
@@ -235,7 +238,7 @@ class _VTable:
         return any(cut == front for front, cut in enumerate(back))
 
     def _back(self, worker: int, begin: int, end: int, until: int, time_ns: int) -> int:
-        """The least cut from which the worker, holding ``[begin, end)``, also holds the units up to ``until``."""
+        """The lowest cut from which the worker with ``[begin, end)`` can also have the units up to ``until``."""
         stages, count = self.stages, len(self.question.pipeline.plan_workers)
         plan_worker = self.question.pipeline.plan_workers[worker]
         left_ns = time_ns - plan_worker.time_ns(stages.work[end] - stages.work[begin])
@@ -246,12 +249,12 @@ class _VTable:
         at = max(end, low, bisect_left(stages.work, stages.work[until] - work))
         if stages.limited and plan_worker.memory_bytes is not None:
             for front, behind in self.flights[worker]:
-                need = stages.state[end] - stages.state[begin] + front * (stages.kept[end] - stages.kept[begin])
+                need = stages.state[end] - stages.state[begin] + front * (stages.stored[end] - stages.stored[begin])
                 room = plan_worker.memory_bytes - need
                 if room < 0:
                     return NOWHERE
                 while at < until and (
-                    stages.state[until] - stages.state[at] + behind * (stages.kept[until] - stages.kept[at]) > room
+                    stages.state[until] - stages.state[at] + behind * (stages.stored[until] - stages.stored[at]) > room
                 ):
                     at += 1
         return at if at <= min(until, high) else NOWHERE

@@ -1,9 +1,9 @@
-"""Checks every number of a plan against the profile, by a second way to each that shares no code with the solvers.
+"""Checks every number of a plan against the profile, with code that is independent of the solvers.
 
-``step`` derives the step, work and memory, ``bottleneck`` the lower bound and what forbids less; here they are
-compared with what the plan says, field by field. What the plan was asked for (its constraints: microbatches, memory
-limits, pins, granularity) is the question, not an answer: it is taken from the plan where it does not contradict the
-profile, and from the command where the command names it.
+``step`` derives the step, work and memory; ``bottleneck`` the lower bound and the blocking run. This module compares
+them with the plan, field by field. The constraints of the plan (microbatches, memory limits, pins, granularity)
+define
+the question: they are taken from the command, else from the plan as far as it does not contradict the profile.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .setting import Setting
 from .step import Measures, Pipeline, PlanWorker, is_v_placement, measure, spans_of, workers_of_stages
 
 ROUNDING = Fraction(51, 100_000_000)
-"""Shares are written with six digits."""
+"""Fractions are written with six digits."""
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
 def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "") -> list[Fault]:
-    """Every number of the plan that is not what the profile says; empty for a sound plan.
+    """Every number of the plan that differs from the recomputed one; empty for a correct plan.
 
     Args:
         plan: the plan.
-        setting: what it is checked against.
-        base: the plan that it starts from; None where it has none, or where it is not at hand.
-        file_name: of the plan, which may have its number.
+        setting: profile, costs and constraints.
+        base: the base plan; None if there is none, or if it is not available.
+        file_name: of the plan, which may contain its number.
     """
     header = setting.header
     faults = [fault for fault in header_problems(plan, header) if not _is_added_worker(fault, plan, header)]
@@ -50,7 +50,7 @@ def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "")
     except UsageError as error:
         return [*faults, Fault("schedule", "value", str(error))]
     if measures is None:
-        return [*faults, Fault("operations", "order", "wait for one another, so that the step never ends")]
+        return [*faults, Fault("operations", "order", "deadlock: they wait for each other")]
     faults += _partition_faults(plan, setting, measures)
     faults += _predicted_faults(plan, measures, _base_step_ns(plan, setting, base))
     if plan.optimality is not None:
@@ -59,7 +59,7 @@ def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "")
 
 
 def _added_workers(plan: Plan, header: Header) -> list[int]:
-    """The ids of workers that a plan for more workers than the profile has makes up."""
+    """The ids of workers that a plan for more workers than the profile has adds."""
     most = max(worker.worker for worker in header.workers)
     missing = len(plan.workers) + len(plan.released_workers) - len(header.workers)
     return [most + 1 + at for at in range(max(0, missing))]
@@ -76,16 +76,16 @@ def _operations(plan: Plan, microbatches: int) -> Order:
         return build_order(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     rows = []
     for line in plan.operations:
-        words = [re.split(r"([FBIW])", word) for word in line.split()]
-        rows.append(tuple(Operation(int(stage), Kind(kind), int(number)) for stage, kind, number in words))
+        parts = [re.split(r"([FBIW])", each) for each in line.split()]
+        rows.append(tuple(Operation(int(stage), Kind(kind), int(number)) for stage, kind, number in parts))
     found = 1 + max((one.microbatch for row in rows for one in row), default=-1)
     if found != microbatches:
-        raise UsageError(f"the plan's operations are of {found} microbatches, not of {microbatches}")
+        raise UsageError(f"the plan's operations are for {found} microbatches, not {microbatches}")
     return tuple(rows)
 
 
 def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pipeline:
-    """A plan with the setting's costs; a base with those that the plan after it (``follower``) was made from."""
+    """A plan with the costs of the setting; a base plan with those of the plan that follows it (``follower``)."""
     header = setting.header
     speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
     limits = setting.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
@@ -106,12 +106,12 @@ def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pip
 
 
 def _number_faults(plan: Plan, file_name: str) -> list[Fault]:
-    """The plan's number against its file's name and its base; the step at which it may be applied."""
+    """The plan id against the file name and the base; the step at which it may be applied."""
     faults = []
     follows = 0 if plan.base_plan_id is None else plan.base_plan_id + 1
     published = _FILE_NAME.fullmatch(file_name)
     if published and int(published[1]) != plan.plan_id:
-        faults.append(Fault("plan_id", "value", f"is {plan.plan_id}, the file's name says {int(published[1])}"))
+        faults.append(Fault("plan_id", "value", f"is {plan.plan_id}, the file name has {int(published[1])}"))
     elif not published and SEGMENT_KEY not in (plan.extra or {}) and plan.plan_id != follows:
         faults.append(Fault("plan_id", "value", f"is {plan.plan_id}, must be {follows}, one above the base"))
     if plan.plan_id < follows:
@@ -123,10 +123,10 @@ def _number_faults(plan: Plan, file_name: str) -> list[Fault]:
 
 
 def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
-    """The step and the number of records that the plan says its costs are from."""
+    """The step and the number of records of the plan's costs."""
     faults = []
     steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | PlanRequest)}
-    # A run's initial plan is made before its first step, whatever was measured since.
+    # The initial plan of a run is made before its first step, whatever was measured since.
     is_first = plan.read_to_step == 0 and (not steps or plan.balancer == "initial")
     known = plan.read_to_step in steps or is_first
     if not known:
@@ -140,20 +140,20 @@ def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
 
 
 def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
-    """Workers that the plan cannot have, or cannot release, and memory that the profile does not know of."""
+    """Workers that the plan cannot use or release, and memory limits above the profile's."""
     header = setting.header
     faults: list[Fault] = []
-    held, released = set(plan.workers), set(plan.released_workers)
+    in_use, released = set(plan.workers), set(plan.released_workers)
     if len(released) < len(plan.released_workers):
-        faults.append(Fault("released_workers", "duplicate", f"repeat a worker: {list(plan.released_workers)}"))
+        faults.append(Fault("released_workers", "duplicate", f"contain a worker twice: {list(plan.released_workers)}"))
     order = [*(worker.worker for worker in header.workers), *_added_workers(plan, header)]
     if base is None and plan.base_plan_id is None:
-        expected = set(order[: len(held | released)])
-        if held | released != expected:
-            message = f"with those of the stages are {sorted(held | released)}, must be {sorted(expected)}"
+        expected = set(order[: len(in_use | released)])
+        if in_use | released != expected:
+            message = f"with those of the stages are {sorted(in_use | released)}, must be {sorted(expected)}"
             faults.append(Fault("released_workers", "value", message))
-    elif base is not None and released and released != set(base.workers) - held:
-        message = f"are {sorted(released)}, the stages leave {sorted(set(base.workers) - held)} without work"
+    elif base is not None and released and released != set(base.workers) - in_use:
+        message = f"are {sorted(released)}, the stages leave {sorted(set(base.workers) - in_use)} without work"
         faults.append(Fault("released_workers", "value", message))
     faults += [
         Fault("released_workers", "value", f"worker {worker.worker} cannot be released")
@@ -189,14 +189,14 @@ def _cuts(plan: Plan, setting: Setting) -> tuple[int, ...]:
 
 
 def _tied(items: Sequence[Item]) -> list[tuple[int, int]]:
-    """The positions of items that share a weight, the earlier first."""
+    """The positions of items that share a weight, the earlier one first."""
     names = [item.name for item in items]
     pairs = ((at, names.index(item.tied_to)) for at, item in enumerate(items) if item.tied_to is not None)
     return [(min(pair), max(pair)) for pair in pairs]
 
 
 def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[Fault]:
-    """Where the stages break the constraints."""
+    """Stages that violate the constraints."""
     cuts, constraints = _cuts(plan, setting), setting.constraints
     names = [item.name for item in setting.header.items]
     faults = []
@@ -207,7 +207,7 @@ def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[
             faults.append(Fault(where, "cut", message))
         units = sum(begin <= cut < end for cut in cuts)
         if units < constraints.min_layers:
-            message = f"holds {units} units, must hold at least {constraints.min_layers}"
+            message = f"has {units} units, must have at least {constraints.min_layers}"
             faults.append(Fault(where, "length", message))
     for at, pin in enumerate(constraints.pins):
         if pin.item not in plan.stages[pin.stage].items:
@@ -228,7 +228,7 @@ def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[
 
 
 def _base_step_ns(plan: Plan, setting: Setting, base: Plan | None) -> int | None:
-    """The step of the base on the same costs; None where it has another number of workers or cannot be run."""
+    """The step in ns of the base with the same costs; None with another number of workers, or if it cannot run."""
     known = {*(worker.worker for worker in setting.header.workers), *plan.workers}
     if base is None or len(base.workers) != len(plan.workers) or not known >= set(base.workers):
         return None
@@ -294,14 +294,14 @@ def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Me
     begin, end = bound.blocking
     if list(stated.blocking_items) != names[begin:end]:
         run = f"{names[begin]} .. {names[end - 1]}" if end > begin else "none"
-        faults.append(Fault("optimality.blocking_items", "value", f"is not the run that forbids less, {run}"))
+        faults.append(Fault("optimality.blocking_items", "value", f"is not the blocking run, {run}"))
     return faults
 
 
 def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
     """The moves from the base, their bytes, the largest link and the pause."""
     if plan.base_plan_id is not None and base is None:
-        message = f"plan {plan.base_plan_id} is not at hand, so moves and gain cannot be checked; name it with --base"
+        message = f"plan {plan.base_plan_id} is not available, so moves and gain cannot be checked; pass it with --base"
         return [Fault("base_plan_id", "reference", message)]
     faults = []
     if base is not None and base.plan_id != plan.base_plan_id:
@@ -326,13 +326,13 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
         ("pause_ns", stated.pause_ns, pauses),
     ):
         if number not in found:
-            words = " or ".join(str(value) for value in sorted(value for value in found if value is not None))
-            faults.append(Fault(f"migration.{name}", "value", f"is {number}, recomputed {words}"))
+            expected = " or ".join(str(value) for value in sorted(value for value in found if value is not None))
+            faults.append(Fault(f"migration.{name}", "value", f"is {number}, recomputed {expected}"))
     return faults
 
 
 def _pauses(plan: Plan, setting: Setting, largest: int) -> Collection[int]:
-    """What the pause of a move of this size can be, by what the planner knew of pauses at that step."""
+    """The possible pauses in ns of a move of this size, given what the planner knew of pauses at that step."""
     link = setting.header.link
     transfer = largest * 10**9 // link.bandwidth_bytes_per_s if link is not None else 0
     if SEGMENT_KEY not in (plan.extra or {}):
@@ -357,7 +357,7 @@ def _pauses(plan: Plan, setting: Setting, largest: int) -> Collection[int]:
 
 
 def _smoothed(known: int | None, result: PlanResult, header: Header) -> int:
-    """The pause beyond the transfer of a move that was made, halfway between what was known and what it took."""
+    """The pause apart from transfers after a move: the mean of the known one and the measured one."""
     rate = header.link.bandwidth_bytes_per_s if header.link is not None else None
     beyond = max(0, result.pause_ns - (result.bytes * 10**9 // rate if rate else 0))
     return beyond if known is None else round((known + beyond) / 2)

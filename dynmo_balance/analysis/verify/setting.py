@@ -1,4 +1,4 @@
-"""What a plan is checked against: the profile's costs at the plan's step, and what the partition had to obey."""
+"""What a plan is checked against: the profile's costs at the plan's step, and the constraints of the partition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Constraints, Plan
 from ...formats.profile import Header, Segment, read_profile
 from ...inputs.profile_source import load, profile_path
 
-USUAL_WINDOW = 20
+DEFAULT_WINDOW = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class Setting:
     """What a plan is checked against.
 
     Attributes:
-        segments: of the profile, up to the one that the plan was made in, which is the last.
-        costs: of the items at the step that the plan says, as measured.
-        constraints: what the partition had to obey.
+        segments: of the profile, up to and including the one that the plan was made in.
+        costs: of the items at the plan's step, as measured.
+        constraints: of the partition.
         granularity: where stages may begin.
-        memory_given: whether the memory limits are the command's, so that they may be more than the profile's.
+        memory_given: whether the command gives the memory limits, which then may be above the profile's.
     """
 
     segments: Sequence[Segment]
@@ -40,7 +40,7 @@ class Setting:
 
 
 def default_constraints(plan: Plan, header: Header) -> Constraints:
-    """What a plan that does not record its constraints had to obey: what the profile says."""
+    """The constraints of a plan that does not record them: those of the profile."""
     memory = {worker.worker: worker.memory_bytes for worker in header.workers}
     return Constraints(
         microbatches=header.microbatches,
@@ -53,7 +53,7 @@ def default_constraints(plan: Plan, header: Header) -> Constraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the command names in place of what the plan and the profile say; None is "as they say"."""
+    """Values of the command that replace those of the plan and the profile; None keeps them."""
 
     granularity: str | None = None
     microbatches: int | None = None
@@ -73,29 +73,29 @@ def load_setting(
     """The setting of a plan.
 
     Args:
-        plan: the plan; its step, segment and number of records say which costs are meant.
+        plan: its step, segment and number of records select the costs.
         profile: ``profile.jsonl`` or the run directory.
-        overrides: what is named in place of what the plan and the profile say.
-        device, dtype: what to compute costs for where nothing was measured.
+        overrides: values that replace those of the plan and the profile.
+        device, dtype: for computed costs, if nothing was measured.
 
     Raises:
-        DocumentError: the profile breaks a rule.
-        UsageError: it holds no costs up to the plan's step.
+        DocumentError: the profile violates a rule.
+        UsageError: it has no costs up to the plan's step.
     """
-    named = overrides or Overrides()
+    overrides = overrides or Overrides()
     extra = plan.extra or {}
     records, number = extra.get(RECORDS_KEY), extra.get(SEGMENT_KEY)
     loaded = load(
         profile,
-        window=named.window or (records if isinstance(records, int) and records > 0 else USUAL_WINDOW),
+        window=overrides.window or (records if isinstance(records, int) and records > 0 else DEFAULT_WINDOW),
         at_step=plan.read_to_step or None,
         segment_number=number if isinstance(number, int) else None,
         device=device,
         dtype=dtype,
     )
     constraints = plan.constraints or default_constraints(plan, loaded.header)
-    if named.memory_bytes is not None:
-        constraints = replace(constraints, memory_bytes=(named.memory_bytes,) * len(plan.workers))
+    if overrides.memory_bytes is not None:
+        constraints = replace(constraints, memory_bytes=(overrides.memory_bytes,) * len(plan.workers))
     segments = read_profile(profile_path(profile))
     last = next(at for at, segment in enumerate(segments) if segment.header == loaded.header)
     return Setting(
@@ -103,9 +103,9 @@ def load_setting(
         costs=loaded.costs,
         constraints=replace(
             constraints,
-            microbatches=named.microbatches or constraints.microbatches,
-            min_layers=constraints.min_layers if named.min_layers is None else named.min_layers,
+            microbatches=overrides.microbatches or constraints.microbatches,
+            min_layers=constraints.min_layers if overrides.min_layers is None else overrides.min_layers,
         ),
-        granularity=named.granularity or plan.granularity or loaded.header.granularity,
-        memory_given=named.memory_bytes is not None,
+        granularity=overrides.granularity or plan.granularity or loaded.header.granularity,
+        memory_given=overrides.memory_bytes is not None,
     )

@@ -1,11 +1,12 @@
-"""What a plan's pipeline does in one step, derived for ``verify`` without the simulator and without the solvers.
+"""The step of a plan's pipeline, derived for ``verify`` without the simulator and the solvers.
 
-The simulator (``simulation``) runs the workers against one another on a clock. Here the step is a graph: its nodes are
-the operations, an edge leads from each operation to those that wait for it, and the end of an operation is the longest
-path to it. The nodes are visited in topological order (Kahn 1962). Memory and work are sums over the stages' items.
+The simulator advances the workers on a clock. Here the step is a graph: its nodes are the operations, an edge leads
+from
+each operation to those that wait for it, and the end of an operation is the longest path to it. The nodes are visited
+in topological order (Kahn 1962). Memory and work are sums over the items of the stages.
 
-Only what defines the question is shared with the planner: the profile, the median costs and the orders of operations
-of the schedules.
+Only the definition of the question is shared with the planner: the profile, the median costs, and the orders of
+operations of the schedules.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ...schedules.registry import Kind, Operation, Order
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWorker:
-    """A worker of the plan: its id, its speed in parts per million, its memory (None: no limit)."""
+    """A worker of the plan: id, speed in parts per million, memory limit in bytes (None: unlimited)."""
 
     worker: int
     speed_ppm: int
     memory_bytes: int | None
 
     def time_ns(self, work_ns: int) -> int:
-        """How long the work of a normal worker takes here, rounded up."""
+        """The time in ns that work of a normal worker takes here, rounded up."""
         whole, rest = divmod(work_ns * SPEED_UNIT, self.speed_ppm)
         return whole + bool(rest)
 
@@ -40,11 +41,12 @@ class Pipeline:
     """A plan with the costs of its items.
 
     Attributes:
-        spans: of each stage the positions of its first item and of the item after its last.
-        plan_workers: the workers, in the order of their first stages.
-        worker_of_stage: of each stage the index of its worker in ``plan_workers``.
-        order: what each worker does, one operation after the other.
-        bandwidth: bytes per second between workers; None where it is not known.
+        items, costs: in layer order.
+        spans: for each stage the positions of its first item and of the item after its last.
+        plan_workers: in the order of their first stages.
+        worker_of_stage: for each stage the index of its worker.
+        order: the operations of each worker.
+        bandwidth: bytes per second between workers; None if unknown.
         latency_ns: of a transfer.
     """
 
@@ -59,12 +61,12 @@ class Pipeline:
 
     @property
     def frozen(self) -> int:
-        """The number of items at the front that have no backward; 0 where no item has one."""
+        """The number of items at the front without a backward pass; 0 if no item has one."""
         trained = [a + b > 0 for a, b in zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)]
         return trained.index(True) if True in trained else 0
 
     def is_trained(self, stage: int) -> bool:
-        """Whether the stage has a backward."""
+        """Whether the stage has a backward pass."""
         return self.spans[stage][1] > self.frozen
 
     def plan_worker(self, stage: int) -> PlanWorker:
@@ -72,7 +74,7 @@ class Pipeline:
         return self.plan_workers[self.worker_of_stage[stage]]
 
     def transfer_ns(self, stage: int) -> int:
-        """How long a tensor takes between the stage and the next, in either direction."""
+        """The transfer time in ns between a stage and the next, in either direction."""
         if stage + 1 >= len(self.spans) or self.worker_of_stage[stage] == self.worker_of_stage[stage + 1]:
             return 0
         end = self.spans[stage][1]
@@ -82,7 +84,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """A step: its length, per worker the time at work and the most memory held, and the slowest worker's microbatch."""
+    """A step: its length, per worker busy time and peak memory, and the bottleneck."""
 
     step_ns: int
     busy_ns: tuple[int, ...]
@@ -91,7 +93,7 @@ class Measures:
 
     @property
     def bubble(self) -> Fraction:
-        """The idle share of all workers' time."""
+        """The idle share of the workers' time."""
         whole = self.step_ns * len(self.busy_ns)
         return Fraction(max(0, whole - sum(self.busy_ns)), whole) if whole else Fraction(0)
 
@@ -111,13 +113,13 @@ def spans_of(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def workers_of_stages(plan: Plan) -> tuple[int, ...]:
-    """The index of each stage's worker among the plan's workers."""
+    """For each stage the index of its worker among the plan's workers."""
     workers = list(plan.workers)
     return tuple(workers.index(stage.worker) for stage in plan.stages)
 
 
 def is_v_placement(plan: Plan) -> bool:
-    """Whether the stages go down the workers and back up."""
+    """Whether the stages form a V over the workers."""
     count = len(plan.workers)
     if plan.schedule in V_SCHEDULES:
         return True
@@ -126,7 +128,7 @@ def is_v_placement(plan: Plan) -> bool:
 
 
 def _length(pipeline: Pipeline, stage: int, kind: Kind) -> int:
-    """How long an operation takes."""
+    """The time in ns of an operation."""
     first, last = pipeline.spans[stage]
     plan_worker, costs = pipeline.plan_worker(stage), pipeline.costs
     if kind is Kind.FORWARD:
@@ -137,7 +139,7 @@ def _length(pipeline: Pipeline, stage: int, kind: Kind) -> int:
 
 
 def _edges(pipeline: Pipeline, rows: Sequence[Sequence[Operation]]) -> list[tuple[Operation, Operation, int]]:
-    """``(first, then, ns)``: an operation, one that waits for it, and how long what it made is under way."""
+    """``(first, then, ns)``: an operation, one that waits for it, and the transfer time between them."""
     of: dict[tuple[int, int], dict[str, Operation]] = defaultdict(dict)
     for row in rows:
         for one in row:
@@ -160,7 +162,7 @@ def _edges(pipeline: Pipeline, rows: Sequence[Sequence[Operation]]) -> list[tupl
 def _ends(
     pipeline: Pipeline, rows: Sequence[Sequence[Operation]], lengths: Mapping[tuple[int, Kind], int]
 ) -> dict[Operation, int]:
-    """When each operation ends; operations that wait for one another are left out."""
+    """The end of each operation in ns; operations in a deadlock are left out."""
     waiting: dict[Operation, int] = {one: 0 for row in rows for one in row}
     after: dict[Operation, list[tuple[Operation, int]]] = defaultdict(list)
     for first, then, ns in _edges(pipeline, rows):
@@ -181,24 +183,24 @@ def _ends(
 
 
 def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
-    """The most bytes that a worker holds: its items' state, and activations until their last backward."""
-    state, kept = 0, {}
+    """The peak memory of a worker in bytes: the state of its items, and activations until their last backward."""
+    state, stored = 0, {}
     for stage, (first, last) in enumerate(pipeline.spans):
         if pipeline.worker_of_stage[stage] == worker and any(one.stage == stage for one in row):
             for item in pipeline.items[first:last]:
                 state += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
-            kept[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
-    alive: dict[int, int] = dict.fromkeys(kept, 0)
+            stored[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
+    alive: dict[int, int] = dict.fromkeys(stored, 0)
     peak = 0
     for stage, kind, _ in row:
         alive[stage] += kind is Kind.FORWARD
-        peak = max(peak, state + sum(alive[one] * kept[one] for one in alive))
+        peak = max(peak, state + sum(alive[one] * stored[one] for one in alive))
         alive[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     return peak
 
 
 def in_flight(row: Sequence[Operation], stages: Sequence[int]) -> set[tuple[int, ...]]:
-    """The numbers of microbatches in flight on these stages of a worker that occur at the same time."""
+    """The combinations of microbatches in flight on these stages of a worker that occur at the same time."""
     alive, found = dict.fromkeys(stages, 0), set()
     for stage, kind, _ in row:
         if stage not in alive:
@@ -212,7 +214,7 @@ def in_flight(row: Sequence[Operation], stages: Sequence[int]) -> set[tuple[int,
 
 
 def measure(pipeline: Pipeline) -> Measures | None:
-    """The step of a pipeline; None where its operations wait for one another for ever."""
+    """The step of a pipeline; None if its operations deadlock."""
     rows = [
         [one for one in row if one.kind is Kind.FORWARD or pipeline.is_trained(one.stage)] for row in pipeline.order
     ]

@@ -56,9 +56,9 @@ def test_with_the_link_the_error_falls_further(problem):
 
 
 def test_the_link_needs_two_partitions(problem):
-    with pytest.raises(UsageError, match="at least two different partitions"):
+    with pytest.raises(UsageError, match="two different partitions"):
         calibrate([made_with(problem, (0, 2, 4, 6, 8), 0, 0, 10**9)], fit_link=True)
-    with pytest.raises(UsageError, match="nothing to calibrate by"):
+    with pytest.raises(UsageError, match="no samples"):
         calibrate([], fit_link=False)
 
 

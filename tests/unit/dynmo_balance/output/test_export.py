@@ -74,11 +74,11 @@ def test_megatron_interleaved(header):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("zb-v", {}, "Megatron does not run zb-v; plan with --schedule 1f1b or interleaved-1f1b"),
-        ("custom", {}, "Megatron does not run custom"),
-        ("move", {"schedule": "gpipe"}, "Megatron does not run gpipe"),
-        ("move", {"schedule": "zero-bubble"}, "Megatron does not run zero-bubble"),
-        ("move", {"schedule": "interleaved-1f1b"}, "interleaves several stages a worker"),
+        ("zb-v", {}, "Megatron does not support zb-v; plan with --schedule 1f1b or interleaved-1f1b"),
+        ("custom", {}, "Megatron does not support custom"),
+        ("move", {"schedule": "gpipe"}, "Megatron does not support gpipe"),
+        ("move", {"schedule": "zero-bubble"}, "Megatron does not support zero-bubble"),
+        ("move", {"schedule": "interleaved-1f1b"}, "interleaves several stages per worker"),
         ("empty-stage", {}, "Megatron builds the embedding on the first stage"),
     ],
 )
@@ -92,7 +92,7 @@ def test_megatron_refuses_uneven_rounds(header):
     plan = read_plan(CONTRACTS / "plan/valid/interleaved.json")
     names = [item.name for item in header.items]
     plan = replace(plan, stages=stages_of(names, (0, 3, 5, 7, 10), [0, 1]))
-    with pytest.raises(UsageError, match="7 are no multiple"):
+    with pytest.raises(UsageError, match="7 is not a multiple"):
         TARGETS["megatron"](plan, header, 7, None)
 
 
@@ -134,9 +134,9 @@ def test_torchtitan_places_stages_as_the_plan_does(header, schedule):
 
 
 def test_torchtitan_refuses_what_it_cannot_run(header):
-    with pytest.raises(UsageError, match="torch has no schedule like gpipe with 2 stages each"):
+    with pytest.raises(UsageError, match="torch has no schedule gpipe with 2 stages per worker"):
         TARGETS["torchtitan"](planned_as(header, "gpipe"), header, 8, None)
-    with pytest.raises(UsageError, match="stage 1 is empty, which torchtitan cannot run"):
+    with pytest.raises(UsageError, match="stage 1 is empty, which torchtitan does not support"):
         TARGETS["torchtitan"](planned_as(header, "1f1b", (0, 3, 3, 7, 10)), header, 8, None)
 
 
@@ -197,7 +197,7 @@ def test_deepspeed_parts_of_another_model_are_refused(plan, header, monkeypatch)
 @pytest.mark.parametrize("name", ["zb-v", "interleaved", "custom"])
 def test_one_stage_a_worker_is_all_that_some_have(header, target, name):
     plan = read_plan(CONTRACTS / f"plan/valid/{name}.json")
-    with pytest.raises(UsageError, match="one stage on each worker"):
+    with pytest.raises(UsageError, match="one stage per worker"):
         TARGETS[target](plan, header, 8, None)
 
 
@@ -212,13 +212,13 @@ def test_empty_stages_are_refused(header, target, words):
 
 
 def test_deepspeed_refuses_other_schedules(plan, header):
-    with pytest.raises(UsageError, match="DeepSpeed does not run zero-bubble; plan with --schedule 1f1b"):
+    with pytest.raises(UsageError, match="DeepSpeed does not support zero-bubble; plan with --schedule 1f1b"):
         TARGETS["deepspeed"](replace(plan, schedule="zero-bubble"), header, 8, None)
 
 
 def test_the_table_of_a_custom_plan_has_its_own_microbatches(header):
     plan = read_plan(CONTRACTS / "plan/valid/custom.json")
-    with pytest.raises(UsageError, match="the plan's operations are of"):
+    with pytest.raises(UsageError, match="the plan's operations are for"):
         TARGETS["torch-csv"](plan, header, 99, None)
 
 

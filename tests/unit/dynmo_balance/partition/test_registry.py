@@ -79,7 +79,7 @@ def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
         for packing, reference in ((found.balanced, found.balanced_step_ns), (found.static, found.static_step_ns)):
             enough = [count for count in times if times[count] * 0.9 <= reference]
             assert packing.workers == min(enough)
-            assert packing.kept >= 0.9
+            assert packing.throughput_fraction >= 0.9
 
 
 def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):

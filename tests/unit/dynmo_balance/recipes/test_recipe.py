@@ -99,7 +99,7 @@ def test_bad_recipes_are_refused(tmp_path, change, message):
 
 
 def test_an_unknown_recipe_names_the_known_ones():
-    with pytest.raises(UsageError, match="use one of early-exit, early-exit-7b, freezing"):
+    with pytest.raises(UsageError, match="choose one of early-exit, early-exit-7b, freezing"):
         load_recipe("nothing")
 
 

@@ -153,9 +153,9 @@ def test_a_slow_link_pays_and_a_fast_one_does_not(tmp_path):
     assert told["replica_whole_bytes"] == [2_048_000] * 2
     # An MLP of 1000 rows: two matrices 256 wide; the tables are fused
     assert told["replica_bytes"] == [(1000 + 2 * 256) * 4 * 4] * 2
-    assert "compression pays" in simulate(path, *RATES, *FLAGS).output
+    assert "compression is faster" in simulate(path, *RATES, *FLAGS).output
     fast = simulate(path, "--link-gbps", "100", "--data-parallel-gbps", "100", *FLAGS[:4])
-    assert "compression does not pay" in fast.output
+    assert "compression is not faster" in fast.output
 
 
 def test_the_fused_table_takes_one_exchange_of_all_holders(tmp_path):
@@ -180,8 +180,8 @@ def test_auto_is_the_least_of_all_ways(tmp_path):
     ("words", "said"),
     [
         (("--selective-grad-comp-way", "1"), "needs --grad-comp-rank"),
-        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "3"), "write auto, or a number from 1 to 2"),
-        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "x"), "write auto, or a number from 1 to 2"),
+        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "3"), "must be auto or a number from 1 to 2"),
+        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "x"), "must be auto or a number from 1 to 2"),
         (("--inter-grad-comp-rank", "200"), "use a lower rank"),
         (("--inter-grad-comp-rank", "4", "--compression-device", "abacus"), "unknown device 'abacus'"),
     ],
@@ -217,7 +217,7 @@ def test_what_if_says_for_which_links_and_ranks_it_pays(tmp_path):
     assert {key: same[key] for key in one["compression"] if key != "gain"} == {
         key: value for key, value in one["compression"].items() if key != "gain"
     }
-    assert "rank 4 between stages, 4 between replicas: pays in some cells, up to 0.01 GB/s" in told["answer"]
+    assert "rank 4 between stages, 4 between replicas: faster in some cells, up to 0.01 GB/s" in told["answer"]
 
 
 def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
@@ -231,17 +231,17 @@ def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
     assert own["gain"] < grid(path, "--grad-comp-rank", "4")["rows"][0]["gain"]
     text = what_if(path, "--vary", "inter-grad-comp-rank=4,200").output
     assert "infeasible" in text
-    assert "pays everywhere" in text
+    assert "faster everywhere" in text
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--vary", "link-gbps=0"), "link-gbps must be above 0"),
+        (("--vary", "link-gbps=0"), "--vary link-gbps: must be above 0"),
         (("--vary", "grad-comp-rank=-1"), "ranks must not be negative"),
-        (("--vary", "grad-comp-rank=1.5"), "must hold whole numbers"),
+        (("--vary", "grad-comp-rank=1.5"), "must be integers"),
         (("--grad-comp-rank", "4", "--front"), "no grid with compression"),
-        (("--vary", "rank=1"), "write NAME=VALUES with NAME one of"),
+        (("--vary", "rank=1"), "must be NAME=VALUES, with NAME one of"),
     ],
 )
 def test_what_if_refuses_in_one_line(tmp_path, words, said):
