@@ -46,19 +46,19 @@ def renamed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def batch() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (3, 20), generator=generator)
-    seen = torch.ones(3, 20, dtype=torch.bool)
-    seen[1, 13:] = False
+    mask = torch.ones(3, 20, dtype=torch.bool)
+    mask[1, 13:] = False
     return {
         "ids": ids,
         "types": (torch.arange(20) > 8).long().expand(3, 20).contiguous(),
-        "attention_mask": seen,
+        "attention_mask": mask,
         "labels": torch.randint(0, SHAPE.vocab_size, (3, 20), generator=generator),
-        "loss_mask": (torch.rand(3, 20, generator=generator) < 0.3).long() * seen,
+        "loss_mask": (torch.rand(3, 20, generator=generator) < 0.3).long() * mask,
         "order": torch.tensor([0, 1, 1]),
     }
 
 
-def test_logits_losses_and_gradients():
+def test_bert_logits_losses_and_gradients_equal_transformers():
     family = Bert(SHAPE)
     modules = build_all(family)
     theirs = hugging_face()
@@ -76,9 +76,8 @@ def test_logits_losses_and_gradients():
         next_sentence_label=inputs["order"],
     )
     assert expected.prediction_logits.std() > 0.3
-    torch.testing.assert_close(
-        words[inputs["attention_mask"]], expected.prediction_logits[inputs["attention_mask"]], **TOLERANCE
-    )
+    mask = inputs["attention_mask"]
+    torch.testing.assert_close(words[mask], expected.prediction_logits[mask], **TOLERANCE)
     torch.testing.assert_close(order, expected.seq_relationship_logits, **TOLERANCE)
     torch.testing.assert_close(values["loss"], expected.loss, rtol=0, atol=1e-5)
     values["loss"].backward()
@@ -86,20 +85,20 @@ def test_logits_losses_and_gradients():
     assert_same_gradients(theirs, renamed(gradients(family, modules)))
 
 
-def test_without_the_second_head_the_loss_is_the_words():
+def test_bert_without_binary_head_has_the_lm_loss_alone():
     family = Bert(replace(SHAPE, binary_head=False, num_tokentypes=0))
     modules = build_all(family)
     assert not [name for name in parameters(modules) if "pooler" in name or "binary" in name or "tokentype" in name]
     inputs = batch()
     values = run(family, modules, inputs)
-    told = modules["head"](values["before.hidden"], inputs["labels"], inputs["loss_mask"])
-    assert isinstance(told, ItemOutput)
-    assert set(told.metrics) == {"lm_loss"}
-    assert told.output == told.metrics["lm_loss"]
+    output = modules["head"](values["before.hidden"], inputs["labels"], inputs["loss_mask"])
+    assert isinstance(output, ItemOutput)
+    assert set(output.metrics) == {"lm_loss"}
+    assert output.output == output.metrics["lm_loss"]
 
 
-def test_a_padded_token_changes_nothing():
-    """What stands behind the padding mask is neither attended to nor counted."""
+def test_padding_does_not_change_bert_outputs():
+    """Masked tokens are neither attended to nor counted."""
     family = Bert(SHAPE)
     modules = build_all(family)
     inputs = batch()

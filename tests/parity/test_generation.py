@@ -1,4 +1,4 @@
-"""Greedy text of ``dynmo-train generate`` is that of transformers, from native checkpoints and from Hugging Face's."""
+"""Greedy text of ``dynmo-train generate`` equals that of transformers, from native and Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exported(tmp_path_factory):
     size = tokenizer.get_vocab_size()
     m = native_checkpoints.model(vocab_size=size, padded_vocab_size=size + 4, max_position_embeddings=64)
     p = native_checkpoints.parameters(m, seed=2)
-    # Weights of a size with which greedy text wanders, instead of repeating a token, and is nowhere close to another.
+    # Larger weights, so that greedy text does not repeat one token, and no two logits are close.
     for name, value in p.items():
         if name.endswith(("qkv.weight", "dense.weight", "fc2.weight")):
             value *= 2
@@ -65,7 +65,7 @@ def generate(*arguments):
 
 @pytest.fixture(scope="module")
 def expected(exported):
-    """What transformers appends to each prompt."""
+    """The continuations by transformers."""
     from transformers import GPT2LMHeadModel
 
     folder, tokenizer = exported
@@ -83,18 +83,18 @@ def expected(exported):
             pad_token_id=end,
         )
         new = out[0, ids.shape[1] :].tolist()
-        assert len(set(new)) > 4, "a text of one token again and again shows little"
+        assert len(set(new)) > 4, "a text that repeats one token tests little"
         texts.append(tokenizer.decode(out[0].tolist())[len(prompt) :])
     return texts
 
 
-def test_text_from_a_native_checkpoint(exported, expected):
+def test_text_from_a_native_checkpoint_equals_transformers(exported, expected):
     done = generate("--load", exported[0] / "native")
     assert done.exit_code == 0, done.output
     assert [each["completion"] for each in json.loads(done.stdout)] == expected
 
 
-def test_text_from_a_hugging_face_directory(exported, expected, tmp_path):
+def test_text_from_hugging_face_equals_transformers(exported, expected, tmp_path):
     options = ("--load", exported[0] / "hf", "--cache-dir", tmp_path / "cache")
     done = generate(*options)
     assert done.exit_code == 0, done.output
@@ -108,26 +108,26 @@ def test_text_from_a_hugging_face_directory(exported, expected, tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_a_damaged_conversion_is_made_again(exported, tmp_path):
-    kept = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
-    shard = next(kept.rglob("*.safetensors"))
+def test_damaged_conversion_is_repeated(exported, tmp_path):
+    native = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
+    shard = next(native.rglob("*.safetensors"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == kept
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == native
     assert shard.read_bytes() == whole
 
 
-def test_what_another_dynmo_ckpt_converted_is_not_taken(exported, tmp_path, monkeypatch):
-    """An older release may have mapped a key otherwise: its conversions stay in the folder, unused."""
+def test_conversion_of_another_dynmo_ckpt_is_not_reused(exported, tmp_path, monkeypatch):
+    """An older release may map keys differently, so its conversions stay unused."""
     digest = load_checkpoint.converter_digest(load_checkpoint.program_path("dynmo-ckpt"))
     assert re.fullmatch(r"[0-9a-f]{16}", digest)
-    kept = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
-    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == kept
+    native = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) == native
     monkeypatch.setattr(load_checkpoint, "converter_digest", lambda program: "0" * 16)
-    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) != kept
+    assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) != native
 
 
-def test_without_dynmo_ckpt_a_hugging_face_directory_is_refused(exported, tmp_path, monkeypatch):
+def test_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(load_checkpoint, "program_path", lambda name: None)
     done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
     assert isinstance(done.exception, DynmoError)

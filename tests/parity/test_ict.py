@@ -51,8 +51,8 @@ class Tower(nn.Module):
         self.bert = MegatronBertModel(config_of(SHAPE, SHAPE.num_layers), add_pooling_layer=False)
         self.projection = nn.Linear(SHAPE.hidden_size, SHAPE.projection_size)
 
-    def forward(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return self.projection(self.bert(ids, attention_mask=seen.long()).last_hidden_state[:, 0])
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.bert(ids, attention_mask=mask.long()).last_hidden_state[:, 0])
 
 
 class Towers(nn.Module):
@@ -116,7 +116,7 @@ def blocks_of(source: IndexedDataset, titles: IndexedDataset | None = None, **op
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_scores_loss_and_gradients(tmp_path, shared):
+def test_ict_scores_loss_and_gradients_equal_transformers(tmp_path, shared):
     """From sentences on disk to gradients."""
     batch = ict_tensors(blocks_of(write_indexed(tmp_path / "data", some_documents())).batch(range(5)))
     family = Ict(replace(SHAPE, shared_towers=shared))
@@ -135,10 +135,10 @@ def test_scores_loss_and_gradients(tmp_path, shared):
     values["loss"].backward()
     loss.backward()
     assert_same_gradients(theirs, renamed(gradients(family, modules), shared=shared))
-    told = modules["head"](values["before.context"], values["before.query_embedding"]).metrics
+    metrics = modules["head"](values["before.context"], values["before.query_embedding"]).metrics
     for k in (1, 3):
         found = [n in expected[n].topk(k).indices for n in range(5)]
-        assert told[f"top{k}_acc"].item() == pytest.approx(100 * sum(found) / 5)
+        assert metrics[f"top{k}_acc"].item() == pytest.approx(100 * sum(found) / 5)
 
 
 def tokens_of(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
@@ -147,7 +147,7 @@ def tokens_of(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("stay", [0.0, 1.0])
-def test_a_query_is_a_sentence_of_its_block(tmp_path, stay):
+def test_ict_query_is_a_sentence_of_its_block(tmp_path, stay):
     documents = some_documents()
     titles = [[[90 + number % 10, number % 80 + 5]] for number in range(30)]
     dataset = blocks_of(
@@ -158,13 +158,13 @@ def test_a_query_is_a_sentence_of_its_block(tmp_path, stay):
     rows = ict_tensors(dataset.batch(range(40)))
     again = ict_tensors(dataset.batch([17]))
     assert all(torch.equal(rows[name][17], again[name][0]) for name in rows)
-    documents_seen = set()
+    used_documents = set()
     for n in range(40):
         query = tokens_of(rows["query_ids"][n], rows["query_attention_mask"][n])
         block = tokens_of(rows["context_ids"][n], rows["context_attention_mask"][n])
         begin, end = int(dataset.spans.begins[n]), int(dataset.spans.ends[n])
         number = int(np.searchsorted(dataset.source.documents, begin, side="right")) - 1
-        documents_seen.add(number)
+        used_documents.add(number)
         first = begin - int(dataset.source.documents[number])
         sentences = documents[number][first : first + end - begin]
         assert len(sentences) >= 2
@@ -176,10 +176,10 @@ def test_a_query_is_a_sentence_of_its_block(tmp_path, stay):
             rest.remove(query[1:-1])
         expected = [CLS, *titles[number][0], SEP, *[token for each in rest for token in each]][: TOKENS - 1]
         assert block == [*expected, SEP]
-    assert len(documents_seen) > 10
+    assert len(used_documents) > 10
 
 
-def test_blocks_cover_documents_and_leave_room_for_titles(tmp_path):
+def test_ict_blocks_cover_documents_with_room_for_titles(tmp_path):
     documents = [[[5, 6, 7, 8]] * 10]
     plain = blocks_of(write_indexed(tmp_path / "data", documents * 4))
     # 21 tokens take six sentences of four; the four that are left are enough for a block.

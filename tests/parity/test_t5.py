@@ -159,7 +159,7 @@ def t5(gated):
 
 
 @pytest.mark.parametrize("kind", ["learned", "relative", "relative, gated"])
-def test_logits_loss_and_gradients(kind):
+def test_t5_logits_loss_and_gradients_equal_transformers(kind):
     gated = kind.endswith("gated")
     shape = LEARNED if kind == "learned" else replace(RELATIVE, activation="geglu" if gated else "relu")
     family = T5(shape)
@@ -176,18 +176,18 @@ def test_logits_loss_and_gradients(kind):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, shape.vocab_size, (3, 22), generator=generator)
     answers = torch.randint(0, shape.vocab_size, (3, 15), generator=generator)
-    seen = torch.ones(3, 22, dtype=torch.bool)
-    seen[2, 17:] = False
+    mask = torch.ones(3, 22, dtype=torch.bool)
+    mask[2, 17:] = False
     batch = {
         "encoder_ids": ids,
-        "encoder_attention_mask": seen,
+        "encoder_attention_mask": mask,
         "decoder_ids": answers[:, :-1],
         "labels": answers[:, 1:],
         "loss_mask": torch.ones(3, 14, dtype=torch.long),
     }
     values = run(family, modules, batch)
     logits = modules["head"].logits(values["before.decoder"])
-    expected = theirs(ids, attention_mask=seen.long(), decoder_input_ids=batch["decoder_ids"]).logits
+    expected = theirs(ids, attention_mask=mask.long(), decoder_input_ids=batch["decoder_ids"]).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     their_loss = F.cross_entropy(expected.reshape(-1, shape.vocab_size), answers[:, 1:].reshape(-1))

@@ -1,4 +1,4 @@
-"""WikiText perplexity and LAMBADA of ``dynmo-train evaluate`` are those of a re-computation by transformers."""
+"""WikiText perplexity and LAMBADA accuracy of ``dynmo-train evaluate`` equal those computed with transformers."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def evaluate(model, task, data, *arguments):
         "--device",
         "cpu",
     ]
-    told = ["evaluate", task, *map(str, [*options, *arguments]), "--format", "json", "--num-threads", "1"]
-    done = CliRunner().invoke(app, told)
+    words = ["evaluate", task, *map(str, [*options, *arguments]), "--format", "json", "--num-threads", "1"]
+    done = CliRunner().invoke(app, words)
     if isinstance(done.exception, DynmoError):
         return done.exception.exit_code, str(done.exception)
     if done.exception and done.exit_code == 1:
@@ -93,7 +93,7 @@ def evaluate(model, task, data, *arguments):
 
 @torch.no_grad()
 def losses_of(reference, tokens, length, step):
-    """The sum of the losses of all targets, each in the first window that has it."""
+    """Sum of the losses of all targets, each scored in the first window that contains it."""
     total, scored = 0.0, 0
     for begin in range(0, len(tokens), step):
         ids = torch.tensor([tokens[begin : begin + length + 1]])
@@ -108,7 +108,7 @@ def losses_of(reference, tokens, length, step):
 
 
 @pytest.mark.parametrize("step", [OVERLAP, POSITIONS])
-def test_perplexity(model, step):
+def test_perplexity_equals_transformers(model, step):
     found = evaluate(model, "wikitext", "wiki.tokens", "--overlapping-eval", step, "--micro-batch-size", 3)
     text = ARTICLE * 6
     tokens = model[1].encode(detokenize(text, "wikitext")).ids
@@ -121,7 +121,7 @@ def test_perplexity(model, step):
     assert found["adjusted_perplexity"] == pytest.approx(math.exp(min(20, loss * ratio)), rel=1e-5)
 
 
-def test_a_rule_of_the_detokenizer_each():
+def test_detokenize_applies_every_rule():
     assert detokenize(ARTICLE, "wikitext").splitlines() == [
         "",
         "= Robert the Builder =",
@@ -138,22 +138,22 @@ def test_a_rule_of_the_detokenizer_each():
 
 
 @torch.no_grad()
-def test_lambada_item_for_item(model):
+def test_lambada_predictions_equal_transformers(model):
     folder, tokenizer, reference = model
 
-    def says(read, answer):
+    def predicts(read, answer):
         ids = torch.tensor([read + answer])
-        said = reference(ids[:, :-1]).logits[0, len(read) - 1 :].argmax(-1)
-        return said.tolist() == answer
+        predicted = reference(ids[:, :-1]).logits[0, len(read) - 1 :].argmax(-1)
+        return predicted.tolist() == answer
 
-    # Passages that end as the model would go on are right; random weights are right nowhere else.
+    # Random weights are correct only on passages that end as the model continues them.
     words = ARTICLE.split()
     texts = list(PASSAGES)
     for end in range(2, len(words)):
         read = tokenizer.encode(" ".join(words[:end])).ids[:POSITIONS]
-        said = int(reference(torch.tensor([read])).logits[0, -1].argmax())
-        text = tokenizer.decode([*read, said])
-        if tokenizer.encode(text).ids == [*read, said] and len(texts) < 6:
+        predicted = int(reference(torch.tensor([read])).logits[0, -1].argmax())
+        text = tokenizer.decode([*read, predicted])
+        if tokenizer.encode(text).ids == [*read, predicted] and len(texts) < 6:
             texts.append(text)
     (folder / "more.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in texts))
     for strict in (False, True):
@@ -162,14 +162,14 @@ def test_lambada_item_for_item(model):
             tokens = tokenizer.encode(text).ids
             if strict:
                 context, word = split_passage(text)
-                expected.append(says(tokenizer.encode(context).ids, tokenizer.encode(f" {word}").ids))
+                expected.append(predicts(tokenizer.encode(context).ids, tokenizer.encode(f" {word}").ids))
             else:
-                expected.append(says(tokens[:-1], tokens[-1:]))
+                expected.append(predicts(tokens[:-1], tokens[-1:]))
         out_file = folder / "items.jsonl"
         flags = ["--predictions", out_file, *(["--strict-lambada"] if strict else [])]
         found = evaluate(model, "lambada", "more.jsonl", *flags)
-        told = [json.loads(line)["correct"] for line in out_file.read_text().splitlines()]
-        assert told == expected
+        correct = [json.loads(line)["correct"] for line in out_file.read_text().splitlines()]
+        assert correct == expected
         assert found == {"correct": sum(expected), "items": 6, "accuracy": sum(expected) / 6}
         if not strict:
             assert expected[-2:] == [True, True]
@@ -181,7 +181,7 @@ def test_lambada_item_for_item(model):
         ("wikitext", "no.txt", (), "cannot be read: no such file"),
         ("wikitext", "wiki.tokens", ("--seq-length", 999), "has 48 positions"),
         ("wikitext", "wiki.tokens", ("--overlapping-eval", 64), "must be at most 48, the tokens of a window"),
-        ("wikitext", "wiki.tokens", ("--num-layers", 9), "--num-layers: is 9; the model of"),
+        ("wikitext", "wiki.tokens", ("--num-layers", 9), "--num-layers: is 9; must be 3, as in the checkpoint"),
         ("wikitext", "wiki.tokens", ("--tensor-model-parallel-size", 3), "must divide the number of processes, 1"),
         ("lambada", "wiki.tokens", (), "is not JSON"),
         ("lambada", "no.jsonl", (), "cannot be read"),
@@ -190,9 +190,9 @@ def test_lambada_item_for_item(model):
 )
 def test_evaluate_with_bad_input_prints_one_line(model, task, data, arguments, words):
     (model[0] / "short.jsonl").write_text(json.dumps({"text": "one"}))
-    code, said = evaluate(model, task, data, *arguments)
+    code, message = evaluate(model, task, data, *arguments)
     assert code == 2
-    assert words in said, said
+    assert words in message, message
 
 
 def test_evaluate_with_too_large_a_tokenizer_is_refused(model):
@@ -201,9 +201,9 @@ def test_evaluate_with_too_large_a_tokenizer_is_refused(model):
     Tokenizer(models.WordLevel({f"w{number}": number for number in range(900)}, unk_token="w0")).save(
         str(model[0] / "large.json")
     )
-    code, said = evaluate(model, "lambada", "lambada.jsonl", "--tokenizer-model", model[0] / "large.json")
+    code, message = evaluate(model, "lambada", "lambada.jsonl", "--tokenizer-model", model[0] / "large.json")
     assert code == 2
-    assert "has 900 ids; the model of" in said
+    assert "has 900 ids; the model of" in message
 
 
 @pytest.mark.skipif(SHARED is None, reason="DYNMO_SHARED_DATA names no folder with the real test sets")
