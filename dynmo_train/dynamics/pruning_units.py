@@ -51,7 +51,7 @@ class Units:
     Attributes:
         layers: the layers whose weights the units consist of.
         kind: ``weights``, ``heads`` or ``columns``; scores are compared within a kind.
-        scores: float32 ``[units]``, at least 0.
+        scores: float32 ``[units]``, nonnegative.
         prune: from a boolean tensor ``[units]``, true where a unit is kept, to the masks of the layers.
         keeps_strongest: whether the unit of the highest score is never pruned.
     """

@@ -1,7 +1,10 @@
-"""Losses that are born inside an item, such as a router's auxiliary loss or that of an early exit.
+"""Auxiliary losses of an item, such as a router's load-balancing loss or the loss of an early exit.
 
-They cannot travel to the head as values: the boundary between stages has one static shape. Their gradient enters where
-they are born, by one function that returns its input and adds the scaled gradient; their values go to the log.
+They are not sent to the head: the boundary between stages has one static shape. Instead their gradient enters at the
+item's output, by an autograd function that is the identity in the forward; their values go to the log.
+
+    forward   x ───────────────▶ x
+    backward  grad ────────────▶ grad x;   scale ──▶ grad loss
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_losses(x: torch.Tensor, losses: Iterable[torch.Tensor], scale: float) -> torch.Tensor:
-    """``x`` itself, whose backward also adds the gradients of ``losses`` times ``scale``.
+    """The identity of ``x``, whose backward also runs that of ``losses`` times ``scale``.
 
     Args:
-        losses: scalars, weighted already, as they are added to the loss of their microbatch.
-        scale: what the loss of a microbatch is multiplied with before its backward.
+        x: the item's output, of any shape.
+        losses: scalars, already weighted, as they are added to the loss of their microbatch.
+        scale: factor on the loss of a microbatch before its backward (loss scale, and the share of the microbatch).
     """
     for loss in losses:
         if torch.is_grad_enabled() and loss.requires_grad:

@@ -1,4 +1,4 @@
-"""BERT as Megatron trains it: pre-normalisation, masked words, and the order of two segments.
+"""BERT as Megatron trains it: pre-normalization, masked language modeling, and sentence-order prediction.
 
 Devlin et al. 2018 (arXiv:1810.04805), Shoeybi et al. 2019 (arXiv:1909.08053, section 5.3).
 Shapes in names: B samples, T tokens, D model width, V vocabulary.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderShape(ModelDims):
-    """A shape of blocks of one depth, ``num_layers``, with ``num_tokentypes`` types of tokens (0: no table)."""
+    """Sizes with one number of blocks, ``num_layers``, and ``num_tokentypes`` token types (0: no table)."""
 
     num_layers: int
     num_tokentypes: int = 2
@@ -36,9 +36,9 @@ EncoderS = TypeVar("EncoderS", bound=EncoderShape)
 
 @dataclass(frozen=True, kw_only=True)
 class BertShape(EncoderShape):
-    """Everything that fixes a BERT's arithmetic.
+    """Sizes of a BERT.
 
-    ``binary_head`` is whether the order of two segments is learned, from the pooled first token.
+    ``binary_head`` is whether sentence order is predicted from the pooled first token.
     """
 
     binary_head: bool = True
@@ -51,7 +51,7 @@ class BertShape(EncoderShape):
 
 
 class BertHead(Head):
-    """Final normalisation, the head of masked words, and where the model has it that of the segments' order."""
+    """Final normalization, the masked-language-model head, and the sentence-order head where the model has it."""
 
     def __init__(self, shape: BertShape, device: torch.device) -> None:
         width, eps = shape.hidden_size, shape.layernorm_epsilon
@@ -69,12 +69,12 @@ class BertHead(Head):
         self.binary = PrunableLinear(width, 2, device) if shape.binary_head else None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """What is multiplied with the weight, ``[B, T, D]``."""
+        """The input of the vocabulary projection, ``[B, T, D]``."""
         words_BTD: torch.Tensor = self.dense_norm(F.gelu(self.dense(self.norm(x_BTD))))
         return words_BTD
 
     def order_logits(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the order from the first token of the normalised stream, ``[B, 2]``; None without such a head."""
+        """Sentence-order logits ``[B, 2]`` from the first token of the normalized stream; None without that head."""
         if self.pooler is None or self.binary is None:
             return None
         logits_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
@@ -87,13 +87,13 @@ class BertHead(Head):
         counts_BT: torch.Tensor,
         order_B: torch.Tensor | None = None,
     ) -> ItemOutput:
-        """The sum of both losses, each also as a figure.
+        """The sum of both losses, and each as a metric.
 
         Args:
             x_BTD: the last layer's output.
-            labels_BT: the true words; only those that count are read.
-            counts_BT: 1 where a word was masked.
-            order_B: 1 where the second segment came before the first.
+            labels_BT: int64 original token ids; read where ``counts_BT`` is 1.
+            counts_BT: 1 where a token was masked.
+            order_B: int64, 1 where the segments are swapped.
         """
         if self.region is None:
             words = super().forward(*self._counted(x_BTD, labels_BT, counts_BT))
@@ -108,7 +108,7 @@ class BertHead(Head):
 
     @staticmethod
     def _counted(x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tokens that count alone, as one row of samples: six of seven need no projection on the vocabulary."""
+        """The masked tokens as one sample: the other six of seven need no projection to the vocabulary."""
         counted = counts_BT.reshape(-1).nonzero()[:, 0]
         if not len(counted):
             return x_BTD[:, :1], labels_BT[:, :1], counts_BT[:, :1]
@@ -118,23 +118,23 @@ class BertHead(Head):
 
 
 class EncoderFamily(Family[EncoderS]):
-    """A family of blocks in which every token sees every other one, one depth for all, with types of tokens."""
+    """A family of bidirectional blocks with token types and one number of blocks per stack."""
 
     def num_layers_at(self, item: str) -> int:
-        """All stacks of blocks are of one depth."""
+        """All stacks have the same number of blocks."""
         return self.shape.num_layers
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:
-        """Token types as well."""
+        """Adds token types."""
         return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
 
     def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Every token sees every other one."""
+        """Bidirectional attention."""
         return {**super().attention_options(device), "causal": False}
 
 
 class Bert(EncoderFamily[BertShape]):
-    """The BERT family over one shape; satisfies ``items.ModelFamily``."""
+    """The BERT family; satisfies ``layer_list.ModelFamily``."""
 
     name = "bert"
 
@@ -152,7 +152,7 @@ class Bert(EncoderFamily[BertShape]):
         )
 
     def builders(self, name: str) -> Builders:
-        """A head of two losses."""
+        """The head with two losses."""
         return {**super().builders(name), "head": lambda device: BertHead(self.shape, device)}
 
     def own_manifest(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""Blocks by ``torch.compile``: each item by itself, so that placement cannot change what is fused with what.
+"""``torch.compile`` of single items: each item is its own graph, so that placement cannot change what is fused.
 
-Compiled are embeddings, attentions and MLPs of fixed shapes. What follows the data (experts, routed blocks, hashed
-attention) or is made of products in pieces (heads with their losses) runs as it is.
+Embeddings, attentions and MLPs of fixed shapes are compiled. Data-dependent modules (experts, routed blocks, hashed
+attention) and heads, whose loss runs in chunks, stay eager.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_item(module: nn.Module, backend: str = INDUCTOR) -> None:
-    """Compile an item's forward when it first runs, in place; hooks and parameters stay where they are.
+    """Compile an item's forward at its first call, in place; hooks and parameter names are unchanged.
 
-    Items alike share what was compiled. One that changes on its way (evaluation, freezing) is compiled once for each.
+    Items of the same shape share the compiled code. Evaluation and freezing each compile once more.
     """
     if is_compiled(module):
-        # torch counts over all modules of a class: an encoder's, a decoder's, each in training, frozen and evaluated.
+        # torch counts recompilations per code object: encoder and decoder, each in training, frozen and in evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
         module.forward = torch.compile(module.forward, dynamic=False, fullgraph=True, backend=backend)
 
@@ -46,15 +46,18 @@ def check_compiler(
     which: Callable[[str], str | None] = shutil.which,
     headers: Path | None = None,
 ) -> None:
-    """Look for what torch's compiler writes its code for.
+    """Check that the toolchain of ``--torch-compile`` is installed.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        headers: the folder of Python's header files; None is this Python's.
+        backend: of ``torch.compile``.
+        environment: environment variables of the process.
+        which: finds a program on PATH.
+        headers: folder of Python's header files; None is this Python's.
 
     Raises:
-        UsageError: torch has no such backend; a C++ compiler (on CUDA a C compiler) or Python's header files are not
-            there.
+        UsageError: torch has no such backend, or a C++ compiler (on CUDA a C compiler) or Python's header files are
+            missing.
     """
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:

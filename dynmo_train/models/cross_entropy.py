@@ -69,13 +69,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(x_ND, weight_RD, bias_R, vocabulary, ctx.needs_input_grad)
         weight_VD, bias_V = weight_RD[:vocabulary], None if bias_R is None else bias_R[:vocabulary]
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        room_PV = x_ND.new_empty(min(piece, x_ND.shape[0]), vocabulary)
+        buffer_PV = x_ND.new_empty(min(piece, x_ND.shape[0]), vocabulary)
         for begin in range(0, x_ND.shape[0], piece):
             rows = slice(begin, begin + piece)
             x_PD, labels_P1, weights_P = x_ND[rows], labels_N[rows, None], weights_N[rows]
             # ``out=`` a buffer of our own: selective checkpointing may save a product's output, which must not be
             # modified in place as below.
-            logits_PV = room_PV[: x_PD.shape[0]]
+            logits_PV = buffer_PV[: x_PD.shape[0]]
             if bias_V is None:
                 torch.mm(x_PD, weight_VD.t(), out=logits_PV)
             else:

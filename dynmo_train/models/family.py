@@ -1,6 +1,12 @@
-"""What the model families share: the common sizes, and a base class that builds items from a few builders.
+"""The base class of model families, and their common sizes.
 
-A family of one stream has the layer list ``embedding``, ``layers.N.attention`` and ``layers.N.mlp``, ``head``.
+A subclass overrides what differs from a GPT; ``llama.py`` is the shortest one. A family of one residual stream has the
+layer list ``embedding``, ``layers.N.attention`` and ``layers.N.mlp``, ``head``:
+
+    Family.items         names, reads, writes, inputs (chain_items)
+    Family.build(name)   builders(name)[last word of the name](device) ─▶ initialise: weights drawn by (seed, name)
+    Family.ties          copy ─▶ owner: head.weight ─▶ embedding.word.weight
+    Family.manifest      the ``model`` object of a checkpoint
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 WORD = "embedding.word.weight"
 HEAD = "head.weight"
 Builders = Mapping[str, Callable[[torch.device], nn.Module]]
-# Fields of every shape that a manifest's ``model`` object states under the same names.
+# Fields of ``ModelDims`` that a manifest's ``model`` object has under the same names.
 STATED = (
     "hidden_size",
     "ffn_hidden_size",
@@ -78,10 +84,10 @@ Shape = TypeVar("Shape", bound=ModelDims)
 
 
 class Family(ABC, Generic[Shape]):
-    """A family over one shape; satisfies ``items.ModelFamily``.
+    """A model family with its sizes; satisfies ``layer_list.ModelFamily``.
 
-    A subclass gives ``name``, ``items``, ``num_layers_at``, and whatever of the rest differs from a GPT: ``ties``, the
-    options of its parts, its ``builders`` and the fields that its manifest adds.
+    A subclass defines ``name``, ``items``, ``num_layers_at``, ``own_manifest``, and what differs from a GPT: ``ties``,
+    the options of its layers, and its ``builders``.
     """
 
     name: ClassVar[str]
@@ -97,12 +103,12 @@ class Family(ABC, Generic[Shape]):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """The head's weight is a copy of the word table."""
+        """The head's weight is tied to the word table."""
         return {HEAD: WORD}
 
     @abstractmethod
     def num_layers_at(self, item: str) -> int:
-        """Blocks of the stack that an item is in: the matrices that end a branch start the smaller, the more it has."""
+        """Number of blocks of the item's stack, which scales the initial weights that end a residual branch."""
 
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
@@ -123,7 +129,7 @@ class Family(ABC, Generic[Shape]):
         return module
 
     def builders(self, name: str) -> Builders:
-        """By the last word of an item's name, what builds its module; ``name`` is the whole name of the one wanted."""
+        """Last word of an item's name -> what builds its module; ``name`` is the full name of the item to build."""
         return {
             "embedding": lambda device: Embedding(**self.embedding_options(device)),
             "attention": lambda device: SelfAttention(**self.attention_options(device)),
@@ -132,11 +138,11 @@ class Family(ABC, Generic[Shape]):
         }
 
     def norm(self, device: torch.device) -> nn.Module:
-        """A normalisation of the stream."""
+        """A normalization of the residual stream."""
         return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:
-        """Of ``blocks.Embedding``."""
+        """Arguments of ``blocks.Embedding``."""
         shape = self.shape
         return {
             "vocabulary": shape.padded_vocab_size,
@@ -147,7 +153,7 @@ class Family(ABC, Generic[Shape]):
         }
 
     def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Of ``blocks.SelfAttention``."""
+        """Arguments of ``blocks.SelfAttention``."""
         shape = self.shape
         return {
             "width": shape.hidden_size,
@@ -174,7 +180,7 @@ class Family(ABC, Generic[Shape]):
         return Mlp(**options) if moe is None else MoeMlp(moe=moe, **options)
 
     def head_options(self, device: torch.device) -> dict[str, Any]:
-        """Of ``blocks.Head``."""
+        """Arguments of ``blocks.Head``."""
         shape = self.shape
         return {
             "width": shape.hidden_size,
@@ -185,7 +191,7 @@ class Family(ABC, Generic[Shape]):
         }
 
     def split_dim(self, parameter: str) -> int | None:
-        """Heads, MLP width and vocabulary are cut; norms, positions, routers and a branch's last biases are not."""
+        """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""
         return split_dim_of(parameter)
 
     def manifest(self) -> dict[str, object]:
@@ -195,7 +201,7 @@ class Family(ABC, Generic[Shape]):
 
     @abstractmethod
     def own_manifest(self) -> dict[str, object]:
-        """What the manifest says beside ``STATED``: ``num_layers`` at least."""
+        """Fields of the manifest that are not in ``STATED``; ``num_layers`` is required."""
 
 
 def chain_items(
@@ -208,7 +214,7 @@ def chain_items(
     mlp_metrics: tuple[tuple[str, int], ...] = (),
     head_metrics: tuple[tuple[str, int], ...] = (),
 ) -> tuple[ItemSpec, ...]:
-    """The items in order; every item may begin a stage. The keywords say what of the batch each kind is called with."""
+    """The items of one stream, in order; every item may begin a stage. Keywords name the batch tensors of each kind."""
     items = [
         ItemSpec(
             name="embedding", layer="embedding", kind="embedding", cut_before=True, reads=(), inputs=embedding_inputs
@@ -248,13 +254,16 @@ def initialise(
     ties: Mapping[str, str],
     vocabulary: int,
 ) -> None:
-    """Draw the matrices of an item; vectors keep what their layers gave them.
+    """Draw the matrices of an item, in place; vectors keep the values of their modules.
 
     Args:
-        name: of the item.
-        std: of every matrix but those that end a residual branch, which get ``ending_std``.
-        ties: a copy is drawn as the weight that it copies.
-        vocabulary: true rows of the vocabulary; rows of padding behind them are zero.
+        name: name of the item.
+        module: the item's module; on the meta device nothing is drawn.
+        seed: of the run.
+        std: standard deviation of the matrices.
+        ending_std: standard deviation of the matrices that end a residual branch.
+        ties: a tied copy is drawn by the name of its owner, so that both have the same values.
+        vocabulary: number of true token ids; rows of padding are zero.
     """
     if any(parameter.device.type == "meta" for parameter in module.parameters()):
         return

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, from the sizes of the layer list; nothing is built."""
+"""Floating-point operations of a training step, from parameter shapes on the meta device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from .layer_list import ModelFamily, parameters_of
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: int = 1) -> int:
-    """Weights that every token is multiplied with: all matrices but lookup tables; of experts, those that it visits.
+    """Number of weights that multiply each token: all matrices except lookup tables; of experts the active ones.
 
     Args:
-        experts: of a layer.
-        active: experts that a token visits.
+        family: the model.
+        experts: experts of a layer.
+        active: experts of a token.
     """
     total = 0.0
     for item in family.items:
@@ -25,10 +26,18 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: int = 1)
 
 
 def step_flops(family: ModelFamily, *, width: int, samples: int, tokens: int, experts: int = 1, active: int = 1) -> int:
-    """Multiplications and additions of forward and backward over ``samples`` of ``tokens`` each, nothing recomputed.
+    """Floating-point operations of forward and backward, without recomputation.
 
-    Two for each weight and token, four more in the backward; attention's two products take ``4 T D`` for a token in a
-    forward, over the whole square (as Megatron and PaLM, arXiv 2204.02311 appendix B, count it).
+    Two per weight and token in the forward, four in the backward. The two products of attention take ``4 T D`` per
+    token in the forward, over the whole square (as in Megatron and in PaLM, arXiv:2204.02311, appendix B).
+
+    Args:
+        family: the model.
+        width: model width D.
+        samples: number of samples of the step.
+        tokens: tokens of a sample T.
+        experts: experts of a layer.
+        active: experts of a token.
 
     Worked: GPT 345M, 1,024 tokens, one sample: 6 x 354 M x 1,024 + 12 x 24 x 1,024 x 1,024 x 1,024 = 2.48e12.
     """

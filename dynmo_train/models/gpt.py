@@ -1,4 +1,4 @@
-"""GPT-2/3: learned positions, pre-normalisation, tanh GELU, tied embeddings (Radford et al. 2019, section 2.3)."""
+"""GPT-2/3: learned positions, pre-normalization, tanh GELU, tied embeddings (Radford et al. 2019, section 2.3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape(ModelDims):
-    """Everything that fixes a GPT's arithmetic."""
+    """Sizes of a GPT."""
 
     num_layers: int
     activation: str = "gelu_tanh"
@@ -39,7 +39,7 @@ Shape = TypeVar("Shape", bound=GptShape)
 
 
 class Gpt(Family[Shape]):
-    """The GPT family over one shape; satisfies ``items.ModelFamily``."""
+    """The GPT family; satisfies ``layer_list.ModelFamily``."""
 
     name = "gpt"
 
@@ -52,11 +52,11 @@ class Gpt(Family[Shape]):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """The head's weight is a copy of the word table, unless embeddings are untied."""
+        """The head's weight is tied to the word table, unless embeddings are untied."""
         return {HEAD: WORD} if self.shape.tied_embeddings else {}
 
     def num_layers_at(self, item: str) -> int:
-        """All blocks are one stack."""
+        """All blocks form one stack."""
         return self.shape.num_layers
 
     def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
@@ -64,7 +64,7 @@ class Gpt(Family[Shape]):
         return super().mlp(device, moe or self.shape.moe)
 
     def own_manifest(self) -> dict[str, object]:
-        """Blocks and experts."""
+        """Number of blocks, and the experts."""
         shape = self.shape
         return {"num_layers": shape.num_layers, **(shape.moe.manifest() if shape.moe else {})}
 

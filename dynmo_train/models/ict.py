@@ -1,8 +1,10 @@
-"""The inverse cloze task on BERT's parts: a tower for queries, one for blocks of text, and scores between them.
+"""The inverse cloze task with two BERT towers: one embeds queries, one embeds blocks of text.
 
-Lee et al. 2019 (arXiv:1906.00300, section 4), as Megatron trains it: a query is a sentence of a block, and its
-own block must score highest among all of the batch. The query's tower comes first in the layer list; its embeddings of
-the texts travel behind it, to the head at the end of the blocks' tower.
+Lee et al. 2019 (arXiv:1906.00300, section 4), as Megatron trains it: a query is a sentence of a block, and its own
+block must have the highest score of the batch. The query tower comes first in the layer list:
+
+    query ─▶ query.embedding ─▶ query.layers.* ─▶ query.pooler ─▶ query_embedding [B, P] ──────┐ crosses the stages
+    block ─▶ context.embedding ─▶ context.layers.* ─────────────────────────────────▶ head ─▶ loss
 
 Shapes in names: B samples, N samples of all replicas, T tokens, D model width, P width of an embedding.
 """
@@ -36,14 +38,14 @@ POOLER, HEAD_ITEM = "query.pooler", "head"
 
 @dataclass(frozen=True, kw_only=True)
 class IctShape(EncoderShape):
-    """Everything that fixes the arithmetic of a pair of towers.
+    """Sizes of a pair of towers.
 
     Attributes:
         num_layers: blocks of each tower.
-        projection_size: width of a text's embedding; 0: that of the stream, nothing is projected.
-        shared_towers: whether both towers are one: each weight of the second is a tie of the first's.
-        scaled_scores: whether scores are divided by the root of the width.
-        top_k: which accuracies are told: the share of queries whose block is among the k best.
+        projection_size: width P of a text embedding; 0 means D, without a projection.
+        shared_towers: whether both towers share their weights: each of the second is tied to the first's.
+        scaled_scores: whether scores are divided by the square root of D.
+        top_k: the accuracies to report: the percentage of queries whose block is among the k best.
     """
 
     projection_size: int = 0
@@ -70,7 +72,7 @@ class IctShape(EncoderShape):
 
 
 class TowerEmbedding(Embedding):
-    """All tokens are of type 0: the towers keep BERT's table of types, and have one segment."""
+    """BERT's embedding with token type 0: the towers have one segment."""
 
     def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Ids ``[B, T]`` to ``[B, T, D]``."""
@@ -78,7 +80,7 @@ class TowerEmbedding(Embedding):
 
 
 class Pooler(nn.Module):
-    """The end of a tower: final normalisation, the first token, and where the model has it a projection."""
+    """The end of a tower: final normalization of the first token, and a projection where the model has it."""
 
     def __init__(self, shape: IctShape, norm: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Pooler(nn.Module):
         self.projection = PrunableLinear(shape.hidden_size, width, device) if width else None
 
     def embed(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The embeddings of the texts, ``[B, P]``."""
+        """The text embeddings, ``[B, P]``, from the stream ``[B, T, D]``."""
         first_BD: torch.Tensor = self.norm(x_BTD[:, 0])
         return first_BD if self.projection is None else self.projection(first_BD)
 
@@ -97,9 +99,9 @@ class Pooler(nn.Module):
 
 
 class RetrievalHead(Pooler):
-    """The end of the blocks' tower, and the loss: each query must find its block among those of all replicas.
+    """The end of the context tower, and the loss over the queries and blocks of all data-parallel replicas.
 
-    ``replicas`` gathers the embeddings of the replicas; None where there is one. Every replica computes the whole loss.
+    ``replicas`` gathers the embeddings of the replicas; None where there is one. Every replica computes the same loss.
     """
 
     def __init__(self, shape: IctShape, norm: nn.Module, device: torch.device) -> None:
@@ -125,7 +127,7 @@ class RetrievalHead(Pooler):
 
 
 class Ict(EncoderFamily[IctShape]):
-    """The two towers over one shape; satisfies ``items.ModelFamily``."""
+    """The two towers; satisfies ``layer_list.ModelFamily``."""
 
     name = "ict"
 
@@ -169,7 +171,7 @@ class Ict(EncoderFamily[IctShape]):
         return items
 
     def _pooler(self) -> ItemSpec:
-        # It belongs to the last layer: it is no layer that a stage could be given.
+        # Part of the last layer: a stage of its own would have almost no work.
         last = f"{QUERY}.layers.{self.shape.num_layers - 1}"
         return ItemSpec(name=POOLER, layer=last, kind="layer", cut_before=True, reads=(QUERY,), writes=EMBEDDED)
 
@@ -187,7 +189,7 @@ class Ict(EncoderFamily[IctShape]):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """With one tower for both, every weight of the second is a copy of the first's."""
+        """With shared towers every weight of the second is tied to the first's."""
         return self._ties
 
     @cached_property

@@ -1,6 +1,6 @@
-"""A causal model, or one stage of it, that reads token after token, keeping what it needs of what it has read.
+"""Incremental decoding: a causal model, or one stage of it, with the keys and values of earlier tokens.
 
-Shapes in names: B sequences, T new tokens, S tokens up to now, C tokens that are left, D model width, V vocabulary.
+Shapes in names: B sequences, T new tokens, S all tokens so far, C active tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from .sparse_formats import DENSE
 
 @dataclass
 class Cache:
-    """What was read: how many tokens, and what each item keeps of them (keys and values, for each sequence).
+    """State of the decoded sequences.
 
     Attributes:
-        capacity: tokens that will be read at most.
-        padding: tokens that only fill up, at the begin of each sequence, ``[B]``; None: none.
+        capacity: maximum number of tokens; None is the decoder's.
+        padding: int64 ``[B]``, number of padding tokens at the start of each sequence; None means none.
+        tokens: number of tokens so far.
+        by_item: item name -> its cache: keys and values, for items with token selection a list by sequence.
     """
 
     capacity: int | None = None
@@ -38,7 +40,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where new tokens stand: their positions ``[B, T]``, which keys they see (None: all before), and the rotation."""
+    """Positions ``[B, T]`` of new tokens, the mask of keys (None: all earlier ones), and the rotation."""
 
     positions_BT: torch.Tensor
     past: int | torch.Tensor
@@ -47,12 +49,13 @@ class _Places:
 
 
 class Decoder:
-    """Modules in evaluation mode, on one device; reads at most ``max_tokens``.
+    """Runs a model or one of its stages in evaluation mode, token by token.
 
     Args:
         family: the whole model.
-        modules: of all items, or of those of a stage.
-        items: the items of the stage; None: all.
+        modules: item name -> module, of all items or of those of a stage.
+        max_tokens: maximum number of tokens of a sequence.
+        items: the items of the stage; None means all.
     """
 
     def __init__(
@@ -70,18 +73,24 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, ids_BT: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Read new tokens behind the cached ones; the logits of the last one, ``[B, V]``. The cache grows by T.
+        """Process int64 token ids after the cached ones; returns the logits of the last token, ``[B, V]`` float32.
 
-        Tokens that leave at an exit are not computed by the items behind it.
+        The cache grows by T. Later items skip tokens that exit.
         """
         exited_BT = torch.zeros(ids_BT.shape, device=ids_BT.device)
         return self.run(ids_BT, exited_BT, cache)[0]
 
     @torch.inference_mode()
     def run(self, x: torch.Tensor, exited_BT: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stage's items on new tokens: ids ``[B, T]`` or the stream before it, to the stream behind or the logits.
+        """Run the stage's items on new tokens.
 
-        ``exited_BT`` is 1 where a token has left, before and behind.
+        Args:
+            x: token ids ``[B, T]`` in the first stage, else the stream ``[B, T, D]``.
+            exited_BT: 1 where a token has exited before this stage.
+            cache: of this stage; grows by T tokens.
+
+        Returns:
+            The stream or, from the last stage, logits ``[B, V]``; and ``exited_BT`` after the stage.
         """
         places = self._places(x, cache)
         for item in self.items:
@@ -116,7 +125,7 @@ class Decoder:
             positions = positions_BT = (steps_T - padding_B1).clamp(min=0)
             key_mask_BS = torch.arange(past + new, device=device) >= padding_B1
             causal_TS = torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past)
-            # A filling token sees itself: a row without any key has no softmax.
+            # A padding token attends to itself: a softmax over no key is NaN.
             itself_TS = F.pad(torch.eye(new, dtype=torch.bool, device=device), (past, 0))
             mask = ((key_mask_BS[:, None] & causal_TS) | itself_TS)[:, None] if new > 1 else key_mask_BS[:, None, None]
         cos_sin = None
@@ -128,7 +137,7 @@ class Decoder:
     def _read_active(
         self, item: ItemSpec, x_BTD: torch.Tensor, exited_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One item on the tokens that are left, sequence by sequence: each has read another number of tokens."""
+        """Run one item on the active tokens, by sequence, because the lengths of their caches differ."""
         past = cache.by_item.setdefault(item.name, [None] * len(x_BTD))
         module = self.modules[item.name]
         rows, exited_rows = [], []
@@ -147,10 +156,10 @@ class Decoder:
 
 
 def store_by_columns(module: nn.Module) -> None:
-    """Give dense weights ``[O, I]`` memory in which a column is together; shapes and values stay.
+    """Store dense weights ``[O, I]`` in column-major order; shapes and values are unchanged.
 
-    The product with one token reads every weight once, and on CPU reads columns a third faster than rows (22 against
-    16 GB/s on a 2-core AMD EPYC, widths 768 to 3,072). A head that shares the word table gets memory of its own.
+    The product with one token reads every weight once. On CPU this is a third faster by columns than by rows (22
+    against 16 GB/s on a 2-core AMD EPYC, widths 768 to 3,072). A head that shares the word table's memory gets a copy.
     """
     for child in module.modules():
         if isinstance(child, Head) or (isinstance(child, PrunableLinear) and child.form == DENSE):
@@ -158,12 +167,12 @@ def store_by_columns(module: nn.Module) -> None:
 
 
 def is_ragged_safe(family: ModelFamily) -> bool:
-    """Whether sequences of different lengths may share a batch: no item decides which tokens go through it."""
+    """Whether sequences of different lengths may share a batch: no item selects tokens."""
     return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in family.items)
 
 
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Logits of the last token, ``[B, V]``, float32; where the vocabulary is cut, put together on every rank."""
+    """Logits of the last token, float32 ``[B, V]``; where the vocabulary is sharded, gathered on every rank."""
     if head.region is None:
         return head.logits(x_BTD[:, -1:])[:, 0].float()
     weight_VD, bias_V, _ = head.local_rows()
@@ -176,7 +185,7 @@ def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def _extend(module: nn.Module, x_BTD: torch.Tensor, past: Any, positions_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """An item on new tokens, and what it keeps of all."""
+    """Run an item on new tokens; returns its output and its cache of all tokens."""
     if isinstance(module, SelfAttention | RoutedBlock):
         extended: tuple[torch.Tensor, Any] = module.extend(x_BTD, past, positions_BT)
         return extended
@@ -188,7 +197,7 @@ def _extend(module: nn.Module, x_BTD: torch.Tensor, past: Any, positions_BT: tor
 def _after_exit(
     module: nn.Module, before_BTD: torch.Tensor, after_BTD: torch.Tensor, exited_BT: torch.Tensor
 ) -> torch.Tensor:
-    """``exited_BT`` with the tokens that leave at the item's exit, where it has one."""
+    """``exited_BT`` with the tokens that exit at the item's exit, where it has one."""
     exit_ = module._modules.get("exit")
     if not isinstance(exit_, Exit):
         return exited_BT

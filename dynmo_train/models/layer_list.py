@@ -1,4 +1,13 @@
-"""The layer list: what an item is, whatever the model family.
+"""The layer list: what an item is, for all model families.
+
+An item is the unit that is placed, measured, moved and checkpointed. It is a module with a name for life, the values
+that it reads and the one that it writes. What crosses a stage boundary follows from these declarations:
+
+    items        embedding      layers.0.attention   layers.0.mlp   ...   head
+    inputs       ids                                                      labels
+    reads        -              hidden               hidden               hidden
+    writes       hidden         hidden               hidden               loss
+                           boundary: live_before(items, index) = (hidden,)
 
 Shapes in names: B samples of a microbatch, T tokens, D model width, O and I rows and columns of a weight.
 """
@@ -30,16 +39,16 @@ class ItemSpec:
     value that it writes, or that and figures as ``ItemOutput``.
 
     Attributes:
-        name: for life; parameters extend it (``layers.7.mlp`` owns ``layers.7.mlp.fc1.weight``).
+        name: unique and permanent; names of parameters extend it (``layers.7.mlp`` has ``layers.7.mlp.fc1.weight``).
         layer: the layer that it is a part of (``layers.7``).
         kind: ``embedding``, ``attention``, ``cross_attention``, ``mlp``, ``head``, or ``layer`` for anything else.
-        cut_before: whether the model lets a stage begin here.
+        cut_before: whether a stage may begin with this item.
         tied_to: the item that owns a weight that this one shares, or None.
-        reads: names of the values of earlier items that it works on; the first one is what it transforms.
-        writes: name of its value; a later item that writes the same name takes its place.
-        inputs: names of the batch's tensors that it needs.
+        reads: names of the values of earlier items that it reads; it transforms the first one.
+        writes: name of its value; a later item that writes the same name overwrites it.
+        inputs: names of the batch tensors that it reads.
         figures: names and lengths of the figures that it reports for each microbatch.
-        side: names of values without gradient that it writes beside its own, as ``ItemOutput.side``.
+        side: names of further values, without gradient, that it writes as ``ItemOutput.side``.
     """
 
     name: str
@@ -55,14 +64,14 @@ class ItemSpec:
 
 
 class ItemOutput(NamedTuple):
-    """What an item returns that has more to tell than its value.
+    """The return value of an item that has metrics, losses or further values.
 
     Attributes:
         output: its value.
         figures: by name, scalars or vectors.
-        losses: scalars that are added to the loss of the microbatch, weighted already; their gradient enters at the
-            item's output, so the item itself knows neither microbatches nor loss scale.
-        side: values without gradient that it writes beside its own.
+        losses: weighted scalars that are added to the loss of the microbatch. Their gradient enters at the item's
+            output, so the item depends on neither the number of microbatches nor the loss scale.
+        side: further values, without gradient.
     """
 
     output: torch.Tensor
@@ -80,7 +89,7 @@ def output_of(result: torch.Tensor | ItemOutput) -> torch.Tensor:
 class BoundaryShape:
     """The static shape of every value that may cross a stage boundary, such as ``hidden: (B, T, D)``.
 
-    ``dtype`` is the type of the arithmetic; a loss, the value without dimensions, is float32 whatever that is.
+    ``dtype`` is the compute type; a loss, the value without dimensions, is always float32.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -88,21 +97,21 @@ class BoundaryShape:
 
     @classmethod
     def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
-        """Of a model with one stream: ``[B, T, D]``."""
+        """The boundary of a model with one residual stream ``[B, T, D]``."""
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample, of a model with one stream."""
+        """Tokens of a sample, in a model with one stream."""
         return self.shapes[HIDDEN][1]
 
     def with_tokens(self, tokens: int) -> BoundaryShape:
-        """The same for samples of another length, of a model with one stream."""
+        """The boundary for samples of another length, in a model with one stream."""
         shapes = {name: (s[0], tokens, *s[2:]) if len(s) > 1 else s for name, s in self.shapes.items()}
         return replace(self, shapes=shapes)
 
     def cut_along_tokens(self, parts: int) -> BoundaryShape:
-        """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
+        """The boundary with streams ``[B, T, D]`` split along the tokens over ``parts`` ranks."""
         cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}
         return replace(self, shapes=cut)
 
@@ -112,29 +121,29 @@ class BoundaryShape:
         return torch.empty(shape, device="meta", dtype=self.dtype if shape else torch.float32)
 
     def num_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of the named values together."""
+        """Total bytes of the named values."""
         values = [self.empty(name) for name in names]
         return sum(value.numel() * value.element_size() for value in values)
 
 
 def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
-    """The values that cross a boundary before item ``index``: written before it and read from it on, in list order.
+    """The values that cross a boundary before item ``index``: written before it, and read by it or later items.
 
-    Behind the last item that is what the last one writes.
+    They are in list order. After the last item it is the value that the last item writes.
     """
     if index == len(items):
         return (items[-1].writes,)
     written = dict.fromkeys(name for item in items[:index] for name in (item.writes, *item.side))
     overwritten: set[str] = set()
-    wanted: set[str] = set()
+    needed: set[str] = set()
     for item in items[index:]:
-        wanted.update(name for name in item.reads if name not in overwritten)
+        needed.update(name for name in item.reads if name not in overwritten)
         overwritten.update((item.writes, *item.side))
-    return tuple(name for name in written if name in wanted)
+    return tuple(name for name in written if name in needed)
 
 
 def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str, bool]:
-    """Value written before item ``index`` -> whether its gradient matters, the first ``frozen`` items being frozen."""
+    """Value written before item ``index`` -> whether its gradient is needed, with the first ``frozen`` items frozen."""
     trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
     return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
 
@@ -145,10 +154,10 @@ CUT_ROWS = ("word.weight", "head.weight", "head.bias")
 
 
 def split_dim(parameter: str) -> int | None:
-    """The dimension along which tensor parallelism cuts a parameter, by its name; None: every rank has it whole.
+    """The dimension along which tensor parallelism splits a parameter, by its name; None where it is replicated.
 
-    Heads, MLP width and vocabulary are cut; norms, positions, routers and the biases of a branch's end are not, nor is
-    what stands in a head before its last product.
+    Attention heads, MLP columns and vocabulary rows are split. Norms, positions, routers, the biases of row-parallel
+    layers, and the layers of a head before its projection are replicated.
     """
     owner, _, kind = parameter.rpartition(".")
     if parameter.endswith(CUT_ROWS) or (owner.endswith(CUT_FIRST) and kind in ("weight", "bias")):
@@ -157,7 +166,7 @@ def split_dim(parameter: str) -> int | None:
 
 
 class ModelFamily(Protocol):
-    """What the engine asks of a model family: a pure description and a builder of single items."""
+    """The interface of a model family: a pure description, and a builder of single items."""
 
     @property
     def items(self) -> tuple[ItemSpec, ...]:
@@ -171,9 +180,9 @@ class ModelFamily(Protocol):
         """Build one item with its initial weights, which depend on the seed and the name alone."""
 
     def split_dim(self, parameter: str) -> int | None:
-        """The dimension that tensor parallelism cuts of a parameter, by its global name; None where each rank has all.
+        """The dimension along which tensor parallelism splits a parameter, by its global name; None: replicated.
 
-        A module whose weight is cut along 0 gives out a part of its outputs, along 1 it takes a part of its inputs.
+        A linear layer split along 0 is column-parallel, along 1 row-parallel.
         """
 
     def manifest(self) -> dict[str, object]:
@@ -181,7 +190,7 @@ class ModelFamily(Protocol):
 
 
 def masks_of(name: str, module: nn.Module) -> dict[str, PrunableLinear]:
-    """The prunable weights of an item: global parameter name -> the layer that holds it, in module order."""
+    """The prunable weights of an item: global parameter name -> its layer, in module order."""
     return {
         f"{name}.{child}.weight": layer for child, layer in module.named_modules() if isinstance(layer, PrunableLinear)
     }
@@ -193,17 +202,17 @@ def parameters_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_vocabulary_rows(parameter_name: str) -> bool:
-    """Whether a parameter has a row for each id of the vocabulary, by its global name: word tables, the head, its bias.
+    """Whether a parameter has one row per token id, by its global name: word tables, the head's weight and bias.
 
-    Those rows are padded so that tensor-parallel ranks share them evenly. The rows of padding are zero for ever: no id
-    looks them up, they take no part in a loss, and zero rows stay zero under Adam. So no checkpoint stores them.
+    These rows are padded to a multiple of the tensor-parallel size. Rows of padding are always zero: no id reads them,
+    they take no part in a loss, and zero rows stay zero under Adam. So checkpoints do not store them.
     """
     return re.search(r"(^|\.)(embedding\.word\.weight|head\.(weight|bias))$", parameter_name) is not None
 
 
 def vocabulary_rows(family: ModelFamily, *, padded: bool = False) -> int:
-    """The true rows of a family's vocabulary, or those that this process's layout pads it to."""
+    """The vocabulary size of a family, or with ``padded`` the rows of its tables on this layout."""
     rows = family.manifest()["padded_vocab_size" if padded else "vocab_size"]
     if not isinstance(rows, int):
-        raise TypeError(f"{type(family).__name__} states no rows of its vocabulary: {rows!r}")
+        raise TypeError(f"{type(family).__name__} states no vocabulary size: {rows!r}")
     return rows

@@ -1,9 +1,15 @@
-"""A linear layer whose weight can be pruned, and whose product then runs on the nonzeros alone.
+"""A linear layer with a prunable weight, whose product then runs on the nonzeros alone.
 
-The dense weight and its mask are the truth: checkpoints, moves and the optimizer know nothing else. The other forms are
-derived from them. Which form runs is a pure function of mask and table, so placement cannot change a bit.
+The dense weight and its mask are the only state: checkpoints, moves and the optimizer see nothing else. The sparse
+formats are derived from them. Which one runs is a pure function of mask and table, so placement changes no bit.
 
-Shapes: N = B*T rows, O outputs, I inputs.
+    weight_OI, mask_OI ─▶ SparseTable.form ─┬─ dense   F.linear
+                                            ├─ csr     values at CsrPattern, gathered once a step
+                                            ├─ block   BSR, 32 x 32 (CUDA)
+                                            ├─ 2:4     semi-structured (CUDA, 16 bit)
+                                            └─ structured pruning: a narrower dense product
+
+Shapes in names: N = B*T input rows, O output features, I input features.
 """
 
 from __future__ import annotations
@@ -24,13 +30,14 @@ StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class CsrPattern:
-    """Where the nonzeros of a weight ``[O, I]`` stand, for the product with it and with its transpose.
+    """Positions of the nonzeros of a weight ``[O, I]``, for products with it and with its transpose.
 
     Attributes:
         rows: row pointers of the weight, ``[O + 1]``.
         columns: column of each nonzero, ``[nnz]``.
         flat: position of each nonzero in the flattened weight, ``[nnz]``.
-        rows_t, columns_t: the same of the transpose.
+        rows_t: row pointers of the transpose, ``[I + 1]``.
+        columns_t: column of each nonzero of the transpose, ``[nnz]``.
         order_t: position in ``flat`` of each nonzero of the transpose, ``[nnz]``.
     """
 
@@ -47,8 +54,8 @@ def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
     row, column = mask_OI.nonzero(as_tuple=True)
     order_t = torch.argsort(column, stable=True)
 
-    def pointers(kept_per_row: torch.Tensor) -> torch.Tensor:
-        return F.pad(kept_per_row.cumsum(0), (1, 0)).to(torch.int32)
+    def pointers(counts: torch.Tensor) -> torch.Tensor:
+        return F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     return CsrPattern(
         rows=pointers(mask_OI.sum(1)),
@@ -61,7 +68,7 @@ def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
 
 
 class _CsrLinear(torch.autograd.Function):
-    """``y = x W^T`` and both gradients on the nonzeros of W; the gradient of W is zero where it is pruned."""
+    """``y = x W^T`` and both gradients on the nonzeros of W; the gradient of W is zero at pruned weights."""
 
     @staticmethod
     def forward(
@@ -72,7 +79,7 @@ class _CsrLinear(torch.autograd.Function):
         csr = torch.sparse_csr_tensor(
             pattern.rows, pattern.columns, values, weight_OI.shape, check_invariants=False, requires_grad=False
         )
-        # Row-major again: what follows runs slower on a transposed layout than the copy takes.
+        # Copied to row-major: the following operations lose more time on a transposed layout than the copy takes.
         return (csr @ x_NI.t()).t().contiguous()
 
     @staticmethod
@@ -100,7 +107,7 @@ class _CsrLinear(torch.autograd.Function):
 
 
 class _MaskedLinear(torch.autograd.Function):
-    """``y = x W^T`` by a sparse form of W, and both gradients by dense products; W's is zero where it is pruned."""
+    """``y = x W^T`` with a sparse W, dense products for both gradients; the one of W is zero at pruned weights."""
 
     @staticmethod
     def forward(
@@ -119,7 +126,7 @@ class _MaskedLinear(torch.autograd.Function):
 
 
 def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
-    """The weight in the form ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
+    """The weight ``[O, I]`` in the format ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
     if form == BLOCK:
         return weight_OI.to_sparse_bsr((BLOCK_SIZE, BLOCK_SIZE))
     from torch.sparse import to_sparse_semi_structured
@@ -129,12 +136,18 @@ def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class PrunableLinear(nn.Module):
-    """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in a sparse form.
+    """``y = x W^T + b`` with W ``[O, I]``; pruned weights stay zero, and the product may run in a sparse format.
 
-    Where whole rows and columns are pruned it is the narrower layer: it takes and gives what is kept alone.
+    Where whole rows and columns are pruned, the layer computes the remaining features only.
 
-    Under tensor parallelism W is one rank's slice: ``enter`` makes the input whole where the outputs are cut, ``leave``
-    adds the ranks' products, before the bias, where the inputs are. Both are None elsewhere.
+    Under tensor parallelism W is one rank's slice. ``enter`` gathers the input where the output features are sharded;
+    ``leave`` sums the ranks' products, before the bias, where the input features are. Both are None otherwise.
+
+    Args:
+        inputs: I.
+        outputs: O.
+        device: where the parameters are created.
+        bias: whether the layer has a bias.
     """
 
     mask: torch.Tensor | None
@@ -163,9 +176,13 @@ class PrunableLinear(nn.Module):
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
     def set_mask(self, mask_OI: torch.Tensor, table: SparseTable) -> None:
-        """Take ``mask_OI`` (boolean, true = kept) and choose the form of the product.
+        """Set the mask and choose the format of the product.
 
-        The weight is zero elsewhere already: its owner zeroes it, who may hold it in parts.
+        The item store has zeroed the weight already: with FSDP it has the rows of it that this module does not.
+
+        Args:
+            mask_OI: bool, true for weights that remain.
+            table: thresholds of the sparse formats.
         """
         self.mask = mask_OI
         self.weights_changed()
@@ -176,7 +193,7 @@ class PrunableLinear(nn.Module):
         self._pattern = csr_pattern(mask_OI) if self.form == CSR else None
 
     def weights_changed(self) -> None:
-        """Tell that the weight was written: values gathered from it are out of date."""
+        """Discard what was derived from the weight; call this after each write to it."""
         self._values = self._sparse = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 and Mixtral: RMSNorm, rotary positions, gated SiLU, grouped queries, a head of its own, no biases.
+"""Llama 2 and 3 and Mixtral: RMSNorm, rotary positions, gated SiLU, grouped queries, an untied head, no biases.
 
 Touvron et al. 2023 (arXiv:2307.09288), Grattafiori et al. 2024 (arXiv:2407.21783); Jiang et al. 2024
 (arXiv:2401.04088).
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape(GptShape):
-    """Everything that fixes a Llama's arithmetic."""
+    """Sizes of a Llama."""
 
     num_key_value_heads: int
     head_dim: int
@@ -56,7 +56,7 @@ class LlamaShape(GptShape):
 
 
 class Llama(Gpt[LlamaShape]):
-    """The Llama family over one shape: a GPT's layer list with other parts."""
+    """The Llama family: a GPT's layer list with other layers."""
 
     name = "llama"
     bias = False
@@ -66,11 +66,11 @@ class Llama(Gpt[LlamaShape]):
         return nn.RMSNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:
-        """No table of positions."""
+        """No position table."""
         return {**super().embedding_options(device), "positions": 0}
 
     def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Grouped queries, and positions that turn them."""
+        """Adds grouped queries and rotary positions."""
         shape = self.shape
         return {
             **super().attention_options(device),
@@ -80,7 +80,7 @@ class Llama(Gpt[LlamaShape]):
         }
 
     def own_manifest(self) -> dict[str, object]:
-        """What a Llama has beside a GPT's fields."""
+        """A GPT's fields, and those of a Llama."""
         shape = self.shape
         return {
             **super().own_manifest(),

@@ -1,6 +1,6 @@
 """A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs (Shazeer et al. 2017).
 
-Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C places, C experts of a token, E experts,
+Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C slots, C experts per token, E experts,
 D model width.
 """
 
@@ -28,7 +28,7 @@ TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """What fixes a mixture of experts.
+    """Sizes and losses of a mixture of experts.
 
     Attributes:
         num_experts: experts of a layer.
@@ -36,9 +36,9 @@ class MoeShape:
         aux_loss_coeff: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
         z_loss_coeff: weight of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
         routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens) or
-            ``balanced`` (one expert a token, as many tokens an expert); see ``expert_routing``.
-        capacity_factor: an expert takes at most this times its even share of a microbatch, the likeliest first; None
-            drops no token.
+            ``balanced`` (one expert per token, equal numbers of tokens per expert); see ``moe_routing``.
+        capacity_factor: an expert's maximum number of tokens of a microbatch, as a multiple of the even share; tokens
+            of the lowest probability are dropped. None drops no token.
     """
 
     num_experts: int
@@ -50,11 +50,11 @@ class MoeShape:
 
     @property
     def metrics(self) -> tuple[tuple[str, int], ...]:
-        """What a layer reports: both losses, unweighted, and the tokens that each expert was chosen for."""
+        """Metrics of a layer: both losses, unweighted, and the number of tokens of each expert."""
         return (("load_balancing_loss", 1), ("z_loss", 1), ("expert_tokens", self.num_experts))
 
     def manifest(self) -> dict[str, object]:
-        """The part of a manifest's ``model`` object."""
+        """The fields of a manifest's ``model`` object."""
         return {
             "num_experts": self.num_experts,
             "moe_top_k": self.top_k,
@@ -81,7 +81,7 @@ class MoeShape:
 
     @classmethod
     def of_manifest(cls, model: Mapping[str, Any]) -> MoeShape | None:
-        """What a manifest's ``model`` object says; None where it has no experts."""
+        """The experts of a manifest's ``model`` object; None where it has none."""
         if model.get("num_experts") is None:
             return None
         return cls(
@@ -95,15 +95,15 @@ class MoeShape:
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a microbatch go.
+    """The assignment of a microbatch's tokens to experts.
 
     Attributes:
-        order_M: places sorted by expert; place ``n * C + c`` is token ``n``'s choice ``c``.
-        counts: places of each expert, ``E`` integers.
-        weights_NC: weights of each token's choices; 0 where the expert had no room.
-        load_balancing: ``E sum_e f_e P_e`` with f the fraction of places and P the mean probability: 1 at balance.
+        order_M: int64 slots sorted by expert; slot ``n * C + c`` is choice ``c`` of token ``n``.
+        counts: number of slots of each expert, ``E`` integers.
+        weights_NC: float32 weights of each token's choices; 0 where the expert dropped the token.
+        load_balancing: ``E sum_e f_e P_e`` with f the fraction of slots and P the mean probability: 1 at balance.
         z: mean squared log-sum-exp of the router's logits.
-        chosen_E: places before any was dropped.
+        chosen_E: int64 number of slots of each expert before any token was dropped.
     """
 
     order_M: torch.Tensor
@@ -115,13 +115,15 @@ class Routing(NamedTuple):
 
 
 def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> Routing:
-    """Choose the likeliest experts of each token; their probabilities, made to add up to 1, weigh their outputs.
+    """Choose the experts of highest probability for each token; normalized probabilities weigh their outputs.
 
-    Everything is a function of the microbatch alone; ties go to the lower expert and the earlier token.
+    The result is a function of the microbatch alone; ties go to the lower expert and the earlier token.
 
     Args:
-        balanced: each token gets one expert, each expert as many tokens; the sigmoid of the logit is the weight (Lewis
-            et al. 2021, arXiv:2103.16716, section 2).
+        logits_NE: the router's output.
+        moe: number of experts per token, capacity and routing.
+        balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
+            the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
     """
     logits_NE = logits_NE.float()
     experts = logits_NE.shape[1]
@@ -148,7 +150,7 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
 def _within_capacity(
     expert_M: torch.Tensor, weights_M: torch.Tensor, chosen_E: torch.Tensor, capacity: int
 ) -> torch.Tensor:
-    """Which places are among the ``capacity`` heaviest of their expert, as a boolean."""
+    """Whether each slot is among the ``capacity`` slots of largest weight of its expert, bool ``[M]``."""
     by_weight_M = weights_M.argsort(descending=True, stable=True)
     order_M = by_weight_M[expert_M[by_weight_M].argsort(stable=True)]
     begins_E = chosen_E.cumsum(0) - chosen_E
@@ -159,12 +161,12 @@ def _within_capacity(
 
 
 class Experts(nn.ModuleDict):
-    """The MLPs of a layer that this process holds, by number; ``dispatcher`` finds those that others hold."""
+    """The experts of a layer on this process, by number; ``dispatcher`` reaches those of other processes."""
 
     dispatcher: TokenDispatcher | None = None
 
     def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Apply each expert to its share of the rows: ``counts[e]`` rows for expert ``e``, in order."""
+        """Apply each expert to its rows of ``[M, D]``: ``counts[e]`` consecutive rows for expert ``e``."""
         if self.dispatcher is not None:
             return self.dispatcher.run(sorted_MD, counts, self._apply_own)
         return self._apply_own(sorted_MD, counts)
@@ -174,7 +176,7 @@ class Experts(nn.ModuleDict):
         return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
 
     def keep(self, dispatcher: TokenDispatcher) -> None:
-        """Hold the process's own experts alone; the others are reached through ``dispatcher``."""
+        """Remove the experts of other processes; ``dispatcher`` reaches them."""
         self.dispatcher = dispatcher
         own = dispatcher.own(len(self))
         for number in [number for number in self if int(number) not in own]:
@@ -182,7 +184,7 @@ class Experts(nn.ModuleDict):
 
 
 class MoeMlp(nn.Module):
-    """``x + sum of the chosen experts of norm(x), weighted``; reports its losses and the experts' loads."""
+    """``x + weighted sum of the chosen experts of norm(x)``, with auxiliary losses and the experts' loads."""
 
     def __init__(
         self,
@@ -207,9 +209,9 @@ class MoeMlp(nn.Module):
         )
 
     def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """The outputs of each token's experts, weighted and added."""
+        """The weighted sum of the outputs of each token's experts."""
         choices = routing.weights_NC.shape[1]
-        # One row a place, so that the backward of the sorting has no two rows that add into one.
+        # One row per slot: the backward of the indexing then adds no two rows, whose order CUDA does not fix.
         places_MD = x_ND[:, None].expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
         sorted_MD = self.experts(places_MD[routing.order_M], routing.counts)
         back_M = torch.empty_like(routing.order_M)
@@ -219,7 +221,7 @@ class MoeMlp(nn.Module):
         return y_ND
 
     def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where experts choose their tokens, and how many experts chose each token."""
+        """Expert choice: the weighted sum, and the number of experts that chose each token."""
         token_EC, weight_EC = expert_choice(logits_NE.float().softmax(-1), self.moe.top_k)
         token_M = token_EC.reshape(-1)
         sorted_MD = self.experts(x_ND.index_select(0, token_M), [token_EC.shape[1]] * self.moe.num_experts)
@@ -231,7 +233,7 @@ class MoeMlp(nn.Module):
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
         logits_NE = self.router(x_ND)
-        # Experts that choose, and balanced assignment, look ahead in the text: in training alone.
+        # Expert choice and balanced assignment are not causal, so evaluation routes by token.
         routing = route(logits_NE, moe, balanced=self.training)
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:

@@ -1,4 +1,4 @@
-"""How attention knows where tokens stand: rotation of queries and keys, or scores by distance.
+"""Positions in attention: rotary embeddings of queries and keys, or a learned bias by relative distance.
 
 Shapes in names: B samples, T queries, S keys, H heads, K head width.
 """
@@ -16,12 +16,16 @@ from torch import nn
 def rotary_frequencies(
     head_width: int, base: float, scaling: Mapping[str, Any] | None, device: torch.device
 ) -> torch.Tensor:
-    """Radians per position of each of the ``head_width / 2`` planes (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
+    """Radians per position of the ``K / 2`` planes, float32 (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
 
     Args:
+        head_width: K.
+        base: base of the geometric series of wavelengths.
         scaling: None, or Llama 3's (``factor``, ``low_freq_factor``, ``high_freq_factor``,
-            ``original_max_position_embeddings``): long cos_sin are slowed by the factor, short ones kept, those between
-            blended (Grattafiori et al. 2024, arXiv:2407.21783, and Hugging Face's ``rope_type`` ``llama3``).
+            ``original_max_position_embeddings``): long wavelengths are stretched by the factor, short ones unchanged,
+            those between interpolated (Grattafiori et al. 2024, arXiv:2407.21783; ``rope_type`` ``llama3`` of Hugging
+            Face).
+        device: device of the result.
     """
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
     frequencies: torch.Tensor = 1.0 / base**exponents
@@ -29,14 +33,14 @@ def rotary_frequencies(
         return frequencies
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    cos_sin = 2 * math.pi / frequencies
-    share: torch.Tensor = ((original / cos_sin - low) / (high - low)).clamp(0.0, 1.0)
+    wavelengths = 2 * math.pi / frequencies
+    share: torch.Tensor = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
     return scaled
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions; the halves of a head are the planes' coordinates. No parameters."""
+    """Rotary position embedding; the two halves of a head are the coordinates of the planes. No parameters."""
 
     def __init__(self, head_width: int, base: float, scaling: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -45,13 +49,13 @@ class Rotary(nn.Module):
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate tokens at positions from ``past`` on, or at those of a tensor ``past``, ``[B, T]``."""
+        """Rotate queries and keys; ``past`` is the first position, or int64 positions ``[B, T]``."""
         return self.apply_rotary(q_BHTK, k_BGTK, self.cos_sin(past, q_BHTK.shape[2], q_BHTK.device, q_BHTK.dtype))
 
     def cos_sin(
         self, past: int | torch.Tensor, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each token's angles, the same for every layer: ``[T, K]``, or ``[B, 1, T, K]``."""
+        """Cosine and sine of the tokens' angles, the same for every layer: ``[T, K]``, or ``[B, 1, T, K]``."""
         frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
         if isinstance(past, torch.Tensor):
             positions = past[:, None].to(torch.float32)
@@ -65,7 +69,7 @@ class Rotary(nn.Module):
     def apply_rotary(
         q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys rotate by angles of :meth:`cos_sin`."""
+        """Queries and keys rotated by the angles of :meth:`cos_sin`."""
         cosine, sine = cos_sin
 
         def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -76,10 +80,10 @@ class Rotary(nn.Module):
 
 
 def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *, causal: bool) -> torch.Tensor:
-    """The bucket of each distance, ``[T, S]`` (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
+    """The bucket of each relative distance, int64 ``[T, S]`` (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
 
     Half of a direction's buckets are single distances; the others grow logarithmically up to ``max_distance``. Without
-    ``causal`` half of the buckets are for keys ahead.
+    ``causal`` half of the buckets are for later keys.
     """
     distance = torch.arange(keys)[None, :] - torch.arange(tokens)[:, None]
     offset = torch.zeros_like(distance)
@@ -96,20 +100,20 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
 
 
 class RelativeBias(nn.Module):
-    """A learned score for each bucket of distances and head, ``weight [buckets, H]``."""
+    """A learned bias of the attention scores by bucket of distance and head, ``weight [buckets, H]``."""
 
     def __init__(self, buckets: int, heads: int, max_distance: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(buckets, heads, device=device))
         self.max_distance = max_distance
 
-    def scores(self, tokens: int, keys: int, seen: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
-        """What is added to the scores, ``[1 or B, H, T, S]``: minus infinity where a key is not seen."""
+    def scores(self, tokens: int, keys: int, key_mask: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
+        """The bias, ``[1 or B, H, T, S]``: minus infinity where ``key_mask`` (bool) is false."""
         buckets_TS = relative_buckets(tokens, keys, self.weight.shape[0], self.max_distance, causal=causal)
         bias = self.weight[buckets_TS.to(self.weight.device)].permute(2, 0, 1)[None]
         if causal:
             ahead = torch.ones(tokens, keys, dtype=torch.bool, device=bias.device).triu(1)
             bias = bias.masked_fill(ahead, float("-inf"))
-        if seen is not None:
-            bias = bias.masked_fill(~seen, float("-inf"))
+        if key_mask is not None:
+            bias = bias.masked_fill(~key_mask, float("-inf"))
         return bias

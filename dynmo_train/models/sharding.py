@@ -1,8 +1,13 @@
-"""An item's tensor-parallel form: parameters cut by the family's table, modules told where regions begin and end.
+"""Turns an item into a tensor-parallel rank's shard of it, and leaves it this process's experts.
 
-The table (``ModelFamily.split_dim``) is the whole plan. A linear layer whose weight is cut along its outputs enters a
-region, one cut along its inputs leaves it; an embedding cut along its rows looks up what it has and leaves; a head cut
-along the vocabulary computes its loss over all ranks.
+``ModelFamily.split_dim`` is the whole sharding plan: the dimension along which each parameter is split.
+
+    split_dim  module           effect
+    0          linear layer     column-parallel: input enters the tensor-parallel region
+    1          linear layer     row-parallel: partial products are summed on leaving the region, before the bias
+    0          embedding        vocabulary-parallel: other ranks' ids give zero, and the sum over ranks is the lookup
+    0          head             vocabulary-parallel: the loss is computed over all ranks
+    None       any              replicated
 """
 
 from __future__ import annotations
@@ -31,14 +36,14 @@ SplitDim = Callable[[str], int | None]
 
 
 class CutEmbedding(nn.Module):
-    """This rank's rows of a table; ids of other ranks' rows give zero, and the sum over the ranks is the lookup."""
+    """This rank's rows of an embedding table; ids of other ranks give zero, and the sum over ranks is the lookup."""
 
     def __init__(self, weight_VD: nn.Parameter, region: TensorRegion) -> None:
         super().__init__()
         self.weight, self._region = weight_VD, region
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids ``[...]``: ``[..., D]``."""
+        """Look up int64 ids ``[...]``: ``[..., D]``."""
         rows = self.weight.shape[0]
         local = ids - self._region.rank * rows
         elsewhere = (local < 0) | (local >= rows)
@@ -47,7 +52,7 @@ class CutEmbedding(nn.Module):
 
 
 def cut_tensor(tensor: torch.Tensor, dim: int | None, region: TensorRegion | None) -> torch.Tensor:
-    """This rank's slice of a whole tensor along ``dim``; the whole where nothing is cut. A view."""
+    """This rank's slice of a tensor along ``dim``, a view; the tensor itself where it is replicated."""
     if region is None or dim is None:
         return tensor
     part = tensor.shape[dim] // region.size
@@ -55,7 +60,7 @@ def cut_tensor(tensor: torch.Tensor, dim: int | None, region: TensorRegion | Non
 
 
 def whole_shape(shape: torch.Size, dim: int | None, region: TensorRegion | None) -> tuple[list[int], list[list[int]]]:
-    """The shape of the tensor that a slice was cut from, and the slice's ``[begin, end]`` in each dimension."""
+    """The global shape of a slice, and the slice's ``[begin, end]`` in each dimension."""
     whole = list(shape)
     index = [[0, size] for size in shape]
     if region is not None and dim is not None:
@@ -65,11 +70,13 @@ def whole_shape(shape: torch.Size, dim: int | None, region: TensorRegion | None)
 
 
 def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRegion | None) -> nn.Module:
-    """Turn a whole item into this rank's part of it, in place; returns it.
+    """Turn an item into this rank's shard of it, in place; returns the module.
 
     Args:
-        item: its name.
-        split_dim: which dimension of a parameter is cut, by its global name.
+        item: name of the item.
+        module: the whole item.
+        split_dim: the dimension along which a parameter is split, by its global name; None where it is replicated.
+        region: the tensor-parallel ranks; None where there is one.
     """
     if region is None:
         return module
@@ -93,10 +100,10 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
 
 
 def needs_whole_stream(module: nn.Module) -> bool:
-    """Whether an item looks at all tokens outside of its tensor-parallel regions.
+    """Whether an item reads all tokens outside its tensor-parallel regions.
 
-    Where streams are cut along the tokens, such an item puts them together, works on them as without that, and cuts
-    what it gives; the gradients of what its ranks hold alike are whole.
+    With sequence parallelism such an item gathers the stream, computes without sequence parallelism, and scatters its
+    output. The gradients of its replicated parameters are then complete on every rank.
     """
     looking = (MoeMlp, RoutedBlock, ActiveTokens)
     return any(
@@ -106,7 +113,7 @@ def needs_whole_stream(module: nn.Module) -> bool:
 
 
 def shard_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
-    """Leave an item with this process's experts alone, in place; returns it."""
+    """Remove the experts of other expert-parallel ranks from an item, in place; returns it."""
     if dispatcher is not None:
         for experts in experts_of(module):
             experts.keep(dispatcher)
@@ -114,7 +121,7 @@ def shard_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.M
 
 
 def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Module:
-    """Let losses over all replicas see theirs, in place; returns the item."""
+    """Give losses over all replicas the collective that gathers them, in place; returns the item."""
     for child in module.modules():
         if isinstance(child, RetrievalHead):
             child.replicas = replicas
@@ -122,12 +129,12 @@ def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Modul
 
 
 def experts_of(module: nn.Module) -> list[Experts]:
-    """The parts of an item that hold experts."""
+    """The modules of an item that contain experts."""
     return [child for child in module.modules() if isinstance(child, Experts)]
 
 
 def is_of_expert(parameter: str) -> bool:
-    """Whether a parameter, by its global name, is one of a single expert."""
+    """Whether a parameter, by its global name, belongs to a single expert."""
     return ".experts." in parameter
 
 
@@ -149,11 +156,13 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
     elif isinstance(child, (Head, BertHead)) and dim == 0:
         child.region = region
     elif dim == 0:
-        raise TypeError(f"{type(child).__name__} has no tensor-parallel form; its weight is cut along its outputs")
+        raise TypeError(
+            f"{type(child).__name__} has no tensor-parallel form, but split_dim splits its weight along dimension 0"
+        )
 
 
 def _map_streams(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``change`` of a value or the values that are streams ``[B, T, D]``; others as they are."""
+    """Apply ``change`` to the values that are streams ``[B, T, D]``; others are returned unchanged."""
     if isinstance(value, ItemOutput):
         return value._replace(output=_map_streams(change, value.output))
     if isinstance(value, tuple):

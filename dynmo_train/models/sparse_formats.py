@@ -1,7 +1,7 @@
-"""In which form a pruned weight is multiplied: a pure function of its mask, a table of thresholds, and the device.
+"""The storage format of a pruned weight's product: a function of its mask, a table of thresholds, and the device type.
 
-The table is built in, or measured once by ``dynmo-train tune-sparse``, and stored with the run and its checkpoints, so
-that the choice never depends on where a weight lies.
+The table is built in, or measured once by ``dynmo-train tune-sparse``. It is stored with the run and its checkpoints,
+so that the choice never depends on the rank that has the weight.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ BLOCK_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class SparseTable:
-    """Sparsities from which a form is the fastest.
+    """Sparsities from which a sparse format is the fastest.
 
     Attributes:
         thresholds: rule -> fraction of zeros: ``csr`` (on CPU), ``cuda.csr``, ``cuda.2:4``, ``cuda.block``; for one
             shape of weight, outputs x inputs, ``csr 1024x256``.
-        structured: whether whole rows and columns are pruned, so that products run on what is left of the matrix.
+        structured: whether whole rows and columns are pruned, so that products run on the remaining rows and columns.
     """
 
     thresholds: Mapping[str, float] = field(default_factory=lambda: BUILT_IN)
     structured: bool = False
 
     def threshold(self, rule: str, outputs: int, inputs: int) -> float:
-        """The threshold of a rule for a weight ``[outputs, inputs]``; above 1 where the form is never used."""
+        """The threshold of a rule for a weight ``[outputs, inputs]``; above 1 where the format is never used."""
         return self.thresholds.get(f"{rule} {outputs}x{inputs}", self.thresholds.get(rule, 2.0))
 
     def form(self, mask_OI: torch.Tensor, device_type: str) -> str:
-        """The form for a weight with this mask: the first of block, CSR and 2:4 that fits it and pays, else dense."""
+        """The format for a mask ``[O, I]``: the first of block, CSR and 2:4 that fits and is faster, else dense."""
         outputs, inputs = mask_OI.shape
         sparsity = 1.0 - int(mask_OI.sum()) / mask_OI.numel()
         if device_type == "cpu":
@@ -52,7 +52,7 @@ class SparseTable:
 
 
 def is_semi_structured(mask_OI: torch.Tensor) -> bool:
-    """Whether of every four neighbours in a row two at most are kept, in a shape that GPUs take."""
+    """Whether at most two of every four weights in a row remain, in a shape that GPUs support."""
     outputs, inputs = mask_OI.shape
     if outputs % 32 or inputs % 64:
         return False
@@ -60,17 +60,17 @@ def is_semi_structured(mask_OI: torch.Tensor) -> bool:
 
 
 def is_in_blocks(mask_OI: torch.Tensor, size: int = BLOCK_SIZE) -> bool:
-    """Whether every block of ``size`` x ``size`` weights is kept or pruned whole."""
+    """Whether each block of ``size`` x ``size`` weights is pruned as a whole or not at all."""
     outputs, inputs = mask_OI.shape
     if outputs % size or inputs % size:
         return False
     blocks = mask_OI.view(outputs // size, size, inputs // size, size)
-    kept = blocks.sum((1, 3))
-    return bool(((kept == 0) | (kept == size * size)).all())
+    remaining = blocks.sum((1, 3))
+    return bool(((remaining == 0) | (remaining == size * size)).all())
 
 
 def unpruned_lines(mask_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(rows, columns) that a mask of whole rows and columns keeps; None where it keeps all of them."""
+    """(rows, columns) that remain under a mask of whole rows and columns; None where all of them remain."""
     rows, columns = mask_OI.any(1), mask_OI.any(0)
     return (
         None if bool(rows.all()) else rows.nonzero()[:, 0],

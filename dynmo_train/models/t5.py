@@ -29,7 +29,7 @@ ENCODER, DECODER = "encoder", "decoder"
 
 @dataclass(frozen=True, kw_only=True)
 class T5Shape(ModelDims):
-    """Everything that fixes a T5's arithmetic."""
+    """Sizes of a T5."""
 
     num_encoder_layers: int
     num_decoder_layers: int
@@ -62,7 +62,7 @@ class T5Shape(ModelDims):
 
 
 class T5(Family[T5Shape]):
-    """The T5 family over one shape; satisfies ``items.ModelFamily``."""
+    """The T5 family; satisfies ``layer_list.ModelFamily``."""
 
     name = "t5"
 
@@ -90,7 +90,7 @@ class T5(Family[T5Shape]):
                 )
             )
             items.append(ItemSpec(name=f"{layer}.mlp", layer=layer, kind="mlp", reads=(ENCODER,), **common))
-        # The norm belongs to the last layer: it is no layer that a stage could be given.
+        # Part of the last layer: a stage of its own would have almost no work.
         last = f"encoder.layers.{self.shape.num_encoder_layers - 1}"
         items.append(ItemSpec(name="encoder.norm", layer=last, kind="layer", reads=(ENCODER,), **common))
         return items
@@ -140,7 +140,7 @@ class T5(Family[T5Shape]):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """One word table for encoder, decoder and head; one table of positions, or one of distances each side."""
+        """One word table for encoder, decoder and head; one position table, or one relative-bias table per stack."""
         ties = {"decoder.embedding.word.weight": WORD}
         if not self.shape.is_relative:
             ties["decoder.embedding.position.weight"] = POSITION
@@ -157,11 +157,11 @@ class T5(Family[T5Shape]):
         return not self.shape.is_relative
 
     def num_layers_at(self, item: str) -> int:
-        """Encoder and decoder are a stack each."""
+        """Encoder and decoder are separate stacks."""
         return self.shape.num_encoder_layers if item.startswith(ENCODER) else self.shape.num_decoder_layers
 
     def builders(self, name: str) -> Builders:
-        """Attention that looks ahead or not, by the side that ``name`` is on; attention to the encoder; its norm."""
+        """Causal or bidirectional self-attention by the stack of ``name``, cross-attention, and the encoder's norm."""
         return {
             **super().builders(name),
             "attention": lambda device: self._attention(device, causal=name.startswith(DECODER)),
@@ -183,7 +183,7 @@ class T5(Family[T5Shape]):
         return {**super().embedding_options(device), "positions": positions}
 
     def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Heads of a stated width."""
+        """Adds the head width."""
         return {**super().attention_options(device), "head_width": self.shape.head_dim}
 
     def _attention(self, device: torch.device, *, causal: bool) -> nn.Module:
@@ -196,13 +196,13 @@ class T5(Family[T5Shape]):
         return SelfAttention(causal=causal, relative=relative, **self.attention_options(device))
 
     def head_options(self, device: torch.device) -> dict[str, Any]:
-        """Megatron's has a bias, T5's own a smaller input."""
+        """Megatron's head has a bias; the original T5 scales the input."""
         shape = self.shape
         scale = shape.hidden_size**-0.5 if shape.is_relative else 1.0
         return {**super().head_options(device), "bias": self.bias, "scale": scale}
 
     def own_manifest(self) -> dict[str, object]:
-        """Both stacks, and their positions."""
+        """Both stacks, and the position embedding."""
         shape = self.shape
         relative = {"relative_buckets": shape.relative_buckets, "relative_max_distance": shape.relative_max_distance}
         return {

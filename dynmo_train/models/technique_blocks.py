@@ -1,9 +1,12 @@
-"""A model family with dynamic techniques: any family of one stream, its layer list and its items changed as asked.
+"""Techniques that change the model: mixture of depths, early exit and sparse attention around any family of one stream.
 
-Sparse attention goes with every family that has self-attention without biases by distance: T5's, in both stacks, too.
+Sparse attention also works with families of two stacks whose self-attention has no relative bias (T5 with learned
+positions). Parameters keep their names:
 
-Parameters keep their names: a routed block is the item ``layers.N`` with ``layers.N.{attention,mlp}.*``;
-an exit is a part of ``layers.N.mlp``, or of the routed block ``layers.N``; all its parameters are ties of the head's.
+    technique           item                                    parameters
+    mixture of depths   layers.N (one item, never split)        layers.N.attention.*, layers.N.mlp.*, + router.weight
+    early exit          layers.N.mlp, or the routed layers.N    + exit.head.*, all tied to the head's
+    sparse attention    layers.N.attention                      none
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionSettings:
-    """Hash-bucketed attention in every block: hash buckets (even), and queries and keys of a block."""
+    """Hash-bucketed attention in every block: number of hash buckets (even), and queries and keys of a block."""
 
     buckets: int
     block: int
@@ -72,7 +75,7 @@ class DynamicSettings:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> DynamicSettings:
-        """From what ``document`` gave."""
+        """Read what :meth:`document` returned."""
         exits = document.get("exits")
         return cls(
             depths=DepthSettings(**document["depths"]) if document.get("depths") else None,
@@ -83,7 +86,7 @@ class DynamicSettings:
         )
 
     def document(self) -> dict[str, Any]:
-        """For a manifest; the techniques that are on."""
+        """JSON values for a manifest: the techniques that are on."""
         parts = {name: value for name, value in asdict(self).items() if value is not None}
         return {
             name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for name, part in parts.items()
@@ -91,13 +94,13 @@ class DynamicSettings:
 
 
 def block_of(item: ItemSpec) -> int | None:
-    """The number of the block that an item of a one-stream model is a part of, None for the ends."""
+    """The number of the block that an item of a one-stream model is a part of; None for embedding and head."""
     prefix, _, number = item.layer.rpartition(".")
     return int(number) if prefix == "layers" else None
 
 
 class DynamicFamily:
-    """``base`` with techniques; satisfies ``items.ModelFamily``.
+    """``base`` with techniques; satisfies ``layer_list.ModelFamily``.
 
     Args:
         base: a family of one stream whose blocks are an attention and an MLP; for sparse attention alone, any.
@@ -111,7 +114,7 @@ class DynamicFamily:
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
-        """The layer list: routed blocks are one item; behind an exit every block reads which tokens have left."""
+        """The layer list: a routed block is one item; after an exit every block reads which tokens have exited."""
         listed: list[ItemSpec] = []
         for item in self.base.items:
             number = block_of(item)
@@ -147,7 +150,7 @@ class DynamicFamily:
 
     @cached_property
     def ties(self) -> Mapping[str, str]:
-        """Those of the base, and all parameters of the exits."""
+        """The ties of the base family, and all parameters of the exits."""
         exits = self.settings.exits
         ties = dict(self.base.ties)
         if exits is None:
@@ -155,7 +158,7 @@ class DynamicFamily:
         head = self.base.build("head", torch.device("meta"))
         names = [name for name, _ in head.named_parameters()]
         base = self.base.ties
-        # In list order: the exits stand before the head.
+        # In list order: the exits come before the head.
         at_exits = {
             f"{self._exit_item(layer)}.exit.head.{name}": base.get(f"head.{name}", f"head.{name}")
             for layer in exits.layers
@@ -164,7 +167,7 @@ class DynamicFamily:
         return {**at_exits, **ties}
 
     def _exit_item(self, layer: int) -> str:
-        """The item that the exit behind a block is a part of."""
+        """The item that the exit after a block is a part of."""
         depths = self.settings.depths
         return f"layers.{layer}" if depths is not None and depths.routed(layer) else f"layers.{layer}.mlp"
 
@@ -193,7 +196,7 @@ class DynamicFamily:
         self._make_sparse(f"{name}.attention", attention)
         depths = self.settings.depths
         if depths is None:
-            raise ValueError(f"{name} is no item: no block is routed")
+            raise ValueError(f"{name} is not an item: no block is routed")
         block = RoutedBlock(attention, mlp, depths, self.width, device)
         router = attention.get_parameter("router.weight")
         if device.type != "meta":
@@ -204,7 +207,7 @@ class DynamicFamily:
         return block
 
     def split_dim(self, parameter: str) -> int | None:
-        """As the base says, of an exit's parameter what it says of the head's; routers are not cut."""
+        """As in the base family; an exit's parameters are split as the head's, routers are replicated."""
         _, is_exit, of_head = parameter.partition(".exit.")
         return None if ".router." in parameter else self.base.split_dim(of_head if is_exit else parameter)
 

@@ -1,6 +1,6 @@
-"""A causal model whose head says of each sample how likely its tokens are, in place of one mean loss.
+"""A causal model whose head returns the log-likelihood of each sample instead of one mean loss.
 
-Shapes in names: B samples, T tokens, N tokens that count, P of a piece, D model width, V vocabulary.
+Shapes in names: B samples, T tokens, N tokens that count, P tokens of a chunk, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .blocks import Head
 from .layer_list import ItemOutput, ItemSpec, ModelFamily
 
 LOSSES, HITS = "losses", "hits"
-# Tokens whose logits stand in memory at once.
+# Tokens whose logits are in memory at a time.
 PIECE_TOKENS = 128
 
 
 class ScoringHead(Head):
-    """A model's head, and of each sample the sum of its tokens' losses and the number of tokens that it would say."""
+    """A model's head that returns, per sample, the sum of its tokens' losses and the number of correct predictions."""
 
     def __init__(self, head: Head) -> None:
         nn.Module.__init__(self)
         self.norm, self.weight, self.bias = head.norm, head.weight, head.bias
         self.vocabulary, self.scale, self.region = head.vocabulary, head.scale, head.region
 
-    def forward(  # type: ignore[override] # says more than a loss
+    def forward(  # type: ignore[override] # returns more than a loss
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor
     ) -> ItemOutput:
         """Figures ``losses`` (nats) and ``hits`` of each sample, ``[B]``, over the tokens whose count is 1.
@@ -41,11 +41,11 @@ class ScoringHead(Head):
         x_ND = x_BTD.flatten(0, 1).index_select(0, counted_N)
         labels_N = labels_BT.reshape(-1).index_select(0, counted_N)
         weight_VD, bias_V, first = self.local_rows()
-        # One place for the logits of all pieces: fresh memory costs more than the product of a small model.
-        room_PV = x_ND.new_empty(min(PIECE_TOKENS, len(x_ND)), len(weight_VD))
+        # One buffer for the logits of all chunks: allocation costs more than the product of a small model.
+        buffer_PV = x_ND.new_empty(min(PIECE_TOKENS, len(x_ND)), len(weight_VD))
         scored = []
         for x_PD, labels_P in zip(x_ND.split(PIECE_TOKENS), labels_N.split(PIECE_TOKENS), strict=True):
-            logits_PV = room_PV[: len(x_PD)]
+            logits_PV = buffer_PV[: len(x_PD)]
             torch.mm(self.features(x_PD), weight_VD.t(), out=logits_PV)
             if bias_V is not None:
                 logits_PV += bias_V
@@ -92,7 +92,7 @@ def _scores(
 
 
 class ScoringFamily:
-    """``base``, a causal family, with a head that scores; satisfies ``items.ModelFamily``. Names stay as they are."""
+    """A causal family with a ``ScoringHead``; satisfies ``layer_list.ModelFamily``. Names are unchanged."""
 
     def __init__(self, base: ModelFamily) -> None:
         self.base = base
@@ -114,7 +114,7 @@ class ScoringFamily:
         return ScoringHead(module) if name == self.items[-1].name and isinstance(module, Head) else module
 
     def split_dim(self, parameter: str) -> int | None:
-        """As the base says."""
+        """That of the base."""
         return self.base.split_dim(parameter)
 
     def manifest(self) -> dict[str, object]:

@@ -34,7 +34,7 @@ class TokenSelection:
 
 
 def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
-    """Select the tokens where ``keep_BT`` (bool) is true; C is the largest number of them in a sample, at least 1.
+    """Select the tokens where ``keep_BT`` (bool) is true; C is the maximum of 1 and their largest number in a sample.
 
     Without any token one padding entry remains, so that the weights that process it still get gradients, of zero.
     """
