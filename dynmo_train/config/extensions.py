@@ -36,13 +36,16 @@ if TYPE_CHECKING:
 
 TECHNIQUE_GROUP, FAMILY_GROUP, OPTION_GROUP = "dynmo_train.techniques", "dynmo_train.families", "dynmo_train.options"
 
-# In the order in which their hooks are called. Their options are declared in ``config/techniques.py``.
-TECHNIQUES: Mapping[str, str] = {
+# Techniques in the order in which their hooks are called. The options of these are in ``config/techniques.py``, so that
+# only the engine loads them.
+CORE_TECHNIQUES: Mapping[str, str] = {
     "pruning": "dynmo_train.dynamics.pruning:TECHNIQUE",
     "freezing": "dynmo_train.dynamics.freezing:TECHNIQUE",
     "adaptive_freezing": "dynmo_train.dynamics.plasticity:TECHNIQUE",
     "token_selection": "dynmo_train.models.technique_blocks:TECHNIQUE",
 }
+# Techniques whose file has their options as well: name of the TOML table -> ``TechniqueSpec``.
+TECHNIQUES: Mapping[str, str] = {}
 FAMILIES: Mapping[str, str] = {
     "gpt": "dynmo_train.models.gpt:FAMILY",
     "llama": "dynmo_train.models.llama:FAMILY",
@@ -136,6 +139,12 @@ def _usable(group: str, kind: type[Loaded]) -> dict[str, Loaded]:
 
 
 @cache
+def package_techniques() -> Mapping[str, TechniqueSpec]:
+    """The techniques of ``TECHNIQUES``, by name."""
+    return {name: _load_name(place) for name, place in TECHNIQUES.items()}
+
+
+@cache
 def installed_techniques() -> Mapping[str, TechniqueSpec]:
     """The techniques of installed packages, by name."""
     return _usable(TECHNIQUE_GROUP, TechniqueSpec)
@@ -150,8 +159,8 @@ def installed_options() -> Mapping[str, type]:
 
 def technique_specs() -> dict[str, TechniqueSpec]:
     """All techniques, in the order in which their hooks are called: built-in ones first."""
-    built_in: dict[str, TechniqueSpec] = {name: _load_name(place) for name, place in TECHNIQUES.items()}
-    return built_in | dict(installed_techniques())
+    core: dict[str, TechniqueSpec] = {name: _load_name(place) for name, place in CORE_TECHNIQUES.items()}
+    return core | dict(package_techniques()) | dict(installed_techniques())
 
 
 @cache

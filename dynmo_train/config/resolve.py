@@ -17,7 +17,7 @@ from .._common.errors import UsageError
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
 from .deepspeed import read_deepspeed
-from .extensions import base_family, installed_options
+from .extensions import base_family, installed_options, package_techniques
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
@@ -59,7 +59,9 @@ def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
 def built_in_concerns() -> dict[str, type]:
     """The dataclass of each concern of this package, in order."""
     hints = get_type_hints(Config)
-    return {entry.name: hints[entry.name] for entry in fields(Config) if entry.name not in ("extensions", "sources")}
+    own = {name: spec.options for name, spec in package_techniques().items() if spec.options is not None}
+    names = (entry.name for entry in fields(Config))
+    return {name: hints[name] for name in names if name not in ("extensions", "sources")} | own
 
 
 @cache
@@ -263,7 +265,8 @@ def resolve(
         concern: kind(**{spec.name: values[spec.name] for spec in specs.values() if spec.concern == concern})
         for concern, kind in concern_types().items()
     }
-    extensions = {name: concerns.pop(name) for name in installed_options()}
+    declared = {entry.name for entry in fields(Config)}
+    extensions = {name: concerns.pop(name) for name in concern_types() if name not in declared}
     return Config(**concerns, extensions=extensions, sources=sources)
 
 

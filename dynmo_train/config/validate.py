@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._common.document import DocumentError, Problem
-from .extensions import installed_techniques
+from .extensions import installed_techniques, package_techniques
 from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES
@@ -29,8 +29,9 @@ RULES: tuple[Rule, ...] = (
 
 def validate(config: Config, world_size: int) -> list[Problem]:
     """All conflicts between options, for a run of ``world_size`` processes."""
-    installed = (spec.check for spec in installed_techniques().values() if spec.check is not None)
-    return [problem for rule in (*RULES, *installed) for problem in rule(config, world_size)]
+    specs = (*package_techniques().values(), *installed_techniques().values())
+    rules = (*RULES, *(spec.check for spec in specs if spec.check is not None))
+    return [problem for rule in rules for problem in rule(config, world_size)]
 
 
 def check(config: Config, world_size: int) -> None:

@@ -191,3 +191,20 @@ def test_help_of_other_commands_loads_no_entry_point(tmp_path):
         shown = run(target, *words)
         assert (shown.returncode, shown.stderr) == (0, "")
     assert "broken-gpt" in run(target, "pretrain", "--help").stdout
+
+
+def test_technique_in_the_registry_needs_one_file_and_one_line(tmp_path, data):
+    target = install_section("A dynamic technique", tmp_path / "site")
+    (target / "dynmo_layer_drop-0.1.0.dist-info" / "entry_points.txt").unlink()
+    program = """
+import sys
+from dynmo_train.config import extensions
+extensions.TECHNIQUES = {"layer_drop": "dynmo_layer_drop:LAYER_DROP"}
+from dynmo_train.__main__ import run
+sys.exit(run())
+"""
+    sizes = [part for name, value in SIZES.items() for part in (f"--{name}", value)]
+    words = ["pretrain", "gpt", "--data-path", data, "--run-dir", tmp_path / "run", "--drop-step", "1", *sizes]
+    done = run(target, *words, program=("-c", program))
+    assert done.returncode == 0, done.stderr
+    assert "dropped" in {line["kind"] for line in lines(tmp_path / "run" / "events.jsonl")}
