@@ -77,7 +77,7 @@ def digests(folder):
 QUICK = ("--set", "train-tokenizer.vocab-size=400", "--set", "dedup.threshold=0.8")
 
 
-def test_the_quickstart_recipe_makes_a_data_set(prep, tmp_path):
+def test_quickstart_recipe_writes_a_dataset(prep, tmp_path):
     corpus(tmp_path / "corpus.jsonl")
     code, out, err = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
     assert code == 0
@@ -98,7 +98,7 @@ def test_the_quickstart_recipe_makes_a_data_set(prep, tmp_path):
     assert "2 dropped (1 language, 1 short)" in out
 
 
-def test_tokens_decode_to_the_documents(prep, tmp_path):
+def test_dataset_tokens_decode_to_the_documents(prep, tmp_path):
     from tokenizers import Tokenizer
 
     rows = documents(60)
@@ -110,7 +110,7 @@ def test_tokens_decode_to_the_documents(prep, tmp_path):
     assert decoded == {row["text"] for row in rows}
 
 
-def test_a_second_run_does_nothing_and_a_changed_step_is_redone_with_those_behind_it(prep, tmp_path):
+def test_pipeline_repeats_a_changed_step_and_later_ones_only(prep, tmp_path):
     corpus(tmp_path / "corpus.jsonl")
     prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
     before = digests(tmp_path)
@@ -126,7 +126,7 @@ def test_a_second_run_does_nothing_and_a_changed_step_is_redone_with_those_behin
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_workers_gives_the_same_bytes(prep, tmp_path, workers):
+def test_output_is_equal_for_any_number_of_workers(prep, tmp_path, workers):
     made = []
     for folder, count in ((tmp_path / "one", 1), (tmp_path / "many", workers)):
         folder.mkdir()
@@ -140,7 +140,7 @@ def test_any_number_of_workers_gives_the_same_bytes(prep, tmp_path, workers):
     assert made[0] == made[1]
 
 
-def test_rejects_are_told_with_file_line_offset_and_reason(prep, tmp_path):
+def test_rejects_have_file_line_offset_and_reason(prep, tmp_path):
     rows = documents(500)
     source = write(tmp_path / "in.jsonl", rows)
     lines = source.read_bytes().splitlines(keepends=True)
@@ -170,7 +170,7 @@ def test_rejects_are_told_with_file_line_offset_and_reason(prep, tmp_path):
     assert str(tmp_path / "out.jsonl.work" / "rejects") in err
 
 
-def test_too_many_rejects_stop_with_4(prep, tmp_path):
+def test_too_many_rejects_exit_4(prep, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\nbad\n')
     code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl")
@@ -180,7 +180,7 @@ def test_too_many_rejects_stop_with_4(prep, tmp_path):
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--max-rejects", 0.5)[0] == 3
 
 
-def test_other_settings_are_refused_without_overwrite(prep, tmp_path):
+def test_changed_settings_are_refused_without_overwrite(prep, tmp_path):
     source = write(tmp_path / "in.jsonl", documents(5))
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl")[0] == 0
     code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--seed", 5)
@@ -207,7 +207,7 @@ def test_other_settings_are_refused_without_overwrite(prep, tmp_path):
         (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "--num-bands 7: must divide --num-seeds"),
     ],
 )
-def test_wrong_use_exits_2_and_says_what_to_do(prep, tmp_path, monkeypatch, arguments, message):
+def test_invalid_usage_exits_2_with_a_remedy(prep, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", documents(3))
     write(tmp_path / "corpus.jsonl", documents(3))
@@ -216,7 +216,7 @@ def test_wrong_use_exits_2_and_says_what_to_do(prep, tmp_path, monkeypatch, argu
     assert message in err
 
 
-def test_inspect_and_verify(prep, tmp_path):
+def test_inspect_and_verify_report_contents_and_damage(prep, tmp_path):
     corpus(tmp_path / "corpus.jsonl")
     prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
     prefix = tmp_path / "corpus_text_document"
@@ -248,7 +248,7 @@ COMMANDS = ["", *(command.name for command in cli.app.registered_commands)]
 
 
 @pytest.mark.parametrize("step", COMMANDS)
-def test_help_of_every_command_is_quick_and_loads_nothing_heavy(step):
+def test_help_of_every_command_loads_no_heavy_module(step):
     program = (
         "import sys, dynmo_tools.cli as cli\n"
         f"sys.argv = ['dynmo-prep', {step!r}, '--help'] if {step!r} else ['dynmo-prep', '--help']\n"
@@ -267,7 +267,7 @@ def test_help_of_every_command_is_quick_and_loads_nothing_heavy(step):
     assert "Usage: dynmo-prep" in done.stdout
 
 
-def test_binarize_as_the_classic_tool_is_called(prep, tmp_path):
+def test_binarize_accepts_the_command_line_of_megatron(prep, tmp_path):
     """Several keys behind one flag, sentences, the cached form, and two workers."""
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "The": 2, "river": 3, "runs.": 4}))
     write(
@@ -297,7 +297,7 @@ def test_binarize_as_the_classic_tool_is_called(prep, tmp_path):
     assert (code, IndexedReader(tmp_path / "small").index.dtype.name) == (0, "uint16")
 
 
-def test_lines_of_plain_text_are_documents(prep, tmp_path):
+def test_binarize_with_plain_text_reads_lines_as_documents(prep, tmp_path):
     """Text cut into words beforehand, and a JSON vocabulary with <unk> and <|endoftext|>; unknown words are <unk>."""
     words = {"<unk>": 0, "<|endoftext|>": 1, "ein": 2, "Fluss": 3, "{": 4}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
@@ -312,7 +312,7 @@ def test_lines_of_plain_text_are_documents(prep, tmp_path):
     assert (code, "a line of text has no keys" in err) == (2, True)
 
 
-def test_an_eod_token_that_is_none_is_refused(prep, tmp_path):
+def test_binarize_with_an_unknown_eod_token_is_refused(prep, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0}))
     write(tmp_path / "in.json", documents(2))
     code, _, err = prep(

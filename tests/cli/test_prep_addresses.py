@@ -108,19 +108,19 @@ def test_allowed_hosts_take_networks_addresses_and_names():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]", "0"])
-def test_an_internal_host_of_any_spelling_is_refused(fetch, host):
+def test_internal_host_in_any_spelling_is_refused(fetch, host):
     with serve("127.0.0.1") as (base, robots_host):
         report, rows, _ = fetch(f"http://{host}:{base.rpartition(':')[2]}/secret")
     assert (report["failed"], rows, robots_host) == ({"internal address": 1}, [], [])
 
 
-def test_a_redirect_to_an_internal_address_is_refused(fetch):
+def test_redirect_to_an_internal_address_is_refused(fetch):
     with serve("127.0.0.1") as (inner, robots_host), serve("127.0.0.2", {"/go": f"{inner}/secret"}) as (outer, _):
         report, rows, _ = fetch(f"{outer}/go", f"{outer}/page", allow=["127.0.0.2"])
     assert (report["failed"], len(rows), robots_host) == ({"internal address": 1}, 1, [])
 
 
-def test_a_robots_file_that_redirects_inside_is_refused(fetch):
+def test_robots_redirect_to_an_internal_address_is_refused(fetch):
     with (
         serve("127.0.0.1") as (inner, robots_host),
         serve("127.0.0.2", {"/robots.txt": f"{inner}/secret"}) as (outer, _),
@@ -129,7 +129,7 @@ def test_a_robots_file_that_redirects_inside_is_refused(fetch):
     assert (report["failed"], rows, robots_host) == ({"internal address": 1}, [], [])
 
 
-def test_the_connection_is_made_to_the_checked_address(monkeypatch):
+def test_connection_uses_the_checked_address(monkeypatch):
     answers = itertools.chain(["8.8.8.8"], itertools.repeat("127.0.0.1"))
     connected = []
 
@@ -163,7 +163,7 @@ def test_the_connection_is_made_to_the_checked_address(monkeypatch):
         assert connected == []
 
 
-def test_a_redirect_obeys_the_robots_file_of_its_target(fetch):
+def test_redirect_obeys_robots_of_its_target(fetch):
     rules = "User-agent: *\nDisallow: /private"
     with serve("127.0.0.1", robots=rules) as (target, robots_host):
         moves = {"/a": f"{target}/private/x", "/b": f"{target}/open", "/c": "/c"}
@@ -174,7 +174,7 @@ def test_a_redirect_obeys_the_robots_file_of_its_target(fetch):
     assert [path for path, _, _ in robots_host] == ["/robots.txt", "/open"]
 
 
-def test_redirects_keep_the_delay_of_the_host_they_lead_to(fetch):
+def test_redirect_waits_for_the_delay_of_its_target(fetch):
     with serve("127.0.0.1") as (target, robots_host):
         moves = {f"/{n}": f"{target}/page{n}" for n in range(4)}
         with serve("127.0.0.2", moves) as (first, _), serve("127.0.0.3", moves) as (second, _):
@@ -212,21 +212,21 @@ def test_sendable_drops_credentials_and_keeps_an_ipv6_host():
     assert sendable("http://u:p@[::1]:80/a b".replace(" ", "%20")) == "http://[::1]:80/a%20b"
 
 
-def test_a_host_that_refuses_connections_is_not_called_robots(fetch):
+def test_host_that_refuses_connections_fails_with_connection(fetch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         report, _, _ = fetch(f"http://127.0.0.1:{taken.getsockname()[1]}/", allow=["127.0.0.1"])
     assert report["failed"] == {"connection": 1}
 
 
-def test_a_robots_file_that_fails_forbids_and_is_named(fetch):
+def test_robots_that_fails_forbids_the_host(fetch):
     with serve("127.0.0.1", failure=503) as (base, robots_host):
         report, _, _ = fetch(f"{base}/a", f"{base}/b", allow=["127.0.0.1"])
     assert report["failed"] == {"robots 503": 2}
     assert [path for path, _, _ in robots_host] == ["/robots.txt"]
 
 
-def test_a_robots_file_is_read_where_it_redirects_to(fetch):
+def test_robots_redirect_is_followed(fetch):
     with serve("127.0.0.1", {"/robots.txt": "/rules/robots.txt"}) as (base, robots_host):
         report, _, _ = fetch(f"{base}/a", allow=["127.0.0.1"])
     assert report["pages"] == 1
@@ -242,7 +242,7 @@ def test_a_robots_file_is_read_where_it_redirects_to(fetch):
         ("/caf%C3%A9", "/caf%C3%A9"),
     ],
 )
-def test_a_redirect_of_any_bytes_is_followed(fetch, location, path):
+def test_redirect_with_any_bytes_is_followed(fetch, location, path):
     raw = location.encode().decode("latin-1")  # the server writes Latin-1
     with serve("127.0.0.1", {"/start": raw}) as (base, robots_host):
         report, rows, _ = fetch(f"{base}/start", allow=["127.0.0.1"])

@@ -1,4 +1,4 @@
-"""dynmo-prep: what each step makes of each kind of bad input, and what it tells of it."""
+"""dynmo-prep: each step with each kind of invalid input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,15 @@ STEPS = {
     "binarize": ("--tokenizer-type", "WhitespaceVocab", "--vocab-file", "words.json"),
 }
 WHATEVER_KEY = ("merge", "add-id", "shuffle", "remove-duplicates")
-KEPT_EMPTY = {"merge": 2, "add-id": 2, "shuffle": 2, "remove-duplicates": 2, "fix": 2, "split-sentences": 2, "dedup": 2}
+WRITES_EMPTY = {
+    "merge": 2,
+    "add-id": 2,
+    "shuffle": 2,
+    "remove-duplicates": 2,
+    "fix": 2,
+    "split-sentences": 2,
+    "dedup": 2,
+}
 
 
 @pytest.fixture
@@ -77,8 +85,8 @@ def rejected(tmp_path):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_each_bad_line_is_put_aside_with_its_place_and_reason(prep, tmp_path, step):
-    """Two files in several tasks each: the lines are counted within their file."""
+def test_invalid_lines_are_rejected_with_location_and_reason(prep, tmp_path, step):
+    """Two files with several tasks each: lines are numbered within their file."""
     code, out, err = prep(
         step, *STEPS[step], "--input", "good.jsonl", "--input", "dirty.jsonl", "-o", "out", "--task-bytes", 3000,
         "--max-line-bytes", LONG, "--max-rejects", 1, "--format", "json",
@@ -100,13 +108,13 @@ def test_each_bad_line_is_put_aside_with_its_place_and_reason(prep, tmp_path, st
     if step != "decontaminate":  # which writes several pieces of a document
         assert report["documents_out"] + sum(report["dropped"].values()) == 16 - len(expected)
     assert report["dropped"].get("empty", 0) == {"clean": 2, "binarize": 2}.get(step, 0)
-    if step in KEPT_EMPTY and step != "dedup":
-        kept = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
-        assert sum(not row.get("text", "x" if step in WHATEVER_KEY else "").__str__().strip() for row in kept) == 2
+    if step in WRITES_EMPTY and step != "dedup":
+        rows = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
+        assert sum(not row.get("text", "x" if step in WHATEVER_KEY else "").__str__().strip() for row in rows) == 2
 
 
 @pytest.mark.parametrize("step", ["merge", "clean", "binarize"])
-def test_bytes_that_are_no_utf8_are_repaired_when_asked(prep, tmp_path, step):
+def test_invalid_utf8_is_repaired_with_utf8_replace(prep, tmp_path, step):
     (tmp_path / "dirty.jsonl").write_bytes(LINES[6][1])
     code, out, _ = prep(
         step, *STEPS[step], "dirty.jsonl", "-o", "out", "--utf8", "replace", "--format", "json", "--max-rejects", 1
@@ -116,7 +124,7 @@ def test_bytes_that_are_no_utf8_are_repaired_when_asked(prep, tmp_path, step):
         assert json.loads((tmp_path / "out").read_bytes().decode())["text"].startswith("\ufffdThe river")
 
 
-def test_too_many_bad_lines_stop_the_run_at_the_share_that_was_named(prep, tmp_path):
+def test_invalid_lines_above_max_rejects_stop_the_run(prep, tmp_path):
     assert prep("merge", "dirty.jsonl", "-o", "out")[0] == 4
     assert not (tmp_path / "out").exists()
     assert prep("merge", "dirty.jsonl", "-o", "out", "--max-rejects", 0.5)[0] == 3
@@ -141,7 +149,7 @@ def parquet(payload):
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst", ".parquet"])
 @pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_file_fails_its_task_and_leaves_no_output(prep, tmp_path, ending, damage):
+def test_damaged_file_fails_its_task_without_output(prep, tmp_path, ending, damage):
     payload = b"".join(json.dumps({"text": f"{n} {GOOD}"}).encode() + b"\n" for n in range(50))
     if ending == ".parquet":
         pytest.importorskip("pyarrow")
@@ -158,7 +166,7 @@ def test_a_damaged_file_fails_its_task_and_leaves_no_output(prep, tmp_path, endi
     assert prep("merge", f"in{ending}", "-o", "out", "--overwrite")[0] == 0
 
 
-def test_parquet_columns_nested_deeper_than_the_reader_allows_end_the_step(prep, tmp_path):
+def test_parquet_columns_above_the_depth_limit_fail_the_step(prep, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
 
@@ -173,7 +181,7 @@ def test_parquet_columns_nested_deeper_than_the_reader_allows_end_the_step(prep,
     assert "Traceback" not in err
 
 
-def test_a_parquet_row_without_a_text_is_put_aside(prep, tmp_path):
+def test_parquet_row_without_text_is_rejected(prep, tmp_path):
     pytest.importorskip("pyarrow")
     (tmp_path / "in.parquet").write_bytes(parquet(b'{"text": "good"}\n{"text": null}\n'))
     assert prep("split-sentences", "in.parquet", "-o", "out", "--max-rejects", 1)[0] == 3
@@ -204,7 +212,7 @@ def test_a_parquet_row_without_a_text_is_put_aside(prep, tmp_path):
         ("merge-indexed", "none", "-o", "out"),
     ],
 )
-def test_what_would_write_over_its_input_or_has_none_is_refused_before_anything_is_written(prep, tmp_path, arguments):
+def test_output_that_is_an_input_is_refused_before_writing(prep, tmp_path, arguments):
     prints = ("dedup", "good.jsonl", "-o", "once", "--save-fingerprints", "prints")
     if "prints" in arguments:
         assert prep(*prints)[0] == 0
@@ -216,7 +224,7 @@ def test_what_would_write_over_its_input_or_has_none_is_refused_before_anything_
     assert not (tmp_path / "out.work").exists()
 
 
-def test_a_task_of_decontaminate_that_changed_is_noticed(prep, tmp_path):
+def test_decontaminate_with_a_changed_task_file_is_not_resumed(prep, tmp_path):
     command = ("decontaminate", "good.jsonl", "-o", "out", "--task", "squad=task.jsonl")
     assert prep(*command)[0] == 0
     (tmp_path / "task.jsonl").write_text('{"question": "another question of eight words or more, is it not"}\n')
@@ -224,7 +232,7 @@ def test_a_task_of_decontaminate_that_changed_is_noticed(prep, tmp_path):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_row_nested_too_deeply_is_put_aside(prep, tmp_path, step):
+def test_row_above_the_depth_limit_is_rejected(prep, tmp_path, step):
     deep = b'{"url": "deep", "text": "' + GOOD.encode() + b'", "deep": ' + b"[" * 900 + b"]" * 900 + b"}\n"
     (tmp_path / "deep.jsonl").write_bytes((tmp_path / "good.jsonl").read_bytes() + deep)
     code, out, err = prep(

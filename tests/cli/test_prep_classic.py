@@ -1,4 +1,4 @@
-"""The data set of OpenWebText by the lines of the classic tools' README, with only the programs' names changed."""
+"""The OpenWebText dataset with the command lines of Megatron's README; only the program names differ."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def text(number):
     """English of more than 128 words, another one for each number."""
     names = WORDS.split()
     return " ".join(
-        f"The {names[(number * 5 + at) % 14]} number {number * 40 + at} stands beside the {names[(at * 3) % 14]}."
+        f"The {names[(number * 5 + at) % 14]} number {number * 40 + at} is next to the {names[(at * 3) % 14]}."
         for at in range(40)
     )
 
@@ -71,30 +71,32 @@ def place(tmp_path):
     return tmp_path
 
 
-def test_the_lines_of_the_classic_readme_run_and_are_explained(place):
+def test_commands_of_the_megatron_readme_run_and_are_explained(place):
     for line in SCRIPT.split("\n")[1:-1]:
         dynmo(place, *ours(line))
     assert (place / "clean_urls.txt").read_text() == "http://example.org/0\n"
-    kept = [json.loads(line) for line in (place / "out").read_text().splitlines()]
-    assert len(kept) == 5
-    assert {page["adlr_id"].partition("-")[0] for page in kept} == {"web"}
-    told = json.loads(dynmo(place, "dynmo-train", "explain-flags", "prepare.sh", "--format", "json"))
-    assert [command["command"] for command in told] == [" ".join(ours(line)[:2]) for line in SCRIPT.split("\n")[1:-1]]
-    assert {flag["kind"] for command in told for flag in command["flags"]} == {"same"}
-    assert [(flag["flag"], flag["meaning"]) for flag in told[3]["flags"]] == [
+    rows = [json.loads(line) for line in (place / "out").read_text().splitlines()]
+    assert len(rows) == 5
+    assert {page["adlr_id"].partition("-")[0] for page in rows} == {"web"}
+    explained = json.loads(dynmo(place, "dynmo-train", "explain-flags", "prepare.sh", "--format", "json"))
+    assert [command["command"] for command in explained] == [
+        " ".join(ours(line)[:2]) for line in SCRIPT.split("\n")[1:-1]
+    ]
+    assert {flag["kind"] for command in explained for flag in command["flags"]} == {"same"}
+    assert [(flag["flag"], flag["meaning"]) for flag in explained[3]["flags"]] == [
         ("named.json", "the input"),
         ("cleaned.json", "--output"),
     ]
 
 
-def test_a_forgotten_output_flag_loses_no_file(place):
+def test_missing_output_flag_overwrites_no_file(place):
     (place / "second.json").write_text("{}\n")
     assert "--output" in dynmo(place, "dynmo-prep", "clean", "pages/0.json", "second.json", code=2)
     assert (place / "second.json").read_text() == "{}\n"
 
 
-def test_what_the_classic_form_cannot_have_is_told(place):
+def test_invalid_positional_arguments_are_explained_as_unknown(place):
     (place / "wrong.sh").write_text("python cleanup_dataset.py a b c\npython cleanup_dataset.py a b --output c\n")
-    told = json.loads(dynmo(place, "dynmo-train", "explain-flags", "wrong.sh", "--format", "json", code=3))
-    assert [flag["kind"] for flag in told[0]["flags"]] == ["same", "same", "unknown"]
-    assert [flag["kind"] for flag in told[1]["flags"]] == ["unknown", "unknown", "same"]
+    explained = json.loads(dynmo(place, "dynmo-train", "explain-flags", "wrong.sh", "--format", "json", code=3))
+    assert [flag["kind"] for flag in explained[0]["flags"]] == ["same", "same", "unknown"]
+    assert [flag["kind"] for flag in explained[1]["flags"]] == ["unknown", "unknown", "same"]

@@ -45,7 +45,7 @@ def write(path, rows):
         ("binarize", ("--json-key", "content", "--tokenizer-type", "WhitespaceVocab", "--vocab-file", "vocab.json")),
     ],
 )
-def test_a_wrong_json_key_names_the_keys_that_are_there(prep, tmp_path, step, flags):
+def test_wrong_json_key_error_names_the_existing_keys(prep, tmp_path, step, flags):
     write(tmp_path / "in.jsonl", [{"url": "u", "text": "The text.", "title": "t"}] * 3)
     (tmp_path / "vocab.json").write_text('{"<unk>": 2, "the": 0, "<|endoftext|>": 1}')
     flags = ["--tasks" if flag == "--task" and step == "fix" else flag for flag in flags]
@@ -55,14 +55,14 @@ def test_a_wrong_json_key_names_the_keys_that_are_there(prep, tmp_path, step, fl
     assert "3 lack --json-key content; the first of them has the keys url, text, title" in err
 
 
-def test_a_task_without_the_key_names_the_keys_that_are_there(prep, tmp_path):
+def test_task_without_the_key_error_names_the_existing_keys(prep, tmp_path):
     write(tmp_path / "in.jsonl", [{"text": "The text."}])
     write(tmp_path / "task.jsonl", [{"ask": "What?", "answer": "That."}])
     code, _, err = prep("decontaminate", "in.jsonl", "-o", "out.jsonl", "--task", "squad=task.jsonl")
     assert (code, "its keys are ask, answer" in err) == (2, True)
 
 
-def test_decontaminate_counts_documents_and_pieces_apart(prep, tmp_path):
+def test_decontaminate_counts_documents_and_pieces_separately(prep, tmp_path):
     question = "Which very particular sentence of thirteen words or more is this one here today?"
     long = TEXT * 8 + question + " " + TEXT * 8
     write(tmp_path / "in.jsonl", [{"text": long}, {"text": TEXT}, {"text": question}])
@@ -79,7 +79,7 @@ def test_decontaminate_counts_documents_and_pieces_apart(prep, tmp_path):
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("last", [b"", b"\n"], ids=["cut", "whole"])
-def test_bytes_in_are_those_of_all_lines(prep, tmp_path, ending, last):
+def test_bytes_in_counts_all_lines(prep, tmp_path, ending, last):
     lines = [
         b"\xef\xbb\xbf" + b'{"text": "marked"}', b'{"text": "good"}', b"bad", b"", b"  ",
         b'{"text": "' + b"x" * 500 + b'"}', b'{"other": 1}', b'{"text": "\xff"}', b'{"text": "end"}',
@@ -94,7 +94,7 @@ def test_bytes_in_are_those_of_all_lines(prep, tmp_path, ending, last):
     assert report["rejected"] == {"json": 1, "key": 1, "long": 1, "utf8": 1}
 
 
-def test_kept_fingerprints_and_dictionaries_carry_no_time(prep, tmp_path):
+def test_saved_fingerprints_and_dictionaries_have_no_date(prep, tmp_path):
     write(tmp_path / "in.jsonl", [{"text": f"{TEXT} {n}", "url": f"u{n}"} for n in range(3)])
     assert prep("dedup", "in.jsonl", "-o", "out", "--save-fingerprints", "prints")[0] == 0
     flags = ("--task", "lambada=in.jsonl", "--save-dictionary", "dictionary")
@@ -108,21 +108,21 @@ def test_kept_fingerprints_and_dictionaries_carry_no_time(prep, tmp_path):
 RECIPE = '[pipeline]\ninput = ["in.jsonl"]\n[[step]]\nrun = "shuffle"\n'
 
 
-def test_a_recipes_input_is_of_the_current_directory(prep, tmp_path):
+def test_recipe_input_is_found_in_the_current_directory(prep, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     write(tmp_path / "in.jsonl", [{"text": "here"}])
     assert prep("pipeline", "recipe.toml", "--work-dir", "work")[0] == 0
     assert sorted(os.listdir(tmp_path / "work"))[0] == "01-shuffle.jsonl.zst"
 
 
-def test_a_recipes_input_may_be_below_the_work_folder(prep, tmp_path):
+def test_recipe_input_is_found_in_the_work_folder(prep, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "work").mkdir()
     write(tmp_path / "work" / "in.jsonl", [{"text": "there"}])
     assert prep("pipeline", "recipe.toml", "--work-dir", "work")[0] == 0
 
 
-def test_two_inputs_of_one_name_are_refused(prep, tmp_path):
+def test_recipe_input_in_both_folders_is_refused(prep, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "work").mkdir()
     for folder, text in ((tmp_path, "here"), (tmp_path / "work", "there")):
@@ -132,7 +132,7 @@ def test_two_inputs_of_one_name_are_refused(prep, tmp_path):
     assert prep("pipeline", "recipe.toml", "--work-dir", "work", "--input", "in.jsonl")[0] == 0
 
 
-def test_a_recipes_input_that_is_nowhere_is_named(prep, tmp_path):
+def test_recipe_input_that_does_not_exist_is_named(prep, tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     code, _, err = prep("pipeline", "recipe.toml", "--work-dir", "work")
     assert (code, "in.jsonl: no file has this name" in err) == (2, True)

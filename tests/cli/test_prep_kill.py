@@ -187,7 +187,7 @@ def outputs(folder):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_at_random_points(inputs, tmp_path, step):
+def test_step_killed_at_random_points_resumes_to_the_same_bytes(inputs, tmp_path, step):
     arguments = [word.replace("{in}", str(inputs)) for word in STEPS[step]]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, tmp_path, str(KILLS), step, *arguments],

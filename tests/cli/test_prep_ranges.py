@@ -1,4 +1,4 @@
-"""dynmo-prep: options out of their range, and names of formats that are not written, are refused before any work."""
+"""dynmo-prep refuses options out of range and unsupported formats before any work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMAND = typer.main.get_command(cli.app)
 
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
-    """Run a command in an empty folder, which must refuse it and leave nothing: what it says."""
+    """Run a command in an empty folder, which must fail without files; returns stderr."""
 
     def run(*arguments):
         folder = tmp_path / "empty"
@@ -50,9 +50,9 @@ def refused(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             cli.main()
-        said = capsys.readouterr().err
-        assert (stop.value.code, os.listdir(folder)) == (2, []), said
-        return " ".join(said.replace("│", " ").split())
+        err = capsys.readouterr().err
+        assert (stop.value.code, os.listdir(folder)) == (2, []), err
+        return " ".join(err.replace("│", " ").split())
 
     return run
 
@@ -64,7 +64,7 @@ def corpus(tmp_path):
     return path
 
 
-def test_every_number_of_every_command_is_bounded():
+def test_numbers_of_every_command_are_bounded():
     assert len(NUMBERS) > 60
     assert [entry for entry in NUMBERS if entry[2] is None] == []
 
@@ -76,15 +76,15 @@ def test_numbers_out_of_range_are_refused_before_work(name, capsys, monkeypatch,
         for bad in (least - 1, "nan", "inf", 1 << 63 if most is None else most + 1):
             with pytest.raises(SystemExit) as stop:
                 COMMAND([name, "in.jsonl", flag, str(bad)], prog_name="dynmo-prep")
-            said = capsys.readouterr().err
-            assert (stop.value.code, flag in said, "Traceback" in said) == (2, True, False), said
+            err = capsys.readouterr().err
+            assert (stop.value.code, flag in err, "Traceback" in err) == (2, True, False), err
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     "kind", [*dict.fromkeys(step.settings for step in steps().values()), RunSettings], ids=lambda k: k.__name__
 )
-def test_a_recipe_refuses_numbers_out_of_range(kind):
+def test_recipe_with_numbers_out_of_range_is_refused(kind):
     required = {"id-prefix": "a", "tasks": ["remove_512"], "groups": "g"}
     known = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
     values = {key: value for key, value in required.items() if key in known}
@@ -97,7 +97,7 @@ def test_a_recipe_refuses_numbers_out_of_range(kind):
                 from_mapping(kind, {**values, key: bad}, "recipe: step x")
 
 
-def test_all_numbers_out_of_range_are_reported_at_once():
+def test_numbers_out_of_range_are_reported_together():
     with pytest.raises(UsageError) as refusal:
         from_mapping(steps()["dedup"].settings, {"threshold": 90, "seed": -1}, "r: step dedup")
     assert str(refusal.value) == (
@@ -118,16 +118,16 @@ def test_all_numbers_out_of_range_are_reported_at_once():
         ("fetch-urls", ("--allow-host", "10.0.0.0/99"), "host name"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_rule(refused, corpus, command, flags, rule):
+def test_invalid_value_is_refused_with_its_rule(refused, corpus, command, flags, rule):
     assert rule in refused(command, corpus, "-o", "out.jsonl", *flags)
 
 
-def test_the_languages_are_those_of_langdetect():
+def test_languages_match_langdetect():
     folder = Path(langdetect.__file__).parent / "profiles"
     assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == list(LANGUAGES)
 
 
-def test_too_many_tasks_are_refused_before_they_are_made(refused, corpus):
+def test_too_many_tasks_are_refused_before_work(refused, corpus):
     os.truncate(corpus, 1 << 40)  # a sparse file
     assert "1,048,576 tasks" in refused("merge", corpus, "-o", "out.jsonl", "--task-bytes", 1)
 
@@ -139,10 +139,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_output_named_as_another_format_is_refused(refused, corpus, name):
-    said = refused("merge", corpus, "-o", name)
-    assert name in said
-    assert "cannot be written" in said or "rename" in said
+def test_output_with_an_unsupported_extension_is_refused(refused, corpus, name):
+    err = refused("merge", corpus, "-o", name)
+    assert name in err
+    assert "cannot be written" in err or "rename" in err
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_an_output_named_as_another_format_is_refused(refused, corpus, name):
     ],
     ids=lambda value: "-".join(value[::2]).replace("{in}", ""),
 )
-def test_every_command_refuses_an_output_of_another_format(refused, corpus, arguments):
+def test_every_command_refuses_unsupported_output_extensions(refused, corpus, arguments):
     assert "cannot be written" in refused(*(word.replace("{in}", str(corpus)) for word in arguments))
 
 
 @pytest.mark.parametrize("ending", [*sorted(FOREIGN_ENDINGS), ".GZ", ".Parquet", ".tar.gz"])
-def test_an_input_of_a_format_that_is_not_read_is_refused(refused, corpus, ending):
+def test_input_with_an_unsupported_extension_is_refused(refused, corpus, ending):
     source = corpus.with_name(f"data{ending}")
     corpus.rename(source)
-    said = refused("merge", source, "-o", "out.jsonl")
-    assert "cannot be read" in said or "rename" in said
+    err = refused("merge", source, "-o", "out.jsonl")
+    assert "cannot be read" in err or "rename" in err

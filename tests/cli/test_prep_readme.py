@@ -1,4 +1,4 @@
-"""The README of dynmo_tools names every command, and its first example does what it says."""
+"""The README of dynmo_tools has every command, and its examples use existing flags."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dynmo_tools import cli
 README = Path(cli.__file__).parents[1] / "README.md"
 
 
-def test_every_command_is_in_the_table():
+def test_readme_table_has_every_command():
     rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])}
     assert {command.name for command in cli.app.registered_commands} <= named
 
 
-def test_every_example_names_flags_that_exist():
+def test_readme_examples_use_existing_flags():
     text = README.read_text(encoding="utf-8")
     import typer.main
 

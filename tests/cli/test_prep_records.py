@@ -53,7 +53,7 @@ def corpus():
     return [{"url": f"u{n}", "text": text, "n": n} for n, text in enumerate(texts)]
 
 
-def test_merge_ends_each_line_and_takes_files_in_order(prep, tmp_path):
+def test_merge_terminates_lines_and_keeps_file_order(prep, tmp_path):
     (tmp_path / "b.json").write_text('{"a": 1}\n{"a":  2}')
     (tmp_path / "a.json").write_text('{"a": 3}\n\n')
     code, out, _ = prep("merge", tmp_path / "b.json", tmp_path / "*.json", "--output_file", tmp_path / "all.jsonl")
@@ -63,7 +63,7 @@ def test_merge_ends_each_line_and_takes_files_in_order(prep, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_add_id_numbers_over_all_tasks(prep, tmp_path, workers):
+def test_add_id_numbers_across_all_tasks(prep, tmp_path, workers):
     source = write(tmp_path / "in.jsonl", [{"text": f"é {n}", "k": None} for n in range(300)])
     common = ("add-id", source, "-o", tmp_path / "out.jsonl", "--id-prefix", "web", "--task-bytes", 2000)
     assert prep(*common, "--workers", workers)[0] == 0
@@ -72,7 +72,7 @@ def test_add_id_numbers_over_all_tasks(prep, tmp_path, workers):
     assert [list(row) for row in rows[:1]] == [["text", "k", "adlr_id"]]
 
 
-def test_add_id_does_not_overwrite_unasked(prep, tmp_path):
+def test_add_id_without_rewrite_refuses_existing_ids(prep, tmp_path):
     source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b", "adlr_id": "x"}])
     code, _, err = prep("add-id", source, "-o", tmp_path / "out.jsonl", "--id-prefix", "p")
     assert (code, "--rewrite" in err) == (2, True)
@@ -80,7 +80,7 @@ def test_add_id_does_not_overwrite_unasked(prep, tmp_path):
     assert read(tmp_path / "out.jsonl")[1] == {"text": "b", "adlr_id": "p-0000000002"}
 
 
-def test_fix_runs_all_its_tasks_and_keeps_what_it_drops(prep, tmp_path):
+def test_fix_runs_all_tasks_and_saves_dropped_documents(prep, tmp_path):
     source = write(tmp_path / "in.jsonl", [{"text": "x" * 600 + "  schÃ¶n"}, {"text": "short"}])
     code, out, _ = prep(
         "fix", source, "--output-path", tmp_path / "out.jsonl", "--tasks", "remove_512", "ftfy_fix_text",
@@ -93,7 +93,7 @@ def test_fix_runs_all_its_tasks_and_keeps_what_it_drops(prep, tmp_path):
     assert json.loads(gzip.decompress((tmp_path / "dropped.jsonl.gz").read_bytes())) == {"text": "short"}
 
 
-def test_find_group_and_remove_give_what_dedup_gives(prep, tmp_path):
+def test_find_group_and_remove_match_dedup(prep, tmp_path):
     source = write(tmp_path / "in.jsonl", corpus())
     pairs, groups, left, at_once = (tmp_path / name for name in ("pairs", "groups", "left.jsonl", "once.jsonl"))
     code, out, _ = prep("find-duplicates", source, "-o", pairs)
@@ -112,7 +112,7 @@ def test_find_group_and_remove_give_what_dedup_gives(prep, tmp_path):
     assert at_once.read_bytes() == left.read_bytes()
 
 
-def test_documents_without_names_or_with_a_shared_one_are_never_lost(prep, tmp_path):
+def test_documents_without_unique_names_are_never_lost(prep, tmp_path):
     rows = corpus()
     for row in rows:
         row["url"] = "same"
@@ -126,7 +126,7 @@ def test_documents_without_names_or_with_a_shared_one_are_never_lost(prep, tmp_p
     assert "without name 2" in out
 
 
-def test_the_threshold_of_the_groups_decides(prep, tmp_path):
+def test_group_duplicates_applies_its_threshold(prep, tmp_path):
     write(tmp_path / "pairs", [{"a": [{"b": 0.95}, {"c": 0.6}]}, {"c": [{"d": 0.9}]}, {"b": [{"e": 0.91}]}])
     prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups")
     assert read(tmp_path / "groups") == [{"0": ["a", "b", "e"]}, {"1": ["c", "d"]}]
@@ -134,7 +134,7 @@ def test_the_threshold_of_the_groups_decides(prep, tmp_path):
     assert read(tmp_path / "groups") == [{"0": ["a", "b", "c", "d", "e"]}]
 
 
-def test_fingerprints_carry_deduplication_from_run_to_run(prep, tmp_path):
+def test_saved_fingerprints_deduplicate_across_runs(prep, tmp_path):
     rows = corpus()
     first, second = write(tmp_path / "1.jsonl", rows[:4]), write(tmp_path / "2.jsonl", rows[1:])
     prints, both = tmp_path / "prints", tmp_path / "both"
@@ -149,13 +149,13 @@ def test_fingerprints_carry_deduplication_from_run_to_run(prep, tmp_path):
     assert (code, "seed is 1234, but 7 in this run" in err) == (2, True)
 
 
-def test_split_sentences_puts_each_on_a_line(prep, tmp_path):
+def test_split_sentences_writes_one_per_line(prep, tmp_path):
     source = write(tmp_path / "in.jsonl", [{"text": "One  two. Dr. X\ncame! ", "k": 1}])
     assert prep("split-sentences", source, "-o", tmp_path / "out.jsonl")[0] == 0
     assert read(tmp_path / "out.jsonl") == [{"text": "One two.\nDr. X came!", "k": 1}]
 
 
-def test_blacklist_urls_takes_a_folder(prep, tmp_path):
+def test_blacklist_urls_reads_a_folder(prep, tmp_path):
     (tmp_path / "urls").mkdir()
     (tmp_path / "urls" / "1.txt").write_text("http://good.org/a\nhttp://youtube.com/b\n")
     (tmp_path / "urls" / "2.txt").write_text("http://good.org/a\nhttp://good.org/c.mp3\n")
@@ -166,9 +166,9 @@ def test_blacklist_urls_takes_a_folder(prep, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_decontaminate_cuts_around_task_questions(prep, tmp_path, workers):
+def test_decontaminate_removes_task_questions(prep, tmp_path, workers):
     question = "who was the first person to walk along the river and past the old mill"
-    fill = "A sentence of filling text that says nothing and goes on for a while. " * 12
+    fill = "A sentence of filling text without a meaning that has a certain length. " * 12
     rows = [{"text": fill + f"Now, {question}? " + fill, "id": n} for n in range(3)]
     rows += [{"text": fill, "id": 3}, {"text": question, "id": 4}]
     source = write(tmp_path / "in.jsonl", rows)

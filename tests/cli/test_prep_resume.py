@@ -1,4 +1,4 @@
-"""dynmo-prep: killed runs go on, dead workers are named, parts and executors give the same bytes."""
+"""dynmo-prep: killed runs resume, dead workers are named, subsets and executors write the same bytes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def pipeline(folder):
     return ["pipeline", str(folder / "recipe.toml"), "--work-dir", str(folder), "--task-bytes", "60000"]
 
 
-def test_a_run_killed_again_and_again_ends_with_the_same_bytes(prep, tmp_path):
+def test_run_killed_repeatedly_writes_the_same_bytes(prep, tmp_path):
     whole = pipeline(tmp_path / "whole")
     assert prep(*whole)[0] == 0
     broken = pipeline(tmp_path / "broken")
@@ -144,8 +144,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
-    """Ctrl-C comes once the second of several tasks is done, by the process's own count."""
+def test_ctrl_c_leaves_no_partial_files_and_the_run_resumes(tmp_path, prep):
+    """Ctrl-C is sent after the second of several tasks, counted by the process itself."""
     source = documents(tmp_path / "in.jsonl")
     arguments = ["clean", str(source), "-o", str(tmp_path / "out.jsonl"), "--workers", "2", "--task-bytes", "30000"]
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
 
 
-def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
+def test_dead_worker_ends_the_run_with_its_task_name(tmp_path, monkeypatch):
     from dynmo_tools.runner.local import WorkerPool
 
     job = Job(
@@ -184,11 +184,11 @@ def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
     (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("dying").die)
-    with WorkerPool(job, 2) as crew, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
-        list(crew.run(phase, range(3), lambda documents, size: None))
+    with WorkerPool(job, 2) as pool, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
+        list(pool.run(phase, range(3), lambda documents, size: None))
 
 
-def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
+def test_workers_are_reused_across_phases(tmp_path, monkeypatch):
     from dynmo_tools.runner.local import WorkerPool
 
     job = Job(step="merge", inputs=(), output=tmp_path / "o", work=tmp_path, settings=MergeSettings())
@@ -200,27 +200,27 @@ def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("reporting_worker").serve)
-    answers = []
-    with WorkerPool(job, 2) as crew:
+    results = []
+    with WorkerPool(job, 2) as pool:
         for name in ("one", "two"):
-            phase = Phase(name=name, run="tests_only:tell", tasks=4)
-            answers += [marker for _, marker in crew.run(phase, range(4), lambda documents, size: None)]
-    assert sorted(phase for _, phase in answers) == ["one"] * 4 + ["two"] * 4
-    assert len({process for process, _ in answers}) == 2
+            phase = Phase(name=name, run="tests_only:report", tasks=4)
+            results += [marker for _, marker in pool.run(phase, range(4), lambda documents, size: None)]
+    assert sorted(phase for _, phase in results) == ["one"] * 4 + ["two"] * 4
+    assert len({process for process, _ in results}) == 2
 
 
-def test_another_run_in_the_same_folder_is_refused(prep, tmp_path):
+def test_second_run_in_a_work_folder_is_refused(prep, tmp_path):
     import fcntl
 
     source = documents(tmp_path / "in.jsonl", 5)
     (tmp_path / "out.jsonl.work").mkdir()
-    with open(tmp_path / "out.jsonl.work" / "lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(tmp_path / "out.jsonl.work" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
     assert (code, "another run uses this work folder" in err) == (2, True)
 
 
-def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
+def test_subsets_of_each_phase_write_the_same_bytes(prep, tmp_path):
     source = documents(tmp_path / "in.jsonl")
     common = ("dedup", source, "--task-bytes", 30_000, "-o")
     assert prep(*common, tmp_path / "whole.jsonl")[0] == 0
@@ -249,7 +249,7 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
         (("--executor", "slurm", "--task-count", 5000), "must be from 1 to 1000"),
     ],
 )
-def test_parts_that_do_not_exist(prep, tmp_path, monkeypatch, more, message):
+def test_subset_out_of_range_is_refused(prep, tmp_path, monkeypatch, more, message):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = prep("merge", documents(tmp_path / "in.jsonl", 5), "-o", tmp_path / "out.jsonl", *more)
     assert (code, message in err) == (2, True)
@@ -284,7 +284,7 @@ def sbatch(tmp_path, monkeypatch):
     return fake
 
 
-def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monkeypatch):
+def test_sbatch_failure_cancels_earlier_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "sbatch").write_text("#!/bin/bash\n[ ! -e jobs ] || exit 1\necho 41 | tee jobs\n")
@@ -298,7 +298,7 @@ def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monk
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
-def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
+def test_slurm_arrays_write_the_same_bytes(prep, sbatch, tmp_path, emit):
     source = documents(tmp_path / "in.jsonl")
     common = ("shuffle", source, "--task-bytes", 80_000, "-o")
     assert prep(*common, tmp_path / "whole.jsonl")[0] == 0
@@ -351,7 +351,7 @@ def made(folder):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
-def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, tmp_path, emit):
+def test_pipeline_in_slurm_arrays_writes_the_same_bytes(prep, sbatch, recipe, tmp_path, emit):
     target = (*recipe, tmp_path / "slurm", "--task-count", 2)
     if emit:
         code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
@@ -373,7 +373,7 @@ def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, t
 
 
 @pytest.mark.distributed
-def test_a_pipeline_as_slurm_arrays_with_overwrite_replaces_foreign_outputs(prep, sbatch, recipe, tmp_path):
+def test_pipeline_in_slurm_arrays_with_overwrite_replaces_outputs(prep, sbatch, recipe, tmp_path):
     folder = tmp_path / "slurm"
     folder.mkdir()
     for name in ("01-merge.jsonl.zst", "data_text_document.bin", "data_text_document.idx"):
@@ -395,13 +395,13 @@ def test_a_pipeline_as_slurm_arrays_with_overwrite_replaces_foreign_outputs(prep
         (("--step", "mix"), "cannot be read"),  # what the step before makes
     ],
 )
-def test_parts_of_a_pipeline_that_do_not_exist(prep, recipe, tmp_path, more, message):
+def test_pipeline_subset_out_of_range_is_refused(prep, recipe, tmp_path, more, message):
     code, _, err = prep(*recipe, tmp_path / "work", *more)
     assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.distributed
-def test_a_pipeline_on_ray_makes_the_same_bytes(recipe, tmp_path):
+def test_pipeline_on_ray_writes_the_same_bytes(recipe, tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     program = [sys.executable, "-c", "from dynmo_tools.cli import main; main()"]
@@ -414,7 +414,7 @@ def test_a_pipeline_on_ray_makes_the_same_bytes(recipe, tmp_path):
 
 
 @pytest.mark.distributed
-def test_ray_makes_the_same_bytes(tmp_path):
+def test_ray_writes_the_same_bytes(tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     source = documents(tmp_path / "in.jsonl")
@@ -433,13 +433,13 @@ def test_ray_makes_the_same_bytes(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-def test_flags_are_taken_out_with_their_values():
+def test_remove_flags_removes_flags_with_values():
     given = ["clean", "a", "--executor", "slurm", "--seed", "1", "--emit-sbatch=x"]
     assert remove_flags(given, ("--executor", "--emit-sbatch")) == ["clean", "a", "--seed", "1"]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_a_truncated_input_fails_its_task_and_keeps_nothing(prep, tmp_path, ending):
+def test_truncated_input_fails_its_task_without_output(prep, tmp_path, ending):
     import gzip
 
     import zstandard
@@ -456,7 +456,7 @@ def test_a_truncated_input_fails_its_task_and_keeps_nothing(prep, tmp_path, endi
     assert (tmp_path / "out.jsonl").read_bytes() == payload
 
 
-def test_parquet_is_read(prep, tmp_path):
+def test_parquet_input_is_read(prep, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra 'parquet' is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"é {n}", "n": n} for n in range(2500)]
@@ -465,7 +465,7 @@ def test_parquet_is_read(prep, tmp_path):
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
 
 
-def test_a_full_disk_is_told_and_leaves_no_output(prep, tmp_path, monkeypatch):
+def test_full_disk_is_reported_without_output(prep, tmp_path, monkeypatch):
     import errno
 
     from dynmo_tools.runner import task

@@ -91,7 +91,7 @@ def site():
     server.server_close()
 
 
-def test_pages_are_fetched_by_the_rules(prep, site, tmp_path):
+def test_fetch_urls_obeys_the_rules(prep, site, tmp_path):
     server, base = site
     paths = ["/page1", "/missing", "/image", "/long", "/private/x", "/moved", "/page1"]
     (tmp_path / "urls.txt").write_text(
@@ -115,7 +115,7 @@ def test_pages_are_fetched_by_the_rules(prep, site, tmp_path):
     assert all(later - earlier >= 0.04 for earlier, later in itertools.pairwise(own))
 
 
-def test_malformed_urls_are_told_and_the_others_fetched(prep, site, tmp_path):
+def test_fetch_urls_reports_malformed_urls_and_fetches_others(prep, site, tmp_path):
     _, base = site
     bad = ["http://[::1", "ftp://a.b/x", "words alone", "http:///x", "http://127.0.0.1:abc/", "http://127.0.0.1:99999/"]
     lines = [*(line.encode() for line in bad), f"{base}/\xff".encode("latin-1"), f"{base}/a\0b".encode(), b"", b"  "]
@@ -137,7 +137,7 @@ def test_malformed_urls_are_told_and_the_others_fetched(prep, site, tmp_path):
     assert [row["url"] for row in rows] == [f"{base}/page1?ä"]
 
 
-def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):
+def test_stopped_fetch_resumes_from_its_journal(prep, site, tmp_path):
     server, base = site
     (tmp_path / "urls.txt").write_text("".join(f"{base}/page{n}\n" for n in range(6)))
     target = ("fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "pages.jsonl", "--delay-s", 0, *LOOPBACK)
@@ -155,7 +155,7 @@ def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):
     assert (code, "--overwrite" in err) == (2, True)
 
 
-def test_an_edited_output_is_kept_and_overwrite_keeps_the_journal_of_these_urls(prep, site, tmp_path):
+def test_edited_output_is_kept_and_overwrite_keeps_the_journal(prep, site, tmp_path):
     server, base = site
     urls, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl"
     urls.write_text(f"{base}/page1\n")
@@ -174,8 +174,8 @@ def test_an_edited_output_is_kept_and_overwrite_keeps_the_journal_of_these_urls(
     assert [path for path, _, _ in server.robots_host] == ["/robots.txt", "/page2"]
 
 
-def test_pages_of_more_than_64_mib_are_kept_in_the_journal(prep, site, tmp_path):
-    """Of 64 MiB and more in the journal: each byte that is no UTF-8 takes three there."""
+def test_journal_has_pages_above_64_mib(prep, site, tmp_path):
+    """More than 64 MiB in the journal: each byte of invalid UTF-8 takes three bytes there."""
     _, base = site
     (tmp_path / "urls.txt").write_text(f"{base}/bytes\n")
     code, _, err = prep(
@@ -185,7 +185,7 @@ def test_pages_of_more_than_64_mib_are_kept_in_the_journal(prep, site, tmp_path)
     assert (tmp_path / "p").stat().st_size > 64 << 20
 
 
-def test_a_server_without_robots_allows_all_and_a_broken_one_nothing(prep, site, tmp_path, monkeypatch):
+def test_missing_robots_allows_all_and_failing_robots_nothing(prep, site, tmp_path, monkeypatch):
     _, base = site
     (tmp_path / "urls.txt").write_text(f"{base}/private/x\n")
     code, out, _ = prep(
@@ -201,7 +201,7 @@ PEAK = """
 import pathlib, sys
 from dynmo_tools import cli
 from dynmo_tools._common import console
-console.say("loads what a line of progress needs, which only the longer run may print")
+console.say("imports what a progress line needs, which only the longer run may print")
 try:
     cli.main()
 except SystemExit as stop:
@@ -211,7 +211,7 @@ sys.stderr.write("peak " + next(line.split()[1] for line in lines if line.starts
 """
 
 
-def test_a_long_list_of_urls_takes_no_more_memory_than_a_short_one(site, tmp_path):
+def test_fetch_memory_does_not_grow_with_the_url_list(site, tmp_path):
     server, base = site
     peaks = []
     for count in (100, 100_000):
@@ -228,7 +228,7 @@ def test_a_long_list_of_urls_takes_no_more_memory_than_a_short_one(site, tmp_pat
     assert peaks[1] < peaks[0] + 8, peaks
 
 
-def test_the_next_url_is_of_a_host_that_may_be_asked(monkeypatch):
+def test_frontier_returns_urls_of_available_hosts(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("dynmo_tools.web.fetch_queue.time", SimpleNamespace(monotonic=lambda: clock[0]))
     urls = ["http://a/1", "http://a/2", "http://b/1", "not a url", "http://a/3"]
@@ -256,7 +256,7 @@ def test_the_next_url_is_of_a_host_that_may_be_asked(monkeypatch):
     assert frontier.take() is None
 
 
-def test_the_window_and_the_hosts_are_bounded():
+def test_frontier_window_and_hosts_are_bounded():
     read = itertools.count()
     urls = (Request(next(read), f"http://host{n % 500}/{n}") for n in range(5000))
     frontier = Frontier(urls, window=64, hosts=3)
@@ -278,12 +278,12 @@ def test_the_window_and_the_hosts_are_bounded():
         ("<p>&lt;tag&gt; &eacute;</p>", "", "<tag> é"),
     ],
 )
-def test_readable_text(html, title, text):
+def test_extract_text_returns_title_and_text(html, title, text):
     assert extract_text(html) == (title, text)
 
 
 @pytest.mark.parametrize("ending", ["", ".bz2"])
-def test_a_dump_in_several_tasks_is_the_same_bytes_for_any_number_of_workers(prep, tmp_path, ending):
+def test_dump_in_several_tasks_is_equal_for_any_workers(prep, tmp_path, ending):
     source = tmp_path / f"dump.xml{ending}"
     payload = DUMP.encode()
     streams = (bz2.compress(payload[at : at + 90]) for at in range(0, len(payload), 90))
@@ -297,7 +297,7 @@ def test_a_dump_in_several_tasks_is_the_same_bytes_for_any_number_of_workers(pre
     assert len(json.loads((tmp_path / "2-150.jsonl.work" / "manifest.json").read_text())["tasks"]) > 2
 
 
-def test_a_dump_becomes_documents(prep, tmp_path):
+def test_extract_wiki_writes_documents(prep, tmp_path):
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(DUMP.encode()))
     code, out, _ = prep("extract-wiki", tmp_path / "dump.xml.bz2", "-o", tmp_path / "wiki.jsonl")
     assert code == 0

@@ -1,4 +1,4 @@
-"""The sidecar of a data set: owner, reader and schema accept and refuse the same; both packages digest alike."""
+"""The sidecar of a dataset: owner, reader and schema accept and refuse the same, with equal digests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_schema_refuses_invalid_sidecars(path):
 
 
 @pytest.mark.parametrize("path", ALL["invalid-across"], ids=lambda path: path.stem)
-def test_schema_sees_no_fault_across_fields(path):
+def test_schema_accepts_violations_across_fields(path):
     assert VALIDATOR.is_valid(json.loads(path.read_text()))
 
 
@@ -67,7 +67,7 @@ def test_invalid_sidecars_are_refused(read, place, refusal, path, tmp_path):
 
 
 @pytest.mark.parametrize(("read", "place", "_refusal"), PARSERS)
-def test_no_sidecar_is_none(read, place, _refusal, tmp_path):
+def test_read_sidecar_without_a_file_is_none(read, place, _refusal, tmp_path):
     assert read(place(tmp_path / "data")) is None
 
 
@@ -82,7 +82,7 @@ def test_no_sidecar_is_none(read, place, _refusal, tmp_path):
         ("WhitespaceVocab", {"words.json": "words.json"}),
     ],
 )
-def test_both_packages_digest_real_vocabularies_alike(kind, files, tmp_path):
+def test_both_packages_compute_equal_vocabulary_digests(kind, files, tmp_path):
     root = SHARED_DATA
     (tmp_path / "words.json").write_text(json.dumps({"<unk>": 0, "größe": 1, "\ud83d": 2}))
     places = {

@@ -1,6 +1,6 @@
-"""The indexed data set: every parser reads the same fixtures, and refuses the same.
+"""The indexed dataset: every parser reads the same fixtures, and refuses the same.
 
-``fixtures/indexed/fixtures.json`` states what each valid file holds (sequences of tokens, document boundaries) and
+``fixtures/indexed/fixtures.json`` states the contents of each valid file (sequences of tokens, document boundaries) and
 which kinds of problem each invalid one has. A parser is a function from a prefix to the list of its sequences, each a
 list of integers, that raises a ``UsageError`` of its package for a file that breaks the format.
 """
@@ -40,7 +40,7 @@ PARSERS = [
 ]
 
 
-def test_the_listing_names_every_fixture():
+def test_fixture_list_has_every_fixture():
     for kind in ("valid", "invalid"):
         assert sorted(LISTING[kind]) == sorted(path.stem for path in (HERE / kind).glob("*.idx"))
 
@@ -59,19 +59,19 @@ def test_invalid_fixtures_are_refused(parse, refusal, name):
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_the_owner_reads_document_boundaries(name):
+def test_owner_reads_document_boundaries(name):
     assert indexed.read_index(HERE / "valid" / name).documents.tolist() == LISTING["valid"][name]["documents"]
 
 
 @pytest.mark.parametrize("name", sorted(set(LISTING["invalid"]) - {"no-bin"}))
-def test_the_owner_names_every_problem(name):
+def test_owner_reports_every_problem(name):
     with pytest.raises(indexed.IndexedError) as caught:
         indexed.read_index(HERE / "invalid" / name)
     assert {problem.kind for problem in caught.value.problems} == set(LISTING["invalid"][name])
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_the_json_view_follows_its_schema(name):
+def test_json_view_matches_its_schema(name):
     jsonschema.validate(indexed.describe(HERE / "valid" / name), SCHEMA)
 
 
@@ -80,13 +80,13 @@ def test_the_json_view_follows_its_schema(name):
     [{"form": "flat"}, {"tokens": -1}, {"documents": 1.5}, {"more": 1}, {"dtype": "float32"}, {"multimodal": None}],
     ids=str,
 )
-def test_the_schema_refuses_other_views(change):
+def test_schema_refuses_invalid_views(change):
     view = {**indexed.describe(HERE / "valid" / "mmap-u16"), **change}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(view, SCHEMA)
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_what_is_written_again_is_the_same_bytes(name):
+def test_rewritten_index_is_byte_identical(name):
     prefix = HERE / "valid" / name
     assert b"".join(indexed.encode_index(indexed.read_index(prefix))) == indexed.idx_path(prefix).read_bytes()

@@ -1,4 +1,4 @@
-"""Shared by the tests of dynmo_tools: text that needs no files, and the data beside the project where it is there."""
+"""Fixtures of dynmo_tools: texts that need no files, and the shared data if it exists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIED = [
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """The folder of real data beside the project; the test is skipped where it is absent."""
+    """The folder of real data next to the project; the test is skipped if it does not exist."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{SHARED_DATA}: the shared data is not next to the project (set DYNMO_SHARED_DATA)")
     return SHARED_DATA
@@ -34,7 +34,7 @@ def shared_data():
 
 @pytest.fixture(scope="session")
 def varied_texts():
-    """Texts of many scripts and shapes, and some at random."""
+    """Texts of many scripts and shapes, and some random ones."""
     rng = random.Random(3)
     alphabet = "abc ABC 012 .,!?'\n\té日\u0301😀"
     return VARIED + ["".join(rng.choices(alphabet, k=rng.randrange(200))) for _ in range(100)]
@@ -42,7 +42,7 @@ def varied_texts():
 
 @pytest.fixture(scope="session")
 def groups_of():
-    """The sets of two documents and more of a union-find, in order, as lists."""
+    """The sets of at least two documents of a union-find, in order, as lists."""
 
     def groups(sets):
         members = {}

@@ -17,11 +17,11 @@ from dynmo_tools.cli.classic_args import expand_list_flags, from_classic_syntax
         ([], []),
     ],
 )
-def test_lists_behind_one_flag_are_spread(given, expanded):
+def test_list_flags_are_repeated_per_value(given, expanded):
     assert expand_list_flags(given) == expanded
 
 
-def test_pairs_of_the_classic_tools_become_flags():
+def test_megatron_pairs_become_flags():
     words = "find-duplicates --num-bands 10 --inputs a url b id --output pairs"
     expected = "find-duplicates --num-bands 10 --input a --id-key url --input b --id-key id --output pairs"
     assert from_classic_syntax(words.split()) == expected.split()
@@ -46,7 +46,7 @@ def test_pairs_of_the_classic_tools_become_flags():
         ("remove-duplicates groups in out", "remove-duplicates --groups groups in --output out"),
     ],
 )
-def test_files_alone_are_taken_by_their_places(tmp_path, monkeypatch, given, becomes):
+def test_positional_files_become_flags(tmp_path, monkeypatch, given, becomes):
     monkeypatch.chdir(tmp_path)
     assert from_classic_syntax(given.split()) == becomes.split()
     (tmp_path / "out").write_text("somebody's\n")  # a second input, perhaps, and -o was forgotten
@@ -56,6 +56,6 @@ def test_files_alone_are_taken_by_their_places(tmp_path, monkeypatch, given, bec
 @pytest.mark.parametrize(
     "same", ["clean in", "clean a b c", "clean a b --format json", "shuffle a b", "clean -o a b", ""]
 )
-def test_other_files_are_left_where_they_are(tmp_path, monkeypatch, same):
+def test_positional_files_of_another_form_are_unchanged(tmp_path, monkeypatch, same):
     monkeypatch.chdir(tmp_path)
     assert from_classic_syntax(same.split()) == same.split()

@@ -36,7 +36,7 @@ def slow_first(words, known, max_words):
     "sizes",
     [NgramSizes(min_words=2, max_words=4), NgramSizes(min_words=3, max_words=5), NgramSizes(min_words=4, max_words=4)],
 )
-def test_the_first_hit_is_the_classic_tool_s(sizes):
+def test_finder_first_matches_megatron(sizes):
     rng = random.Random(4)
     found = 0
     for _ in range(400):
@@ -50,14 +50,14 @@ def test_the_first_hit_is_the_classic_tool_s(sizes):
     assert found > 50
 
 
-def test_ngrams_of_a_task():
+def test_ngrams_of_a_task_text_have_the_allowed_sizes():
     sizes = NgramSizes(min_words=2, max_words=3)
     assert list(ngrams_of("One", sizes)) == []
     assert list(ngrams_of("One, two!", sizes)) == ["one two"]
     assert list(ngrams_of("One, two-three four", sizes)) == ["one two three", "two three four"]
 
 
-def test_word_starts_are_those_of_the_text_even_where_lower_case_is_longer():
+def test_word_starts_with_longer_lower_case_refer_to_the_text():
     text = "İstanbul and İzmir are cities"
     assert len(text.lower()) > len(text)
     starts = word_starts(text)
@@ -66,7 +66,7 @@ def test_word_starts_are_those_of_the_text_even_where_lower_case_is_longer():
     assert text[starts[tail] :] == "cities"
 
 
-def test_what_is_left_ends_and_begins_at_sentences():
+def test_split_around_ends_at_sentence_boundaries():
     text = "First one. Second one. HERE IT IS now. Third one. Fourth one."
     start = text.index("HERE")
     assert split_around(text, start, 7, 1) == ("First one. Second one.", " Third one. Fourth one.")
@@ -92,7 +92,7 @@ def classic_pieces(text, known, max_words, margin, min_words):
     return free
 
 
-def test_pieces_are_the_classic_tool_s():
+def test_clean_pieces_matches_megatron():
     rng = random.Random(6)
     cut = 0
     for _ in range(300):
@@ -106,20 +106,20 @@ def test_pieces_are_the_classic_tool_s():
     assert cut > 50
 
 
-def test_hits_are_counted_once_a_document_and_behind_each_other():
+def test_find_all_counts_each_ngram_once_per_document():
     finder = NgramFinder({"a b c", "x y z"}, 3)
     assert find_all("a b c, a b c and x y z.", finder) == {"a b c", "x y z"}
     assert find_all("nothing here at all", finder) == set()
 
 
-def test_questions_are_found_at_any_depth():
+def test_texts_under_finds_keys_at_any_depth():
     squad = {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q1"}, {"question": "q2"}]}]}]}
     assert list(texts_under(squad, ("question",))) == ["q1", "q2"]
     assert list(texts_under({"question": {"text": "q"}}, ("question",))) == ["q"]
     assert list(texts_under({"questions": [{"input_text": "q"}, "r"]}, ("questions",))) == ["q", "r"]
 
 
-def test_tasks_are_named_by_file_and_key(tmp_path):
+def test_parse_task_reads_name_file_and_key(tmp_path):
     odd = tmp_path / "a:b.json"
     odd.touch()
     assert parse_task("squad=x/y.json")[2] == ("question",)

@@ -1,4 +1,4 @@
-"""Groups out of pairs, beside a plain way to find them; sets of names by their digests."""
+"""Groups of duplicates compared with a plain search; sets of names by digests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain_groups(pairs, threshold):
                         neighbours[main].append(other)
                         neighbours.setdefault(other, []).append(main)
     order = {name: at for at, name in enumerate(neighbours)}
-    seen: set[str] = set()
+    known: set[str] = set()
     found = []
     for name in neighbours:
         reached, waiting = {name}, [name]
@@ -34,14 +34,14 @@ def plain_groups(pairs, threshold):
             fresh = set(neighbours[waiting.pop()]) - reached
             reached |= fresh
             waiting += fresh
-        if name not in seen and len(reached) > 1:
+        if name not in known and len(reached) > 1:
             found.append(sorted(reached, key=order.__getitem__))
-        seen |= reached
+        known |= reached
     return found
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
+def test_write_groups_matches_a_plain_search(tmp_path, monkeypatch, ending):
     monkeypatch.setattr("dynmo_tools.dedup.groups.GROUPS_AT_ONCE", 3)
     monkeypatch.setattr("dynmo_tools.dedup.groups.BUFFERED_NUMBERS", 4)
     monkeypatch.setattr("dynmo_tools.dedup.groups.READ_BYTES", 48)
@@ -54,15 +54,15 @@ def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
     (tmp_path / "pairs").write_text("".join(json.dumps(entry) + "\n" for entry in pairs), encoding="utf-8")
     for threshold in (0.5, 0.9, 1.1):
         expected = plain_groups(pairs, threshold)
-        told = write_groups(tmp_path / "pairs", tmp_path / f"groups{ending}", threshold)
+        counts = write_groups(tmp_path / "pairs", tmp_path / f"groups{ending}", threshold)
         written = [members for entry in read_objects(tmp_path / f"groups{ending}") for members in entry.values()]
         assert written == expected
-        assert (told.groups, told.documents) == (len(expected), sum(map(len, expected)))
-        assert told.largest == max(map(len, expected), default=0)
+        assert (counts.groups, counts.documents) == (len(expected), sum(map(len, expected)))
+        assert counts.largest == max(map(len, expected), default=0)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_line_that_is_no_pair_is_told_and_leaves_the_old_groups(tmp_path):
+def test_write_groups_with_an_invalid_pair_keeps_the_old_output(tmp_path):
     (tmp_path / "pairs").write_text('{"a": [{"b": 1.0}]}\n{"a": {"b": 1}}\n', encoding="utf-8")
     (tmp_path / "groups").write_text("old", encoding="utf-8")
     with pytest.raises(UsageError, match="pairs: the value of 'a' must be a list"):
@@ -70,7 +70,7 @@ def test_a_line_that_is_no_pair_is_told_and_leaves_the_old_groups(tmp_path):
     assert (tmp_path / "groups").read_text() == "old"
 
 
-def test_names_that_go_are_those_behind_the_first(tmp_path):
+def test_removal_set_has_all_names_except_the_first(tmp_path):
     (tmp_path / "groups").write_text('{"0": ["a", "b", "é"]}\n{"1": ["c", "half \\ud800"]}\n', encoding="utf-8")
     removals = read_removal_set(tmp_path / "groups")
     found = [removals.find(name, "f@1", "/f") for name in ("a", "b", "é", "c", "half \ud800", None, "")]
@@ -78,7 +78,7 @@ def test_names_that_go_are_those_behind_the_first(tmp_path):
     assert [number is not None for number in found] == [*(False, True, True, False, True, False, False)]
 
 
-def test_a_set_of_digests_is_a_set(monkeypatch):
+def test_digest_set_behaves_as_a_set(monkeypatch):
     rng = random.Random(4)
     texts = [str(rng.randrange(5000)) for _ in range(2000)]
     for flags in (8, 0):  # without flags every look goes to the digests
@@ -88,13 +88,13 @@ def test_a_set_of_digests_is_a_set(monkeypatch):
     assert "a" not in DigestSet([])
 
 
-def test_digests_alike_in_their_first_half_are_told_apart(monkeypatch):
+def test_digests_with_equal_first_halves_are_distinguished(monkeypatch):
     monkeypatch.setattr(digests, "digest_of", lambda payload: bytes(8) + payload.ljust(8, b"\0"))
     made = DigestSet(["x", "y", "z"])
     assert [text in made for text in ("x", "y", "z", "w")] == [True, True, True, False]
 
 
-def test_repeats_name_the_first_of_their_kind(tmp_path):
+def test_duplicates_refer_to_the_first_occurrence(tmp_path):
     texts = [b"a", b"b", b"a", b"c", b"b", b"a"]
     with DigestBuckets(tmp_path) as buckets:
         for number, text in enumerate(texts):
@@ -107,7 +107,7 @@ def test_repeats_name_the_first_of_their_kind(tmp_path):
     assert found == {(2, 0), (5, 0), (4, 1)}
 
 
-def test_lines_of_more_than_64_mib_are_read(tmp_path):
+def test_read_objects_reads_lines_above_64_mib(tmp_path):
     name = "n" * (65 << 20)
     (tmp_path / "pairs").write_text(json.dumps({"first": [{name: 1.0}]}) + "\n")
     assert write_groups(tmp_path / "pairs", tmp_path / "groups", 0.5).documents == 2

@@ -45,12 +45,12 @@ def test_signatures_equal_datasketch_bit_for_bit():
 
 
 @pytest.mark.parametrize("length", [3, 5, 9])
-def test_jaccard_equals_sets_of_substrings(length):
+def test_jaccard_equals_that_of_substring_sets(length):
     for a, b in itertools.combinations(texts(12), 2):
         assert jaccard(a, b, length) == pytest.approx(brute(a, b, length), abs=1e-12)
 
 
-def test_the_cache_gives_the_same_whatever_its_size():
+def test_shingle_cache_of_any_size_returns_the_same():
     made = texts(20)
     small = ShingleCache(made.__getitem__, 5, limit_bytes=100)
     for a, b in itertools.combinations(range(len(made)), 2):
@@ -58,11 +58,11 @@ def test_the_cache_gives_the_same_whatever_its_size():
 
 
 @pytest.mark.parametrize(("divisor", "expected"), [("union", 1 / 3), ("min", 0.5), ("max", 0.5)])
-def test_the_divisor_is_chosen(divisor, expected):
+def test_jaccard_with_each_divisor_is_exact(divisor, expected):
     assert jaccard("abcdef", "bcdefg", 5, divisor) == pytest.approx(expected)
 
 
-def test_estimates_follow_the_true_index():
+def test_signature_agreement_estimates_the_jaccard_index():
     base = texts(1, seed=3)[0] + " " + " ".join(WORDS)
     other = base.replace("mort", "MORT").replace("kess", "KESS")
     signatures = sign([base, other], 5, permutations(1024, 7))
@@ -116,7 +116,7 @@ def matched(folder, made, threshold, parts=1, *, all_pairs=False):
     return pairs, sets
 
 
-def test_no_pair_below_the_threshold_and_hardly_one_missed_above(tmp_path):
+def test_dedup_finds_pairs_above_the_threshold_only(tmp_path):
     made = planted(5)
     pairs, sets = matched(tmp_path, made, 0.9)
     assert all(brute(made[p.main], made[p.other]) >= 0.9 for p in pairs)
@@ -127,13 +127,13 @@ def test_no_pair_below_the_threshold_and_hardly_one_missed_above(tmp_path):
     assert found / len(close) >= 0.99
 
 
-def test_short_texts_are_duplicates_only_of_equal_ones(tmp_path, groups_of):
+def test_texts_below_a_shingle_match_equal_ones_only(tmp_path, groups_of):
     made = ["abc", "abd", "", "abc", "", "x"]
     _, sets = matched(tmp_path, made, 0.9)
     assert groups_of(sets) == [[0, 3], [2, 4]]
 
 
-def test_groups_are_ordered_and_the_earliest_document_stands_first(groups_of):
+def test_groups_are_ordered_with_the_earliest_document_first(groups_of):
     sets = UnionFind(6)
     sets.join(5, 2)
     sets.join(4, 1)
@@ -152,7 +152,7 @@ def in_lists(found):
 
 
 @pytest.mark.parametrize("max_keys", [3, 100, 1 << 20])
-def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, max_keys):
+def test_buckets_have_the_documents_of_each_shared_key(tmp_path, max_keys):
     keys = np.random.default_rng(0).integers(0, 500, 1000, dtype=np.uint64) << np.uint64(55)
     expected = [found.tolist() for key in np.unique(keys) if len(found := np.flatnonzero(keys == key)) > 1]
     assert in_lists(buckets([keys[:300], keys[300:301], keys[301:]], len(keys), tmp_path, max_keys)) == expected
@@ -161,7 +161,7 @@ def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, max_keys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
+def test_connect_matches_the_components_of_the_buckets(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_tools.dedup.lsh.BLOCK_BUCKETS", 3)
     signatures = np.random.default_rng(4).integers(0, 250, size=(80, 4), dtype=np.uint32)
     stored = stored_buckets(tmp_path, signatures, 4)
@@ -182,7 +182,7 @@ def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
         assert [g for a, b in itertools.pairwise(cuts) for g in groups_in_range(stored, sets.parents, a, b)] == whole
 
 
-def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path, groups_of):
+def test_partition_of_groups_does_not_change_the_pairs(tmp_path, groups_of):
     made = planted(9)
     for all_pairs in (False, True):
         (whole, sets), (cut, _) = (matched(tmp_path, made, 0.5, parts, all_pairs=all_pairs) for parts in (1, 13))
@@ -191,7 +191,7 @@ def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path, groups_of):
     assert groups_of(sets) == groups_of(matched(tmp_path, made, 0.5)[1])
 
 
-def test_all_pairs_are_those_of_brute_force(tmp_path):
+def test_match_group_with_all_pairs_matches_brute_force(tmp_path):
     made = planted(2)
     found = {(p.main, p.other) for p in matched(tmp_path, made, 0.92, all_pairs=True)[0]}
     true = {(a, b) for a, b in itertools.combinations(range(len(made)), 2) if brute(made[a], made[b]) >= 0.92}
@@ -199,7 +199,7 @@ def test_all_pairs_are_those_of_brute_force(tmp_path):
     assert len(found) >= 0.98 * len(true) > 10
 
 
-def test_sets_of_many_pairs_at_once_are_those_of_one_by_one():
+def test_union_pairs_matches_single_joins():
     rng = random.Random(6)
     pairs = [(rng.randrange(500), rng.randrange(500)) for _ in range(300)] + [(n + 1, n) for n in range(100, 300)]
     at_once, one_by_one, named = UnionFind(500), UnionFind(500), SparseUnionFind()
@@ -214,7 +214,7 @@ def test_sets_of_many_pairs_at_once_are_those_of_one_by_one():
     assert [named.find(at) for at in range(500)] == expected
 
 
-def test_one_round_compares_with_the_first_document_only():
+def test_match_bucket_with_one_round_uses_the_first_document():
     near = {(0, 1), (2, 3)}
 
     def similarity(a, b):
@@ -228,12 +228,12 @@ def test_one_round_compares_with_the_first_document_only():
     assert pairs(-1) == [(0, 1), (2, 3)]
 
 
-def test_bands_must_divide_the_permutations():
+def test_band_keys_refuses_bands_of_unequal_sizes():
     with pytest.raises(UsageError, match="100 permutations cannot be divided into 7 bands"):
         band_keys(np.zeros((1, 100), dtype=np.uint32), 0, 7)
 
 
-def test_equal_bands_have_equal_keys_and_others_differ():
+def test_band_keys_are_equal_for_equal_bands_only():
     rng = np.random.default_rng(1)
     signatures = rng.integers(0, 50, size=(500, 4), dtype=np.uint32)
     keys = band_keys(signatures, 1, 2)
@@ -241,7 +241,7 @@ def test_equal_bands_have_equal_keys_and_others_differ():
         assert (keys[a] == keys[b]) == bool(np.array_equal(signatures[a, 2:], signatures[b, 2:]))
 
 
-def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitive(groups_of):
+def test_large_bucket_with_transitive_similarity_finds_all_groups(groups_of):
     kinds = [n % 7 for n in range(200)]
 
     def same(a, b):
@@ -253,12 +253,12 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
     assert [len(group) for group in groups_of(sets)] == [29] * 4 + [28] * 3
 
 
-def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):
+def test_similarity_cache_compares_once_and_is_bounded(monkeypatch):
     monkeypatch.setattr("dynmo_tools.dedup.verify.COMPARED_PAIRS", 10)
-    asked = []
-    compared = SimilarityCache(lambda a, b: asked.append((a, b)) or a / b)
+    calls = []
+    compared = SimilarityCache(lambda a, b: calls.append((a, b)) or a / b)
     assert [compared(1, 2), compared(1, 2), compared(2, 1)] == [0.5, 0.5, 2.0]
-    assert asked == [(1, 2), (2, 1)]
+    assert calls == [(1, 2), (2, 1)]
     for other in range(1, 30):
         compared(3, other)
         assert len(compared._known) <= 10
@@ -277,7 +277,7 @@ def test_datasketch_is_imported_by_the_first_permutations_only():
 
 
 @pytest.mark.parametrize("size", [3, 200], ids=["all pairs", "stars"])
-def test_stars_pair_exactly_at_threshold_is_a_duplicate(size):
+def test_match_bucket_pair_exactly_at_threshold_is_a_duplicate(size):
     def similarity(first, second):
         return 0.5 if (first, second) == (0, 1) else 0.0
 

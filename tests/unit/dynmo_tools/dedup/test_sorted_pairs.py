@@ -1,4 +1,4 @@
-"""What is kept on disk comes back as it would from memory; large copies are the bytes of their parts."""
+"""External sort of pairs, and concatenation of large files."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from dynmo_tools.io.concat_files import append_files
 
 
 @pytest.mark.parametrize("max_pairs", [3, 1000])
-def test_pairs_come_back_sorted_and_once(tmp_path, max_pairs):
+def test_sorted_pairs_are_ascending_and_distinct(tmp_path, max_pairs):
     rng = random.Random(3)
     given = [(a := rng.randrange(20), a + 1 + rng.randrange(20)) for _ in range(300)]
-    with SortedPairs(tmp_path, max_pairs=max_pairs) as kept:
+    with SortedPairs(tmp_path, max_pairs=max_pairs) as pairs:
         for main, other in given:
-            kept.add(main, other, (main + other) / 100)
-        assert list(kept) == [(main, other, (main + other) / 100) for main, other in sorted(set(given))]
+            pairs.add(main, other, (main + other) / 100)
+        assert list(pairs) == [(main, other, (main + other) / 100) for main, other in sorted(set(given))]
 
 
-def test_no_pairs(tmp_path):
-    with SortedPairs(tmp_path) as kept:
-        assert list(kept) == []
+def test_sorted_pairs_without_pairs_is_empty(tmp_path):
+    with SortedPairs(tmp_path) as pairs:
+        assert list(pairs) == []
 
 
-def test_sorted_pairs_as_arrays_are_read_by_their_main_document(tmp_path):
-    with SortedPairs(tmp_path, max_pairs=4) as kept:
+def test_read_pairs_selects_by_main_document(tmp_path):
+    with SortedPairs(tmp_path, max_pairs=4) as pairs:
         for main in (5, 1, 3, 1, 9):
-            kept.add(main, 10 + main, main / 10)
-        (tmp_path / "pairs").write_bytes(b"".join(block.tobytes() for block in kept.blocks()))
+            pairs.add(main, 10 + main, main / 10)
+        (tmp_path / "pairs").write_bytes(b"".join(block.tobytes() for block in pairs.blocks()))
     (tmp_path / "none").write_bytes(b"")
     assert list(read_pairs(tmp_path / "pairs", 1, 5)) == [(1, 11, 0.1), (3, 13, 0.3)]
     assert list(read_pairs(tmp_path / "pairs", 5, 99)) == [(5, 15, 0.5), (9, 19, 0.9)]
     assert list(read_pairs(tmp_path / "none", 0, 99)) == []
 
 
-def test_names_are_own_or_places(tmp_path, monkeypatch):
+def test_name_table_uses_locations_for_shared_names(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_tools.dedup.doc_ids.BUFFERED_LINES", 2)
     names = ["a", None, "b", "a", "c", "é", None, "b", "a"]
     parts = []
@@ -66,7 +66,7 @@ def test_names_are_own_or_places(tmp_path, monkeypatch):
     assert lines == [(b'{"0@0": [{"c": 0.75}, {"2@4": 1.0}]}\n', 2), ('{"c": [{"é": 0.5}]}\n'.encode(), 1)]
 
 
-def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
+def test_non_first_members_match_the_groups(monkeypatch, groups_of):
     monkeypatch.setattr("dynmo_tools.dedup.union_find.BLOCK", 7)
     rng = random.Random(1)
     sets = UnionFind(60)
@@ -81,7 +81,7 @@ def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("sizes", [(4096, 4096), (5_000_000, 1, 0, 777), (1 << 20, 3 << 20), (0, 0), (123,)])
-def test_a_copy_is_its_parts(tmp_path, monkeypatch, direct, sizes):
+def test_append_files_concatenates_the_parts(tmp_path, monkeypatch, direct, sizes):
     monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0 if direct else 1 << 40)
     rng = random.Random(5)
     parts = [tmp_path / f"part{number}" for number in range(len(sizes))]
@@ -95,7 +95,7 @@ def test_a_copy_is_its_parts(tmp_path, monkeypatch, direct, sizes):
     assert (tmp_path / "all").read_bytes() == whole + b"and more" + parts[0].read_bytes()
 
 
-def test_a_file_system_without_direct_writes_is_copied_to(tmp_path, monkeypatch):
+def test_append_files_without_direct_io_uses_the_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
 
     def refuse(*_):
@@ -108,7 +108,7 @@ def test_a_file_system_without_direct_writes_is_copied_to(tmp_path, monkeypatch)
     assert (tmp_path / "all").read_bytes() == b"x" * 10_000
 
 
-def test_a_full_disk_ends_a_copy(tmp_path, monkeypatch):
+def test_append_files_on_a_full_disk_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
 
     def full(*_):
@@ -120,7 +120,7 @@ def test_a_full_disk_ends_a_copy(tmp_path, monkeypatch):
         append_files(target, [tmp_path / "part"])
 
 
-def test_a_part_that_changes_meanwhile_is_told(tmp_path, monkeypatch):
+def test_append_files_with_a_changing_part_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
     monkeypatch.setattr(concat_files.os, "preadv", lambda *_: 0)
     (tmp_path / "part").write_bytes(b"x" * 10_000)

@@ -27,17 +27,17 @@ class Thing:
 '''
 
 
-def test_documentation_strings_are_read_without_running_the_module():
+def test_docstrings_are_read_without_importing_the_module():
     assert docstrings(MODULE) == ["The module.\n\nIndented.", "A thing.", "Act."]
 
 
-def test_long_comments_are_text():
+def test_comments_of_three_lines_are_documents():
     assert comments("x = 1\n# A note. It has\n# three lines,\n# all prose.\ny = 2\n# x = 3\n# y = 4\n# z\n") == [
         "A note. It has\nthree lines,\nall prose."
     ]
 
 
-def test_topics_are_a_literal():
+def test_topics_reads_the_dictionary_literal():
     assert topics("# generated\ntopics = {'assert': 'The  statement\\n', 'b': 'two'}\n") == {
         "assert": "The  statement",
         "b": "two",
@@ -61,12 +61,12 @@ def library(tmp_path):
     return tmp_path
 
 
-def test_unreadable_modules_are_left_out_and_packages_too(tmp_path):
+def test_unreadable_modules_and_site_packages_are_skipped(tmp_path):
     sources = {document["source"] for document in sample(library(tmp_path), 0, 0)}
     assert sources == {"good.py", "LICENSE.txt"}
 
 
-def test_the_seed_fixes_the_order_and_bytes_limit_the_size(tmp_path):
+def test_sample_is_ordered_by_seed_and_limited_by_bytes(tmp_path):
     root = library(tmp_path)
     for n in range(20):
         (root / f"m{n}.py").write_text(f'"""Module number {n}, with a sentence that is long enough."""\n')
@@ -77,12 +77,12 @@ def test_the_seed_fixes_the_order_and_bytes_limit_the_size(tmp_path):
     assert sum(len(d["text"].encode()) for d in sample(root, 300, 0)) <= 300
 
 
-def test_a_library_without_text_is_an_error(tmp_path):
+def test_sample_of_a_folder_without_text_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no documentation found"):
         list(sample(tmp_path, 0, 0))
 
 
-def test_what_is_written_is_json_lines(tmp_path):
+def test_write_sample_writes_json_lines(tmp_path):
     report = write_sample(library(tmp_path), tmp_path / "out" / "corpus.jsonl", max_bytes=0, seed=0)
     rows = [json.loads(line) for line in (tmp_path / "out" / "corpus.jsonl").read_text().splitlines()]
     assert report["documents"] == len(rows) == 2

@@ -25,7 +25,7 @@ def dump(tmp_path, text=DUMP):
     return path
 
 
-def test_pages_are_read_one_by_one(tmp_path):
+def test_read_pages_yields_each_page(tmp_path):
     path = dump(tmp_path)
     assert read_base(path) == "https://en.wikipedia.org/wiki"
     first, second = read_pages(Slice(path=path))
@@ -36,18 +36,18 @@ def test_pages_are_read_one_by_one(tmp_path):
 
 
 @pytest.mark.parametrize("left", [3, 60])
-def test_a_cut_dump_is_an_error(tmp_path, left):
+def test_read_pages_of_a_truncated_dump_raises(tmp_path, left):
     with pytest.raises(EOFError):
         list(read_pages(Slice(path=dump(tmp_path, DUMP[:-left]))))
 
 
-def test_what_is_no_dump_is_an_error(tmp_path):
+def test_read_base_of_another_format_raises(tmp_path):
     with pytest.raises(ElementTree.ParseError):
         read_base(dump(tmp_path, "<feed></feed>"))
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])
-def test_any_cutting_of_a_plain_dump_gives_each_page_once(tmp_path, monkeypatch, piece_bytes):
+def test_any_slices_of_a_plain_dump_have_each_page_once(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(mediawiki_dump, "PIECE_BYTES", piece_bytes)
     path = dump(tmp_path)
     whole = list(read_pages(Slice(path=path)))
@@ -57,7 +57,7 @@ def test_any_cutting_of_a_plain_dump_gives_each_page_once(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
-def test_streams_of_a_bzip2_dump_are_read_apart_wherever_they_cut_pages(tmp_path, monkeypatch, piece_bytes):
+def test_bzip2_streams_that_split_pages_are_read_independently(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(mediawiki_dump, "PIECE_BYTES", piece_bytes)
     path = tmp_path / "dump.xml.bz2"
     payload = DUMP.encode()
@@ -73,6 +73,6 @@ def test_streams_of_a_bzip2_dump_are_read_apart_wherever_they_cut_pages(tmp_path
         list(read_pages(Slice(path=path, begin=0, end=5)))
 
 
-def test_a_dump_that_ends_in_its_first_word_is_cut_off(tmp_path):
+def test_read_pages_of_a_partial_first_word_raises(tmp_path):
     with pytest.raises(EOFError, match="without </mediawiki>"):
         list(read_pages(Slice(path=dump(tmp_path, "<mediawiki"))))

@@ -1,4 +1,4 @@
-"""Text out of markup, by hand and beside a plain walk over the library's own tree."""
+"""Text of markup: fixed cases, and comparison with a plain walk over the parser's node tree."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ PIECES = [
         ("x < y and {{unclosed", "x < y and unclosed"),
     ],
 )
-def test_markup_becomes_text(markup, text):
+def test_text_of_converts_markup_to_text(markup, text):
     assert text_of(markup) == text
 
 
-def test_lists_can_be_kept():
+def test_text_of_with_keep_lists_keeps_list_items():
     assert text_of("Intro\n* one\n* [[two]]\nend", keep_lists=True) == "Intro\n- one\n- two\nend"
 
 
@@ -96,7 +96,7 @@ def by_tree(markup):
     return tidy(remove_leftover_markup(walk(tree, library.nodes)), keep_lists=True)
 
 
-def test_any_markup_gives_what_the_tree_gives():
+def test_text_of_random_markup_matches_the_node_tree():
     rng = random.Random(7)
     texts = set()
     for _ in range(3000):
@@ -107,7 +107,7 @@ def test_any_markup_gives_what_the_tree_gives():
     assert len(texts) > 2000
 
 
-def test_without_the_tokenizer_in_c_the_text_is_the_same(monkeypatch):
+def test_text_of_without_the_c_tokenizer_is_the_same(monkeypatch):
     parser = pytest.importorskip("mwparserfromhell.parser")
     markup = "== T ==\n{{lang|en|x}} [[a|b]]&nbsp;<i>c</i>\n* d {{convert|1|km}}"
     expected = text_of(markup, keep_lists=True)
@@ -126,7 +126,7 @@ LEFTOVERS = re.compile(
 
 @pytest.mark.data
 @pytest.mark.parametrize("keep_lists", [False, True])
-def test_real_dumps_have_no_markup_left(shared_data, keep_lists):
+def test_text_of_real_dumps_has_no_markup(shared_data, keep_lists):
     count = 0
     for path in sorted((shared_data / "wiki").glob("*.bz2")):
         for page in read_pages(Slice(path=path)):
@@ -139,7 +139,7 @@ def test_real_dumps_have_no_markup_left(shared_data, keep_lists):
 
 
 @pytest.mark.data
-def test_a_real_dump_gives_what_the_tree_gives(shared_data):
+def test_text_of_a_real_dump_matches_the_node_tree(shared_data):
     path = next((shared_data / "wiki").glob("enwiki-latest*.bz2"))
     pages = [page for page in read_pages(Slice(path=path)) if not page.redirect][:3]
     for page in pages:
@@ -177,7 +177,7 @@ def test_a_real_dump_gives_what_the_tree_gives(shared_data):
         ("x < y > z and 3<4", "x < y > z and 3<4"),
     ],
 )
-def test_broken_markup_is_removed_and_its_words_stay(markup, text):
+def test_broken_markup_is_removed_without_its_words(markup, text):
     assert text_of(markup) == text
 
 
@@ -188,7 +188,7 @@ def test_broken_markup_is_removed_and_its_words_stay(markup, text):
         *(("<nowiki>", ""), ("[[a|", ""), ("{{a}}", ""), ("{|\n", "|}\n"), ("{|\n{|\n|}\n", "")),
     ],
 )
-def test_removal_of_broken_markup_takes_linear_time(begin, end):
+def test_broken_markup_removal_takes_linear_time(begin, end):
     def seconds(count):
         began = time.process_time()
         remove_leftover_markup(remove_extension_tags(begin * count + end * count))

@@ -30,11 +30,11 @@ GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft d
         "\ud800",
     ],
 )
-def test_the_fast_path_gives_what_ftfy_gives(text):
+def test_repair_matches_ftfy(text):
     assert repair(text) == ftfy.fix_text(text)
 
 
-def test_texts_of_several_lines_are_repaired_as_ftfy_does(varied_texts):
+def test_repair_of_several_lines_matches_ftfy(varied_texts):
     rng = random.Random(5)
     pieces = [
         "plain",
@@ -56,7 +56,7 @@ def test_texts_of_several_lines_are_repaired_as_ftfy_does(varied_texts):
         assert repair(text) == ftfy.fix_text(text)
 
 
-def test_every_ascii_character_is_repaired_as_ftfy_does():
+def test_repair_of_each_ascii_character_matches_ftfy():
     for code in range(128):
         text = f"word {chr(code)} word"
         assert repair(text) == ftfy.fix_text(text)
@@ -65,7 +65,7 @@ def test_every_ascii_character_is_repaired_as_ftfy_does():
 GPT2 = token_counter(None)
 
 
-def test_the_built_in_tokenizer_is_gpt2s_own(varied_texts, shared_data):
+def test_built_in_tokenizer_matches_gpt2(varied_texts, shared_data):
     definition = built_in_gpt2()
     assert definition.ids == json.loads((shared_data / "tok" / "gpt2-vocab.json").read_text())
     oracle = tokenizers.Tokenizer.from_file(str(shared_data / "tok" / "gpt2_tokenizer.json"))
@@ -80,11 +80,11 @@ def test_the_built_in_tokenizer_is_gpt2s_own(varied_texts, shared_data):
 
 
 @pytest.mark.parametrize(("word", "tokens"), [("hello", 1), ("antidisestablishmentarianism", 5), ("\u00bd", 1)])
-def test_tokens_are_counted_and_not_words(word, tokens):
+def test_token_counter_counts_tokens_not_words(word, tokens):
     assert GPT2(word) == tokens
 
 
-def test_a_document_of_few_long_words_is_kept_as_by_the_original():
+def test_clean_text_keeps_few_long_words_as_megatron():
     text = " ".join(["antidisestablishmentarianism"] * 26)  # 26 words, 130 tokens
     assert clean_text(text, CleanSettings(language=""), GPT2, None).drop_reason is None
 
@@ -100,11 +100,11 @@ def test_a_document_of_few_long_words_is_kept_as_by_the_original():
         ("x" * 126, True),
     ],
 )
-def test_short_documents(text, short):
+def test_is_short_counts_tokens_near_the_limit(text, short):
     assert is_short(text.strip(), 128, GPT2) is short
 
 
-def test_a_verdict_for_each_reason():
+def test_clean_text_reports_each_drop_reason():
     settings = CleanSettings()
     detector = LanguageDetector(0)
 
@@ -118,11 +118,11 @@ def test_a_verdict_for_each_reason():
     assert drop("12345 67890 " * 100) == "no-features"
 
 
-def test_repaired_text_is_kept():
+def test_clean_text_returns_the_repaired_text():
     assert clean_text("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), GPT2, None).text == "schön & gut"
 
 
-def test_a_verdict_does_not_depend_on_the_texts_before():
+def test_detect_does_not_depend_on_earlier_texts():
     mixed = "Bonjour hello guten Tag " * 50
     fresh = LanguageDetector(0).detect(mixed)
     used = LanguageDetector(0)
@@ -130,7 +130,7 @@ def test_a_verdict_does_not_depend_on_the_texts_before():
     assert used.detect(mixed) == fresh
 
 
-def test_typographic_signs_become_plain():
+def test_plain_punctuation_replaces_typographic_signs():
     typographic = "\u201cIt\u2019s\u201d \u2026 a\u2013b\u2014c\uff01\uff08ok\uff09\uff1aé"
     assert plain_punctuation(typographic) == '"It\'s" ... a-b - c!(ok):é'
 
@@ -158,7 +158,7 @@ def slow_detector():
     return detect
 
 
-def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
+def test_detect_matches_langdetect_on_unusual_texts(varied_texts):
     slow, fast = slow_detector(), LanguageDetector(0)
     odd = [
         *varied_texts,
@@ -177,7 +177,7 @@ def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
 
 
 @pytest.mark.data
-def test_verdicts_are_langdetect_s_in_a_hundred_languages(shared_data):
+def test_detect_matches_langdetect_in_a_hundred_languages(shared_data):
     import zipfile
 
     slow, fast = slow_detector(), LanguageDetector(0)

@@ -23,7 +23,7 @@ GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 
         ("JavaScript", [FixTask.REMOVE_256_JAVASCRIPT, FixTask.REMOVE_512], "remove_512"),
     ],
 )
-def test_filters(text, tasks, reason):
+def test_drop_reason_of_each_filter_is_its_name(text, tasks, reason):
     assert drop_reason(text, tasks, language_detector(0)) == reason
 
 
@@ -39,5 +39,5 @@ def test_filters(text, tasks, reason):
         ("schÃ¶n", [], "schÃ¶n"),
     ],
 )
-def test_repairs(text, tasks, after):
+def test_repaired_applies_each_repair(text, tasks, after):
     assert repaired(text, tasks) == after

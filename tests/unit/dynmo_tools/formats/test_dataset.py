@@ -1,4 +1,4 @@
-"""The sidecar of a data set: what binarize writes, and what verify, inspect, merge and convert make of it."""
+"""The sidecar of a dataset: written by binarize, used by verify, inspect, merge and convert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(step, source, output, settings, task_bytes=1 << 26):
 
 @pytest.fixture
 def made(tmp_path):
-    """Make a data set by a vocabulary of some words; its prefix."""
+    """Write a dataset with a vocabulary of some words; returns its prefix."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"one two  {n}"}) + "\n" for n in range(40)))
 
     def make(name, words, *, eod=True, source="in.jsonl", task_bytes=1 << 26):
@@ -145,7 +145,7 @@ def test_merge_refuses_two_vocabularies(made, tmp_path):
     assert not sidecar_path(tmp_path / "all").exists()
 
 
-def test_merged_and_converted_data_sets_have_sound_sidecars(made, tmp_path):
+def test_merged_and_converted_datasets_have_valid_sidecars(made, tmp_path):
     prefixes = [made("a", WORDS), made("b", WORDS, eod=False)]
     merge_datasets(prefixes, tmp_path / "all")
     merged = read_sidecar(tmp_path / "all")
@@ -169,7 +169,7 @@ def test_merge_carries_the_checksum_of_a_damaged_input(made, tmp_path):
         verify(tmp_path / "all")
 
 
-def test_data_sets_without_sidecars_merge_as_before(made, tmp_path):
+def test_datasets_without_sidecars_merge_without_one(made, tmp_path):
     prefixes = [made("a", WORDS), made("b", [*WORDS, "three"])]
     sidecar_path(prefixes[1]).unlink()
     merge_datasets(prefixes, tmp_path / "all")
@@ -181,7 +181,7 @@ def test_data_sets_without_sidecars_merge_as_before(made, tmp_path):
     assert not verify(tmp_path / "all")["has_sidecar"]
 
 
-def test_sidecar_of_an_older_bin_is_refused(made, tmp_path):
+def test_sidecar_of_another_bin_is_refused(made, tmp_path):
     prefix = made("a", WORDS)
     document = json.loads(sidecar_path(prefix).read_text())
     document["bin"]["pieces"][0]["bytes"] += 1

@@ -15,7 +15,7 @@ def encoded(form, dtype):
     return b"".join(encode_index(Index(form=form, dtype=np.dtype(dtype), lengths=LENGTHS, documents=DOCUMENTS)))
 
 
-def test_mmap_two_byte_index_is_exact():
+def test_encode_mmap_with_two_byte_tokens_is_exact():
     assert encoded("mmap", np.uint16).hex(" ") == (
         "4d 4d 49 44 49 44 58 00 00 01 00 00 00 00 00 00 00 08"
         " 03 00 00 00 00 00 00 00 03 00 00 00 00 00 00 00"
@@ -25,7 +25,7 @@ def test_mmap_two_byte_index_is_exact():
     )
 
 
-def test_mmap_four_byte_index_is_exact():
+def test_encode_mmap_with_four_byte_tokens_is_exact():
     assert encoded("mmap", np.int32).hex(" ") == (
         "4d 4d 49 44 49 44 58 00 00 01 00 00 00 00 00 00 00 04"
         " 03 00 00 00 00 00 00 00 03 00 00 00 00 00 00 00"
@@ -35,7 +35,7 @@ def test_mmap_four_byte_index_is_exact():
     )
 
 
-def test_cached_and_lazy_index_is_exact():
+def test_encode_tnt_is_exact():
     assert encoded("tnt", np.int32).hex(" ") == (
         "54 4e 54 49 44 58 00 00 01 00 00 00 00 00 00 00 04 00 00 00 00 00 00 00 04 00 00 00 00 00 00 00"
         " 03 00 00 00 00 00 00 00 03 00 00 00 00 00 00 00 03 00 00 00 00 00 00 00"
@@ -46,7 +46,7 @@ def test_cached_and_lazy_index_is_exact():
     )
 
 
-def test_pointers_beyond_two_gib_are_right(tmp_path):
+def test_pointers_above_two_gib_are_exact(tmp_path):
     """Four sequences of 2**29 four-byte tokens: the pointers pass 2**32, the tokens are a hole in a sparse file."""
     lengths = np.full(4, 1 << 29, dtype=np.int64)
     index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=arange(5))
@@ -60,7 +60,7 @@ def test_pointers_beyond_two_gib_are_right(tmp_path):
     assert read_index(prefix).num_tokens == 1 << 31
 
 
-def test_a_sequence_of_2_to_the_31_tokens_is_refused_by_number():
+def test_sequence_of_2_to_the_31_tokens_is_refused():
     lengths = np.asarray([1, 1 << 31], dtype=np.int64)
     index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=in_memory(lengths), documents=arange(3))
     with pytest.raises(UsageError, match="sequence 1 has 2147483648 tokens"):
@@ -68,5 +68,5 @@ def test_a_sequence_of_2_to_the_31_tokens_is_refused_by_number():
 
 
 @pytest.mark.parametrize(("num_ids", "expected"), [(65_499, "uint16"), (65_500, "int32"), (300_000, "int32")])
-def test_the_type_of_tokens_follows_the_vocabulary(num_ids, expected):
+def test_best_dtype_follows_the_vocabulary_size(num_ids, expected):
     assert best_dtype(num_ids).name == expected

@@ -35,7 +35,7 @@ def column(request, tmp_path):
     return concatenate([in_file(tmp_path / "numbers", "<i4", 5, offset=4), in_memory([]), in_memory(VALUES[5:])])
 
 
-def test_a_column_is_what_numpy_makes_of_the_array(column):
+def test_column_operations_match_numpy(column):
     array = np.asarray(VALUES)
     sums = np.cumsum(array)
     assert column.tolist() == column.tolist() == VALUES
@@ -49,7 +49,7 @@ def test_a_column_is_what_numpy_makes_of_the_array(column):
     assert all(len(part) <= int_columns.BLOCK for part in column.blocks())
 
 
-def test_a_column_of_nothing():
+def test_column_without_elements_is_empty():
     empty = in_memory([])
     assert (empty.tolist(), empty.total(), empty.extremes()) == ([], 0, None)
     assert (bounds(empty).tolist(), exclusive_cumsum(empty).tolist(), drop_first(empty).tolist()) == ([0], [], [])

@@ -40,7 +40,7 @@ TASKS = {
         (PIPELINE, {"recipe": "x", "steps": []}, "documents_in: is missing"),
     ],
 )
-def test_a_document_that_breaks_its_format_is_not_written(tmp_path, kind, fields, words):
+def test_document_that_violates_its_format_is_not_written(tmp_path, kind, fields, words):
     with pytest.raises(WriterError, match=words):
         kind.write(tmp_path / "x.json", fields)
     assert list(tmp_path.iterdir()) == []
@@ -57,7 +57,7 @@ def test_a_document_that_breaks_its_format_is_not_written(tmp_path, kind, fields
         "nonsense",
     ],
 )
-def test_a_task_manifest_that_somebody_changed_is_refused(tmp_path, text):
+def test_task_manifest_with_invalid_changes_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DocumentError):
         load_manifest(tmp_path)
@@ -66,13 +66,13 @@ def test_a_task_manifest_that_somebody_changed_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     "text", ["[]", '{"format": "dynmo.fingerprints"}', '{"format": "dynmo.fingerprints", "version": 2}']
 )
-def test_kept_fingerprints_with_a_damaged_header_are_refused(tmp_path, text):
+def test_saved_fingerprints_with_a_damaged_header_are_refused(tmp_path, text):
     (tmp_path / "header.json").write_text(text)
     with pytest.raises(UsageError, match="name a folder written by --save-fingerprints"):
         load_part(tmp_path, FindDuplicatesSettings())
 
 
-def test_a_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
+def test_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
     monkeypatch.chdir(tmp_path)
     words = ["find-duplicates", "in.jsonl", "-o", "out", "--save-fingerprints", "kept"]
@@ -89,7 +89,7 @@ def test_a_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
     }
 
 
-def test_damaged_marker_of_a_task_runs_the_task_again(tmp_path, monkeypatch):
+def test_task_with_a_damaged_marker_runs_again(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dynmo-prep", "merge", "in.jsonl", "-o", "out.jsonl"])

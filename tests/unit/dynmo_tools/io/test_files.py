@@ -1,4 +1,4 @@
-"""Inputs that are no regular files are refused and not waited for; rows have the depth of other documents."""
+"""Inputs that are not regular files are refused without blocking; rows have the depth limit of other documents."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def nested(levels):
 
 
 @pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 500, 1000, 1024, 1025, 100_000])
-def test_rows_that_are_nested_too_deeply_are_rejected(levels):
+def test_rows_above_the_depth_limit_are_rejected(levels):
     with pytest.raises(BadLineError, match="json"):
         parse_line(nested(levels))
 
 
-def test_rows_up_to_the_depth_and_many_brackets_pass():
+def test_rows_at_the_depth_limit_are_accepted():
     assert parse_line(nested(MAX_DEPTH))
     assert len(parse_line(json.dumps({"text": "[" * 5000, "many": [[]] * 500}).encode())["many"]) == 500
 
@@ -57,7 +57,7 @@ def fifo(tmp_path):
     ids=" ".join,
 )
 @pytest.mark.timeout(60)
-def test_no_command_waits_for_a_fifo(fifo, monkeypatch, capsys, words):
+def test_commands_refuse_a_fifo_without_blocking(fifo, monkeypatch, capsys, words):
     monkeypatch.chdir(fifo.parent)
     (fifo.parent / "good.jsonl").write_text(ROW)
     monkeypatch.setattr("sys.argv", ["dynmo-prep", *(word.replace("FIFO", "fifo") for word in words)])
@@ -68,7 +68,7 @@ def test_no_command_waits_for_a_fifo(fifo, monkeypatch, capsys, words):
 
 
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
-def test_a_data_set_with_a_fifo_is_refused(tmp_path, ending):
+def test_dataset_with_a_fifo_is_refused(tmp_path, ending):
     for each in (".idx", ".bin"):
         (tmp_path / f"x{each}").write_bytes(b"0" * 64)
     (tmp_path / f"x{ending}").unlink()
@@ -77,6 +77,6 @@ def test_a_data_set_with_a_fifo_is_refused(tmp_path, ending):
         read_index(tmp_path / "x")
 
 
-def test_a_device_is_no_input():
+def test_device_as_input_is_refused():
     with pytest.raises(UsageError, match="is a device"):
         open_read(Path("/dev/zero"))

@@ -223,7 +223,7 @@ def test_replace_value_changes_the_last_of_repeated_keys(row, text):
         (b' { "z" : [ "]" , {"a": "}"} ] , "a" : "x" } ', "a", b' { "z" : [ "]" , {"a": "}"} ] , "a" : "N" } '),
     ],
 )
-def test_replace_value_takes_the_value_that_text_of_reads(raw, key, expected):
+def test_replace_value_replaces_what_text_of_reads(raw, key, expected):
     value = parse_line(raw)
     assert replace_value(raw, path_of(value, key), b'"N"') == expected
     assert text_of(parse_line(expected), key) == "N"
@@ -238,7 +238,7 @@ def test_replace_value_takes_the_value_that_text_of_reads(raw, key, expected):
         (b'{"a": {}}', b'{"a": {}, "k": 1}'),
     ],
 )
-def test_append_entry_puts_it_behind_the_last_one(raw, expected):
+def test_append_entry_appends_after_the_last_entry(raw, expected):
     assert append_entry(raw, "k", b"1") == expected
 
 
@@ -253,7 +253,7 @@ def test_exact_integer_is_not_rounded():
         assert exact_integer(Row(1, 0, raw, parse_line(raw)), "id") == expected
 
 
-def test_rows_that_end_with_crlf_keep_their_bytes(tmp_path):
+def test_rows_with_crlf_keep_their_bytes(tmp_path):
     line = b'{"text": "a  b", "n": 1e400}\r'
     found = run("fix", FixSettings(tasks=(FixTask.GENERAL,)), [line], tmp_path)
     assert found == [b'{"text": "a b", "n": 1e400}\r']

@@ -35,7 +35,7 @@ COMPRESS = {
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_lines_of_every_compression(tmp_path, ending):
+def test_read_lines_reads_every_compression(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(COMPRESS[ending](PAYLOAD))
     lines = list(read_lines(Slice(path=path), 1 << 20))
@@ -45,14 +45,14 @@ def test_lines_of_every_compression(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_two_streams_one_behind_the_other_are_one(tmp_path, ending):
+def test_concatenated_streams_are_read_as_one(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(COMPRESS[ending](PAYLOAD) + COMPRESS[ending](PAYLOAD))
     assert [line.raw for line in read_lines(Slice(path=path), 1 << 20)] == LINES * 2
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_a_truncated_stream_is_an_error_not_an_end(tmp_path, ending):
+def test_read_lines_of_a_truncated_stream_raises(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     whole = COMPRESS[ending](PAYLOAD * 100)
     path.write_bytes(whole[: len(whole) - 12])
@@ -61,7 +61,7 @@ def test_a_truncated_stream_is_an_error_not_an_end(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_bytes_of_another_kind_are_an_error(tmp_path, ending):
+def test_read_lines_of_another_format_raises(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(PAYLOAD * 10)
     with pytest.raises(DynmoError, match=r"a\.jsonl"):
@@ -69,7 +69,7 @@ def test_bytes_of_another_kind_are_an_error(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
-def test_what_is_written_is_read_again(tmp_path, ending):
+def test_written_stream_is_read_unchanged(tmp_path, ending):
     target = io.BytesIO()
     writer = wrap_write(target, ending)
     writer.write(PAYLOAD)
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_again(tmp_path, ending):
     assert [line.raw for line in read_lines(Slice(path=path), 1 << 20)] == LINES
 
 
-def test_a_long_line_is_passed_over_without_holding_it():
+def test_split_lines_skips_long_lines_in_bounded_memory():
     long = b"x" * (5 << 20)
     lines = list(split_lines(io.BytesIO(b"a\n" + long + b"\nb\n" + long), 0, 1000))
     assert lines[0] == Line(1, 0, b"a", b"", 2)
@@ -89,12 +89,12 @@ def test_a_long_line_is_passed_over_without_holding_it():
 
 
 @pytest.mark.parametrize("length", [999, 1000])
-def test_the_limit_itself_is_allowed(length):
+def test_split_lines_allows_lines_at_the_limit(length):
     assert next(split_lines(io.BytesIO(b"x" * length + b"\n"), 0, 1000)).raw == b"x" * length
     assert next(split_lines(io.BytesIO(b"x" * 1001 + b"\n"), 0, 1000)).raw is None
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+def test_byte_order_mark_is_removed_from_the_first_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + PAYLOAD)
     assert next(iter(read_lines(Slice(path=path), 1 << 20))).raw == LINES[0]
@@ -110,18 +110,18 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
         (b'{"text": "\xff"}', "utf8"),
     ],
 )
-def test_lines_that_are_no_documents(raw, reason):
+def test_parse_line_of_invalid_lines_states_the_reason(raw, reason):
     with pytest.raises(BadLineError) as caught:
         parse_line(raw)
     assert caught.value.reason == reason
 
 
-def test_invalid_utf8_can_be_repaired():
+def test_repair_utf8_replaces_invalid_bytes():
     assert parse_line(repair_utf8(b'{"text": "a\xffb"}')) == {"text": "a\ufffdb"}
     assert repair_utf8("schön".encode()) == "schön".encode()
 
 
-def test_numbers_beyond_json_pass_through():
+def test_parse_line_accepts_numbers_outside_json():
     value = parse_line(b'{"text": "a", "score": NaN}')
     assert json.loads(encode_row(value))["score"] != 0
     assert b"NaN" in encode_row(value)
@@ -137,18 +137,18 @@ def test_numbers_beyond_json_pass_through():
         ({"text": "a\ud800"}, "surrogate"),
     ],
 )
-def test_documents_without_a_usable_text(value, reason):
+def test_text_of_documents_without_text_states_the_reason(value, reason):
     with pytest.raises(BadLineError) as caught:
         text_of(value, "text")
     assert caught.value.reason == reason
 
 
-def test_dots_go_into_nested_objects_and_a_key_with_a_dot_wins():
+def test_text_of_dotted_key_prefers_the_key_itself():
     assert text_of({"a": {"b": "deep"}}, "a.b") == "deep"
     assert text_of({"a.b": "flat", "a": {"b": "deep"}}, "a.b") == "flat"
 
 
-def test_unknown_keys_stay_in_order():
+def test_encode_row_keeps_the_order_of_keys():
     value = {"z": 1, "text": "é", "a": {"y": [None, True]}}
     assert list(json.loads(encode_row(value))) == ["z", "text", "a"]
     assert json.loads(encode_row(value)) == value

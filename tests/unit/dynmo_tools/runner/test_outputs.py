@@ -17,7 +17,7 @@ from dynmo_tools.formats.indexed import IndexedReader
 
 @pytest.fixture
 def prep(tmp_path, monkeypatch, capsys):
-    """Run a command line in the test's folder: its exit code and what it wrote to stderr."""
+    """Run a command line in the test's folder; returns exit code and stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text(
         "".join(json.dumps({"text": f"one two {n}", "url": f"u{n}"}) + "\n" for n in range(9))
@@ -60,7 +60,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_existing_output_is_refused_unless_overwrite(prep, tmp_path, name):
+def test_output_that_exists_is_refused_without_overwrite(prep, tmp_path, name):
     arguments, output, file = COMMANDS[name]
     if name.endswith("-indexed"):
         assert prep(*BINARIZE, "-o", "data")[0] == 0
@@ -88,7 +88,7 @@ def test_output_that_is_a_folder_is_refused_before_work(prep, tmp_path, name):
     assert not (tmp_path / "out.work").exists()
 
 
-def test_folder_or_file_of_another_kind_is_refused(prep, tmp_path):
+def test_output_folder_that_is_a_file_is_refused(prep, tmp_path):
     (tmp_path / "prints").write_text("")
     code, err = prep("dedup", "in.jsonl", "-o", "out", "--save-fingerprints", "prints", "--overwrite")
     assert (code, "prints: is a file, but this output is a folder" in err) == (2, True)
@@ -99,20 +99,20 @@ def test_folder_or_file_of_another_kind_is_refused(prep, tmp_path):
     assert (code, "words.json is not a folder" in err) == (2, True)
 
 
-def test_the_same_sample_corpus_may_be_written_again(prep):
+def test_sample_corpus_with_equal_bytes_is_written_without_overwrite(prep):
     for _ in range(2):
         assert prep("sample-corpus", "--max-bytes", 2000, "-o", "sample.jsonl")[0] == 0
     assert prep("sample-corpus", "--max-bytes", 2000, "-o", "sample.jsonl", "--seed", 1)[0] == 2
 
 
-def test_wrong_key_is_corrected_without_overwrite(prep, tmp_path):
+def test_failed_run_with_corrected_key_needs_no_overwrite(prep, tmp_path):
     assert prep("clean", "in.jsonl", "-o", "out", "--json-key", "txt", "--language", "", "--min-tokens", 0)[0] == 4
     code, err = prep("clean", "in.jsonl", "-o", "out", "--language", "", "--min-tokens", 0)
     assert code == 0, err
     assert len((tmp_path / "out").read_bytes().splitlines()) == 9
 
 
-def test_file_that_was_fetched_again_needs_no_overwrite(prep, tmp_path):
+def test_failed_run_with_replaced_input_needs_no_overwrite(prep, tmp_path):
     import gzip
 
     packed = gzip.compress((tmp_path / "in.jsonl").read_bytes())
@@ -123,7 +123,7 @@ def test_file_that_was_fetched_again_needs_no_overwrite(prep, tmp_path):
     assert len(IndexedReader(tmp_path / "out_text_document")) == 9
 
 
-def test_finished_and_interrupted_runs_are_not_discarded(prep, tmp_path):
+def test_completed_and_interrupted_runs_are_not_discarded(prep, tmp_path):
     assert prep("shuffle", "in.jsonl", "-o", "out")[0] == 0
     code, err = prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3)
     assert (code, "out: already exists" in err) == (2, True)
@@ -135,7 +135,7 @@ def test_finished_and_interrupted_runs_are_not_discarded(prep, tmp_path):
     assert prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3, "--overwrite")[0] == 0
 
 
-def test_output_that_was_edited_since_is_not_written_again(prep, tmp_path):
+def test_output_edited_after_the_run_is_not_overwritten(prep, tmp_path):
     assert prep("merge", "in.jsonl", "-o", "out")[0] == 0
     (tmp_path / "out").write_text("edited")
     code, err = prep("merge", "in.jsonl", "-o", "out")
@@ -144,7 +144,7 @@ def test_output_that_was_edited_since_is_not_written_again(prep, tmp_path):
 
 
 @pytest.mark.parametrize("spelling", ["in.jsonl", "./in.jsonl", "{folder}/in.jsonl", "../{name}/in.jsonl"])
-def test_unnamed_documents_are_found_by_any_spelling(prep, tmp_path, spelling):
+def test_remove_duplicates_finds_locations_in_any_path_spelling(prep, tmp_path, spelling):
     row = json.dumps({"text": "the same text of some length, and more of it"}) + "\n"
     (tmp_path / "in.jsonl").write_text(row * 3)
     assert prep("find-duplicates", "in.jsonl", "-o", "pairs")[0] == 0
@@ -155,19 +155,19 @@ def test_unnamed_documents_are_found_by_any_spelling(prep, tmp_path, spelling):
     assert (tmp_path / "out").read_text() == row
 
 
-def test_names_of_groups_that_no_input_has_end_with_3(prep, tmp_path):
+def test_remove_duplicates_with_missing_names_exits_3(prep, tmp_path):
     (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1", "nobody"]}\n{"1": ["u2", "elsewhere.jsonl@7", "u1"]}\n')
     code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "-o", "out")
     assert (code, "2 names of groups.jsonl are in no input" in err) == (3, True), err
     assert len((tmp_path / "out").read_bytes().splitlines()) == 8
 
 
-def test_wrong_id_key_of_remove_duplicates_ends_with_3(prep):
+def test_remove_duplicates_with_wrong_id_key_exits_3(prep):
     code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "--id-key", "uri", "-o", "out")
     assert (code, "1 names of groups.jsonl are in no input" in err) == (3, True)
 
 
-def test_output_of_the_same_bytes_keeps_its_date(prep, tmp_path):
+def test_output_with_equal_bytes_keeps_its_mtime(prep, tmp_path):
     """Else a step that read it would count its input as changed."""
     for words in (
         ("group-duplicates", "pairs.jsonl", "-o", "made"),
@@ -183,7 +183,7 @@ def test_output_of_the_same_bytes_keeps_its_date(prep, tmp_path):
     assert not list(tmp_path.glob(".made*"))
 
 
-def test_dropped_urls_may_be_a_tsv(prep, tmp_path):
+def test_blacklist_urls_writes_dropped_urls_to_a_tsv(prep, tmp_path):
     (tmp_path / "urls.txt").write_text("https://a.org/page\nshort\n")
     code, err = prep("blacklist-urls", "urls.txt", "-o", "made", "--save-dropped", "dropped.tsv")
     assert (code, (tmp_path / "dropped.tsv").read_text()) == (0, "short\tshort\n"), err
@@ -191,7 +191,7 @@ def test_dropped_urls_may_be_a_tsv(prep, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["find-duplicates", "dedup", "merge", "clean"])
-def test_rows_and_file_names_with_lone_surrogates_are_processed(prep, tmp_path, step):
+def test_steps_process_rows_and_paths_with_lone_surrogates(prep, tmp_path, step):
     rows = [{"text": "one two three " * 30, "url": f"half \ud800 {n}"} for n in range(2)]
     rows += [{"text": "four five six " * 30, "url": "half \udc00"}, {"\ud800 key": 1}]
     name = os.fsdecode(b"in-\xff.jsonl")
@@ -214,7 +214,7 @@ def test_missing_key_of_rows_with_lone_surrogates_is_reported(prep, tmp_path):
     assert (code, "lack --json-key text" in err) == (4, True), err
 
 
-def test_corrected_run_after_a_failed_part_needs_no_overwrite(prep, tmp_path):
+def test_corrected_run_after_a_failed_subset_needs_no_overwrite(prep, tmp_path):
     (tmp_path / "in.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     words = ("merge", "in.jsonl.gz", "in.jsonl", "-o", "out", "--phase", "map", "--task-count", 2, "--task-index")
     assert prep(*words, 0)[0] == 1
@@ -225,7 +225,7 @@ def test_corrected_run_after_a_failed_part_needs_no_overwrite(prep, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_part_of_a_phase_runs_while_another_part_runs(prep, tmp_path):
+def test_subset_of_a_phase_runs_concurrently_with_another(prep, tmp_path):
     words = ("merge", "in.jsonl", "-o", "out", "--phase", "map", "--task-bytes", 100, "--task-count", 2, "--task-index")
     assert prep(*words, 0)[0] == 0
     with open(tmp_path / "out.work" / "lock") as running:
@@ -236,12 +236,12 @@ def test_part_of_a_phase_runs_while_another_part_runs(prep, tmp_path):
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in.jsonl").read_bytes()
 
 
-def test_part_with_overwrite_is_refused(prep):
+def test_subset_with_overwrite_is_refused(prep):
     code, err = prep("merge", "in.jsonl", "-o", "out", "--task-index", 0, "--task-count", 2, "--overwrite")
     assert (code, "each subset would discard the work of the others" in err) == (2, True)
 
 
-def test_brackets_in_names_of_folders_and_files_are_no_pattern(prep, tmp_path):
+def test_brackets_in_existing_paths_are_not_patterns(prep, tmp_path):
     recipe = '[pipeline]\ninput = ["{}"]\n[[step]]\nrun = "merge"\n'
     folder = tmp_path / "work [1]"
     folder.mkdir()

@@ -15,8 +15,8 @@ from dynmo_tools.tokenization.tokenizers import Encoded, from_lists
 def packed(documents, eod, *, keep_empty=False):
     encoded = from_lists([sentence for document in documents for sentence in document])
     counts = np.asarray([len(document) for document in documents], dtype=np.int64)
-    kept, left = pack(encoded, counts, eod, keep_empty=keep_empty)
-    sequences = iter(np.split(kept.ids, np.cumsum(kept.lengths)[:-1]) if len(kept.lengths) else [])
+    packed, left = pack(encoded, counts, eod, keep_empty=keep_empty)
+    sequences = iter(np.split(packed.ids, np.cumsum(packed.lengths)[:-1]) if len(packed.lengths) else [])
     return [[next(sequences).tolist() for _ in range(count)] for count in left]
 
 
@@ -33,7 +33,7 @@ def classic(documents, eod):
 
 
 @pytest.mark.parametrize("eod", [None, 9])
-def test_documents_are_packed_as_the_classic_tool_does(eod):
+def test_pack_matches_megatron(eod):
     rng = random.Random(1)
     for _ in range(200):
         documents = [
@@ -43,7 +43,7 @@ def test_documents_are_packed_as_the_classic_tool_does(eod):
         assert packed(documents, eod) == classic(documents, eod)
 
 
-def test_empty_documents_can_be_kept_without_tokens():
+def test_pack_with_keep_empty_keeps_empty_documents():
     assert packed([[[1]], [[]], []], 9, keep_empty=True) == [[[1, 9]], [], []]
 
 
@@ -64,15 +64,15 @@ def test_empty_documents_can_be_kept_without_tokens():
         (" \n ", []),
     ],
 )
-def test_sentences(text, sentences):
+def test_split_sentences_follows_the_rules(text, sentences):
     assert split_sentences(text) == sentences
 
 
-def test_white_space_behind_sentences_can_be_kept():
+def test_split_sentences_with_keep_newlines_keeps_white_space():
     assert split_sentences("One.\n\nTwo.  Three.\n", keep_newlines=True) == ["One.\n\n", "Two.  ", "Three.\n"]
 
 
-def test_nothing_but_white_space_is_lost():
+def test_split_sentences_loses_white_space_only():
     rng = random.Random(2)
     for _ in range(300):
         text = "".join(rng.choices("aB .!?\n\"')1", k=rng.randrange(80)))

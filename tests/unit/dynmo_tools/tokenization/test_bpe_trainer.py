@@ -1,4 +1,4 @@
-"""Our merges beside those of the ``tokenizers`` library."""
+"""Merges compared with those of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def ours(folder, words, alphabet, *, vocab_size, min_frequency, prefix="", max_p
     tokens = list(alphabet)
     ids = {token: number for number, token in enumerate(tokens)}
     symbols = [ids[(prefix if at else "") + letter] for word in words for at, letter in enumerate(word)]
-    with bpe_trainer.WordSymbols(folder, len(words), len(symbols)) as held_words:
+    with bpe_trainer.WordSymbols(folder, len(words), len(symbols)) as word_symbols:
         lengths = np.array([len(word) for word in words], dtype=np.int64)
-        held_words.add(np.array(symbols, dtype=np.int32), lengths, np.array(list(words.values())))
-        merger = bpe_trainer.PairMerger(held_words, tokens, prefix=prefix, max_pairs=max_pairs)
+        word_symbols.add(np.array(symbols, dtype=np.int32), lengths, np.array(list(words.values())))
+        merger = bpe_trainer.PairMerger(word_symbols, tokens, prefix=prefix, max_pairs=max_pairs)
         pairs = merger.merges(vocab_size, min_frequency)
     return tokens, [(tokens[left], tokens[right]) for left, right in pairs], merger
 
@@ -54,7 +54,7 @@ def drawn(seed):
 
 
 @pytest.mark.parametrize("max_pairs", [bpe_trainer.MAX_PAIRS_IN_MEMORY, 16, 2])
-def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, max_pairs):
+def test_merges_with_any_table_size_match_the_library(tmp_path, max_pairs):
     for seed in range(60):
         words, alphabet, options = drawn(seed)
         tokens, pairs, merger = ours(tmp_path, words, alphabet, max_pairs=max_pairs, **options)
@@ -62,7 +62,7 @@ def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, max_pairs
         assert len(merger._counts) - len(merger._merged) <= max_pairs
 
 
-def test_long_lists_of_places_are_gone_through_in_pieces(tmp_path, monkeypatch):
+def test_merges_with_small_chunks_match_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(bpe_trainer, "CHUNK", 7)
     for seed in range(40):
         words, alphabet, options = drawn(seed)
@@ -70,9 +70,9 @@ def test_long_lists_of_places_are_gone_through_in_pieces(tmp_path, monkeypatch):
         assert (tokens, pairs) == theirs(words, alphabet, **options), seed
 
 
-def test_a_prefix_is_kept_where_a_word_goes_on(tmp_path):
+def test_merges_with_a_prefix_match_the_library(tmp_path):
     rng = random.Random(1)
-    # One word whose letters go on in the order of the alphabet: the library numbers them as it meets them.
+    # One word whose letters continue in alphabetical order: the library numbers them in the order of occurrence.
     word = "a" + "abcdef" + "".join(rng.choices("abcdef", k=400))
     alphabet = [*"abcdef", *("##" + letter for letter in "abcdef")]
     options = {"vocab_size": 150, "min_frequency": 2, "prefix": "##"}
@@ -81,5 +81,5 @@ def test_a_prefix_is_kept_where_a_word_goes_on(tmp_path):
     assert any(left.startswith("##") and len(left + right) > 8 for left, right in pairs)
 
 
-def test_no_words_make_no_merges(tmp_path):
+def test_merges_without_words_are_empty(tmp_path):
     assert ours(tmp_path, {}, "ab", vocab_size=10, min_frequency=1)[:2] == (["a", "b"], [])

@@ -77,7 +77,7 @@ def load(path, engine, kind=TokenizerType.LLAMA):
 
 @pytest.mark.parametrize("kind", [TokenizerType.LLAMA, TokenizerType.SENTENCE_PIECE])
 @pytest.mark.parametrize("name", ["llama", "defined"])
-def test_gigatoken_runs_llama_models_with_the_same_ids(models, name, kind):
+def test_gigatoken_with_llama_models_returns_the_same_ids(models, name, kind):
     path = models / f"{name}.model"
     fast, exact = load(path, Engine.GIGATOKEN, kind), load(path, Engine.TOKENIZERS, kind)
     assert isinstance(fast, RoutedTokenizer)
@@ -93,7 +93,7 @@ def test_gigatoken_runs_llama_models_with_the_same_ids(models, name, kind):
     )
 
 
-def test_only_texts_with_special_strings_go_to_sentencepiece(models, monkeypatch):
+def test_only_texts_with_special_strings_use_sentencepiece(models, monkeypatch):
     fast, exact = [], []
     tokenizer = load(models / "llama.model", Engine.GIGATOKEN)
     inner, reference = tokenizer._fast.encode_batch, tokenizer._exact.encode_batch
@@ -103,7 +103,7 @@ def test_only_texts_with_special_strings_go_to_sentencepiece(models, monkeypatch
     assert (fast, exact) == (["one < two", "[INST]"], ["an </s> here", "<s>"])
 
 
-def test_kinds_of_pieces_are_read_from_the_model(models):
+def test_piece_kinds_are_read_from_the_model(models):
     kinds = dict(piece_kinds((models / "defined.model").read_bytes()))
     assert [kinds[piece] for piece in ("<unk>", "<s>", "<c>", "<mask>", "  ", "<0x0A>", "\u2581the")] == [
         *(2, 3, 3, 4, 4, 6, 1)
@@ -111,7 +111,7 @@ def test_kinds_of_pieces_are_read_from_the_model(models):
 
 
 @pytest.mark.parametrize("kind", [TokenizerType.LLAMA, TokenizerType.SENTENCE_PIECE])
-def test_gigatoken_is_refused_where_it_cannot_run_a_model(models, monkeypatch, kind):
+def test_gigatoken_is_refused_if_it_cannot_run_a_model(models, monkeypatch, kind):
     with pytest.raises(UsageError, match=r"gigatoken cannot run it .*use --engine tokenizers"):
         load(models / "unigram.model", Engine.GIGATOKEN, kind)
     original = FastSentencePieceTokenizer.encode_batch
@@ -130,7 +130,7 @@ def test_gigatoken_is_refused_for_tokenizers_that_are_not_bpe(tmp_path, kind):
         load_tokenizer(TokenizerFiles(kind=kind, vocab=tmp_path / "vocab", engine=Engine.GIGATOKEN))
 
 
-def test_added_tokens_that_gigatoken_reads_otherwise_are_routed(tmp_path):
+def test_added_tokens_that_gigatoken_reads_differently_are_routed(tmp_path):
     library = pytest.importorskip("tokenizers", reason="the extra 'prep' is not installed")
     alphabet = sorted(_characters_of_bytes())
     made = library.Tokenizer(library.models.BPE({"<m>": 0, **{c: n for n, c in enumerate(alphabet, 1)}}, []))
@@ -145,7 +145,7 @@ def test_added_tokens_that_gigatoken_reads_otherwise_are_routed(tmp_path):
     assert same_ids(loaded.encode_batch(texts), exact.encode_batch(texts))
 
 
-def test_real_tokenizers_are_the_same_on_both_engines(shared_data):
+def test_real_tokenizers_are_equal_on_both_engines(shared_data):
     texts = [json.loads(line)["text"] for line in (shared_data / "web" / "dclm_sample.jsonl").read_text().splitlines()]
     texts += [f"{text[:50]}<|endoftext|>{text[50:90]}" for text in texts]
     files = TokenizerFiles(model=shared_data / "tok" / "gpt2_tokenizer.json")

@@ -37,14 +37,14 @@ B = [[[5]], [], [[6, 7, 8]]]
 
 
 @pytest.mark.parametrize("form", ["mmap", "tnt"])
-def test_merged_is_one_behind_the_other(tmp_path, form):
+def test_merge_datasets_concatenates_them(tmp_path, form):
     dtype = np.uint16 if form == "mmap" else np.int32
     made = [make(tmp_path / name, docs, dtype, form) for name, docs in (("a", A), ("b", B), ("c", []))]
     merge_datasets(made, tmp_path / "all")
     assert documents_of(tmp_path / "all") == A + B
 
 
-def test_types_are_widened_only_when_asked(tmp_path):
+def test_merge_datasets_widens_types_with_widen_only(tmp_path):
     made = [make(tmp_path / "a", A), make(tmp_path / "b", [[[70_000]]], np.int32)]
     with pytest.raises(UsageError, match="--widen"):
         merge_datasets(made, tmp_path / "all")
@@ -55,7 +55,7 @@ def test_types_are_widened_only_when_asked(tmp_path):
     assert documents_of(tmp_path / "all") == [[[70_000]], *A]
 
 
-def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
+def test_merge_above_two_gib_has_exact_pointers(tmp_path):
     for name in ("a", "b", "c"):
         lengths = np.full(2, 1 << 28, dtype=np.int64)
         index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=arange(3))
@@ -72,7 +72,7 @@ def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
 
 
 @pytest.mark.parametrize("form", list(IndexForm))
-def test_converted_and_back_is_the_same_bytes(tmp_path, form):
+def test_convert_and_back_is_byte_identical(tmp_path, form):
     source = make(tmp_path / "a", A + B)
     convert_dataset(source, tmp_path / "other", form, None)
     assert documents_of(tmp_path / "other") == A + B
@@ -81,26 +81,26 @@ def test_converted_and_back_is_the_same_bytes(tmp_path, form):
     assert idx_path(tmp_path / "back").read_bytes() == idx_path(source).read_bytes()
 
 
-def test_an_id_that_does_not_fit_is_told_and_nothing_is_left(tmp_path):
+def test_convert_with_an_id_out_of_range_leaves_no_output(tmp_path):
     make(tmp_path / "a", [[[70_000]]], np.int32)
     with pytest.raises(UsageError, match="the id 70000 is out of range"):
         convert_dataset(tmp_path / "a", tmp_path / "small", IndexForm.MMAP, np.dtype(np.uint16))
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
-def test_a_data_set_named_twice_is_merged_twice(tmp_path):
+def test_dataset_named_twice_is_merged_twice(tmp_path):
     source = make(tmp_path / "a", A)
     merge_datasets(expand_prefixes([str(source), str(source)]), tmp_path / "twice")
     assert documents_of(tmp_path / "twice") == A + A
 
 
-def test_output_must_not_be_an_input(tmp_path):
+def test_merge_output_that_is_an_input_is_refused(tmp_path):
     source = make(tmp_path / "a", A)
     with pytest.raises(UsageError, match="both input and output"):
         merge_datasets([source], source)
 
 
-def test_prefixes_from_folders_patterns_and_names(tmp_path):
+def test_expand_prefixes_accepts_folders_patterns_and_names(tmp_path):
     for name in ("b", "a"):
         make(tmp_path / name, A)
     both = [tmp_path / "a", tmp_path / "b"]

@@ -39,7 +39,7 @@ def lists(encoded):
     return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])]
 
 
-def test_gpt2_files_give_the_ids_of_the_tokenizers_library(gpt2_files, varied_texts):
+def test_gpt2_files_match_the_tokenizers_library(gpt2_files, varied_texts):
     reference = library.Tokenizer(library.models.BPE.from_file(str(gpt2_files.vocab), str(gpt2_files.merges)))
     reference.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     expected = [reference.encode(text).ids for text in varied_texts]
@@ -48,7 +48,7 @@ def test_gpt2_files_give_the_ids_of_the_tokenizers_library(gpt2_files, varied_te
         assert lists(loaded.encode_batch(varied_texts)) == expected
 
 
-def test_gigatoken_runs_what_it_can_and_gives_the_same_after_it_was_renewed(gpt2_files, varied_texts):
+def test_gigatoken_returns_the_same_after_recreation(gpt2_files, varied_texts):
     fast = load_tokenizer(gpt2_files)
     assert isinstance(fast, GigatokenTokenizer)
     before = fast.encode_batch(varied_texts)
@@ -58,7 +58,7 @@ def test_gigatoken_runs_what_it_can_and_gives_the_same_after_it_was_renewed(gpt2
     assert same_ids(fast.encode_batch(varied_texts), before)
 
 
-def test_a_trained_tokenizer_json_round_trips(tmp_path, train_on):
+def test_trained_tokenizer_json_round_trips(tmp_path, train_on):
     path = tmp_path / "tokenizer.json"
     path.write_text(train_on(PROSE, TrainTokenizerSettings(vocab_size=300)))
     loaded = load_tokenizer(TokenizerFiles(model=path))
@@ -69,7 +69,7 @@ def test_a_trained_tokenizer_json_round_trips(tmp_path, train_on):
 
 
 @pytest.mark.parametrize("lower", [True, False])
-def test_wordpiece_is_bert_s(tmp_path, train_on, varied_texts, lower):
+def test_wordpiece_matches_bert(tmp_path, train_on, varied_texts, lower):
     model = Model.WORDPIECE_LOWER if lower else Model.WORDPIECE
     trained = json.loads(train_on(PROSE, TrainTokenizerSettings(model=model, vocab_size=200)))
     vocabulary = sorted(trained["model"]["vocab"], key=trained["model"]["vocab"].get)
@@ -84,7 +84,7 @@ def test_wordpiece_is_bert_s(tmp_path, train_on, varied_texts, lower):
     assert loaded.token_id(None) == vocabulary.index("[SEP]")
 
 
-def test_a_whitespace_vocabulary(tmp_path):
+def test_whitespace_tokenizer_maps_unknown_words(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 70_000}))
     loaded = load_tokenizer(TokenizerFiles(kind=TokenizerType.WHITESPACE, vocab=path))
@@ -93,7 +93,7 @@ def test_a_whitespace_vocabulary(tmp_path):
 
 
 @pytest.mark.data
-def test_gpt2_on_real_text_is_the_same_on_both_engines(shared_data):
+def test_gpt2_on_real_text_is_equal_on_both_engines(shared_data):
     folder = shared_data / "tok"
     definition = gpt2_definition(folder / "gpt2-vocab.json", folder / "gpt2-merges.txt")
     texts = (shared_data / "wikitext-2" / "test.txt").read_text().split("\n\n")[:400]
@@ -106,7 +106,7 @@ def test_gpt2_on_real_text_is_the_same_on_both_engines(shared_data):
 
 @pytest.mark.data
 @pytest.mark.parametrize("kind", [TokenizerType.SENTENCE_PIECE, TokenizerType.LLAMA])
-def test_sentencepiece_models(shared_data, kind):
+def test_sentencepiece_models_match_the_library(shared_data, kind):
     import sentencepiece
 
     path = shared_data / "tok" / "sp_test_model.model"
@@ -131,7 +131,7 @@ def test_sentencepiece_models(shared_data, kind):
         ({"kind": TokenizerType.HUGGING_FACE, "model": "v.json"}, r"not a tokenizer\.json"),
     ],
 )
-def test_files_that_do_not_fit_are_named(tmp_path, monkeypatch, files, message):
+def test_load_tokenizer_with_unsuitable_files_names_them(tmp_path, monkeypatch, files, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.json").write_text('{"a": 0}')
     (tmp_path / "m.txt").write_text("#version: 0.2\nx y\n")

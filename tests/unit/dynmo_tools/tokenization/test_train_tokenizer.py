@@ -1,4 +1,4 @@
-"""Tokenizers that are trained here, beside those that the ``tokenizers`` library trains."""
+"""Trained tokenizers compared with those of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def of_library(texts, *, vocab_size, least):
     return tokenizer.to_str(pretty=True)
 
 
-def test_byte_level_bpe_is_the_library_s_to_the_byte(train_on, texts):
+def test_byte_level_bpe_is_byte_identical_to_the_library(train_on, texts):
     for vocab_size, least in ((300, 2), (3000, 2), (700, 0)):
         settings = TrainTokenizerSettings(vocab_size=vocab_size, min_frequency=least)
         assert train_on(texts, settings) == of_library(texts, vocab_size=vocab_size, least=least)
 
 
 @pytest.mark.parametrize("model", list(Model))
-def test_a_file_does_not_depend_on_how_the_input_is_cut(train_on, texts, model):
+def test_trained_file_does_not_depend_on_the_slices(train_on, texts, model):
     settings = TrainTokenizerSettings(model=model, vocab_size=600)
     facts: dict[str, object] = {}
     whole = train_on(texts, settings, facts=facts)
@@ -59,7 +59,7 @@ def test_a_file_does_not_depend_on_how_the_input_is_cut(train_on, texts, model):
     assert facts["vocab_size"] == len(json.loads(whole)["model"]["vocab"]) == 600
 
 
-def test_words_are_the_library_s_without_gigatoken(train_on, texts, monkeypatch):
+def test_words_without_gigatoken_match_the_library(train_on, texts, monkeypatch):
     settings = TrainTokenizerSettings(vocab_size=500)
     with_it = train_on(texts, settings)
     real = trainers.import_or_extra
@@ -74,7 +74,7 @@ def test_words_are_the_library_s_without_gigatoken(train_on, texts, monkeypatch)
 
 
 @pytest.mark.parametrize("model", BERT)
-def test_bert_s_words_are_those_of_whole_texts(texts, model):
+def test_bert_words_of_pieces_match_those_of_the_text(texts, model):
     kind = trainers.make_trainer(TrainTokenizerSettings(model=model))
     split = kind.splitter()
     odd = ["a\u0301 \u00a0b\x1cc\td\r\ne\u3000f", "x\u2028y\x85z \ufffd\x00", "中文 字a字", "I\u0307 ΑΣ ΑΣ."]
@@ -85,7 +85,7 @@ def test_bert_s_words_are_those_of_whole_texts(texts, model):
 
 
 @pytest.mark.parametrize("model", BERT)
-def test_wordpiece_holds_every_character_and_then_the_frequent_pairs(train_on, texts, model):
+def test_wordpiece_has_all_characters_before_merges(train_on, texts, model):
     trained = json.loads(train_on(texts, TrainTokenizerSettings(model=model, vocab_size=800)))
     vocabulary = sorted(trained["model"]["vocab"], key=trained["model"]["vocab"].get)
     lower = model is Model.WORDPIECE_LOWER
@@ -105,7 +105,7 @@ def test_wordpiece_holds_every_character_and_then_the_frequent_pairs(train_on, t
     assert "word" in vocabulary
 
 
-def test_rare_words_are_left_out_beyond_the_bytes_that_are_allowed(train_on):
+def test_rare_words_above_max_word_bytes_are_excluded(train_on):
     rng = random.Random(2)
     texts = [f"the quick brown fox {''.join(rng.choices('qxyzjkvw', k=9))}" for _ in range(3000)]
     facts: dict[str, object] = {}
@@ -121,6 +121,6 @@ def test_rare_words_are_left_out_beyond_the_bytes_that_are_allowed(train_on):
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_word_bytes", 0), ("max_word_bytes", 1 << 31), ("vocab_size", 256)])
-def test_settings_that_cannot_be_are_refused(name, value):
+def test_train_settings_out_of_range_are_refused(name, value):
     with pytest.raises(UsageError, match=name.replace("_", "-")):
         build(TrainTokenizerSettings, {name: value})

@@ -1,4 +1,4 @@
-"""WordSymbols counted through files, beside a plain Counter."""
+"""Word counts in files compared with a plain Counter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynmo_tools.tokenization.word_counts import (
     sum_blocks,
 )
 
-HELD = 50
+TABLE_WORDS = 50
 
 
 def some_texts(seed=0, texts=200):
@@ -55,18 +55,18 @@ def counted(paths):
     ]
 
 
-@pytest.mark.parametrize("max_words", [HELD, 1 << 20])
+@pytest.mark.parametrize("max_words", [TABLE_WORDS, 1 << 20])
 @pytest.mark.parametrize("num_shards", [1, 5])
-def test_sums_are_exact_whatever_is_held(tmp_path, num_shards, max_words):
+def test_word_counts_are_exact_for_any_table_size(tmp_path, num_shards, max_words):
     texts = some_texts()
     paths, writer = summed(tmp_path, texts, num_shards, max_words)
     found = counted(paths)
     assert len(found) == len(dict(found))
     assert dict(found) == Counter(word for words in texts for word in words)
-    assert (len(writer.bounds) > 10) == (max_words == HELD)
+    assert (len(writer.bounds) > 10) == (max_words == TABLE_WORDS)
 
 
-def test_a_piece_may_have_several_words(tmp_path):
+def test_word_counts_split_pieces_into_words(tmp_path):
     with open(tmp_path / "words", "wb") as target:
         writer = WordCountWriter(target, 1, lambda piece: piece.encode().split(b"-"))
         writer.add(["a-b", "b", "a-b", "c-c"], 9)
@@ -74,7 +74,7 @@ def test_a_piece_may_have_several_words(tmp_path):
     assert dict(counted([tmp_path / "words"])) == {b"a": 2, b"b": 3, b"c": 2}
 
 
-def test_much_text_of_few_words_is_written_out_as_well(tmp_path, monkeypatch):
+def test_word_counts_flush_after_many_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_tools.tokenization.word_counts.MAX_BYTES_IN_MEMORY", 100)
     with open(tmp_path / "words", "wb") as target:
         writer = WordCountWriter(target, 1, lambda word: (word,))
@@ -83,7 +83,7 @@ def test_much_text_of_few_words_is_written_out_as_well(tmp_path, monkeypatch):
     assert len(writer.bounds) == 5
 
 
-def test_blocks_are_cut_and_read_without_their_texts(tmp_path):
+def test_read_blocks_can_skip_the_texts(tmp_path):
     many = [(str(number).encode(), 1) for number in range(BLOCK_WORDS + 5)]
     with open(tmp_path / "sums", "wb") as target:
         for block in sum_blocks([WordBlock.of(*zip(*many, strict=True))], tmp_path):
@@ -95,7 +95,7 @@ def test_blocks_are_cut_and_read_without_their_texts(tmp_path):
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 777, 5000])
-def test_the_most_frequent_words_are_chosen_and_the_rest_is_told(tmp_path, max_bytes):
+def test_select_words_takes_the_most_frequent_and_counts_the_rest(tmp_path, max_bytes):
     paths, _ = summed(tmp_path, some_texts(), 3, 1 << 20)
     everything = dict(counted(paths))
     choice = select_words(paths, max_bytes)
@@ -112,10 +112,10 @@ def test_the_most_frequent_words_are_chosen_and_the_rest_is_told(tmp_path, max_b
         assert choice.size > 4900
 
 
-def test_the_choice_does_not_depend_on_the_shares(tmp_path):
+def test_select_words_does_not_depend_on_the_shards(tmp_path):
     selected = []
     for num_shards in (1, 4):
-        paths, _ = summed(tmp_path, some_texts(), num_shards, HELD)
+        paths, _ = summed(tmp_path, some_texts(), num_shards, TABLE_WORDS)
         choice = select_words(paths, 3000)
         selected.append(
             {
@@ -128,8 +128,8 @@ def test_the_choice_does_not_depend_on_the_shares(tmp_path):
     assert selected[0] == selected[1]
 
 
-def test_all_words_stay_where_there_is_room(tmp_path):
-    paths, _ = summed(tmp_path, some_texts(), 2, HELD)
+def test_select_words_within_the_limit_selects_all(tmp_path):
+    paths, _ = summed(tmp_path, some_texts(), 2, TABLE_WORDS)
     everything = dict(counted(paths))
     choice = select_words(paths, sum(map(len, everything)))
     assert (choice.words, choice.num_excluded_words, choice.excluded_occurrences) == (len(everything), 0, 0)

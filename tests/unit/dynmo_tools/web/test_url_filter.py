@@ -42,7 +42,7 @@ DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list(
         ("https://site.org", None),
     ],
 )
-def test_the_first_rule_that_fires_counts(url, reason):
+def test_drop_reason_is_the_first_matching_rule(url, reason):
     assert drop_reason(url, DOMAINS, ENDINGS) == reason
 
 
@@ -56,11 +56,11 @@ def test_the_first_rule_that_fires_counts(url, reason):
         ("", ""),
     ],
 )
-def test_the_registered_label(host, label):
+def test_domain_label_is_the_registered_label(host, label):
     assert domain_label(host) == label
 
 
-def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
+def test_write_urls_keeps_order_and_drops_duplicates(tmp_path):
     source, output, dropped = (tmp_path / name for name in ("in.txt", "out.txt", "dropped.txt.gz"))
     source.write_text("http://b.org/1\n\n http://a.org/2 \nhttp://b.org/1\nhttp://a.org/x.jpg\n")
     counts = write_urls(
@@ -74,13 +74,13 @@ def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
     assert gzip.decompress(dropped.read_bytes()) == b"duplicate\thttp://b.org/1\nending\thttp://a.org/x.jpg\n"
 
 
-def test_repeated_urls_are_found_across_all_buckets(tmp_path):
+def test_duplicate_urls_are_found_in_all_buckets(tmp_path):
     urls = [f"http://site.org/{n * 7919 % 3000}" for n in range(9000)]
-    with DropReasonStore(tmp_path) as seen:
+    with DropReasonStore(tmp_path) as store:
         for number, url in enumerate(urls):
-            seen.add(url, "short" if number % 11 == 0 else None)
-        seen.mark_duplicates()
-        found = list(seen)
+            store.add(url, "short" if number % 11 == 0 else None)
+        store.mark_duplicates()
+        found = list(store)
     known = set()
     for number, (url, reason) in enumerate(zip(urls, found, strict=True)):
         assert reason == ("short" if number % 11 == 0 else "duplicate" if url in known else None)
@@ -89,7 +89,7 @@ def test_repeated_urls_are_found_across_all_buckets(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_inputs_that_change_between_the_readings_are_refused(tmp_path):
+def test_filter_urls_refuses_inputs_that_change(tmp_path):
     source = tmp_path / "in.txt"
 
     def shorten(size):
