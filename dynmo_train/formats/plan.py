@@ -1,6 +1,6 @@
-"""Partition plans: reads them, checks them against the run, and writes the one that a run starts with.
+"""Reads partition plans, and writes the plan of the partition that a run starts with.
 
-The format's owner is ``dynmo_balance``; its specification is ``dynmo_balance/formats/plan.md``.
+The format belongs to ``dynmo_balance``; the specification is ``dynmo_balance/formats/plan.md``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A partition plan. ``stages`` are the items of each stage, ``stage_workers`` the worker of each."""
+    """A partition plan; fields are those of the document.
+
+    Attributes:
+        stages: Item names of each stage.
+        stage_workers: Worker of each stage.
+        operations: With the schedule ``custom``: the operations of each worker.
+        selective_grad_comp_way: Number of pipeline ranks that compress between replicas; None where the plan has none.
+    """
 
     plan_id: int
     run_id: str
@@ -56,31 +63,33 @@ class Plan:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The workers that hold stages, in the order of their first stage."""
+        """Workers that have stages, in the order of their first stage."""
         return tuple(dict.fromkeys(self.stage_workers))
 
 
-def _placed(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The worker of each stage: in rotation, or with ``zb-v`` down the workers and back up."""
-    turn = (*workers, *reversed(workers)) if schedule == "zb-v" else tuple(workers)
-    return turn * (stages // max(1, len(turn)))
+def _stage_workers(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return the worker of each stage: in rotation, or with ``zb-v`` down the workers and back up."""
+    cycle = (*workers, *reversed(workers)) if schedule == "zb-v" else tuple(workers)
+    return cycle * (stages // max(1, len(cycle)))
 
 
 def _custom(plan: Plan) -> list[Problem]:
-    """A schedule with its own operations: as many stages on each worker, each operation once, where its stage is."""
+    """Check a plan's own operations: equal stages per worker, each operation once, on the worker of its stage."""
     problems = []
     if set(Counter(plan.stage_workers).values()) != {plan.virtual_stages_per_worker}:
-        message = f"each worker must have {plan.virtual_stages_per_worker} stages; are {list(plan.stage_workers)}"
+        message = f"each worker must have {plan.virtual_stages_per_worker} stages; are on {list(plan.stage_workers)}"
         problems.append(Problem("stages", "length", message))
-    words_of = [line.split() for line in plan.operations or ()]
-    if len(words_of) != len(plan.workers):
-        problems.append(Problem("operations", "length", f"must be of {len(plan.workers)} workers"))
+    operations = [line.split() for line in plan.operations or ()]
+    if len(operations) != len(plan.workers):
+        problems.append(
+            Problem("operations", "length", f"must have an entry for each of the {len(plan.workers)} workers")
+        )
     kinds: dict[str, list[str]] = {str(stage): [] for stage in range(len(plan.stages))}
-    for worker, words in zip(plan.workers, words_of, strict=False):
+    for worker, words in zip(plan.workers, operations, strict=False):
         for word in words:
             match = re.fullmatch(r"(0|[1-9][0-9]{0,6})([FBIW](?:0|[1-9][0-9]{0,6}))", word)
             if match is None or match[1] not in kinds or plan.stage_workers[int(match[1])] != worker:
-                message = f"{short_repr(word)} is no operation of a stage of worker {worker}"
+                message = f"{short_repr(word)} is not an operation of a stage of worker {worker}"
                 problems.append(Problem("operations", "reference", message))
             else:
                 kinds[match[1]].append(match[2])
@@ -90,7 +99,7 @@ def _custom(plan: Plan) -> list[Problem]:
 
 
 def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
-    """The rules over several fields; ``numbers`` are the stages' own."""
+    """Check the rules across fields; ``numbers`` are the stages' own."""
     problems = [
         Problem(f"stages[{at}].stage", "order", f"must be {at}, is {number_}")
         for at, number_ in enumerate(numbers)
@@ -98,10 +107,10 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
     ]
     count = Counter(item for items in plan.stages for item in items)
     problems += [
-        Problem("stages", "duplicate", f"{short_repr(item)} stands in {n} places") for item, n in count.items() if n > 1
+        Problem("stages", "duplicate", f"{short_repr(item)} is in {n} places") for item, n in count.items() if n > 1
     ]
     for worker in sorted(set(plan.released_workers) & set(plan.stage_workers)):
-        problems.append(Problem("released_workers", "reference", f"worker {worker} is released but holds a stage"))
+        problems.append(Problem("released_workers", "reference", f"worker {worker} is released but has a stage"))
     positions, rest = divmod(len(plan.stages), plan.virtual_stages_per_worker)
     rotation = plan.stage_workers[:positions]
     if rest:
@@ -110,11 +119,13 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
     elif plan.schedule == "custom":
         problems += _custom(plan)
     elif plan.schedule == "zb-v" and plan.virtual_stages_per_worker != 2:
-        words = f"zb-v has 2 stages on each worker, the plan says {plan.virtual_stages_per_worker}"
+        words = f"zb-v has 2 stages on each worker, the plan has {plan.virtual_stages_per_worker}"
         problems.append(Problem("virtual_stages_per_worker", "range", words))
-    elif len(set(rotation)) < positions or plan.stage_workers != _placed(plan.schedule, rotation, len(plan.stages)):
-        way = "down and back up the" if plan.schedule == "zb-v" else f"s mod {positions} of"
-        words = f"stage s must be on worker {way} {positions} workers; are {list(plan.stage_workers)}"
+    elif len(set(rotation)) < positions or plan.stage_workers != _stage_workers(
+        plan.schedule, rotation, len(plan.stages)
+    ):
+        pattern = "down and back up the" if plan.schedule == "zb-v" else f"s mod {positions} of"
+        words = f"stage s must be on worker {pattern} {positions} workers; are on workers {list(plan.stage_workers)}"
         problems.append(Problem("stages", "order", words))
     if plan.action == "keep" and plan.migration["moves"]:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
@@ -127,7 +138,7 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
 
 
 def _constrained(plan: Plan, constraints: Mapping[str, Any] | None) -> list[Problem]:
-    """Constraints about workers, stages and items that the plan does not have."""
+    """Check that constraints name workers, stages and items of the plan."""
     if constraints is None:
         return []
     problems = []
@@ -144,7 +155,15 @@ def _constrained(plan: Plan, constraints: Mapping[str, Any] | None) -> list[Prob
 
 
 def parse_plan(document: Any, source: str) -> Plan:
-    """The plan in a JSON document; raises ``DocumentError`` with every problem."""
+    """Return the plan in a JSON document.
+
+    Args:
+        document: Parsed JSON.
+        source: Name of the document in messages.
+
+    Raises:
+        DocumentError: The document breaks the format; with every problem.
+    """
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
         DOCUMENT(document, "", problems)
@@ -159,7 +178,7 @@ def parse_plan(document: Any, source: str) -> Plan:
         released_workers=tuple(document["released_workers"]),
         granularity=document.get("granularity"),
         operations=tuple(document["operations"]) if "operations" in document else None,
-        selective_grad_comp_way=_way(document.get("x_selective_grad_comp_way")),
+        selective_grad_comp_way=_compressing_stages(document.get("x_selective_grad_comp_way")),
     )
     problems = _across(plan, [stage["stage"] for stage in stages])
     problems += _constrained(plan, document.get("constraints"))
@@ -168,28 +187,32 @@ def parse_plan(document: Any, source: str) -> Plan:
     return plan
 
 
-def _way(value: Any) -> int | None:
-    """How many workers compress between their replicas, where the plan says it."""
+def _compressing_stages(value: Any) -> int | None:
+    """Return the number of pipeline ranks that compress between replicas; None where the plan has none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan; raises ``DocumentError`` where it cannot be read or breaks a rule, its number's included."""
+    """Read a plan.
+
+    Raises:
+        DocumentError: It cannot be read, breaks the format, or has another number than its file name.
+    """
     plan = parse_plan(read_json(path), str(path))
     match = PLAN_NAME.fullmatch(path.name)
     if match and int(match[1]) != plan.plan_id:
-        words = f"is {plan.plan_id}; the name of the file says {int(match[1])}"
+        words = f"is {plan.plan_id}; the file name has {int(match[1])}"
         raise DocumentError(str(path), [Problem("plan_id", "name", words)])
     return plan
 
 
 def plan_path(plans: Path, plan_id: int) -> Path:
-    """Where the plan of that number lies."""
+    """Return the path of a plan."""
     return plans / f"plan-{plan_id:06d}.json"
 
 
 def plan_ids(plans: Path) -> list[int]:
-    """The numbers of the plans present, ascending, whatever is in the files."""
+    """Return the numbers of the plans in a directory, ascending; files are not read."""
     return sorted(int(match[1]) for path in plans.iterdir() if (match := PLAN_NAME.fullmatch(path.name)))
 
 
@@ -246,11 +269,11 @@ def initial_plan(
 
 
 def write_plan(plans: Path, document: Mapping[str, Any]) -> Path:
-    """Put a plan in place under its number.
+    """Write a plan under its number and return its path.
 
     Raises:
-        FileExistsError: the number is taken.
-        WriterError: the document breaks the format; nothing is written.
+        FileExistsError: The number is taken.
+        WriterError: The document breaks the format; nothing is written.
     """
     plans.mkdir(parents=True, exist_ok=True)
     path = plan_path(plans, document["plan_id"])

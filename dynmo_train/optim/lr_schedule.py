@@ -1,4 +1,4 @@
-"""Learning rate and weight decay over the samples of a run, as Megatron's ``OptimizerParamScheduler`` has them.
+"""Learning-rate and weight-decay schedules, as in Megatron's ``OptimizerParamScheduler``.
 
 Megatron counts progress in samples, also where the options count iterations: it multiplies those with the global batch
 size. Its scheduler starts at 0 and advances after an update, so the first update of a run uses the values at 0: with a
@@ -17,13 +17,17 @@ from dataclasses import dataclass
 class LearningRate:
     """Linear warm-up from ``initial`` to ``peak``, then decay to ``floor`` at ``decay_steps``, warm-up included.
 
-    A step is whatever the caller counts; a run counts samples.
+    The caller decides what a step is; a run counts samples.
 
     Attributes:
-        style: ``linear``, ``cosine``, ``constant``, ``inverse-square-root`` or ``WSD`` (constant, then a last decay).
-        warmup_steps: may be a fraction of a step, as Megatron does not round ``--lr-warmup-fraction``.
-        wsd_style: of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
-        wsd_steps: of ``WSD``: steps of the last decay, which ends at ``decay_steps``.
+        peak: Highest learning rate.
+        floor: Learning rate after the decay.
+        style: ``linear``, ``cosine``, ``constant``, ``inverse-square-root`` or ``WSD`` (constant, then a final decay).
+        warmup_steps: Steps of the warm-up; not an integer where ``--lr-warmup-fraction`` gives none, as in Megatron.
+        decay_steps: Step at which the decay ends.
+        initial: Learning rate at step 0 of the warm-up.
+        wsd_style: With ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
+        wsd_steps: With ``WSD``: steps of the final decay, which ends at ``decay_steps``.
     """
 
     peak: float
@@ -36,10 +40,10 @@ class LearningRate:
     wsd_steps: int = 1
 
     def at(self, step: int) -> float:
-        """The rate of the update that follows ``step`` steps; the first update's is that at 0.
+        """Return the learning rate of the update after ``step`` steps; the first update uses step 0.
 
-        Worked: peak 1, floor 0, linear, 10 warm-up of 110 steps: 0 at step 0, 0.5 at 5, 1.0 at 10, 0.5 at 60, 0 from
-        110 on.
+        Example: peak 1, floor 0, linear, 10 warm-up steps of 110: 0 at step 0, 0.5 at 5, 1.0 at 10, 0.5 at 60, 0 from
+        110.
         """
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.initial + (self.peak - self.initial) * float(step) / float(self.warmup_steps)
@@ -49,19 +53,19 @@ class LearningRate:
             return self.floor
         if self.style == "inverse-square-root":
             return max(self.floor, self.peak * math.pow(max(self.warmup_steps, 1), 0.5) / math.pow(max(step, 1), 0.5))
-        return self.floor + self._left(step) * (self.peak - self.floor)
+        return self.floor + self._coefficient(step) * (self.peak - self.floor)
 
-    def _left(self, step: int) -> float:
-        """What is left of the way from ``peak`` to ``floor``, between 1 and 0."""
+    def _coefficient(self, step: int) -> float:
+        """Return the position between ``floor`` (0) and ``peak`` (1)."""
         if self.style == "WSD":
             annealed = step - (self.decay_steps - self.wsd_steps)
             return 1.0 if annealed <= 0 else _decayed(self.wsd_style, annealed / self.wsd_steps)
-        # A warm-up as long as the decay leaves a ratio of 0 by 0, which Megatron refuses.
+        # A warm-up as long as the decay gives 0 / 0, which Megatron refuses.
         return _decayed(self.style, (step - self.warmup_steps) / ((self.decay_steps - self.warmup_steps) or 1))
 
 
 def _decayed(style: str, ratio: float) -> float:
-    """The part that is left after ``ratio`` of a decay."""
+    """Return the decay coefficient, from 1 to 0, after ``ratio`` of a decay."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":
@@ -73,9 +77,13 @@ def _decayed(style: str, ratio: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecay:
-    """Weight decay that grows from ``start`` to ``end`` over ``steps``.
+    """Weight decay that grows from ``start`` to ``end``.
 
-    ``style`` is ``constant`` (``end`` throughout), ``linear`` or ``cosine``.
+    Attributes:
+        start: Weight decay at step 0.
+        end: Weight decay from ``steps`` on.
+        style: ``constant`` (always ``end``), ``linear`` or ``cosine``.
+        steps: Steps of the growth.
     """
 
     start: float
@@ -84,9 +92,9 @@ class WeightDecay:
     steps: int
 
     def at(self, step: int) -> float:
-        """The weight decay of the update that follows ``step`` steps.
+        """Return the weight decay of the update after ``step`` steps.
 
-        Worked: linear from 0.01 to 0.11 over 100 steps: 0.01 at 0, 0.06 at 50, 0.11 from 100 on.
+        Example: linear from 0.01 to 0.11 over 100 steps: 0.01 at 0, 0.06 at 50, 0.11 from 100.
         """
         if self.style == "constant" or step > self.steps:
             return self.end

@@ -1,11 +1,13 @@
-"""The types that a run computes in: float32 parameters, copies of them for the arithmetic, and float16's loss scale.
+"""Mixed precision: float32 parameters, copies of them for the arithmetic, and the loss scale of float16.
 
-Parameters, gradients and moments are float32 whatever the arithmetic is done in, so that a checkpoint, a move and an
-update know nothing of it. An item runs on copies of its parameters, cast once a step; its gradients come back through
-the cast and accumulate in float32 over the microbatches.
+Parameters, gradients and moments are always float32, so that checkpoints, migration and the optimizer do not depend on
+the dtype of the arithmetic. An item runs on copies of its parameters, cast once per step; gradients come back through
+the cast and accumulate in float32 over the microbatches::
+
+    master (float32) -> copy (bf16, fp16) -> forward, backward -> gradient -> cast -> grad of the master (float32)
 
 CPUs have no float16 arithmetic: torch's own float16 products take 20 to 100 times as long as float32 ones (measured on
-an AMD EPYC). ``float32_matmuls`` casts the factors, multiplies in float32 and casts the result back: one rounding each.
+an AMD EPYC). ``float32_matmuls`` casts the operands, multiplies in float32 and casts the result back.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from .._common.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the loss is scaled (Micikevicius et al., arXiv 1710.03740, section 3.2), with Megatron's rule of change.
+    """Loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), with Megatron's update rule.
 
     Attributes:
-        initial: the scale at the start.
-        minimum: it never falls below this.
-        window: updates in a row without overflow after which it doubles; 0 keeps the scale constant.
-        hysteresis: overflows until it is halved; a doubling resets the count.
+        initial: Scale at the start.
+        minimum: Smallest scale.
+        window: Consecutive updates without overflow after which the scale doubles; 0 keeps it constant.
+        hysteresis: Overflows until the scale is halved; a doubling resets the count.
     """
 
     initial: float
@@ -44,7 +46,12 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """``compute`` is the type of the arithmetic; ``scaling`` is None where the loss is not scaled."""
+    """Mixed precision of a run.
+
+    Attributes:
+        compute: dtype of the arithmetic, of activations and boundary tensors.
+        scaling: Loss scaling; None does not scale the loss.
+    """
 
     compute: torch.dtype = torch.float32
     scaling: LossScaling | None = None
@@ -54,17 +61,16 @@ class Precision:
         """Whether items run on copies of their parameters."""
         return self.compute != torch.float32
 
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of an element of activations and boundary tensors."""
-        return self.compute.itemsize
-
 
 FLOAT32_PRECISION = Precision()
 
 
 class LossScaler:
-    """The loss scale over the steps; a pure function of which steps overflowed. ``scale`` is 1 without scaling."""
+    """The loss scale over the steps: a pure function of which steps overflowed.
+
+    Args:
+        settings: Loss scaling; None keeps ``scale`` at 1.
+    """
 
     def __init__(self, settings: LossScaling | None) -> None:
         self.settings = settings
@@ -78,7 +84,7 @@ class LossScaler:
         return self.settings is not None and self.settings.window > 0 and self.scale > self.settings.minimum
 
     def update(self, *, finite: bool) -> None:
-        """After a step: whether all its gradients were finite."""
+        """Update the scale after a step; ``finite`` is whether all its gradients were finite."""
         settings = self.settings
         if settings is None or not settings.window:
             return
@@ -94,16 +100,16 @@ class LossScaler:
             self.scale *= 2
 
     def state(self) -> dict[str, Any] | None:
-        """For a checkpoint; None without scaling."""
+        """Return the state for a checkpoint; None without scaling."""
         if self.settings is None:
             return None
         return {"scale": self.scale, "clean_steps": self._clean, "overflows_left": self._overflows_left}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from ``state``; a constant scale stays as it is set.
+        """Continue from a checkpoint's state; a constant scale is not changed.
 
         Raises:
-            UsageError: the state is not one that :meth:`state` gives.
+            UsageError: The state does not have the fields of :meth:`state`.
         """
         if state is None or self.settings is None or not self.settings.window:
             return
@@ -112,13 +118,13 @@ class LossScaler:
             left = int(state["overflows_left"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"the checkpoint's loss scale is {short_repr(state)}; scale and its two counts belong there"
+                f"the checkpoint's loss scale is {short_repr(state)}; must have scale, clean_steps and overflows_left"
             ) from error
         self.scale, self._clean, self._overflows_left = scale, clean, left
 
 
 class _ThroughCast(torch.autograd.Function):
-    """Gives a copy in place of its master; the gradient goes to the master, in the master's type."""
+    """Returns the copy; the gradient goes to the master, in the master's dtype."""
 
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -131,17 +137,17 @@ class _ThroughCast(torch.autograd.Function):
 
 
 def cast_forward(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """``copy`` in place of ``master``, whose gradient goes to ``master`` in its type."""
+    """Return ``copy``, whose gradient goes to ``master`` in the dtype of ``master``."""
     through: torch.Tensor = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
     return through
 
 
 class ComputeCopies:
-    """The parameters of one item in the type of the arithmetic, cast when first used after a change.
+    """The parameters of one item in the dtype of the arithmetic, cast when first used after a change.
 
     Args:
-        module: the item; its parameters are the masters.
-        dtype: the type of the copies.
+        module: Item; its parameters are the masters.
+        dtype: dtype of the copies.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -149,11 +155,11 @@ class ComputeCopies:
         self._copies: dict[str, torch.Tensor] = {}
 
     def refresh(self) -> None:
-        """Forget the copies: the masters may have changed."""
+        """Drop the copies, because the masters may have changed."""
         self._copies.clear()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the item on its copies."""
+        """Run the item on the copies."""
         used: dict[str, torch.Tensor] = {}
         for name, master in self.module.named_parameters():
             copy = self._copies.get(name)
@@ -195,8 +201,8 @@ def _narrow(value: Any) -> Any:
 class _FloatProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = func in _SAME_TYPE or func in _INTO or func is _ATTENTION
-        if not known or args[0].dtype != torch.float16 or not all(type(each) in _PLAIN for each in args[:2]):
+        is_product = func in _SAME_TYPE or func in _INTO or func is _ATTENTION
+        if not is_product or args[0].dtype != torch.float16 or not all(type(each) in _PLAIN for each in args[:2]):
             return func(*args, **kwargs)
         wide, into = tree_map(_wide, args), kwargs.get("out")
         if into is not None:
@@ -213,10 +219,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def float32_matmuls(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> AbstractContextManager[Any]:
-    """Within it float16 products on a CPU go by float32; for other types and devices nothing changes.
+    """Return a context in which float16 matrix products on CPU are computed in float32; a null context otherwise.
 
     Args:
-        compiled: whether items are compiled, which chooses their products itself.
+        device: Device of the arithmetic.
+        dtype: dtype of the arithmetic.
+        compiled: Whether items are compiled; the compiler chooses its products itself.
     """
     if device.type == "cpu" and dtype == torch.float16 and not compiled:
         return _FloatProducts()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The schedule of a run as its checkpoints state it: the fields of Megatron's ``OptimizerParamScheduler``.
+"""The schedules of a run in its checkpoints: the fields of Megatron's ``OptimizerParamScheduler``.
 
-It counts samples, as Megatron's does, so that a checkpoint can go to Megatron and come from it.
+They count samples, as in Megatron, so that checkpoints can be converted to and from Megatron.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FIELD = "x_scheduler"
 
 
 def scheduler_state(rate: LearningRate, decay: WeightDecay, advanced_samples: int) -> dict[str, Any]:
-    """The fields of Megatron's scheduler; ``advanced_samples`` is how far it has come."""
+    """Return the fields of Megatron's scheduler; ``advanced_samples`` is its position in samples."""
     return {
         **_rate_fields(rate),
         "num_steps": advanced_samples,
@@ -36,7 +36,7 @@ def _rate_fields(rate: LearningRate) -> dict[str, Any]:
 
 
 def samples_done(manifest: Mapping[str, Any]) -> int:
-    """How far the schedule of a checkpoint has come, in samples.
+    """Return the position of a checkpoint's schedules, in samples.
 
     The scheduler's own count where there is one, because skipped steps do not advance it; else the samples consumed.
     """
@@ -46,7 +46,7 @@ def samples_done(manifest: Mapping[str, Any]) -> int:
 
 
 def scheduler_differences(rate: LearningRate, manifest: Mapping[str, Any]) -> list[str]:
-    """What this run's options change of the learning rate that the checkpoint was trained with, a line each."""
+    """Return a line for each learning-rate option that differs from the checkpoint's."""
     stored = manifest.get(FIELD)
     if not isinstance(stored, dict):
         return []

@@ -1,1 +1,1 @@
-"""Processes: who is where, how they agree, and random numbers that do not depend on it."""
+"""Process groups, collectives, parallel dimensions, and random numbers that do not depend on them."""

@@ -1,4 +1,4 @@
-"""Steps of a start that any process may find impossible: all learn of it, rank 0 reports it, and all end at once."""
+"""Runs a function on all ranks so that an error on any of them ends all of them, with one message."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ Result = TypeVar("Result")
 
 
 def is_reporting_rank(*, first: bool) -> bool:
-    """Whether a process reports errors on stderr: rank 0 alone, so that each is printed once.
+    """Whether a process reports errors on stderr: rank 0 only, so that each error is printed once.
 
-    Under ``launch`` each process has a log of its own. There all of them report: the launcher shows another log
-    where rank 0 was ended before it could report.
+    Under ``launch`` each process has its own log and reports, too: the launcher shows another log where rank 0 was
+    ended before it could report.
     """
     return first or LAUNCHER_PID_VARIABLE in os.environ
 
 
 def run_on_all_ranks(world: World, make: Callable[[], Result]) -> Result:
-    """What ``make`` gives at this process, once no process has raised a ``UsageError`` in it. Every process calls this.
+    """Call ``make`` on every rank and return its result; a collective.
+
+    Args:
+        world: Processes of the run.
+        make: May raise ``UsageError`` on any rank.
 
     Raises:
-        UsageError: at those that report, with the messages of all processes, each once.
-        SystemExit: with the same exit code, at the others.
+        UsageError: ``make`` failed on a rank; on ranks that report, with the distinct messages of all ranks.
+        SystemExit: The same on the other ranks, with the same exit code.
     """
     result, problem = _attempt(make)
     _end_together(world, problem)
     if result is None:
-        raise UsageError("a process has no result to continue with")
+        raise UsageError("a rank has no result to continue with")
     return result[0]
 
 
 def rank0_first(world: World, make: Callable[[], Result]) -> Result:
-    """As ``run_on_all_ranks``, but rank 0 goes first: what it leaves in a cache, the others find there."""
+    """As :func:`run_on_all_ranks`, but rank 0 runs first, so that the others find what it has cached."""
     result: tuple[Result] | None = None
     problem: str | None = None
     if world.is_rank0:

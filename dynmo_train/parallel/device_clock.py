@@ -1,4 +1,4 @@
-"""Stamps around arithmetic that cost next to nothing: CPU time of the thread, or CUDA events without a wait."""
+"""Time stamps with negligible cost: CPU time of the thread, or CUDA events without synchronization."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes stamps in the step, and turns pairs of them into nanoseconds after it."""
+    """Takes stamps during a step, and converts pairs of them to nanoseconds after it."""
 
     def stamp(self) -> Any:
-        """A point in the stream of arithmetic, now."""
+        """Return a stamp of the current time."""
 
     def elapsed_ns(self, begin: Any, end: Any) -> int:
-        """Nanoseconds between two stamps; on CUDA only after the device has reached both."""
+        """Return the nanoseconds between two stamps; on CUDA the device must have reached both."""
 
 
 class CpuClock:
-    """The wall clock, or the thread's own CPU time where one thread does all arithmetic: preemption does not count."""
+    """The wall clock, or with one thread its CPU time, which does not count preemption.
+
+    Args:
+        threads: Number of threads that compute.
+    """
 
     def __init__(self, threads: int) -> None:
         self._now = time.thread_time_ns if threads == 1 else time.perf_counter_ns
 
     def stamp(self) -> int:
-        """Nanoseconds since an arbitrary start."""
+        """Return nanoseconds since an arbitrary start."""
         return self._now()
 
     def elapsed_ns(self, begin: int, end: int) -> int:
-        """The difference."""
+        """Return the difference."""
         return end - begin
 
 
@@ -37,16 +41,16 @@ class CudaClock:
     """CUDA events on the current stream."""
 
     def stamp(self) -> torch.cuda.Event:
-        """An event recorded now."""
+        """Record and return an event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
-        """The time between two events that have completed."""
+        """Return the nanoseconds between two completed events."""
         return int(begin.elapsed_time(end) * 1e6)
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return CudaClock() if device.type == "cuda" else CpuClock(torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""How the processes of a run are laid out over pipeline, tensor, data and expert parallelism. Pure values."""
+"""The parallel dimensions of a run: pipeline, tensor, data and expert. Pure values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where a process stands along each axis of a run."""
+    """The rank of a process along each axis."""
 
     pipeline: int
     data: int
@@ -17,13 +17,13 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The sizes of a run's axes. Ranks count along the tensor axis first, then data, then pipeline, as in Megatron.
+    """Sizes of the axes. Ranks count along the tensor axis first, then data, then pipeline, as in Megatron.
 
     Attributes:
-        pipeline: pipeline positions (workers).
-        tensor: ranks that share each matrix product.
-        data: replicas of the model.
-        expert: ranks of the data axis that share the experts of a layer; divides ``data``.
+        pipeline: Number of pipeline ranks.
+        tensor: Number of ranks that share each matrix product.
+        data: Number of replicas of the model.
+        expert: Number of neighboring data-parallel ranks that share the experts of a layer; divides ``data``.
     """
 
     pipeline: int = 1
@@ -33,11 +33,11 @@ class ParallelDims:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.pipeline * self.tensor * self.data
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` stands. Of 2 x 2 x 2: rank 5 is tensor 1, replica 0, worker 1."""
+        """Return the coordinates of a rank. Of 2 x 2 x 2, rank 5 is tensor 1, data 0, pipeline 1."""
         return Coordinates(
             pipeline=rank // (self.tensor * self.data),
             data=rank // self.tensor % self.data,
@@ -45,13 +45,13 @@ class ParallelDims:
         )
 
     def rank_of(self, *, pipeline: int, data: int, tensor: int) -> int:
-        """The rank that stands there."""
+        """Return the rank at these coordinates."""
         return (pipeline * self.data + data) * self.tensor + tensor
 
     def ranks(
         self, *, pipeline: int | None = None, data: int | None = None, tensor: int | None = None
     ) -> tuple[int, ...]:
-        """The ranks at these coordinates, in order; None is every place along the axis."""
+        """Return the ranks at these coordinates, in order; None is every coordinate of the axis."""
         return tuple(
             self.rank_of(pipeline=p, data=d, tensor=t)
             for p in _along(self.pipeline, pipeline)
@@ -60,7 +60,7 @@ class ParallelDims:
         )
 
     def expert_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share the experts of ``rank``'s layers: ``expert`` neighbours on its data axis."""
+        """Return the ranks that share the experts of ``rank``: ``expert`` neighbors on its data axis."""
         own = self.coordinates(rank)
         first = own.data // self.expert * self.expert
         places = range(first, first + self.expert)

@@ -1,4 +1,16 @@
-"""One value that says which processes there are, passed wherever it is needed, and how they agree."""
+"""The processes of a run: ranks, process groups, and collectives of JSON documents and small tensors.
+
+One frozen :class:`World` is passed wherever processes communicate; there is no global state. Ranks count along the
+tensor axis first, then data, then pipeline; for 2 x 2 x 2::
+
+    rank        0  1  2  3  4  5  6  7
+    tensor      0  1  0  1  0  1  0  1
+    data        0  0  1  1  0  0  1  1
+    pipeline    0  0  0  0  1  1  1  1
+
+After pipeline ranks are released, ranks of the run differ from torch's global ranks: point-to-point operations use
+``World.global_rank``.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +32,18 @@ from .dims import Coordinates, ParallelDims
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The process groups that one process is in, one an axis; None where the axis has one place.
+    """The process groups of one process, one per axis; None where a group has one member.
 
-    torch's stages want a group even of one process: ``pipeline`` is None only where no world was joined.
+    torch's stages need a group of one process, too: ``pipeline`` is None only without an initialized world.
 
     Attributes:
-        world: all processes of the run; None is torch's own group of those that were started.
-        pipeline, tensor, data: the ranks that differ from this one along that axis alone.
-        model: the ranks that hold one replica together (pipeline and tensor).
-        expert: the ranks that share the experts of a layer.
-        expert_data: the ranks that hold the same experts as this one.
+        world: All processes of the run; None is torch's default group.
+        pipeline: Ranks that differ from this one in the pipeline axis only.
+        tensor: Ranks that differ from this one in the tensor axis only.
+        data: Ranks that differ from this one in the data axis only.
+        model: Ranks of one replica (pipeline and tensor).
+        expert: Ranks that share the experts of a layer.
+        expert_data: Ranks that have the same experts as this one.
     """
 
     world: dist.ProcessGroup | None = None
@@ -43,14 +57,17 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes of a run, as one of them sees it.
+    """The processes of a run, from the view of one of them.
 
     Attributes:
-        rank, size: among the processes of the run.
-        dims: how they are laid out.
-        groups: the process groups of this one.
-        members: where workers have left, torch's rank of each process that stayed; empty while nobody has left.
-        workers: the ids of the workers by pipeline position; empty while each one's id is its position.
+        rank: Rank of this process in the run.
+        size: Number of processes.
+        device: Device of this process.
+        host: Name of this machine.
+        dims: Parallel dimensions.
+        groups: Process groups of this process.
+        members: torch's global rank of each rank, after pipeline ranks were released; empty before.
+        workers: Worker id of each pipeline rank, after pipeline ranks were released; empty before.
     """
 
     rank: int
@@ -69,40 +86,44 @@ class World:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this process stands."""
+        """Coordinates of this process."""
         return self.dims.coordinates(self.rank)
 
     @property
     def pipeline_rank(self) -> int:
-        """The pipeline position of this process."""
+        """Pipeline rank of this process."""
         return self.coordinates.pipeline
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel replica that this process belongs to."""
+        """Data-parallel rank of this process: its replica."""
         return self.coordinates.data
 
     @property
     def tensor_rank(self) -> int:
-        """The place of this process among those that share each matrix product."""
+        """Tensor-parallel rank of this process."""
         return self.coordinates.tensor
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
-        """The id of the worker at each pipeline position: its own for life."""
+        """Worker id of each pipeline rank: its pipeline rank at the start of the run."""
         return self.workers or tuple(range(self.dims.pipeline))
 
     def global_rank(self, rank: int) -> int:
-        """The rank by which torch knows a process of the run: the one that it was started with."""
+        """Return torch's global rank of a rank of the run."""
         return self.members[rank] if self.members else rank
 
-    def peer(self, worker: int) -> int:
-        """The rank at pipeline position ``worker`` with this process's replica and shard."""
-        return self.dims.rank_of(pipeline=worker, data=self.data_rank, tensor=self.tensor_rank)
+    def peer(self, pipeline_rank: int) -> int:
+        """Return the rank at a pipeline rank, with this process's data and tensor ranks."""
+        return self.dims.rank_of(pipeline=pipeline_rank, data=self.data_rank, tensor=self.tensor_rank)
 
 
 def check_device(name: str, processes: int = 1) -> None:
-    """Raise ``UsageError`` where ``--device cuda`` has not a device for each of this machine's processes."""
+    """Check that ``--device cuda`` has a device for each of this machine's processes.
+
+    Raises:
+        UsageError: It has not.
+    """
     if name.partition(":")[0] != "cuda":
         return
     if not torch.cuda.is_available():
@@ -117,15 +138,15 @@ def check_device(name: str, processes: int = 1) -> None:
 
 
 def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | None = None) -> World:
-    """Join the processes that a launcher started (its environment says how many), or be the only one.
+    """Initialize torch.distributed from the launcher's environment, or for a single process.
 
     Args:
         device_name: ``cpu``, ``cuda`` or ``auto`` (CUDA where there is a device for each local process).
-        timeout_s: how long a collective may wait for a process before the run fails.
-        dims: how the processes are laid out; None is one pipeline of all.
+        timeout_s: Timeout of collectives, in seconds.
+        dims: Parallel dimensions; None is one pipeline of all processes.
 
     Raises:
-        UsageError: ``dims`` do not fit the number of processes, or a process has no CUDA device.
+        UsageError: ``dims`` do not match the number of processes, or a process has no CUDA device.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -146,18 +167,18 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
 
 
 def set_parallel_dims(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
-    """The same processes along other axes, with groups of their own; every process calls this.
+    """Return the world with other parallel dimensions and new process groups; a collective.
 
     Raises:
-        UsageError: ``dims`` do not fit the number of processes.
+        UsageError: ``dims`` do not match the number of processes.
     """
     if dims.size != world.size:
-        raise UsageError(f"{dims} lays out {dims.size} processes; there are {world.size}")
+        raise UsageError(f"{dims} need {dims.size} processes; the run has {world.size}")
     return replace(world, dims=dims, groups=_make_groups(dims, world.rank, timedelta(seconds=timeout_s)))
 
 
 def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
-    """The groups of ``rank``. Every process makes its own, axis after axis."""
+    """Create the groups of ``rank``; every process creates its own, axis by axis."""
     own = dims.coordinates(rank)
     group = group_factory({tuple(range(dims.size)): dist.group.WORLD}, timeout)
     experts = dims.expert_ranks(rank)
@@ -173,14 +194,19 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
 
 
 class MakeGroup(Protocol):
-    """Makes the group of some ranks, as torch counts them; None where it would be of one, unless that is wished."""
+    """Creates the group of some global ranks; None for one rank, unless ``alone``."""
 
     def __call__(self, ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
-        """The same group for the same ranks."""
+        """Return the group of ``ranks``, the same object for the same ranks."""
 
 
 def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> MakeGroup:
-    """Makes groups whose members alone have to call; those in ``made`` are there already."""
+    """Return a function that creates groups, which only their members call.
+
+    Args:
+        made: Groups that exist already, by their global ranks; new ones are added.
+        timeout: Timeout of collectives.
+    """
 
     def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         members = tuple(ranks)
@@ -194,13 +220,13 @@ def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout
 
 
 def destroy_world() -> None:
-    """Leave cleanly; harmless where no world was joined."""
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def all_gather_objects(world: World, document: Any) -> list[Any]:
-    """Every process's JSON document, in order of rank, at every process."""
+    """Return the JSON documents of all ranks, in rank order, on every rank; a collective."""
     payload = json.dumps(document).encode()
     length = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros_like(length) for _ in range(world.size)]
@@ -214,27 +240,27 @@ def all_gather_objects(world: World, document: Any) -> list[Any]:
 
 
 def broadcast_object(world: World, document: Any) -> Any:
-    """Rank 0's JSON document at every process; what the others pass is ignored."""
+    """Return rank 0's JSON document on every rank; a collective. Documents of other ranks are ignored."""
     payload = json.dumps(document).encode() if world.is_rank0 else b""
-    first, everyone = world.global_rank(0), world.groups.world
+    source, group = world.global_rank(0), world.groups.world
     length = torch.tensor([len(payload)], dtype=torch.int64)
-    dist.broadcast(length, src=first, group=everyone)
+    dist.broadcast(length, src=source, group=group)
     buffer = torch.zeros(int(length), dtype=torch.uint8)
     if world.is_rank0:
         buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    dist.broadcast(buffer, src=first, group=everyone)
+    dist.broadcast(buffer, src=source, group=group)
     return json.loads(buffer.numpy().tobytes())
 
 
 def sum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> torch.Tensor:
-    """The sum over a group of a tensor, in place; None is a group of this process alone."""
+    """Sum a tensor over a group in place and return it; None is a group of this process only."""
     if group is not None:
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
     return values
 
 
 def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[torch.Tensor]:
-    """A group's tensors of one shape, in order of rank; None is a group of this process alone."""
+    """Return a group's tensors of one shape, in rank order; None is a group of this process only."""
     if group is None:
         return [values]
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
@@ -243,17 +269,17 @@ def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[t
 
 
 def sum_over_pipeline(world: World, values: torch.Tensor) -> torch.Tensor:
-    """The sum over the pipeline of a CPU tensor, in place; exact where all but one position contribute zero."""
+    """Sum a CPU tensor over the pipeline ranks in place; exact where all but one contribute zero."""
     return sum_over(world.groups.pipeline, values)
 
 
 def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
-    """The sum of integers over the processes that hold one replica, in place."""
+    """Sum integers over the ranks of one replica in place."""
     return sum_over(world.groups.model, counts)
 
 
 def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
-    """The sum of a CPU tensor over the replicas, added in their order: the same bits wherever a layer stands."""
+    """Sum a CPU tensor over the replicas, in their order, so that the bits do not depend on the partition."""
     total = torch.zeros_like(value)
     for part in gather_over(world.groups.data, value):
         total += part
@@ -261,7 +287,7 @@ def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
 
 
 def all_agree(world: World, ok: bool) -> bool:
-    """Whether every process says yes."""
+    """Whether ``ok`` is true on every rank; a collective."""
     flag = torch.tensor([1 if ok else 0], dtype=torch.int64)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=world.groups.world)
     return bool(flag.item())

@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, never on where.
 
-At each item's entry the device's default generator is saved, seeded with a stable hash of (seed, step, global
-microbatch index, item name), and restored after: ``F.dropout`` and attention take no generator of their own.
+Before each item the device's default generator is saved and seeded with a stable hash of (seed, step, global microbatch
+index, item name); after the item it is restored. The default generator, because ``F.dropout`` and attention accept no
+other.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 
 
 def stable_seed(*parts: int | str) -> int:
-    """A 63-bit hash of ``parts`` that is the same in every process, on every machine, in every version."""
+    """Return a 63-bit hash of ``parts`` that is the same in every process, on every machine, in every version."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that ``F.dropout`` draws from on ``device``."""
+    """Return the generator that ``F.dropout`` draws from on ``device``."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
@@ -28,7 +29,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def seeded(device: torch.device, *parts: int | str) -> Iterator[None]:
-    """Run the body with the default generator of ``device`` seeded by ``parts``, and put its state back after."""
+    """Run the body with the default generator of ``device`` seeded by ``parts``, and restore its state after."""
     generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(stable_seed(*parts))

@@ -1,7 +1,7 @@
-"""When workers leave a run: the processes that stay, as a world of their own.
+"""Releases pipeline ranks from a run: the remaining processes form a smaller world.
 
-Ranks of tensor, data and expert groups all belong to one worker, so these groups live on. Torch's own group cannot lose
-members: those that stay never use it again.
+Tensor, data and expert groups are within one pipeline rank and stay valid. torch's default group cannot lose members;
+the remaining processes do not use it any more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from .process_groups import Groups, World, group_factory
 
 
 def without_workers(world: World, leaving: Collection[int], timeout_s: float = 600.0) -> World | None:
-    """The world without the workers at the pipeline positions ``leaving``; None at their own processes.
+    """Return the world without some pipeline ranks; None on their own processes. A collective.
 
-    Every process calls this. Whoever leaves may end as soon as this has returned: it returns nowhere before all have
-    called it, and nobody talks to a process that left any more.
+    A released process may exit when this returns: it returns nowhere before all processes have called it, and none
+    communicates with a released process any more.
 
     Args:
-        timeout_s: how long a collective of those that stay may wait.
+        world: Processes of the run.
+        leaving: Pipeline ranks to release.
+        timeout_s: Timeout of collectives of the remaining processes, in seconds.
     """
     staying = [position for position in range(world.dims.pipeline) if position not in leaving]
     before = world.groups
@@ -57,8 +59,8 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
 
 
 def _forget(before: Groups, now: Groups) -> None:
-    """Close the groups that somebody has left; torch's own group of all that were started stays."""
-    kept = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.world, dist.group.WORLD}
-    for group in {before.world, before.pipeline, before.model} - kept:
+    """Destroy the groups that lost members; torch's default group stays."""
+    in_use = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.world, dist.group.WORLD}
+    for group in {before.world, before.pipeline, before.model} - in_use:
         if group is not None:
             dist.destroy_process_group(group)

@@ -1,10 +1,16 @@
-"""Tensor parallelism: what crosses between the ranks that share a matrix product, and the loss over a cut vocabulary.
+"""Tensor parallelism: the collectives of a region, and the vocabulary-parallel loss.
 
-Each rank holds plain tensors, its slices; the collectives stand at the two ends of a region: *enter*, before a product
-whose outputs are cut, and *leave*, after one whose inputs are (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With
-sequence parallelism the stream between regions is cut along the tokens, and the ends gather and scatter it (Korthikanti
-et al. 2022, arXiv:2205.05198, section 4.2). Why not DTensor: masks, the CSR product, fused AdamW and whole-item moves
-work on plain storage, and its dispatch costs more than a small product does on CPU.
+A region (Megatron's "tensor model parallel region") starts before a column-parallel product and ends after a
+row-parallel one (Shoeybi et al. 2019, arXiv:1909.08053, section 3)::
+
+                 forward                       backward
+    enter        identity  / all-gather        all-reduce / reduce-scatter
+    (local)      column-parallel product, activation, row-parallel product
+    leave        all-reduce / reduce-scatter   identity   / all-gather
+
+The second operations are those of sequence parallelism, where activations outside of regions are sharded along the
+tokens (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Slices are plain tensors, not DTensors: masks, the CSR
+product, fused AdamW and migration work on plain storage, and DTensor's dispatch costs more than a small product on CPU.
 
 Shapes in names: B samples, T tokens, D width, N = B*T rows, V rows of the vocabulary on this rank.
 """
@@ -26,14 +32,17 @@ TOKENS_DIM = 1
 
 
 class TensorRegion:
-    """The tensor-parallel ranks of a worker, as modules see them.
+    """The collectives of the tensor-parallel ranks.
 
-    Inside a region (between *enter* and *leave*) random numbers depend on the rank; outside they are the same on all
-    ranks, unless the stream is cut along the tokens.
+    Between :meth:`enter` and :meth:`leave` random numbers differ by rank. Outside they are the same on all ranks,
+    except with sequence parallelism, where each rank has other tokens.
 
-    Attributes:
-        rank, size: of this process among them.
-        sequence: whether the stream outside of regions is cut along the tokens.
+    Args:
+        group: Tensor-parallel ranks.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+        device: Device of this process.
+        sequence: Sequence parallelism: activations outside of regions are sharded along the tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device, *, sequence: bool) -> None:
@@ -42,45 +51,45 @@ class TensorRegion:
         self._outside = self._inside = -1
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of a product whose outputs are cut: the whole stream ``[B, T, ...]``; gradients are added."""
+        """Enter a region: return the input of a column-parallel product, ``[B, T, ...]`` with all tokens."""
         self.seed_inside()
         entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts of a product whose inputs are cut, added: the stream, or this rank's tokens of it."""
+        """Leave a region: return the sum of the ranks' products ``[B, T, ...]``, or this rank's tokens of it."""
         left: torch.Tensor = _Leave.apply(partial, self)  # type: ignore[no-untyped-call]
         self._seed_outside()
         return left
 
     def local_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``[..., T, D]`` along the tokens, where the stream is cut."""
+        """With sequence parallelism: return this rank's tokens of ``[..., T, D]``; else ``x``."""
         if not self.sequence:
             return x
         part = x.shape[-2] // self.size
         return x.narrow(-2, self.rank * part, part)
 
     def without_sequence_parallelism(self) -> TensorRegion:
-        """The same ranks, for a part of the model that works on streams that are not cut along the tokens."""
+        """Return a region of the same ranks for a module that works on all tokens."""
         return TensorRegion(self.group, self.rank, self.size, self._device, sequence=False)
 
     def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole of a stream that is cut along the tokens, for work that all ranks then do alike."""
+        """Gather the tokens of all ranks, for work that all ranks then do identically."""
         whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
     def scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of a whole stream that all ranks have alike."""
+        """Return this rank's tokens of activations that are identical on all ranks."""
         cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
         return cut
 
     def gather_vocabulary(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' columns ``[..., V]`` side by side, for work that all ranks then do alike."""
+        """Concatenate the ranks' columns ``[..., V]``, for work that all ranks then do identically."""
         whole: torch.Tensor = _GatherColumns.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
     def seed_inside(self) -> None:
-        """From here on random numbers depend on the rank, until the region is left."""
+        """Seed the default generator by rank, until :meth:`leave`."""
         generator = default_generator(self._device)
         now = generator.initial_seed()
         if now != self._inside:
@@ -94,26 +103,26 @@ class TensorRegion:
         generator.manual_seed(stable_seed(before, "outside", self.rank if self.sequence else 0))
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """The ranks' tensors reduced, in place; contiguous."""
+        """Reduce the ranks' tensors in place and return the result; ``x`` is contiguous."""
         dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts of a stream ``[B, T / size, ...]`` put together."""
+        """Concatenate the ranks' tokens: ``[B, T / size, ...]`` becomes ``[B, T, ...]``."""
         own = x.transpose(0, TOKENS_DIM).contiguous()
         whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
         all_gather_rows(whole, own, self.group)
         return whole.transpose(0, TOKENS_DIM).contiguous()
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' columns ``[..., V]`` side by side."""
+        """Concatenate the ranks' columns: ``[..., V / size]`` becomes ``[..., V]``."""
         columns = x.movedim(-1, 0).contiguous()
         whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
         all_gather_rows(whole, columns, self.group)
         return whole.movedim(0, -1)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' streams ``[B, T, ...]`` added, and this rank's tokens of the sum."""
+        """Sum the ranks' ``[B, T, ...]`` and return this rank's tokens of the sum, ``[B, T / size, ...]``."""
         whole = x.transpose(0, TOKENS_DIM).contiguous()
         own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         reduce_scatter_rows(own, whole, self.group)
@@ -121,7 +130,7 @@ class TensorRegion:
 
 
 def tensor_region(world: World, *, sequence: bool) -> TensorRegion | None:
-    """The region of this process; None where no product is shared."""
+    """Return the region of this process; None without tensor parallelism."""
     group = world.groups.tensor
     if group is None:
         return None
@@ -197,7 +206,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """``-log softmax(logits)[label]`` of each row, the logits cut over the ranks along the vocabulary."""
+    """``-log softmax(logits)[label]`` of each row, with logits sharded along the vocabulary."""
 
     @staticmethod
     def forward(
@@ -239,13 +248,15 @@ def token_losses(
     vocabulary: int,
     region: TensorRegion,
 ) -> torch.Tensor:
-    """The cross-entropy of each token, ``[B * T]`` in float32, without the logits of the whole vocabulary anywhere.
+    """Return the cross-entropy of each token, float32 ``[B * T]``; no rank has the logits of the whole vocabulary.
 
     Args:
-        x_BTD: the features, cut along the tokens where the stream is.
-        weight_VD, bias_V: this rank's rows; those beyond ``vocabulary`` only pad and never enter.
-        labels_BT: of all tokens.
-        vocabulary: real rows over all ranks.
+        x_BTD: Features; with sequence parallelism this rank's tokens.
+        weight_VD: This rank's rows of the output weight; padding rows do not take part.
+        bias_V: This rank's rows of the bias; None without bias.
+        labels_BT: Labels of all tokens, int64.
+        vocabulary: Number of rows over all ranks without padding.
+        region: Tensor-parallel ranks.
     """
     first = region.rank * weight_VD.shape[0]
     real = min(max(vocabulary - first, 0), weight_VD.shape[0])

@@ -1,7 +1,7 @@
-"""The trace of an emulated run: what each item costs from which step on, read from a profile.
+"""The trace of an emulated run: the times of each item by step, read from a profile.
 
-Only what an emulation needs is read: the items' names, their times and the events of technique. Workers, links, bytes
-and measured steps are of the run that the trace came from.
+Only item names, their times and the events of techniques are used. Workers, links, sizes and step times are those of
+the run that recorded the profile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_TECHNIQUE = ("evaluated", "checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class ItemTimes:
-    """How long an item takes in a microbatch, in ns."""
+    """Times of an item per microbatch, in ns."""
 
     forward_ns: int
     backward_input_ns: int
@@ -37,12 +37,12 @@ ZERO_TIMES = ItemTimes(forward_ns=0, backward_input_ns=0, backward_weight_ns=0)
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationTrace:
-    """Times by step, and what is told after which step.
+    """Times by step, and events.
 
     Attributes:
-        steps: from which each entry of ``times`` counts, ascending.
-        times: item name -> its times.
-        events: step -> what happened after it.
+        steps: First step of each entry of ``times``, ascending.
+        times: Item name -> its times, by entry.
+        events: Step -> events after it.
     """
 
     steps: tuple[int, ...]
@@ -50,19 +50,20 @@ class EmulationTrace:
     events: Mapping[int, tuple[Event, ...]]
 
     def at(self, step: int) -> Mapping[str, ItemTimes]:
-        """The times that count in a step: of the latest entry up to it, or of the first."""
+        """Return the times of a step: those of the latest entry up to it, or of the first entry."""
         return self.times[max(0, bisect.bisect_right(self.steps, step) - 1)]
 
 
 def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> EmulationTrace:
-    """The trace in a profile, of its last segment.
+    """Read the trace of a profile's last segment.
 
     Args:
-        names: of the model's items, which must be the trace's, in any order.
-        scale: factor of all times.
+        path: The profile.
+        names: Item names of the model; the trace must have the same, in any order.
+        scale: Factor of all times.
 
     Raises:
-        DocumentError: the file is no such profile, or one of other items.
+        DocumentError: The file is not a profile, has no steps, or has other items.
     """
     records = list(read_records(path))
     headers = [at for at, record in enumerate(records) if _kind(record) == "header"]
@@ -73,10 +74,10 @@ def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Emulatio
     found = [item.get("name") for item in header.get("items", []) if isinstance(item, dict)]
     if not problems and set(found) != set(names):
         missing, more = [n for n in names if n not in found], [n for n in found if n not in set(names)]
-        told = "; ".join(
+        differences = "; ".join(
             f"{word} {', '.join(map(str, some))}" for word, some in (("lacks", missing), ("has", more)) if some
         )
-        problems.append(Problem("items", "items", f"are not those of the model: the trace {told}"))
+        problems.append(Problem("items", "items", f"are not those of the model: the trace {differences}"))
     steps = [record for record in lines if _kind(record) == "step"]
     if not problems and not steps:
         problems.append(Problem("", "length", "has no step line"))
@@ -112,7 +113,7 @@ def _step_problems(record: Mapping[str, Any], path: str, length: int) -> list[Pr
 def _times(
     record: Mapping[str, Any], names: Sequence[str], known: dict[str, list[int]], scale: float
 ) -> dict[str, ItemTimes]:
-    """The times of a step; what it has not sampled is as before. ``known`` is brought up to date."""
+    """Return the times of a step; items that it has not sampled keep the times in ``known``, which is updated."""
     whole = record.get("backward_ns")
     for at in range(len(names)):
         if whole is not None and whole[at] is not None:
@@ -142,11 +143,11 @@ def _events(records: Any) -> dict[int, tuple[Event, ...]]:
             or not isinstance(following, int | None)
         ):
             raise UsageError(f"the trace has an event without kind, step, detail or next_expected_step: {record}")
-        told = ", ".join(f"{name} {value}" for name, value in detail.items())
+        listed = ", ".join(f"{name} {value}" for name, value in detail.items())
         event = Event(
             kind=kind,
             step=step,
-            message=f"emulated: {kind} {told}".rstrip(),
+            message=f"emulated: {kind} {listed}".rstrip(),
             detail=detail,
             next_expected_step=following,
         )

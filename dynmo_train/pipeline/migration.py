@@ -1,13 +1,20 @@
-"""Two-phase moves of whole items between workers: announce, send, verify, commit.
+"""Two-phase migration of items between pipeline ranks: announce, send, verify, commit.
 
-Nothing of the old partition is touched before every worker has said that what it received is whole; a failure before
-that drops what was received and leaves the old partition in place.
+::
 
-Large tensors are sent straight from their own memory and received into it; small ones are joined in blocks. Sender and
-receiver divide the same list of tensors in the same way, so that only the list is announced.
+    source                      all ranks                              target
+    export(item)        ->  announcements gathered, checked    ->  memory reserved
+    blocks + CRC-32     ->  sent point to point                ->  blocks + CRC-32
+                            checksums compared: all agree?
+    drop(item)          <-  yes: commit; no: MoveError         ->  load_state(item)
 
-What travels is checked by CRC-32, by the sender while it sends and by the receiver as it arrives. At its highest a
-worker holds, beside its items, what it receives, which becomes the items' own memory.
+Invariants:
+
+* No rank changes its items before all ranks have verified what they received. A failure before that drops the received
+  blocks and leaves the old partition active.
+* Large tensors are sent from and received into their own memory; small ones are concatenated to blocks. Both sides
+  divide the announced list of tensors in the same way, so that only the list is announced.
+* Peak memory of a rank is its old items plus the received ones, whose blocks become the memory of the new items.
 """
 
 from __future__ import annotations
@@ -29,24 +36,24 @@ from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, all_agree, all_gather_objects
 from .partition import Move, Partition, moves_between
 
-# Tensors of at least this size travel from and into their own memory; smaller ones are joined.
+# Smaller tensors are concatenated to blocks.
 LARGE_BYTES = 1 << 16
 Entry = Mapping[str, Any]
 Arriving = dict[str, list[tuple[list[Entry], torch.Tensor]]]
 
 
 class MoveError(DynmoError):
-    """A move that was not committed; the old partition is in place."""
+    """A migration that was not committed; the old partition is still active."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoveReport:
-    """What a committed move did.
+    """A committed migration.
 
     Attributes:
-        moves: the items that changed worker.
-        bytes_by_item: bytes of each moved item.
-        duration_ns: from announcement to commit, on this worker.
+        moves: The items that changed their pipeline rank.
+        bytes_by_item: Bytes of each moved item.
+        duration_ns: From announcement to commit, on this rank.
     """
 
     moves: tuple[Move, ...]
@@ -55,40 +62,46 @@ class MoveReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes moved between workers."""
+        """Bytes moved between pipeline ranks."""
         return sum(self.bytes_by_item.values())
 
 
 def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str | None:
-    """What is wrong with the announced tensors of an item, against the item as this worker would build it."""
+    """Return what is wrong with the announced tensors of an item; None where they match the item built here."""
     item = announcement["item"]
     names = [entry["name"] for entry in announcement["tensors"]]
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
     module = store.blueprint(item)
     whole = parameters_of(item, module)
-    wanted = {
+    expected = {
         name: list(store.sharding.local_rows(name, parameter.detach()).shape) for name, parameter in whole.items()
     }
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if announced.get(name) != shape:
             return f"{name}: announced as {announced.get(name)}, the model has {shape}"
     allowed = {f"{name}.mask" for name in masks_of(item, module)}
-    allowed |= {f"{name}.{key}" for name in wanted for key in (*MOMENTS, REFERENCE)}
-    unknown = {name for name in set(announced) - set(wanted) - allowed if not is_memory(item, name)}
+    allowed |= {f"{name}.{key}" for name in expected for key in (*MOMENTS, REFERENCE)}
+    unknown = {name for name in set(announced) - set(expected) - allowed if not is_memory(item, name)}
     if unknown:
-        return f"{item}: announced tensors that it does not have: {', '.join(sorted(unknown))}"
+        return f"{item}: announced tensors that the model does not have: {', '.join(sorted(unknown))}"
     if any(f"{name}.{key}" not in announced for name in announcement["steps"] for key in MOMENTS):
-        return f"{item}: optimizer state is announced in part"
+        return f"{item}: its optimizer state is incomplete"
     return None
 
 
 def move_items(store: ItemStore, before: Partition, after: Partition, world: World) -> MoveReport:
-    """Move whole items so that the workers hold those of ``after``. Called by every worker; all commit, or none does.
+    """Move items between pipeline ranks to reach the partition ``after``. A collective: all ranks commit, or none.
+
+    Args:
+        store: Local items.
+        before: Active partition.
+        after: Partition to reach.
+        world: Processes of the run.
 
     Raises:
-        MoveError: on every worker, where anything was not as announced; the old partition stays in place.
+        MoveError: On every rank, where an announcement or a checksum is wrong; the old partition stays active.
     """
     started = time.perf_counter_ns()
     moves = moves_between(before, after)
@@ -97,10 +110,10 @@ def move_items(store: ItemStore, before: Partition, after: Partition, world: Wor
         {"item": item, "tensors": entries_of(state.tensors), "steps": dict(state.steps)}
         for item, state in leaving.items()
     ]
-    told = all_gather_objects(world, offered)
-    everyone = [told[world.peer(worker)] for worker in range(world.dims.pipeline)]
-    announced = {one["item"]: one for offers in everyone for one in offers}
-    _check_announcements(moves, everyone, announced, store, world)
+    gathered = all_gather_objects(world, offered)
+    offers = [gathered[world.peer(rank)] for rank in range(world.dims.pipeline)]
+    announced = {one["item"]: one for of_rank in offers for one in of_rank}
+    _check_announcements(moves, offers, announced, store, world)
     arriving = _reserve(moves, announced, world)
     sent, received = _exchange(moves, leaving, announced, arriving, world)
     crcs = all_gather_objects(world, {"crc32": sent})
@@ -122,24 +135,24 @@ def move_items(store: ItemStore, before: Partition, after: Partition, world: Wor
 
 def _check_announcements(
     moves: Sequence[Move],
-    everyone: Sequence[Sequence[dict[str, Any]]],
+    offers: Sequence[Sequence[dict[str, Any]]],
     announced: dict[str, dict[str, Any]],
     store: ItemStore,
     world: World,
 ) -> None:
-    """Phase one: every moved item is announced once, by the worker that holds it, as the model has it."""
+    """Phase one: every moved item is announced once, by its rank, with the tensors of the model."""
     problem: str | None = None
     for move in moves:
-        sources = [worker for worker, offers in enumerate(everyone) for one in offers if one["item"] == move.item]
+        sources = [rank for rank, of_rank in enumerate(offers) for one in of_rank if one["item"] == move.item]
         if sources != [move.source]:
-            problem = f"{move.item}: announced by workers {sources}, held by {move.source}"
+            problem = f"{move.item}: announced by pipeline ranks {sources}, must be announced by {move.source}"
         elif move.target == world.pipeline_rank:
             problem = problem or _announcement_problem(announced[move.item], store)
     _raise_if_any(problem, world, "announcement")
 
 
 def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world: World) -> Arriving:
-    """Memory for all that this worker is to receive; nobody sends before all workers have theirs."""
+    """Allocate memory for what this rank receives; no rank sends before all have allocated theirs."""
     arriving: Arriving = {}
     problem: str | None = None
     for move in moves:
@@ -152,7 +165,8 @@ def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world:
                 ]
             except (RuntimeError, MemoryError) as error:
                 first = str(error).partition("\n")[0]
-                problem = f"worker {world.pipeline_rank} has no {size_of(entries)} bytes for {move.item}: {first}"
+                size = f"{size_of(entries):,} bytes for {move.item}"
+                problem = f"pipeline rank {world.pipeline_rank} cannot allocate {size}: {first}"
                 break
     _raise_if_any(problem, world, "reservation")
     return arriving
@@ -165,7 +179,7 @@ def _exchange(
     arriving: Arriving,
     world: World,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Send and receive at once; the CRC-32 of each item that was sent, and of each that was received."""
+    """Send and receive concurrently; return the CRC-32 of each item sent, and of each item received."""
     group = world.groups.pipeline
     operations: list[dist.P2POp] = []
     outgoing: list[tuple[str, torch.Tensor]] = []
@@ -183,7 +197,7 @@ def _exchange(
                 incoming.append((move.item, block, len(operations)))
                 operations.append(dist.P2POp(dist.irecv, block, source, group))
     works = dist.batch_isend_irecv(operations) if operations else []
-    each = len(works) == len(operations)  # NCCL gives one work for all of them
+    each = len(works) == len(operations)  # NCCL returns one work for all operations
     if not each:
         _wait(works)
     sent = {item: 0 for item, _ in outgoing}
@@ -194,7 +208,7 @@ def _exchange(
         if each:
             works[number].wait()
         received[item] = crc_after(block, received[item])
-    arrived = {number for _, _, number in incoming}  # gloo would wait for another one
+    arrived = {number for _, _, number in incoming}  # a second wait on a gloo receive waits for another message
     _wait([work for number, work in enumerate(works) if number not in arrived] if each else [])
     return sent, received
 
@@ -207,27 +221,27 @@ def _wait(works: Sequence[dist.Work]) -> None:
 def _check_outcome(
     store: ItemStore, after: Partition, received: Mapping[str, int], expected: Mapping[str, int], world: World
 ) -> None:
-    """Phase two: what arrived is what was sent, and gives each worker exactly what the new partition does."""
+    """Phase two: received items have the checksums of the sent ones, and each rank has all items of the partition."""
     problem: str | None = None
     for item, crc in received.items():
         if crc != expected[item]:
-            problem = f"{item}: arrived with CRC-32 {crc:08x}, was sent with {expected[item]:08x}"
-    wanted = set(after.items_of_rank(world.pipeline_rank))
-    missing = wanted - set(store.modules) - set(received)
+            problem = f"{item}: received with CRC-32 {crc:08x}, sent with {expected[item]:08x}"
+    expected_items = set(after.items_of_rank(world.pipeline_rank))
+    missing = expected_items - set(store.modules) - set(received)
     if problem is None and missing:
-        problem = f"worker {world.pipeline_rank} would lack {', '.join(sorted(missing))}"
+        problem = f"pipeline rank {world.pipeline_rank} would lack {', '.join(sorted(missing))}"
     _raise_if_any(problem, world, "verification")
 
 
 def _raise_if_any(problem: str | None, world: World, phase: str) -> None:
     if all_agree(world, problem is None):
         return
-    told = [each for each in all_gather_objects(world, problem) if each]
-    raise MoveError(f"{phase} of the move failed, the old partition stays: {'; '.join(told)}")
+    problems = [each for each in all_gather_objects(world, problem) if each]
+    raise MoveError(f"{phase} of the move failed; the old partition stays active: {'; '.join(problems)}")
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """What is announced of an item's tensors: name, dtype, shape and bytes of each, in order."""
+    """Return the announcement of an item's tensors: name, dtype, shape and bytes of each, in order."""
     return [
         {
             "name": name,
@@ -240,9 +254,9 @@ def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def pieces_of(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """The announced tensors in the pieces that travel: each large one alone, small ones in a row together.
+    """Divide announced tensors into the pieces that are sent: each large one alone, runs of small ones together.
 
-    Worked: of 70,000, 8, 16 and 70,000 bytes the second piece has 24.
+    Example: tensors of 70,000, 8, 16 and 70,000 bytes are three pieces; the second one has 24 bytes.
     """
     pieces: list[list[Entry]] = []
     open_piece = False
@@ -257,18 +271,23 @@ def pieces_of(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def size_of(piece: Sequence[Entry]) -> int:
-    """Bytes of a piece."""
+    """Return the bytes of a piece."""
     return sum(int(entry["bytes"]) for entry in piece)
 
 
 def to_send(piece: Sequence[Entry], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The bytes of a piece: those of the live tensor where there is one alone and contiguous, else a copy."""
+    """Return the bytes of a piece, uint8: a view of a single contiguous tensor, else a copy."""
     raw = [tensors[entry["name"]].detach().contiguous().reshape(-1).view(torch.uint8) for entry in piece]
     return raw[0] if len(raw) == 1 else torch.cat(raw)
 
 
 def tensors_in(piece: Sequence[Entry], block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a piece that arrived, each with memory of its own."""
+    """Return the tensors of a received piece, each with its own memory.
+
+    Args:
+        piece: Announced entries.
+        block: Received bytes, uint8.
+    """
     tensors: dict[str, torch.Tensor] = {}
     begin = 0
     for entry in piece:
@@ -281,5 +300,5 @@ def tensors_in(piece: Sequence[Entry], block: torch.Tensor) -> dict[str, torch.T
 
 
 def crc_after(block: torch.Tensor, crc: int) -> int:
-    """The CRC-32 of all that came before, whose own is ``crc``, and a block of bytes."""
+    """Continue the CRC-32 ``crc`` with a block of bytes, uint8."""
     return zlib.crc32(block.cpu().numpy().data, crc)

@@ -62,9 +62,9 @@ def try_move(world: World, fault: str):
     ("fault", "message"),
     [
         ("flipped bit", "CRC-32"),
-        ("announced twice", "announced by workers"),
+        ("announced twice", "announced by pipeline ranks"),
         ("tensor left out", "the model has"),
-        ("announced by nobody", "announced by workers []"),
+        ("announced by nobody", "announced by pipeline ranks []"),
     ],
 )
 def test_move_that_fails_before_the_commit_leaves_the_partition(fault, message):

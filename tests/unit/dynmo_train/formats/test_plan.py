@@ -156,7 +156,7 @@ def test_a_plan_that_keeps_moves_nothing():
 
 def test_the_number_is_that_of_the_file(tmp_path):
     (tmp_path / "plan-000002.json").write_text(json.dumps(proposal()))
-    with pytest.raises(DocumentError, match="the name of the file says 2"):
+    with pytest.raises(DocumentError, match="the file name has 2"):
         plans.read_plan(tmp_path / "plan-000002.json")
 
 
