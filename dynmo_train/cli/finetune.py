@@ -62,7 +62,7 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
         facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
         command |= {"train_iters": max(1, steps)}
         config = resolve_checked(flags=given, file=file, command=command, facts=facts)
-        _check_supported(config)
+        check_supported(config)
     except DocumentError:
         # All processes have the same command line: rank 0 reports.
         if not is_rank0():
@@ -109,7 +109,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_supported(config: Any) -> None:
+def check_supported(config: Any) -> None:
     """Raise ``UsageError`` for training options that fine-tuning does not support."""
     wrong = {
         "--balance": config.balance.balance != "off",

@@ -76,7 +76,7 @@ def run_processes(
     """Run a command in processes and wait for them; a temporary log folder is removed after success.
 
     Args:
-        arguments: words of the command.
+        arguments: command and its arguments.
         nproc: processes on this node.
         log_dir: folder of process logs; None creates a temporary one.
         max_restarts: maximum restarts after failures.

@@ -196,7 +196,7 @@ def values_after(arguments: Sequence[str], at: int, count: int | None) -> tuple[
     """The values of a flag, and the position after them.
 
     Args:
-        arguments: words of a command line.
+        arguments: command line as a list.
         at: position after the flag.
         count: maximum number of values; None: all words before the next flag.
     """

@@ -1,7 +1,6 @@
-"""The launchers of clusters from the command line, with stand-ins for the commands of schedulers: what they run, when.
+"""Cluster launchers from the command line, with stubs for the commands of schedulers.
 
-The scripts themselves run for real, in bash; only the commands of the schedulers, and ssh, are small programs made
-here.
+The generated scripts run in bash; only the scheduler commands and ssh are stubs.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from pathlib import Path
 
 import pytest
 
-# Each stand-in writes what it was asked into a file; the launcher's says its number, and ends as a file tells it to.
-STAND_INS = {
+# Each stub records its arguments in a file; that of the launcher exits as another file determines.
+STUBS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     "blaunch": 'shift 2\nexec "$@"\n',
-    "scontrol": ('if [[ $1 == show ]]; then printf "n%s\\n" 0 1 2; else echo "$@" >> "$PLACE/asked"; fi\n'),
-    "scancel": 'echo "scancel $*" >> "$PLACE/asked"\npkill -TERM -f "$PLACE/dynmo-train" || true\n',
-    "sbatch": 'echo "$PWD $*" >> "$PLACE/asked"\necho "41;cluster"\n',
+    "scontrol": ('if [[ $1 == show ]]; then printf "n%s\\n" 0 1 2; else echo "$@" >> "$PLACE/requests"; fi\n'),
+    "scancel": 'echo "scancel $*" >> "$PLACE/requests"\npkill -TERM -f "$PLACE/dynmo-train" || true\n',
+    "sbatch": 'echo "$PWD $*" >> "$PLACE/requests"\necho "41;cluster"\n',
     "bsub": 'cat > "$PLACE/bsub.txt"\necho "Job <7> is submitted"\n',
-    "brequeue": 'echo "brequeue $*" >> "$PLACE/asked"\n',
+    "brequeue": 'echo "brequeue $*" >> "$PLACE/requests"\n',
     "kubectl": 'cat > "$PLACE/kubectl.txt"\necho "pytorchjob.kubeflow.org/dynmo created"\n',
     "dynmo-train": (
         "trap 'exit 143' TERM\n"
         'printf "%s\\n" "$NODE_RANK" "$MASTER_ADDR:$MASTER_PORT" "$@" > "$PLACE/node-$NODE_RANK"\n'
         'read -r seconds code < "$PLACE/ends-$NODE_RANK"\n'
-        "if [[ $seconds == asked ]]; then until [[ -s $PLACE/asked ]]; do sleep 0.05; done\n"
+        "if [[ $seconds == requested ]]; then until [[ -s $PLACE/requests ]]; do sleep 0.05; done\n"
         'else sleep "$seconds" & wait $!; fi\nexit "$code"\n'
     ),
 }
@@ -39,7 +38,7 @@ TRAIN = ["--", "pretrain", "gpt", "--num-layers", "24", "--data-path", "my data"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    for name, text in STAND_INS.items():
+    for name, text in STUBS.items():
         program = tmp_path / name
         program.write_text("#!/bin/bash\n" + text)
         program.chmod(0o755)
@@ -63,7 +62,7 @@ def run_script(place, text, ends, **environment):
     """Run a batch script as the scheduler would.
 
     Args:
-        ends: seconds and exit code of each node; "asked" in place of seconds waits until a command was asked.
+        ends: seconds and exit code of each node; "requested" instead of seconds waits until a command was called.
     """
     for node, (seconds, code) in enumerate(ends):
         (place / f"ends-{node}").write_text(f"{seconds} {code}\n")
@@ -71,12 +70,12 @@ def run_script(place, text, ends, **environment):
     return subprocess.Popen(["bash", "-c", text], cwd=place, env={**os.environ, **given, **environment})
 
 
-def asked(place):
-    file = place / "asked"
+def requests(place):
+    file = place / "requests"
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_a_slurm_script_starts_a_launcher_on_every_node(place):
+def test_slurm_script_starts_a_launcher_per_node(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--nproc", 8, "--dry-run", *TRAIN).stdout
     assert run_script(place, text, [(0, 0)] * 3, NUM_LAYERS="64").wait(600) == 0
     words = [(place / f"node-{node}").read_text().splitlines() for node in range(3)]
@@ -99,55 +98,55 @@ def test_a_slurm_script_starts_a_launcher_on_every_node(place):
         ),
         *("--save", "run", "--load", "run"),
     ]
-    assert asked(place) == []
+    assert requests(place) == []
 
 
-def test_a_node_that_is_done_early_is_given_back(place):
+def test_slurm_script_finished_node_is_released(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
-    assert run_script(place, text, [("asked", 0), ("asked", 0), (0, 0)]).wait(600) == 0
-    assert asked(place) == ["update JobId=42 NodeList=n0,n1"]
+    assert run_script(place, text, [("requested", 0), ("requested", 0), (0, 0)]).wait(600) == 0
+    assert requests(place) == ["update JobId=42 NodeList=n0,n1"]
 
 
-@pytest.mark.parametrize(("code", "requests"), [(75, ["requeue 42"]), (1, [])])
-def test_a_launch_that_asks_for_another_goes_back_into_the_queue(place, code, requests):
+@pytest.mark.parametrize(("code", "expected"), [(75, ["requeue 42"]), (1, [])])
+def test_slurm_script_exit_code_75_requeues_the_job(place, code, expected):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
     assert run_script(place, text, [(0, code)] * 3).wait(600) == code
-    assert asked(place) == requests
+    assert requests(place) == expected
 
 
-def test_before_the_time_is_over_it_saves_and_goes_back_into_the_queue(place):
+def test_slurm_script_time_limit_saves_and_requeues(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--time", 10, "--dry-run", *TRAIN).stdout
-    # The stand-ins announce that they run; by then the script must be ready for the signal.
+    # The stubs report that they run; by then the script must handle the signal.
     assert text.index("' USR1") < text.index('srun "${step[@]}"')
     job = run_script(place, text, [(3600, 0)] * 3)
     while len(list(place.glob("node-?"))) < 3:
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(600) == 143
-    assert asked(place) == ["scancel --signal=TERM 42", "requeue 42"]
+    assert requests(place) == ["scancel --signal=TERM 42", "requeue 42"]
 
 
-def test_an_lsf_script_starts_a_launcher_on_every_host(place):
+def test_lsf_script_starts_a_launcher_per_host(place):
     (place / "hosts").write_text("n0\nn0\nn1\n")
     text = dynmo("launch", "lsf", "--nodes", 2, "--nproc", 4, "--dry-run", *TRAIN).stdout
     assert run_script(place, text, [(0, 0), (0, 75)], LSB_DJOB_HOSTFILE=str(place / "hosts")).wait(600) == 75
     assert (place / "node-1").read_text().splitlines()[:2] == ["1", "n0:20042"]
     assert "--nnodes\n2\n" in (place / "node-0").read_text()
-    assert asked(place) == ["brequeue -e 42"]
+    assert requests(place) == ["brequeue -e 42"]
 
 
-def test_scripts_are_written_and_submitted(place):
-    said = dynmo("launch", "slurm", "--script", "big.sbatch", *TRAIN).stderr
-    assert "submitted 41;cluster (big.sbatch)" in said
-    assert asked(place) == [f"{place} --parsable big.sbatch"]
+def test_launch_scripts_are_written_and_submitted(place):
+    errors = dynmo("launch", "slurm", "--script", "big.sbatch", *TRAIN).stderr
+    assert "submitted 41;cluster (big.sbatch)" in errors
+    assert requests(place) == [f"{place} --parsable big.sbatch"]
     dynmo("launch", "lsf", *TRAIN)
     assert (place / "bsub.txt").read_text() == (place / "dynmo.lsf").read_text()
-    said = dynmo("launch", "kubernetes", "--image", "i", *TRAIN).stderr
-    assert "created" in said
+    errors = dynmo("launch", "kubernetes", "--image", "i", *TRAIN).stderr
+    assert "created" in errors
     assert "kind: PyTorchJob" in (place / "kubectl.txt").read_text()
 
 
-def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
+def test_launch_missing_scheduler_names_the_remedy(place, monkeypatch):
     for name in ("sbatch", "bsub", "kubectl"):
         (place / name).unlink()
     monkeypatch.setenv("PATH", str(place))
@@ -158,7 +157,7 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("slurm", "--nodes", "4:2"), "--nodes 4:2: must have 1 <= MIN <= MAX"),
         (("node", "--nnodes", "x"), "--nnodes 'x': must be N or MIN:MAX"),
@@ -172,16 +171,16 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
         (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank 3: must be 0 to 1"),
     ],
 )
-def test_wrong_options_end_with_one_line(place, words, told):
-    assert told in dynmo("launch", *words, *TRAIN, code=2).stderr
+def test_launch_invalid_option_is_refused(place, words, message):
+    assert message in dynmo("launch", *words, *TRAIN, code=2).stderr
 
 
-def test_a_launch_in_a_launch_is_refused(place):
+def test_cluster_launch_nested_launch_is_refused(place):
     for kind in (("slurm",), ("lsf",), ("node",), ("kubernetes", "--image", "i")):
         assert "cannot start another launch" in dynmo("launch", *kind, "--", "launch", "local", code=2).stderr
 
 
-def test_data_steps_run_as_jobs_of_kubernetes(place):
+def test_kubernetes_data_step_is_a_job(place):
     shown = dynmo(
         *("launch", "kubernetes", "--kind", "job", "--job-name", "prepdata", "--image", "i", "--dry-run", "--claim"),
         *("fsx:/fsx", "--", "dynmo-prep", "binarize", "--input", "/fsx/oscar-1GB.jsonl"),
@@ -192,7 +191,7 @@ def test_data_steps_run_as_jobs_of_kubernetes(place):
 
 
 @pytest.mark.parametrize(("version", "seconds"), [("2.2", 15), ("2.3", 300)])
-def test_trainjob_with_a_time_to_save_warns_where_it_cannot_have_it(place, version, seconds):
+def test_trainjob_unsupported_grace_period_warns(place, version, seconds):
     job = ("--kind", "trainjob", "--image", "i", "--trainer-version", version, "--save-s", "300", "--dry-run")
     done = dynmo("launch", "kubernetes", *job, *TRAIN)
     words = done.stdout.split()
@@ -200,7 +199,7 @@ def test_trainjob_with_a_time_to_save_warns_where_it_cannot_have_it(place, versi
     assert ("warning: --save-s 300: Kubeflow Trainer 2.2 cannot change" in done.stderr) == (seconds == 15)
 
 
-def test_hosts_are_reached_as_the_file_says(place):
+def test_launch_hostfile_prints_a_command_per_host(place):
     (place / "hostfile").write_text("10.10.10.102 slots=8\n10.10.10.105 slots=8\n")
     shown = dynmo(
         *("launch", "hostfile", "--hostfile", "hostfile", "--master_port", "6000", "--dry-run"),
@@ -214,12 +213,12 @@ def test_hosts_are_reached_as_the_file_says(place):
     assert "--node-rank 1 --master-addr 10.10.10.102 --master-port 6000" in shown[1]
 
 
-def test_a_host_that_cannot_be_reached_ends_the_others(place):
+def test_launch_hostfile_unreachable_host_ends_the_others(place):
     (place / "hostfile").write_text("good slots=1\nbad slots=1\n")
     reach = place / "reach"
     reach.write_text('#!/bin/bash\n[[ $1 == bad ]] && exit 255\necho $$ > "$PLACE/pid"\ncat > /dev/null\nexit 143\n')
     reach.chmod(0o755)
-    said = dynmo("launch", "hostfile", "--hostfile", "hostfile", "--ssh", str(reach), *TRAIN, code=143).stderr
-    assert "connection to bad failed" in said
+    errors = dynmo("launch", "hostfile", "--hostfile", "hostfile", "--ssh", str(reach), *TRAIN, code=143).stderr
+    assert "connection to bad failed" in errors
     assert json.loads((place / "pid").read_text()) > 0
     assert not Path(f"/proc/{(place / 'pid').read_text().strip()}").exists()

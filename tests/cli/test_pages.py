@@ -1,4 +1,4 @@
-"""The READMEs' pages by project: their command on the left is what ours on the right stands for, and ours is taken."""
+"""README pages by project: commands on the left have the equivalents on the right, whose flags exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ck
 
 
 def pairs():
-    """Left and right of each row of a table with the head ``there | here``."""
+    """Left and right cell of each row of a table with the header ``there | here``."""
     for package in READMES:
         text = (ROOT / package / "README.md").read_text(encoding="utf-8")
         for table in re.findall(r"\| there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", text):
@@ -36,7 +36,7 @@ def codes(cell):
 
 
 def command_of(words):
-    """The subcommand, how many words name it, and the flags that it takes."""
+    """The subcommand, the length of its name in words, and its flags."""
     command = typer.main.get_command(importlib.import_module(f"{PACKAGES[words[0]]}.cli").app)
     at = 1
     while hasattr(command, "commands"):
@@ -47,7 +47,7 @@ def command_of(words):
 
 
 def check_ours(words):
-    """Every flag of a command of ours is one that it takes."""
+    """Check that a command exists and accepts its flags."""
     while words[0].partition("=")[0].isupper():
         name = words.pop(0).partition("=")[0]
         texts = "".join(
@@ -75,7 +75,7 @@ def check_ours(words):
 
 
 @pytest.mark.parametrize(("left", "right"), [*pairs()])
-def test_a_row_names_what_the_table_of_scripts_names(left, right):
+def test_readme_page_row_agrees_with_the_table_of_scripts(left, right):
     (theirs,) = codes(left)[:1]
     ours = [named for code in codes(right) if (named := check_ours(shlex.split(code)))]
     if theirs.startswith(("(", "--")):
@@ -86,7 +86,7 @@ def test_a_row_names_what_the_table_of_scripts_names(left, right):
     assert set(ours) & meant, (ours, meant)
 
 
-def test_every_project_has_a_page_with_several_rows():
+def test_readme_pages_every_project_has_rows():
     assert len(list(pairs())) > 45
     text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
     for name in ("DynMo", "Megatron-LM and Megatron-DeepSpeed", "Optimus-CC", "The AWS MegatronLM test case"):
@@ -94,7 +94,7 @@ def test_every_project_has_a_page_with_several_rows():
     assert "### The DeepSpeed guide (Chinese)\n" in text
 
 
-def test_the_sizes_of_the_aws_test_case_are_those_of_the_recipes():
+def test_readme_aws_sizes_equal_the_recipes():
     text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"`NUM_ATTENTION_HEADS=(\d+) HIDDEN_SIZE=(\d+) NUM_LAYERS=(\d+)` \| `--recipe ([\w.-]+)`", text)
     assert len(rows) == 8
@@ -104,7 +104,7 @@ def test_the_sizes_of_the_aws_test_case_are_those_of_the_recipes():
         assert found == (int(heads), int(width), int(layers)), recipe
 
 
-def test_the_chinese_page_has_the_commands_of_the_english_one():
+def test_readme_chinese_has_the_commands_of_the_english_one():
     english = (ROOT / "README.md").read_text(encoding="utf-8")
     chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
     assert "(README.zh.md)" in english

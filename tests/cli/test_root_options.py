@@ -1,4 +1,4 @@
-"""What the four commands share: versions, completion, ``python -m``, lists of commands in full sentences."""
+"""Features of all four programs: versions, completion, ``python -m``, command lists without truncation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*words, **environment):
 
 
 @pytest.mark.parametrize(("command", "package"), COMMANDS.items())
-def test_version_names_what_runs_without_loading_torch(command, package):
+def test_version_does_not_import_torch(command, package):
     program = (
         f"import sys\nimport {package}.cli as cli\nsys.argv = ['x', '--version']\n"
         "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
@@ -46,14 +46,14 @@ def test_version_names_what_runs_without_loading_torch(command, package):
 
 
 @pytest.mark.parametrize("package", COMMANDS.values())
-def test_a_package_runs_as_a_module(package):
+def test_package_runs_as_a_module(package):
     done = run("-m", package, "--version")
     assert done.returncode == 0, done.stderr
     assert "dynmo-toolkit" in done.stdout
 
 
 @pytest.mark.parametrize(("command", "package"), COMMANDS.items())
-def test_shells_complete_commands(command, package):
+def test_completion_lists_commands(command, package):
     variable = f"_{command.replace('-', '_').upper()}_COMPLETE"
     first = FIRST[package][1]
     done = run("-m", package, **{variable: "complete_bash", "COMP_WORDS": f"{command} {first[:2]}", "COMP_CWORD": "1"})
@@ -61,7 +61,7 @@ def test_shells_complete_commands(command, package):
 
 
 @pytest.mark.parametrize("package", COMMANDS.values())
-def test_command_lists_are_whole_sentences_in_order_of_work(package):
+def test_help_command_list_is_ordered_without_truncation(package):
     app = importlib.import_module(f"{package}.cli").app
     listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
     assert "..." not in listed
@@ -74,13 +74,13 @@ def test_command_lists_are_whole_sentences_in_order_of_work(package):
 
 
 def groups(package):
-    """The names of the commands of a package that have commands of their own."""
+    """The command groups of a package."""
     commands = typer.main.get_command(importlib.import_module(f"{package}.cli").app).commands
     return [(package, name) for name, command in commands.items() if hasattr(command, "commands")]
 
 
 @pytest.mark.parametrize(("package", "name"), [pair for package in COMMANDS.values() for pair in groups(package)])
-def test_command_list_of_a_group_is_of_whole_sentences(package, name):
+def test_help_command_list_of_a_group_is_not_truncated(package, name):
     app = importlib.import_module(f"{package}.cli").app
     listed = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
     assert "..." not in listed

@@ -42,34 +42,34 @@ def train(*arguments, cwd=None, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_help_names_every_option():
+def test_pretrain_help_names_every_option():
     code, out, err = train("pretrain", "gpt", "--help")
     assert (code, err) == (0, "")
-    seen = set(out.split())
-    assert [spec.flag for spec in option_specs().values() if spec.is_flag and spec.flag not in seen] == []
-    assert "--family" not in seen
+    printed = set(out.split())
+    assert [spec.flag for spec in option_specs().values() if spec.is_flag and spec.flag not in printed] == []
+    assert "--family" not in printed
 
 
 @pytest.mark.parametrize("command", [[], ["pretrain"], ["launch"]])
-def test_a_group_without_a_command_shows_its_help(command):
+def test_train_group_without_command_shows_help(command):
     _, out, err = train(*command)
     assert "Usage: dynmo-train" in out + err
 
 
-def test_everything_missing_is_told_at_once():
+def test_pretrain_missing_options_are_all_reported():
     code, out, err = train("pretrain", "gpt", "--num-layers", "2")
     assert (code, out) == (2, "")
     assert err.splitlines()[0] == "dynmo-train: error: the configuration: 7 problems"
     assert "--hidden-size: is required: Hidden size of the transformer. [missing]" in err
 
 
-def test_contradictions_are_told_at_once():
+def test_pretrain_conflicts_are_all_reported():
     code, _, err = train("pretrain", "gpt", *words(num_attention_heads="3", min_lr="1"))
     assert code == 2
     assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == ["--hidden-size", "--min-lr"]
 
 
-def test_a_file_gives_what_the_command_line_does_not(tmp_path):
+def test_pretrain_file_sets_missing_options(tmp_path):
     (tmp_path / "c.toml").write_text("[model]\nnum_attention_heads = 3\n[optimizer]\nmin_lr = 1\n")
     rest = words(without="--num-attention-heads", min_lr="0.01", config="c.toml")
     code, _, err = train("pretrain", "gpt", *rest, cwd=tmp_path)
@@ -78,33 +78,33 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path):
     assert "--min-lr" not in err
 
 
-def test_an_unknown_key_of_a_file_is_told(tmp_path):
+def test_pretrain_unknown_key_of_a_file_is_refused(tmp_path):
     (tmp_path / "c.toml").write_text("num_layer = 3\n")
     code, _, err = train("pretrain", "gpt", "--config", "c.toml", cwd=tmp_path)
     assert code == 2
     assert "did you mean num_layers?" in err
 
 
-def test_a_word_where_a_number_belongs_is_a_usage_error():
+def test_pretrain_text_for_a_number_is_refused():
     code, _, err = train("pretrain", "gpt", "--num-layers", "two")
     assert code == 2
     assert "--num-layers" in err
 
 
-def test_a_missing_tokenizer_is_told(tmp_path):
+def test_pretrain_missing_tokenizer_is_refused(tmp_path):
     rest = words(without="--vocab-size", tokenizer_model=str(tmp_path / "t.json"))
     code, _, err = train("pretrain", "gpt", *rest)
     assert code == 2
     assert "no tokenizer at" in err
 
 
-def test_a_broken_world_size_is_told():
+def test_pretrain_invalid_world_size_is_refused():
     code, _, err = train("pretrain", "gpt", *words(), WORLD_SIZE="two")
     assert code == 2
     assert "WORLD_SIZE" in err
 
 
-def test_a_launcher_does_not_start_a_launcher():
+def test_launch_nested_launch_is_refused():
     code, _, err = train("launch", "local", "--nproc", "2", "--", "launch", "local")
     assert code == 2
     assert "launch cannot start another launch" in err
@@ -112,7 +112,7 @@ def test_a_launcher_does_not_start_a_launcher():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("command", [("pretrain", "gpt", *words()), ("tune-sparse", "--hidden-size", "32")])
-def test_a_missing_cuda_device_is_a_usage_error(command):
+def test_train_missing_cuda_device_is_refused(command):
     code, out, err = train(*command, "--device", "cuda")
     assert (code, out) == (2, "")
     assert err.startswith("dynmo-train: error: --device cuda: torch ")
@@ -120,14 +120,14 @@ def test_a_missing_cuda_device_is_a_usage_error(command):
 
 
 @pytest.mark.distributed
-def test_a_usage_error_of_all_processes_is_told_once(tmp_path):
+def test_launch_usage_error_is_printed_once(tmp_path):
     code, out, err = train("launch", "local", "--nproc", "2", "--log-dir", str(tmp_path), "--", "pretrain", "gpt")
     assert (code, out) == (2, "")
     assert err.count("the configuration: 8 problems") == 1
     assert err.startswith("dynmo-train: error: ")
 
 
-def test_tune_sparse_writes_a_table_that_can_be_read(tmp_path):
+def test_tune_sparse_writes_a_readable_table(tmp_path):
     from dynmo_train.dynamics.tuning import read_sparse_table
 
     path = tmp_path / "table.json"

@@ -205,13 +205,13 @@ def test_finetune_with_bad_input_is_refused(folder, task, extra, words):
 
 def test_options_of_pretraining_are_refused():
     from dynmo_train._common.errors import UsageError
-    from dynmo_train.cli.finetune import _refuse
+    from dynmo_train.cli.finetune import check_supported
     from dynmo_train.config.resolve import config_of
 
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 9}
     common = {**shape, "micro_batch_size": 1, "lr": 0.1, "train_iters": 1, "data_path": "x"}
-    _refuse(config_of(**common))
+    check_supported(config_of(**common))
     with pytest.raises(UsageError, match="--balance: not supported by finetune"):
-        _refuse(config_of(**common, balance="online"))
+        check_supported(config_of(**common, balance="online"))
     with pytest.raises(UsageError, match="--zero-stage: not supported by finetune"):
-        _refuse(config_of(**common, zero_stage=3))
+        check_supported(config_of(**common, zero_stage=3))

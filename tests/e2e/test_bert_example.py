@@ -1,4 +1,4 @@
-"""``bin/bert_example.sh`` as its head says, with a smaller model: data made by itself, pruning, balancing, packing."""
+"""``bin/bert_example.sh`` with a smaller model: sample data, pruning, balancing and release of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def example(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(900)
-def test_bert_is_pruned_balanced_and_packed(tmp_path):
+def test_bert_example_prunes_balances_and_releases(tmp_path):
     done = example(tmp_path, "4", "diffusion_param", "2", "1", "--balance-lockstep", "--eval-iters", "0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     run = tmp_path / "run"
@@ -42,7 +42,7 @@ def test_bert_is_pruned_balanced_and_packed(tmp_path):
     assert manifest["dynamic"]["pruning"]["sparsity"] == pytest.approx(0.9, abs=0.01)
 
 
-def test_bad_sizes_are_told(tmp_path):
+def test_bert_example_invalid_size_is_refused(tmp_path):
     done = example(tmp_path, "24", "diffusion", "four", "1")
     assert done.returncode == 2
     assert "got four" in done.stderr

@@ -1,4 +1,4 @@
-"""Scripts of ``bin/`` with the real commands, on small sizes: data, training, a checkpoint fetched, text, figures."""
+"""Scripts of ``bin/`` with the real commands on small sizes: data, training, download, generation, figures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TINY = [
     *("--max-position-embeddings", "32", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4"),
     *("--lr-decay-iters", "4", "--eval-iters", "0", "--log-interval", "1", "--no-fp16", "--split", "100,0,0"),
 ]
-SENTENCES = "The river runs to the sea. The old mill stands beside it. Nobody has seen the miller since May.\n"
+SENTENCES = "The river runs to the sea. The old mill stands next to it. Nobody has seen the miller since May.\n"
 
 
 def script(place, name, *words, code=0, **environment):
-    """What a script said, run in a folder of its own by this environment's commands."""
+    """Run a script in a folder with the commands of this environment, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     given = {"DYNMO_SETUP": "no", "PATH": path, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, **environment}
     done = subprocess.run(
@@ -74,7 +74,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_gpt_is_trained_fetched_and_asked_for_text(place):
+def test_bin_gpt_scripts_train_download_and_generate(place):
     script(place, "pretrain_gpt.sh", *TINY)
     run = place / "checkpoints" / "gpt2_345m"
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -93,7 +93,7 @@ def test_gpt_is_trained_fetched_and_asked_for_text(place):
     assert lines(place / "fetched.json") == drawn
 
 
-def test_the_deepspeed_guide_from_raw_text_to_zero_on_two_devices(place):
+def test_bin_deepspeed_guide_from_text_to_zero(place):
     words = {"<unk>": 0, "<|endoftext|>": 1, "ein": 2, "Fluss": 3, "fließt": 4}
     (place / "vocab.json").write_text(json.dumps(words))
     (place / "train.txt").write_text("ein Fluss fließt\nein Bach fließt ein Fluss\n" * 300)
@@ -116,7 +116,7 @@ def test_the_deepspeed_guide_from_raw_text_to_zero_on_two_devices(place):
     assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def test_figure_11_of_optimus_cc_is_in_the_metrics(place):
+def test_bin_optimus_cc_figure_11_is_in_the_metrics(place):
     own = {"GPUS_PER_NODE": "2", "NNODES": "1", "TENSOR_MP_SIZE": "1", "PIPELINE_MP_SIZE": "2", "CB_RANK": "4"}
     script(place, "ASPLOS23/fig11.sh", "335M", *TINY, **own)
     found = lines(place / "checkpoints" / "GPT-335M-Orth_AVG_Check" / "metrics.jsonl")
@@ -124,7 +124,7 @@ def test_figure_11_of_optimus_cc_is_in_the_metrics(place):
     assert "cosine" in json.dumps(found[-1]["compression"])
 
 
-def test_figures_10_12_and_14_of_optimus_cc_run(place):
+def test_bin_optimus_cc_figures_10_12_and_14_run(place):
     own = {"GPUS_PER_NODE": "2", "NNODES": "1", "TENSOR_MP_SIZE": "1", "PIPELINE_MP_SIZE": "2", "CB_RANK": "4"}
     script(place, "ASPLOS23/fig10.sh", "335M", "CB-FE", *TINY, **own)
     timed = lines(place / "checkpoints" / "GPT2-335M-CB-FE-Breakdown" / "metrics.jsonl")
@@ -138,7 +138,7 @@ def test_figures_10_12_and_14_of_optimus_cc_run(place):
     assert "| 2.5B | 128 |" in rates
 
 
-def test_a_checkpoint_is_merged_and_converted_for_zero_shot_tasks(place):
+def test_bin_zero_shot_merges_and_converts_a_checkpoint(place):
     own = {"GPUS_PER_NODE": "2", "NNODES": "1", "TENSOR_MP_SIZE": "2", "PIPELINE_MP_SIZE": "1"}
     own["CHECKPOINT_PATH"] = "shards"
     script(place, "ASPLOS23/tbl2_fig9_tbl4.sh", "335M", "Baseline", *TINY, **own)
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_merged_and_converted_for_zero_shot_tasks(place):
     assert json.loads((place / "zero" / "hf" / "config.json").read_text())["n_embd"] == 32
 
 
-def test_wikipedia_from_a_dump_to_sentences(place):
+def test_bin_wikipedia_from_a_dump_to_sentences(place):
     pages = "".join(
         f"<page><title>Page {number}</title><ns>0</ns><id>{number}</id><revision><id>{number}</id>"
         f"<text>{SENTENCES * 4}</text></revision></page>"
@@ -171,7 +171,7 @@ def test_wikipedia_from_a_dump_to_sentences(place):
     assert "usage:" in script(place, "wikipedia.sh", "dump.xml.bz2", code=2)
 
 
-def test_openwebtext_from_pages_to_a_data_set(place):
+def test_bin_openwebtext_from_pages_to_a_dataset(place):
     with open(place / "pages.jsonl", "w") as pages:
         for number in range(6):
             text = " ".join(f"word{number}x{at} and the" for at in range(200)) if number else SENTENCES * 40

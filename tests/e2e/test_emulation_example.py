@@ -20,7 +20,7 @@ SMALLER = {
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_emulation_example_of_the_readme_runs_on_the_data_that_it_makes(tmp_path):
+def test_readme_emulation_example_runs(tmp_path):
     lines = README[README.index("dynmo-prep sample-corpus --output data/corpus.jsonl") :].partition("\n```")[0]
     for written, small in SMALLER.items():
         assert lines.count(written) == 1

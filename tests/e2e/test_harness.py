@@ -44,7 +44,7 @@ def data(tmp_path):
     return tmp_path
 
 
-def test_data_are_found_under_each_name_and_made_those_of_the_harness(data):
+def test_find_data_every_name_is_converted_for_the_harness(data):
     for task in ROWS:
         rows = read_rows(task, find_data(task, data))
         assert len(rows) == 3
@@ -59,14 +59,14 @@ def test_data_are_found_under_each_name_and_made_those_of_the_harness(data):
     assert len(read_rows("race", find_data("race", data))) == 1
 
 
-def test_a_task_is_the_harness_s_own_with_other_data(tmp_path):
+def test_write_task_includes_the_task_of_the_harness(tmp_path):
     name = write_task("piqa", [ROWS["piqa"]], tmp_path, Path("/harness"))
     text = (tmp_path / f"{name}.yaml").read_text()
     assert 'include: "/harness/piqa/piqa.yaml"' in text
     assert f'dataset_kwargs: {{"data_files": {{"validation": "{tmp_path / "piqa.jsonl"}"}}}}' in text
 
 
-def test_bad_data_is_told(data):
+def test_harness_invalid_data_is_refused(data):
     assert parse_tasks("piqa, race,piqa") == ["piqa", "race"]
     with pytest.raises(UsageError, match="--tasks 'piqa,arc': unknown arc; the tasks are lambada"):
         parse_tasks("piqa,arc")
@@ -105,16 +105,16 @@ def model_of(folder):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm_eval is installed")
-def test_without_the_harness_its_extra_is_named(data):
+def test_lm_eval_missing_harness_names_its_extra(data):
     done = CliRunner().invoke(app, ["evaluate", "lm-eval", "--load", "x", "--tasks", "piqa", "--task-data", str(data)])
     assert "pip install 'dynmo-toolkit[lm-eval]'" in str(done.exception)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 @pytest.mark.timeout(900)
-def test_all_six_tasks_run_offline(data, tmp_path):
-    told = ["--load", str(model_of(tmp_path / "model")), "--tasks", ",".join(TASKS), "--task-data", str(data)]
-    done = CliRunner().invoke(app, ["evaluate", "lm-eval", *told, "--format", "json", "--limit", "2"])
+def test_lm_eval_all_six_tasks_run_offline(data, tmp_path):
+    options = ["--load", str(model_of(tmp_path / "model")), "--tasks", ",".join(TASKS), "--task-data", str(data)]
+    done = CliRunner().invoke(app, ["evaluate", "lm-eval", *options, "--format", "json", "--limit", "2"])
     if done.exception:
         raise done.exception
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The wheel as a stranger installs it, without any extra, where neither torch nor any other optional module exists."""
+"""The wheel installed without extras, in an environment without torch and other optional modules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def needed(names):
 
 
 def link(distribution, site_packages):
-    """Make the files of an installed distribution, and nothing beside them, importable from another environment."""
+    """Make the files of an installed distribution, and no others, importable from another environment."""
     for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
         (site_packages / name).symlink_to(distribution.locate_file(name))
 
@@ -87,14 +87,14 @@ def programs(wheel, tmp_path_factory):
     return python.parent
 
 
-def test_the_wheel_holds_every_file_of_the_packages(wheel):
+def test_wheel_has_every_file_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith(PACKAGES)}
     there = {path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()}
     assert packed == {path.as_posix() for path in there if "__pycache__" not in path.parts}
 
 
-def test_optional_modules_are_absent(programs, tmp_path):
+def test_wheel_optional_modules_are_absent(programs, tmp_path):
     text = f"import importlib.util as u; print([name for name in {OPTIONAL!r} if u.find_spec(name)])"
     assert run(programs / "python", "-c", text, cwd=tmp_path).stdout == "[]\n"
     where = run(programs / "python", "-c", "import dynmo_balance; print(dynmo_balance.__file__)", cwd=tmp_path).stdout
@@ -102,13 +102,13 @@ def test_optional_modules_are_absent(programs, tmp_path):
 
 
 @pytest.mark.parametrize("program", ["dynmo-prep", "dynmo-train", "dynmo-plan", "dynmo-ckpt"])
-def test_every_program_has_help(programs, tmp_path, program):
+def test_wheel_every_program_has_help(programs, tmp_path, program):
     done = run(programs / program, "--help", cwd=tmp_path)
     assert f"Usage: {program}" in done.stdout
     assert done.stderr == ""
 
 
-def test_the_planner_works(programs, tmp_path):
+def test_wheel_planner_works(programs, tmp_path):
     profile = FIXTURES / "profile" / "valid" / "events.jsonl"
     plan = (programs / "dynmo-plan",)
     steps = json.loads(run(*plan, "what-if", profile, "--format", "json", cwd=tmp_path).stdout)
@@ -127,7 +127,7 @@ def test_the_planner_works(programs, tmp_path):
     run(programs / "python", "-c", text, cwd=tmp_path)
 
 
-def test_checkpoints_are_inspected_verified_and_exported(programs, tmp_path):
+def test_wheel_ckpt_inspects_verifies_and_exports(programs, tmp_path):
     """What dynmo-ckpt does with native and Hugging Face checkpoints needs nothing but the base."""
     model = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(model), model)
@@ -157,7 +157,7 @@ TRAIN = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 -
         ("dynmo-train launch local --nproc 1 -- pretrain gpt", "train"),
     ],
 )
-def test_a_command_without_its_extra_names_it(programs, tmp_path, command, extra):
+def test_wheel_missing_extra_is_named(programs, tmp_path, command, extra):
     (tmp_path / "in.jsonl").write_text('{"text": "a document"}\n')
     (tmp_path / "in.txt").write_text("https://example.org/a\n")
     (tmp_path / "t.json").write_text('{"model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0}}}')
@@ -175,14 +175,14 @@ def tracked_texts():
             yield name, (ROOT / name).read_bytes().decode("utf-8", "replace")
 
 
-def test_no_text_installs_the_unrelated_package_dynmo():
+def test_documents_do_not_install_the_unrelated_package_dynmo():
     if not (ROOT / ".git").exists():
         pytest.skip("needs a clone: the files are listed by git")
     wrong = re.compile(r"""pip install (?:\S+ )*['"]?dynmo(?![-\w])|['"]dynmo\[""")
     assert [name for name, text in tracked_texts() if wrong.search(text)] == []
 
 
-def test_the_distribution_states_its_name_and_what_it_supports():
+def test_distribution_metadata_has_name_and_classifiers():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "dynmo-toolkit"
     assert project["requires-python"] == ">=3.11,<3.14"

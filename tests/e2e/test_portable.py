@@ -45,7 +45,7 @@ STEPS = (
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_the_steps_of_the_quickstart_run_without_linux_calls(tmp_path):
+def test_quickstart_steps_run_without_linux_calls(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
@@ -62,7 +62,7 @@ def test_the_steps_of_the_quickstart_run_without_linux_calls(tmp_path):
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
-def test_files_are_extended_where_space_cannot_be_taken(tmp_path, monkeypatch):
+def test_allocate_without_fallocate_extends_the_file(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     with (tmp_path / "file").open("w+b") as handle:
         handle.write(b"abc")
@@ -72,7 +72,7 @@ def test_files_are_extended_where_space_cannot_be_taken(tmp_path, monkeypatch):
         assert (tmp_path / "file").read_bytes() == b"abc" + bytes(7)
 
 
-def test_bytes_are_read_into_a_buffer_without_preadv(tmp_path, monkeypatch):
+def test_read_into_without_preadv_fills_the_buffer(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "preadv", raising=False)
     (tmp_path / "file").write_bytes(b"0123456789")
     buffer = bytearray(4)
@@ -83,7 +83,7 @@ def test_bytes_are_read_into_a_buffer_without_preadv(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("system", "factor"), [("linux", 1024), ("darwin", 1)])
-def test_peak_memory_is_in_bytes_on_every_system(monkeypatch, system, factor):
+def test_peak_memory_is_in_bytes_on_each_system(monkeypatch, system, factor):
     class Usage:
         ru_maxrss = 5000
 

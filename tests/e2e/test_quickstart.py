@@ -1,4 +1,4 @@
-"""The main job as a stranger runs it: bin/quickstart itself, with a smaller model so that it takes half a minute."""
+"""bin/quickstart with a smaller model, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def quickstart(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_the_whole_main_job(quickstart):
+def test_quickstart_prints_its_summary(quickstart):
     _, out, talk = quickstart
     summary = out[out.index("== Summary") :]
     assert "losses, static and balanced   identical, bit for bit" in summary
@@ -93,7 +93,7 @@ def test_the_whole_main_job(quickstart):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_the_run_directory_is_as_designed(quickstart):
+def test_quickstart_run_directory_has_its_files(quickstart):
     work, _, _ = quickstart
     run = work / "balanced"
     for name in ("run.json", "metrics.jsonl", "profile.jsonl", "events.jsonl", "plans/plan-000000.json", "requests"):
@@ -108,7 +108,7 @@ def test_the_run_directory_is_as_designed(quickstart):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_a_folder_of_somebody_else_is_not_deleted(tmp_path):
+def test_quickstart_foreign_folder_is_not_deleted(tmp_path):
     (tmp_path / "precious").write_text("x")
     environment = {**os.environ, "DYNMO_SETUP": "no", "DYNMO_QUICKSTART_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_a_folder_of_somebody_else_is_not_deleted(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_checkpoints_of_the_run_verify(quickstart):
+def test_quickstart_checkpoints_verify(quickstart):
     work, _, _ = quickstart
     for path in (work / "static", work / "balanced", work / "merged"):
         done = subprocess.run(["dynmo-ckpt", "verify", str(path), "--level", "full"], check=False, capture_output=True)

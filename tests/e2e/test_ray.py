@@ -33,7 +33,7 @@ def wait(event, arguments):
     if event == "open" and ".tmp-" in str(arguments[0]) and "/parts/" in str(arguments[0]) and os.path.exists(hold):
         descriptor = os.open(hold + ".part", os.O_WRONLY | os.O_CREAT)
         os.write(descriptor, str(os.getpid()).encode())
-        os.rename(hold + ".part", hold + ".held")
+        os.rename(hold + ".part", hold + ".blocked")
         while True:
             time.sleep(1)
 sys.addaudithook(wait)
@@ -106,7 +106,7 @@ def corpus(folder, documents):
     return folder
 
 
-def test_relative_paths_work_on_a_cluster_of_another_folder(address, tmp_path):
+def test_ray_relative_paths_work_from_another_folder(address, tmp_path):
     folder = corpus(tmp_path / "work", 60)
     common = ("dedup", "in.jsonl", "--task-bytes", 10_000)
     prep(folder, *common, "-o", "local.jsonl")
@@ -115,34 +115,34 @@ def test_relative_paths_work_on_a_cluster_of_another_folder(address, tmp_path):
     assert (folder / "prints" / "header.json").exists()
 
 
-def test_a_bad_input_on_a_cluster_is_told_as_here(address, tmp_path):
+def test_ray_invalid_input_is_reported_as_locally(address, tmp_path):
     folder = corpus(tmp_path / "work", 3)
     (folder / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    said = prep(folder, "merge", "cut.jsonl.gz", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
-    assert "is truncated" in said
-    assert "Traceback" not in said
+    errors = prep(folder, "merge", "cut.jsonl.gz", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
+    assert "is truncated" in errors
+    assert "Traceback" not in errors
 
 
-def test_a_task_whose_worker_is_lost_is_run_again(address, hold, tmp_path):
+def test_ray_task_of_a_lost_worker_is_restarted(address, hold, tmp_path):
     folder = corpus(tmp_path / "work", 60)
     words = ("clean", "in.jsonl", "--min-tokens", 10, "--task-bytes", 1 << 30)
     prep(folder, *words, "-o", "local.jsonl")
     command = [sys.executable, "-m", "dynmo_tools", *map(str, words), "-o", "ray.jsonl", "--executor", "ray"]
     hold.touch()
-    held = Path(f"{hold}.held")
-    with open(folder / "said", "w") as said:
+    blocked = Path(f"{hold}.blocked")
+    with open(folder / "log", "w") as log:
         run = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "RAY_ADDRESS": address}, stdout=said, stderr=said
+            command, cwd=folder, env={**os.environ, "RAY_ADDRESS": address}, stdout=log, stderr=log
         )  # fmt: skip
         try:
             end = time.monotonic() + 120
-            while not held.exists():  # the first task waits in the middle
-                assert run.poll() is None, (folder / "said").read_text()
+            while not blocked.exists():  # the first task waits in the middle
+                assert run.poll() is None, (folder / "log").read_text()
                 assert time.monotonic() < end
                 time.sleep(0.01)
             hold.unlink()
-            os.kill(int(held.read_text()), signal.SIGKILL)
-            assert run.wait(200) == 0, (folder / "said").read_text()
+            os.kill(int(blocked.read_text()), signal.SIGKILL)
+            assert run.wait(200) == 0, (folder / "log").read_text()
         finally:
             hold.unlink(missing_ok=True)
             run.kill()
@@ -151,15 +151,15 @@ def test_a_task_whose_worker_is_lost_is_run_again(address, hold, tmp_path):
     assert [path.name for path in folder.rglob("*.tmp-*")] == []
 
 
-def test_a_refused_connection_is_told_as_such(needs_ray, tmp_path):
+def test_ray_refused_connection_is_reported(needs_ray, tmp_path):
     folder = corpus(tmp_path / "work", 3)
     address = f"127.0.0.1:{free_port()}"
-    said = prep(folder, "merge", "in.jsonl", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
-    assert f"RAY_ADDRESS {address}: cannot connect to a Ray cluster" in said
-    assert "Traceback" not in said
+    errors = prep(folder, "merge", "in.jsonl", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
+    assert f"RAY_ADDRESS {address}: cannot connect to a Ray cluster" in errors
+    assert "Traceback" not in errors
 
 
-def test_token_hint_names_the_variable_only_where_it_is_unset(monkeypatch):
+def test_ray_token_hint_names_the_unset_variable(monkeypatch):
     from dynmo_tools.runner import ray as ray_runner
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -175,7 +175,7 @@ def test_token_hint_names_the_variable_only_where_it_is_unset(monkeypatch):
         assert ("set RAY_AUTH_MODE=token" in str(error.value)) is hint
 
 
-def test_a_node_without_the_folder_is_told_to_share_it(tmp_path):
+def test_ray_node_without_the_folder_is_reported(tmp_path):
     from dynmo_tools.runner import ray as ray_runner
 
     with (

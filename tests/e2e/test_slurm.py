@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: a controller and three virtual nodes, and what `launch slurm` submits to it.
+"""`launch slurm` on a real Slurm: a controller and three virtual nodes on this machine.
 
 Skipped where slurmctld, slurmd and munged are missing (Debian: slurmctld slurmd slurm-client munge), or without root.
-Two tests take minutes: Slurm counts time limits in minutes, and holds a job back that went back into the queue.
+Two tests take minutes: time limits are in minutes, and Slurm delays a requeued job.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.distributed.whole_runs import arguments, events, figures, lines, trai
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-# Slurm holds a job back that went back into the queue: until then its nodes refuse the number of a job that was ended.
-HELD_BACK_S = 125
+# Slurm delays a requeued job: until then its nodes refuse the id of a terminated job.
+REQUEUE_DELAY_S = 125
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 CONFIGURATION = """
@@ -71,14 +71,14 @@ def wait_for(what, condition, seconds=150.0):
 
 
 def idle():
-    """Whether all three nodes are free."""
+    """Whether all three nodes are idle."""
     words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() == "3"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Environment variables by which commands reach a Slurm that is made here, and ended."""
+    """Environment variables of a Slurm cluster that the fixture starts and stops."""
     if os.geteuid() or any(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None for name in PROGRAMS):
         pytest.skip("needs root and slurmctld, slurmd, munged")
     folder = tmp_path_factory.mktemp("slurm")
@@ -127,11 +127,11 @@ def static(tmp_path_factory):
 
 
 def submit(folder, name, nodes, *words):
-    """Submit by `launch slurm`, in the folder, once all nodes are free; the number of the job."""
+    """Submit by `launch slurm` in the folder once all nodes are idle, and return the job id."""
     wait_for("three idle nodes", idle)
-    told = ["launch", "slurm", "--nodes", nodes, "--job-name", name, "--export", "MASTER_ADDR=127.0.0.1"]
+    launch = ["launch", "slurm", "--nodes", nodes, "--job-name", name, "--export", "MASTER_ADDR=127.0.0.1"]
     done = subprocess.run(
-        [sys.executable, "-m", "dynmo_train", *told, "--script", f"{name}.sbatch", *words],
+        [sys.executable, "-m", "dynmo_train", *launch, "--script", f"{name}.sbatch", *words],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -157,32 +157,32 @@ def log_of(folder, name, job):
     return (folder / f"slurm-{name}-{job}.out").read_text()
 
 
-def test_a_released_node_is_given_back_while_the_job_goes_on(cluster, static):
+def test_slurm_released_node_leaves_the_running_job(cluster, static):
     folder, data = static
     run = folder / "packed"
     more = ("--balance", "online", "--balance-lockstep", "--pack-to", "2")
-    # Enough steps behind the release that the job is seen to shrink before it ends.
+    # Enough steps after the release to observe the smaller job.
     long = {"train_iters": "400", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}
-    told = arguments(data, run, *more, "--save", str(run), "--load", str(run), **long)
-    job = submit(folder, "packed", "3", "--max-restarts", "0", "--", *told)
+    command = arguments(data, run, *more, "--save", str(run), "--load", str(run), **long)
+    job = submit(folder, "packed", "3", "--max-restarts", "0", "--", *command)
     wait_for("a start", lambda: steps_done(run), 200)
     assert job_state(job, "NumNodes") == "3" or events(run, "released")
     wait_for("a smaller job", lambda: job_state(job, "NumNodes") == "2", 200)
     assert job_state(job) == "RUNNING"
-    ask("scancel", "--signal=TERM", job)  # saves and ends, as a person would ask it to
+    ask("scancel", "--signal=TERM", job)  # saves and exits
     wait_for("its end", lambda: job_state(job) not in ("RUNNING", "COMPLETING"), 120)
-    assert "go on" in log_of(folder, "packed", job)
+    assert "Released node" in log_of(folder, "packed", job)
     (released,) = events(run, "released")
     assert len(released["ranks"]) == 1
     saved = (run / "checkpoints" / "LATEST").read_text().strip()
-    assert saved == f"step-{steps_done(run):08d}"  # it was told to end, and had the time
+    assert saved == f"step-{steps_done(run):08d}"  # the last step is saved after SIGTERM
     static_figures = figures(folder / "static")
     both = range(1, min(steps_done(run), 23) + 1)
     assert both[-1] > released["step"]
     assert {step: figures(run)[step] for step in both} == {step: static_figures[step] for step in both}
 
 
-def test_the_aws_script_trains_with_the_sizes_of_the_environment(cluster, tmp_path, monkeypatch):
+def test_slurm_aws_script_reads_sizes_from_the_environment(cluster, tmp_path, monkeypatch):
     """`NUM_LAYERS=2 HIDDEN_SIZE=32 ... sbatch bin/2.distributed-training.sbatch`, on two nodes."""
     data = tmp_path / "gpt2"
     data.mkdir()
@@ -201,14 +201,14 @@ def test_the_aws_script_trains_with_the_sizes_of_the_environment(cluster, tmp_pa
     job = ask("sbatch", "--parsable", *here, str(ROOT / "bin" / "2.distributed-training.sbatch")).strip()
     run = tmp_path / "checkpoints" / "gpt3"
     wait_for("its end", lambda: job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 200)
-    said = (tmp_path / f"{job}.out").read_text()
-    assert job_state(job) == "COMPLETED", said
+    log = (tmp_path / f"{job}.out").read_text()
+    assert job_state(job) == "COMPLETED", log
     assert job_state(job, "NumNodes") == "2"
     assert figures(run).keys() == {1, 2, 3, 4, 5}
     assert (run / "checkpoints" / "LATEST").read_text().strip() == "step-00000005"
 
 
-def test_a_lost_node_puts_the_job_back_and_it_goes_on_without_it(cluster, static):
+def test_slurm_lost_node_requeues_the_job_without_it(cluster, static):
     folder, data = static
     run = folder / "lost"
     long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "50"}
@@ -221,12 +221,12 @@ def test_a_lost_node_puts_the_job_back_and_it_goes_on_without_it(cluster, static
     def segments():
         return [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
 
-    wait_for("another start", lambda: len(segments()) == 2, HELD_BACK_S + 200)
+    wait_for("another start", lambda: len(segments()) == 2, REQUEUE_DELAY_S + 200)
     ask("scancel", job)
     assert [header["segment"] for header in segments()] == [0, 1]
 
 
-def test_data_are_prepared_in_arrays(cluster, tmp_path):
+def test_slurm_arrays_prepare_data(cluster, tmp_path):
     words = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     (tmp_path / "train.txt").write_text("a b a\nb c\n" * 300)
@@ -243,7 +243,7 @@ def test_data_are_prepared_in_arrays(cluster, tmp_path):
         assert there.read_bytes() == here.read_bytes()
 
 
-def test_after_a_failed_array_no_job_stays_queued(cluster, tmp_path):
+def test_slurm_failed_array_leaves_no_queued_job(cluster, tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
     wait_for("three idle nodes", idle)
     words = ("merge", tmp_path / "cut.jsonl.gz", "-o", tmp_path / "out.jsonl", "--executor", "slurm")
@@ -255,21 +255,21 @@ def test_after_a_failed_array_no_job_stays_queued(cluster, tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_before_the_time_is_over_the_job_saves_and_goes_back(cluster, static):
+def test_slurm_time_limit_saves_and_requeues(cluster, static):
     folder, data = static
     run = folder / "long"
     long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "9999"}
-    told = arguments(data, run, "--save", str(run), "--load", str(run), **long)
-    job = submit(folder, "long", "2", "--time", "30", "--save-before-s", "40", "--", *told)
+    command = arguments(data, run, "--save", str(run), "--load", str(run), **long)
+    job = submit(folder, "long", "2", "--time", "30", "--save-before-s", "40", "--", *command)
     wait_for("a start", lambda: steps_done(run), 200)
-    # Slurm counts in minutes and may warn one early: the end is set now that there is something to save.
+    # Slurm counts in minutes and may send the signal one minute early: set the limit once there is something to save.
     ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes_run(job) + 2}")
     wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 200)
     wait_for("the queue", lambda: job_state(job, "Restarts") == "1", 120)
     before = steps_done(run)
-    assert (run / "checkpoints" / "LATEST").read_text().strip() == f"step-{before:08d}"  # nothing is done twice
+    assert (run / "checkpoints" / "LATEST").read_text().strip() == f"step-{before:08d}"  # no step is repeated
     ask("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    wait_for("more steps", lambda: steps_done(run) > before + 10, HELD_BACK_S + 200)
+    wait_for("more steps", lambda: steps_done(run) > before + 10, REQUEUE_DELAY_S + 200)
     ask("scancel", job)
     assert [record["segment"] for record in lines(run / "profile.jsonl") if record["record"] == "header"] == [0, 1]
     assert [line["step"] for line in lines(run / "metrics.jsonl")][: before + 10] == [*range(1, before + 11)]

@@ -1,4 +1,4 @@
-"""The command lines of other programs: each flag of them is taken with its meaning, or refused in one line."""
+"""Command lines of other programs: each flag is translated, ignored or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def declared(family):
 
 
 def config_from(words, family="gpt", **more):
-    """The configuration of a command line as the command itself would take it."""
-    made = translate(shlex.split(words), family, declared(family))
-    assert not made.problems, made.problems
+    """The configuration of a command line, as the command resolves it."""
+    translation = translate(shlex.split(words), family, declared(family))
+    assert not translation.problems, translation.problems
     command = COMMANDS[family]
-    context = command.make_context(family, list(made.arguments))
+    context = command.make_context(family, list(translation.arguments))
     names = option_specs()
     flags = {name: value for name, value in context.params.items() if name in names and value is not None}
-    return config_of(family=family, **flags, **more), made
+    return config_of(family=family, **flags, **more), translation
 
 
 GPT_345M = (
@@ -95,9 +95,9 @@ LLAMA2 = (
 )
 
 
-def test_gpt_345m():
-    config, made = config_from(GPT_345M, vocab_size=50257)
-    assert made.notes == ()
+def test_translate_gpt_345m_command_line():
+    config, translation = config_from(GPT_345M, vocab_size=50257)
+    assert translation.notes == ()
     assert validate(config, 1) == []
     assert config.training.recompute_granularity == "full"
     assert config.warmup_samples == 3200 * 8
@@ -105,35 +105,35 @@ def test_gpt_345m():
     assert config.padded_vocab_size == 50304
 
 
-def test_bert_distributed():
-    config, made = config_from(BERT_DISTRIBUTED, "bert", vocab_size=30522)
-    assert made.notes == ()
+def test_translate_bert_distributed_command_line():
+    config, translation = config_from(BERT_DISTRIBUTED, "bert", vocab_size=30522)
+    assert translation.notes == ()
     assert (config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size) == (2, 2)
     assert config.parallel.DDP_impl == "torch"
 
 
-def test_gpt3_175b():
-    config, made = config_from(GPT3_175B, vocab_size=50257)
-    assert made.notes == ()
+def test_translate_gpt3_175b_command_line():
+    config, translation = config_from(GPT3_175B, vocab_size=50257)
+    assert translation.notes == ()
     assert config.data.blend == ((0.4, "A"), (0.6, "B"))
     assert [config.batch_sizes.at(consumed) for consumed in (0, 10**7)] == [16, 1536]
     assert (config.decay_samples, config.warmup_samples) == (126953125, 183105)
     assert config.batch_sizes.consumed_after(config.training.train_iters) <= 146484375
 
 
-def test_the_chinese_guide():
-    config, made = config_from(CHINESE_GUIDE, vocab_size=32000)
-    assert [note.split(":")[0] for note in made.notes] == ["--distributed-backend"]
+def test_translate_chinese_guide_command_line():
+    config, translation = config_from(CHINESE_GUIDE, vocab_size=32000)
+    assert [note.split(":")[0] for note in translation.notes] == ["--distributed-backend"]
     assert (config.training.micro_batch_size, config.optimizer.lr_warmup_fraction) == (8, 0.01)
     assert config.data.split_shares == (0.9, 0.05, 0.05)
 
 
-def test_the_deepspeed_guide():
-    config, made = config_from(DEEPSPEED_GUIDE, vocab_size=32000)
+def test_translate_deepspeed_guide_command_line():
+    config, translation = config_from(DEEPSPEED_GUIDE, vocab_size=32000)
     assert config.parallel.tensor_model_parallel_size == 4
     assert config.run.deepspeed_config == "ds_zero_stage_2_config.json"
     assert config.run.tensorboard_dir == "tensorboard_data/24l_1024h"
-    assert {note.split(":")[0] for note in made.notes} == {
+    assert {note.split(":")[0] for note in translation.notes} == {
         "--distributed-backend",
         "--deepspeed",
         "--zero-reduce-bucket-size",
@@ -147,11 +147,11 @@ def test_the_deepspeed_guide():
     }
 
 
-def test_llama_2():
-    config, made = config_from(LLAMA2, "llama", vocab_size=32000)
+def test_translate_llama_2_command_line():
+    config, translation = config_from(LLAMA2, "llama", vocab_size=32000)
     assert config.precision.bf16
     assert config.parallel.DDP_impl == "torch"
-    assert "--swiglu" in {note.split(":")[0] for note in made.notes}
+    assert "--swiglu" in {note.split(":")[0] for note in translation.notes}
 
 
 REFUSED = {
@@ -166,18 +166,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_with_what_to_write_instead(name):
+def test_translate_unsupported_flags_are_refused_with_remedy(name):
     words = shlex.split(REFUSED[name])
-    made = translate(words, "gpt", declared("gpt"))
-    assert [problem.path for problem in made.problems] == [word for word in words if word.startswith("-")]
+    translation = translate(words, "gpt", declared("gpt"))
+    assert [problem.path for problem in translation.problems] == [word for word in words if word.startswith("-")]
     assert all(
         any(advice in problem.message for advice in ("leave it out", "use ", "pretrain llama", "--num-query-groups"))
-        for problem in made.problems
+        for problem in translation.problems
     )
-    assert made.arguments == ()
+    assert translation.arguments == ()
 
 
-def test_refusals_are_told_all_at_once():
+def test_translate_refusals_are_all_reported():
     with pytest.raises(DocumentError) as caught:
         COMMANDS["gpt"].make_context("gpt", ["--checkpoint-in-cpu", "--task", "A"])
     assert caught.value.exit_code == 2
@@ -189,15 +189,15 @@ OPTIMUS_CC = """--inter_grad_comp --inter_grad_comp_rank 12 --inter_grad_comp_ep
   --emb_comm_opt --check_orth_error_acti"""
 
 
-def test_optimus_cc_is_taken_in_its_own_spelling():
-    made = translate(shlex.split(OPTIMUS_CC), "gpt", declared("gpt"))
-    assert made.problems == made.notes == ()
+def test_translate_optimus_cc_underscores_are_accepted():
+    translation = translate(shlex.split(OPTIMUS_CC), "gpt", declared("gpt"))
+    assert translation.problems == translation.notes == ()
     dashed = translate(shlex.split(OPTIMUS_CC.replace("_", "-")), "gpt", declared("gpt"))
-    assert made == dashed
-    assert made.arguments[:3] == ("--inter-grad-comp", "--inter-grad-comp-rank", "12")
+    assert translation == dashed
+    assert translation.arguments[:3] == ("--inter-grad-comp", "--inter-grad-comp-rank", "12")
 
 
-def test_no_entry_hides_an_option_of_this_package():
+def test_compat_flags_do_not_hide_declared_options():
     assert not set(FLAGS) & set(declared("gpt")) - {"--zero-stage"}
 
 
@@ -212,7 +212,7 @@ def test_no_entry_hides_an_option_of_this_package():
         ("--nonsense 1", ["--nonsense", "1"]),
     ],
 )
-def test_words_go_through(words, expected):
+def test_translate_declared_flags_are_unchanged(words, expected):
     assert list(translate(shlex.split(words), "gpt", declared("gpt")).arguments) == expected
 
 
@@ -236,7 +236,7 @@ DEEPSPEED = {
 }
 
 
-def test_a_deepspeed_file_says_what_it_says():
+def test_parse_deepspeed_returns_option_values():
     found = parse_deepspeed(DEEPSPEED)
     assert found.problems == ()
     assert found.ignored == ("steps_per_print", "zero_optimization.cpu_offload", "wall_clock_breakdown")
@@ -260,19 +260,19 @@ def test_a_deepspeed_file_says_what_it_says():
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "value"),
     [
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
         ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocabulary"}}, "vocabulary"),
     ],
 )
-def test_what_a_deepspeed_file_asks_in_vain_is_refused(tmp_path, document, told):
+def test_with_deepspeed_unsupported_setting_is_refused(tmp_path, document, value):
     (tmp_path / "ds.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=value):
         with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json")}, {})
 
 
-def test_a_deepspeed_file_that_contradicts_the_flags_is_refused_with_every_contradiction(tmp_path, capsys):
+def test_with_deepspeed_conflicts_with_flags_are_all_reported(tmp_path, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 32, "gradient_clipping": 1, "dump_state": 1}))
     path = str(tmp_path / "ds.json")
     with pytest.raises(DocumentError) as caught:
@@ -285,7 +285,7 @@ def test_a_deepspeed_file_that_contradicts_the_flags_is_refused_with_every_contr
     assert "ignored dump_state" in capsys.readouterr().err
 
 
-def test_the_zero_stage_of_a_deepspeed_file_goes_before_the_flag_of_none(tmp_path):
+def test_with_deepspeed_zero_stage_overrides_flag_of_0(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0}
     assert with_deepspeed(given, {}) == ({**given, "zero_stage": None}, {"zero_stage": 2})
@@ -294,7 +294,7 @@ def test_the_zero_stage_of_a_deepspeed_file_goes_before_the_flag_of_none(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
-def test_a_deepspeed_file_that_is_none_is_refused(tmp_path, text):
+def test_with_deepspeed_invalid_file_is_refused(tmp_path, text):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UsageError, match=r"ds\.json"):
         with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json")}, {})

@@ -148,7 +148,7 @@ def test_resolve_data_parallel_size_follows_from_world_size():
     ],
 )
 def test_resolve_megatron_parallel_options_imply_replicas(given, pipeline, replicas):
-    """Megatron's default is no pipeline; without a word of either the processes are one."""
+    """Megatron has no pipeline by default; without these options all processes are pipeline ranks."""
     parallel = config_of(Facts(world_size=4), **SMALL, **given).parallel
     assert (parallel.pipeline_model_parallel_size, parallel.data_parallel_size) == (pipeline, replicas)
 

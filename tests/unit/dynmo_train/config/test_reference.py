@@ -1,4 +1,4 @@
-"""The package's README says what the code declares."""
+"""The README of the package agrees with the declared options and commands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.paths import ROOT
 README = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_option_tables_are_the_declared_options():
+def test_readme_option_tables_equal_the_declared_options():
     begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
     written = README[README.index(begin) + len(begin) : README.index(end)]
     assert written == options_markdown(), "print them again: python -m dynmo_train.config.reference"
 
 
-def test_the_example_configuration_is_complete():
+def test_readme_example_config_is_complete():
     text = README.split("```toml\n")[1].split("```")[0]
     assert tomllib.loads(text)
     config = resolve(flags={}, file=parse_config_file(text, "README"), facts=Facts(tokenizer_vocab_size=lambda _: 500))
     check(config, 1)
 
 
-def test_every_command_is_in_the_table():
+def test_readme_table_has_every_command():
     root = typer.main.get_command(app)
     names = [
         f"{name} {inner}" if inner else name

@@ -1,4 +1,4 @@
-"""Each rule between options has a case that trips it, and a neighbour that does not."""
+"""Each rule over several options has a case that violates it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ CASES = {
     ),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
-    "experts dealt": (
+    "experts sharded": (
         {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
         "--expert-model-parallel-size",
     ),
@@ -253,27 +253,27 @@ CASES = {
 }
 
 
-def test_the_base_case_has_no_problem():
+def test_validate_base_case_has_no_conflict():
     assert problems() == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_contradiction_is_told_once(case):
+def test_validate_conflict_is_reported_once(case):
     values, flag = CASES[case]
     assert [problem.path for problem in problems(**values)] == [flag]
 
 
-def test_every_rule_is_tripped_by_some_case():
-    tripped = set()
+def test_validate_every_rule_has_a_case():
+    violated = set()
     for values, _flag in CASES.values():
         world_size = values.get("world_size", 1)
         rest = {name: value for name, value in values.items() if name != "world_size"}
         config = config_of(Facts(world_size=world_size), **SMALL | rest)
-        tripped |= {rule for rule in RULES if any(rule(config, world_size))}
-    assert tripped == set(RULES)
+        violated |= {rule for rule in RULES if any(rule(config, world_size))}
+    assert violated == set(RULES)
 
 
-def test_fitting_neighbours_pass():
+def test_validate_neighboring_cases_pass():
     assert problems(world_size=6, global_batch_size=12) == []
     assert problems(world_size=10, global_batch_size=20, granularity="sublayer") == []
     assert problems(world_size=2, global_batch_size=2, schedule="gpipe") == []
@@ -282,7 +282,7 @@ def test_fitting_neighbours_pass():
     assert problems(run_dir="a", save="a") == []
 
 
-def test_all_contradictions_come_in_one_error():
+def test_check_conflicts_are_all_reported():
     config = config_of(**SMALL | {"num_attention_heads": 5, "global_batch_size": 3, "min_lr": 1.0})
     with pytest.raises(DocumentError) as caught:
         check(config, 1)
@@ -291,7 +291,7 @@ def test_all_contradictions_come_in_one_error():
     check(config_of(**SMALL), 1)
 
 
-def test_a_batch_may_have_fewer_microbatches_than_stages():
+def test_validate_fewer_microbatches_than_stages_pass():
     assert problems(world_size=2, global_batch_size=2) == []
     ramp = {"train_iters": None, "train_samples": 999, "global_batch_size": 16, "rampup_batch_size": "2 2 99"}
     assert problems(world_size=4, **ramp) == []

@@ -108,7 +108,7 @@ def test_resume_flags_name_the_run():
         (1, 4, 8, 6, 3),  # of both replicas
         (2, 4, 8, 4, 2),
         (1, 2, 4, 3, 3),  # one replica of all that are left
-        (4, 2, 8, 6, None),  # no size fits: the run says so itself
+        (4, 2, 8, 6, None),  # no size fits: the run reports it
     ],
 )
 def test_pipeline_size_after_a_loss_keeps_replicas_if_possible(tensor, pipeline, before, now, size):
