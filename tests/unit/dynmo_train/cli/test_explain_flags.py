@@ -176,7 +176,7 @@ def test_explain_flags_other_packages_are_explained_by_help(tmp_path):
     (found,) = json.loads(explain(tmp_path, line, "--format", "json", code=3))
     kinds = {one["flag"]: (one["kind"], one["values"], one["meaning"]) for one in found["flags"]}
     assert kinds["--vocab"][:2] == ("same", ["v.txt"])
-    assert "vocabulary of the GPT2" in kinds["--vocab"][2]
+    assert "ocabulary of the GPT2" in kinds["--vocab"][2]
     assert kinds["--json_key"][2].startswith("--json-key: Key of the text")
     assert kinds["--no-such"][0] == "unknown"
 
