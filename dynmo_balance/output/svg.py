@@ -135,9 +135,8 @@ def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
             ring = ' stroke="#222222" stroke-width="2"' if row.pareto else ""
             step_ms = (row.step_ns or 0) / 1e6
             tooltip = f"{_label(row, axes)}: {step_ms:.2f} ms, {row.samples_per_s or 0:,.1f} samples/s"
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"{ring}><title>{escape(tooltip)}</title></circle>'
-            )
+            circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"{ring}>'
+            parts.append(f"{circle}<title>{escape(tooltip)}</title></circle>")
         x = GRID_LEFT + GRID_WIDTH + 20
         parts.append(f'<text x="{x}" y="{GRID_TOP + 12 + 18 * at}" fill="{color}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"])

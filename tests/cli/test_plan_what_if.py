@@ -10,7 +10,7 @@ import pytest
 from tests.cli.cli_files import EVENTS
 
 
-def test_what_if_table(plan):
+def test_what_if_prints_the_grid(plan):
     code, out, err = plan(
         "what-if", EVENTS, "--vary", "stages=1:2", "--vary", "sparsity=0:0.9:0.9", "--vary", "microbatches=8"
     )
@@ -26,7 +26,7 @@ def test_what_if_table(plan):
     assert lines[-1].startswith("2 stages, 8 microbatches, 1f1b, sparsity 0.9: no worker can be released")
 
 
-def test_what_if_says_how_many_workers_to_release(plan):
+def test_what_if_reports_workers_to_release(plan):
     code, out, _ = plan("what-if", EVENTS, "--vary", "stages=4", "--format", "json")
     document = json.loads(out)
     assert code == 0
@@ -60,7 +60,7 @@ def test_what_if_marks_infeasible_cells(plan):
         ("skew=-1", "must not be negative"),
     ],
 )
-def test_what_if_refuses(plan, vary, message):
+def test_what_if_invalid_axis_is_refused(plan, vary, message):
     code, out, err = plan("what-if", EVENTS, "--vary", vary)
     assert (code, out) == (2, "")
     assert message in err
@@ -88,7 +88,7 @@ def test_repack_without_a_worker_to_spare_exits_4(plan):
 
 
 @pytest.mark.parametrize(("schedule", "turn"), [("interleaved-1f1b", [0, 1, 0, 1]), ("zb-v", [0, 1, 1, 0])])
-def test_repack_keeps_the_stages_a_worker_of_the_run(plan, run_of, tmp_path, schedule, turn):
+def test_repack_keeps_the_stages_per_worker(plan, run_of, tmp_path, schedule, turn):
     profile, output = run_of(schedule), tmp_path / "plan.json"
     options = ("--granularity", "sublayer", "--stages", "3", "--microbatches", "12", "--keep", "0.6")
     code, out, _ = plan("repack", profile, *options, "-o", output)
@@ -102,7 +102,7 @@ def test_repack_keeps_the_stages_a_worker_of_the_run(plan, run_of, tmp_path, sch
     assert plan("verify", output, "--profile", profile, *checks)[0] == 0
 
 
-def test_repack_says_which_numbers_of_workers_an_interleaved_run_cannot_have(plan, run_of):
+def test_repack_lists_impossible_numbers_of_workers(plan, run_of):
     options = ("--granularity", "sublayer", "--stages", "3", "--microbatches", "9")
     reason = "2 workers: 9 microbatches do not divide into 4 equal rounds on 2 workers; use a multiple of 2"
     code, out, _ = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "0.2")
@@ -129,7 +129,7 @@ def test_what_if_varies_schedules_and_dynamics(plan):
     assert rows["gpipe", 0.0, 0.0, 0.0]["peak_memory_bytes"] >= rows["1f1b", 0.0, 0.0, 0.0]["peak_memory_bytes"]
 
 
-def test_the_front_has_what_nothing_beats(plan):
+def test_what_if_front_shows_pareto_cells(plan):
     options = ("--vary", "stages=1:4", "--vary", "microbatches=2,8", "--format", "json")
     every = json.loads(plan("what-if", EVENTS, *options)[1])["rows"]
     front = json.loads(plan("what-if", EVENTS, *options, "--front")[1])["rows"]
@@ -140,7 +140,7 @@ def test_the_front_has_what_nothing_beats(plan):
         assert row["pareto"] != beaten
 
 
-def test_what_if_a_worker_slows_down(plan, tmp_path):
+def test_what_if_speed_slows_the_last_worker(plan, tmp_path):
     picture = tmp_path / "grid.svg"
     grid = ("--vary", "speed=0.5:1:0.25", "--vary", "stages=2", "--granularity", "sublayer")
     code, out, _ = plan("what-if", EVENTS, *grid, "--svg", picture, "--format", "json")
@@ -157,7 +157,7 @@ def test_what_if_a_worker_slows_down(plan, tmp_path):
     )
 
 
-def test_what_if_has_nothing_to_draw(plan, tmp_path):
+def test_what_if_svg_without_feasible_cell_is_refused(plan, tmp_path):
     code, _, err = plan("what-if", EVENTS, "--vary", "stages=90", "--svg", tmp_path / "grid.svg")
     assert code == 2
     assert "feasible partition to draw" in err

@@ -57,7 +57,7 @@ def test_schema_refuses_invalid(path):
 
 
 @pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
-def test_schema_cannot_see_faults_across_fields(path):
+def test_schema_accepts_violations_across_fields(path):
     assert schema_accepts(path)
 
 
@@ -77,7 +77,7 @@ def test_parser_refuses_invalid(parser, path):
 
 
 @pytest.mark.parametrize("path", fixtures("valid"), ids=name)
-def test_what_is_written_is_what_was_read(path, tmp_path):
+def test_publish_then_read_gives_the_same_plan(path, tmp_path):
     plan = balance_plan.read_plan(path)
     written = balance_plan.publish(tmp_path, replace(plan))
     assert written == replace(plan, plan_id=0)
@@ -85,6 +85,6 @@ def test_what_is_written_is_what_was_read(path, tmp_path):
     assert balance_plan.read_plan(tmp_path / "plan-000000.json") == written
 
 
-def test_plan_without_an_objective_has_minimized_the_bottleneck():
+def test_read_plan_without_objective_defaults_to_bottleneck():
     plan = balance_plan.read_plan(FIXTURES / "valid" / "no-objective.json")
     assert plan.optimality.objective == "bottleneck"

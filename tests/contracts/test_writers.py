@@ -77,7 +77,7 @@ def step(number):
     ],
     ids=["event", "step", "record", "plan_result", "header"],
 )
-def test_an_invalid_profile_line_is_refused_and_the_file_stays_readable(tmp_path, record, path):
+def test_append_record_invalid_line_is_refused(tmp_path, record, path):
     profile = tmp_path / "profile.jsonl"
     append_record(profile, header())
     before = profile.read_bytes()
@@ -99,7 +99,7 @@ def plan_document():
     )
 
 
-def test_an_invalid_plan_of_the_trainer_is_not_written(tmp_path):
+def test_write_plan_invalid_plan_writes_nothing(tmp_path):
     with pytest.raises(WriterError, match="schedule"):
         train_plan.write_plan(tmp_path, plan_document() | {"schedule": "invented"})
     assert list(tmp_path.iterdir()) == []
@@ -113,18 +113,18 @@ def test_publish_plan_with_unknown_schedule_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_invalid_run_document_is_not_written(tmp_path):
+def test_write_run_invalid_document_writes_nothing(tmp_path):
     with pytest.raises(WriterError, match="world_size"):
         train_run.write_run(tmp_path / "run.json", {**document.envelope("dynmo.run", 1, "test")})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_invalid_manifest_is_not_sealed():
+def test_seal_invalid_manifest_is_refused():
     with pytest.raises(CkptWriterError, match="topology"):
         ckpt_checkpoint.seal({**document.envelope("dynmo.checkpoint", 1, "test"), "manifest_crc32": "0" * 8})
 
 
-def test_an_invalid_profile_is_not_written_by_the_planner(tmp_path):
+def test_write_profile_invalid_line_writes_nothing(tmp_path):
     with pytest.raises(BalanceWriterError, match="forward_ns"):
         balance_profile.write_profile(
             tmp_path / "p.jsonl", [json.dumps(header()).encode(), json.dumps(step(1) | {"forward_ns": 1}).encode()]
@@ -132,7 +132,7 @@ def test_an_invalid_profile_is_not_written_by_the_planner(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_short_write_is_continued(tmp_path, monkeypatch):
+def test_append_line_short_write_is_continued(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(document.os, "write", lambda descriptor, payload: write(descriptor, payload[:7]))
     append_line(tmp_path / "a.jsonl", {"text": "x" * 100})
@@ -143,7 +143,7 @@ def test_a_short_write_is_continued(tmp_path, monkeypatch):
     ]
 
 
-def test_a_write_that_fails_midway_leaves_the_document_as_it_was(tmp_path, monkeypatch):
+def test_append_line_failed_write_changes_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append_line(path, {"step": 1})
     write, calls = os.write, []
@@ -165,7 +165,7 @@ def test_a_write_that_fails_midway_leaves_the_document_as_it_was(tmp_path, monke
 
 @pytest.mark.parametrize("tail", [b'{"st', b"x" * 10_000])
 @pytest.mark.parametrize("begin", [b"", b'{"step": 1}\n'])
-def test_the_tail_that_a_killed_writer_left_is_cut_off(tmp_path, begin, tail):
+def test_append_line_removes_incomplete_last_line(tmp_path, begin, tail):
     path = tmp_path / "a.jsonl"
     path.write_bytes(begin + tail)
     assert b"".join(document.read_lines(path)) == begin

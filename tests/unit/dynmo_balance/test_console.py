@@ -14,7 +14,7 @@ ROWS = [
 ]
 
 
-def test_numbers_align_right_and_words_left_in_a_pipe(capsys):
+def test_table_in_a_pipe_aligns_numbers_right(capsys):
     emit_table("loads", COLUMNS, ROWS)
     assert capsys.readouterr().out.splitlines() == [
         "loads",
@@ -24,7 +24,7 @@ def test_numbers_align_right_and_words_left_in_a_pipe(capsys):
     ]
 
 
-def test_the_same_on_a_terminal_without_markup(monkeypatch):
+def test_table_on_a_terminal_has_no_markup(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -37,6 +37,6 @@ def test_the_same_on_a_terminal_without_markup(monkeypatch):
     assert "│    10 │ [bold]  " in row
 
 
-def test_an_empty_table_has_its_heading(capsys):
+def test_table_without_rows_has_its_heading(capsys):
     emit_table("nothing", ["item", "ms"], [])
     assert capsys.readouterr().out == "nothing\n  item  ms\n"

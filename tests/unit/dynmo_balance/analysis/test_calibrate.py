@@ -38,14 +38,14 @@ def problem(rng, chain_factory, problem_factory):
     return problem_factory(chain, 4, microbatches=8, link_bandwidth=10**9, link_latency_ns=50_000)
 
 
-def test_the_overhead_is_found(problem):
+def test_calibrate_recovers_the_overhead(problem):
     samples = [made_with(problem, b, 700_000, 50_000, 10**9) for b in ((0, 2, 4, 6, 8), (0, 1, 4, 6, 8))]
     found = calibrate(samples, fit_link=False)
     assert found.overhead_ns == pytest.approx(700_000, rel=0.02)
     assert found.error < 0.002
 
 
-def test_with_the_link_the_error_falls_further(problem):
+def test_calibrate_with_link_reduces_the_error(problem):
     samples = [
         made_with(problem, b, 300_000, 2_000_000, 3 * 10**8)
         for b in ((0, 2, 4, 6, 8), (0, 1, 3, 5, 8), (0, 3, 4, 5, 8))
@@ -55,14 +55,14 @@ def test_with_the_link_the_error_falls_further(problem):
     assert linked.error < 0.02
 
 
-def test_the_link_needs_two_partitions(problem):
+def test_calibrate_link_needs_two_partitions(problem):
     with pytest.raises(UsageError, match="two different partitions"):
         calibrate([made_with(problem, (0, 2, 4, 6, 8), 0, 0, 10**9)], fit_link=True)
     with pytest.raises(UsageError, match="no samples"):
         calibrate([], fit_link=False)
 
 
-def test_stretches_end_where_costs_or_plans_change(tmp_path):
+def test_samples_end_where_costs_or_plans_change(tmp_path):
     (tmp_path / "plans").mkdir()
     shutil.copy(CONTRACTS / "profile/valid/events.jsonl", tmp_path / "profile.jsonl")
     shutil.copy(CONTRACTS / "plan/valid/initial.json", tmp_path / "plans/plan-000000.json")
@@ -84,7 +84,7 @@ def imported(kind, text, tmp_path):
     return parse_profile(import_lines(kind, source, line, header, model).splitlines(), "imported")[0]
 
 
-def test_a_trace_gives_each_item_its_mean(tmp_path):
+def test_import_trace_gives_each_item_its_mean(tmp_path):
     names = [item.name for item in read_profile(HEADER)[0].header.items]
     events = [
         {"name": f"{name}.{kind}", "ph": "X", "ts": 0, "dur": base + at}
@@ -137,7 +137,7 @@ def of_workers(step):
     ]
 
 
-def test_a_log_of_all_ranks_gives_each_worker_its_time(tmp_path):
+def test_import_log_of_all_ranks_gives_worker_times(tmp_path):
     profile = imported("megatron-log", ITERATION.format(20) + ALL + ITERATION.format(30) + ALL, tmp_path)
     assert [step.step for step in profile.steps] == [20, 30]
     for step in profile.steps:
@@ -147,7 +147,7 @@ def test_a_log_of_all_ranks_gives_each_worker_its_time(tmp_path):
 
 
 @pytest.mark.parametrize("log", [MINMAX, MAX])
-def test_a_log_of_the_slowest_rank_scales_the_slowest_worker(tmp_path, log):
+def test_import_log_of_slowest_rank_scales_slowest_worker(tmp_path, log):
     step = imported("megatron-log", 2 * log, tmp_path).steps[1]
     times = of_workers(step)
     assert max(times[:2]) == pytest.approx(80, abs=1e-3)
@@ -156,7 +156,7 @@ def test_a_log_of_the_slowest_rank_scales_the_slowest_worker(tmp_path, log):
     assert step.busy_ns == (None, None)
 
 
-def test_a_log_of_one_rank_scales_the_others_alike(tmp_path):
+def test_import_log_of_one_rank_scales_other_workers(tmp_path):
     steps = imported("deepspeed-log", 2 * DEEPSPEED.format(0, 5.0, 9.0), tmp_path).steps
     assert len(steps) == 2
     assert of_workers(steps[0])[::2] == pytest.approx([40, 72], abs=1e-3)
@@ -165,7 +165,7 @@ def test_a_log_of_one_rank_scales_the_others_alike(tmp_path):
     assert of_workers(imported("deepspeed-log", both, tmp_path).steps[0]) == pytest.approx([40, 48, 72, 56], abs=1e-3)
 
 
-def test_a_log_is_read_with_the_plan_that_it_ran(tmp_path):
+def test_import_log_uses_the_plan_of_the_run(tmp_path):
     source = tmp_path / "measured"
     source.write_text(ALL)
     header = read_profile(HEADER)[0].header
@@ -188,7 +188,7 @@ def test_a_log_is_read_with_the_plan_that_it_ran(tmp_path):
         ("deepspeed-log", MINMAX, "no line with fwd_microstep and bwd_microstep; log with wall_clock_breakdown"),
     ],
 )
-def test_logs_that_cannot_be_read_are_refused_by_name(tmp_path, kind, text, words):
+def test_import_invalid_log_is_refused_by_name(tmp_path, kind, text, words):
     with pytest.raises(UsageError, match=words):
         imported(kind, text, tmp_path)
 
@@ -279,7 +279,7 @@ def by_layer(header, values):
     return found
 
 
-def test_a_trace_of_torch_gives_each_layer_its_time(trace, tmp_path):
+def test_import_torch_trace_gives_layer_times(trace, tmp_path):
     profile = imported("chrome-trace", json.dumps(trace), tmp_path)
     step = profile.steps[0]
     layers = list(dict.fromkeys(item.layer for item in profile.header.items))
@@ -290,7 +290,7 @@ def test_a_trace_of_torch_gives_each_layer_its_time(trace, tmp_path):
     assert len(blocks) == 3 * LAYERS
 
 
-def test_kernels_count_where_a_trace_has_them(trace, tmp_path):
+def test_import_torch_trace_counts_kernels(trace, tmp_path):
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launches = [
         event
@@ -311,7 +311,7 @@ def test_kernels_count_where_a_trace_has_them(trace, tmp_path):
     assert by_layer(profile.header, step.backward_ns) == pytest.approx(expected, abs=2)
 
 
-def test_traces_of_other_models_are_refused_by_name(trace, tmp_path):
+def test_import_trace_of_other_model_is_refused_by_name(trace, tmp_path):
     fewer = [event for event in trace["traceEvents"] if "Block_3" not in event.get("name", "")]
     with pytest.raises(UsageError, match=r"no module class has 4 instances; it has 3 Block, 1 Embedding"):
         imported("chrome-trace", json.dumps({"traceEvents": fewer}), tmp_path)

@@ -30,7 +30,7 @@ def random_split_problem(rng, chain_factory, problem_factory, **options):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_partition_beats_the_bounds(schedule, rng, chain_factory, problem_factory):
+def test_bounds_are_below_every_partition(schedule, rng, chain_factory, problem_factory):
     for _ in range(40):
         virtual = 2 if schedule == "zb-v" else 1
         problem = random_split_problem(rng, chain_factory, problem_factory, schedule=schedule, virtual_stages=virtual)
@@ -40,12 +40,12 @@ def test_no_partition_beats_the_bounds(schedule, rng, chain_factory, problem_fac
             assert predict(problem, (0, *inner, n)).step_ns >= bound
 
 
-def test_the_bounds_are_met_where_nothing_is_lost(chain_factory, problem_factory):
+def test_bounds_are_reached_without_bubble(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([5], backward=[7]), 1, microbatches=9)
     assert bounds_of(problem).step_ns == predict(problem, (0, 1)).step_ns
 
 
-def test_interleaved_partitions_balance_the_workers(rng, chain_factory, problem_factory):
+def test_solve_interleaved_balances_the_workers(rng, chain_factory, problem_factory):
     better = 0
     for _ in range(20):
         chain = chain_factory([rng.randint(1, 60) for _ in range(9)])
@@ -61,7 +61,7 @@ def test_interleaved_partitions_balance_the_workers(rng, chain_factory, problem_
     assert better > 6
 
 
-def test_search_is_at_least_as_good_as_every_single_choice():
+def test_search_is_as_good_as_each_single_choice():
     header = read_profile(STEPS)[0].header
     loaded = load(STEPS)
     problem = make_problem(loaded, ProblemOptions())
@@ -76,12 +76,12 @@ def test_search_is_at_least_as_good_as_every_single_choice():
     assert steps == sorted(steps)
 
 
-def test_half_and_half_keeps_the_sum():
+def test_split_in_half_keeps_the_sum():
     costs = load(STEPS).costs
     assert split_in_half(costs).total_ns == costs.total_ns
 
 
-def test_search_says_why_nothing_fits():
+def test_search_infeasible_names_the_reason():
     loaded = load(STEPS)
     problem = make_problem(loaded, ProblemOptions(memory="1MB"))
     with pytest.raises(InfeasibleError, match="no schedule has a feasible partition"):

@@ -67,7 +67,7 @@ def question_of(problem, boundaries):
     ("schedule", "virtual"),
     [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 3)],
 )
-def test_measures_and_bounds_equal_the_planners(rng, chain_factory, problem_factory, schedule, virtual):
+def test_verify_measures_and_bounds_equal_the_planner(rng, chain_factory, problem_factory, schedule, virtual):
     solved = 0
     for _ in range(25 if virtual > 1 and schedule != "zb-v" else 60):
         problem = random_problem(rng, chain_factory, problem_factory, schedule, virtual)
@@ -88,7 +88,7 @@ def test_measures_and_bounds_equal_the_planners(rng, chain_factory, problem_fact
     assert solved > 8
 
 
-def test_the_bound_under_memory_limits_equals_brute_force(rng, chain_factory, problem_factory):
+def test_verify_bound_with_memory_equals_brute_force(rng, chain_factory, problem_factory):
     checked = 0
     for _ in range(120):
         problem = random_problem(rng, chain_factory, problem_factory, "1f1b", 1)

@@ -81,7 +81,7 @@ def built(config, options=OPTIONS, device="h100"):
     return spec, header, build_costs(spec, header, PRESETS[device], options)
 
 
-def test_layers_and_sizes_of_gpt():
+def test_build_header_gpt_has_its_layers_and_sizes():
     _, header, costs = built(GPT)
     assert [item.name for item in header.items][:4] == [
         "embedding",
@@ -97,14 +97,14 @@ def test_layers_and_sizes_of_gpt():
     assert all(time > 0 for time in costs.forward_ns)
 
 
-def test_grouped_queries_and_gates_of_llama():
+def test_build_header_llama_has_grouped_queries_and_gates():
     _, header, _ = built(LLAMA)
     assert header.items[1].param_count == 64 * 8 * (2 * 8 + 2 * 2) + 64
     assert header.items[2].param_count == 3 * 64 * 160 + 64
     assert header.items[-1].tied_to is None
 
 
-def test_experts_weigh_all_and_cost_two():
+def test_build_costs_experts_count_all_and_cost_two():
     mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     _, header, costs = built({**mixtral, "hidden_size": 1024, "intermediate_size": 4096})
     _, dense, dense_costs = built({**LLAMA, "hidden_size": 1024, "intermediate_size": 4096})
@@ -112,7 +112,7 @@ def test_experts_weigh_all_and_cost_two():
     assert 1 < costs.forward_ns[2] / dense_costs.forward_ns[2] < 2.1
 
 
-def test_encoder_and_decoder_of_t5():
+def test_build_header_t5_has_encoder_and_decoder():
     config = {
         "model_type": "t5",
         "num_layers": 2,
@@ -151,7 +151,7 @@ def test_encoder_and_decoder_of_t5():
     ],
     ids=["gpt2", "bert", "t5", "llama", "mixtral"],
 )
-def test_parameters_equal_the_published_models(config, count):
+def test_build_header_parameters_equal_published_models(config, count):
     spec, header, _ = built(config, BuildOptions(workers=2))
     assert spec.params == count
     tied = spec.table_params * sum(item.tied_to is not None for item in header.items)
@@ -188,7 +188,7 @@ def blocks(header, sizes):
     return sum(size for size, item in zip(sizes, header.items, strict=True) if item.kind in ("attention", "mlp"))
 
 
-def kept_gib(name, *how):
+def stored_gib(name, *how):
     """Activations of the first worker: all layers' worth of them, 1 + (p - 1) / (p v) times that when interleaved."""
     _, _, _, stages, virtual, _, _ = PUBLISHED[name]
     _, header, costs = published(name, *how)
@@ -204,14 +204,14 @@ def kept_gib(name, *how):
         ("1T", 32.96, 131.25, 26.56),
     ],
 )
-def test_memory_of_published_models(name, state, none, both):
+def test_analytic_memory_is_close_to_published_models(name, state, none, both):
     # Figure 1 of the same: GiB of parameters, gradients and optimizer state of the blocks, and of activations, without
     # recomputation and with selective recomputation and sequence parallelism.
     _, header, _ = published(name)
     static = blocks(header, [i.param_bytes + i.gradient_bytes + i.optimizer_bytes for i in header.items])
     assert static / PUBLISHED[name][3] / 2**30 == pytest.approx(state, rel=0.01)
-    assert kept_gib(name) == pytest.approx(none, rel=0.01)
-    assert kept_gib(name, "selective", True) == pytest.approx(both, rel=0.01)
+    assert stored_gib(name) == pytest.approx(none, rel=0.01)
+    assert stored_gib(name, "selective", True) == pytest.approx(both, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_memory_of_published_models(name, state, none, both):
         ("1T", 58.31, 62.04, 20.27, 9.42),
     ],
 )
-def test_shares_of_memory_that_techniques_leave(name, sequence, selective, both, full):
+def test_analytic_memory_savings_equal_published_shares(name, sequence, selective, both, full):
     # Figure 7 of the same: percent of the activations without any.
-    whole = kept_gib(name)
+    whole = stored_gib(name)
     shares = [
-        kept_gib(name, *how) / whole * 100 for how in (("none", True), ("selective",), ("selective", True), ("full",))
+        stored_gib(name, *how) / whole * 100 for how in (("none", True), ("selective",), ("selective", True), ("full",))
     ]
     assert shares == pytest.approx([sequence, selective, both, full], rel=0.02)
 
@@ -251,7 +251,7 @@ def step_s(header, costs, device):
     ("name", "full", "both"),
     [("22B", 1.42, 1.10), ("175B", 18.13, 13.75), ("530B", 49.05, 37.83), ("1T", 94.42, 71.49)],
 )
-def test_steps_of_published_models(name, full, both):
+def test_analytic_steps_are_close_to_published_models(name, full, both):
     # Table 5 of the same: seconds of an iteration with full recomputation, and with selective recomputation and
     # sequence parallelism. Seen: +2.2, -3.7, -0.4, -4.3, +2.2, -2.1, +2.3 and -0.7 %.
     device = PRESETS["a100"]
@@ -270,7 +270,7 @@ def test_steps_of_published_models(name, full, both):
         (("selective", True), 7.2, 13.1),
     ],
 )
-def test_times_of_a_published_layer(how, forward, backward):
+def test_analytic_layer_times_are_close_to_published(how, forward, backward):
     # Table 4 of the same: milliseconds of a layer of the 22B model.
     _, header, costs = published("22B", *how)
     layer = [i for i, item in enumerate(header.items) if item.layer == "layers.1"]
@@ -279,7 +279,7 @@ def test_times_of_a_published_layer(how, forward, backward):
     assert both == pytest.approx(backward, rel=0.1)
 
 
-def test_recomputation_trades_memory_for_time():
+def test_recomputation_saves_memory_and_takes_time():
     none, selective, full = (
         built(GPT, BuildOptions(micro_batch_size=2, recompute=kind))[2] for kind in ("none", "selective", "full")
     )
@@ -287,14 +287,14 @@ def test_recomputation_trades_memory_for_time():
     assert full.backward_input_ns[1] > selective.backward_input_ns[1] > none.backward_input_ns[1]
 
 
-def test_a_dry_run_header_costs_as_the_built_profile():
+def test_costs_of_header_equal_the_built_profile():
     _, header, costs = built({**GPT, "n_embd": 1024, "n_head": 16, "n_positions": 512})
     computed = costs_of_header(header, PRESETS["h100"], "bfloat16")
     assert sum(computed.total_ns) == pytest.approx(sum(costs.total_ns), rel=0.2)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_trajectories_are_repeatable_and_change_what_they_say(technique):
+def test_scenarios_are_repeatable_and_change_their_costs(technique):
     _, header, dense = built(GPT)
     script = Script(steps=40, strength=0.8, noise=0.01, seed=3)
     one, two = (
@@ -308,7 +308,7 @@ def test_trajectories_are_repeatable_and_change_what_they_say(technique):
     assert kinds == {"pruning": {"pruned"}, "freezing": {"frozen"}}.get(technique, set())
 
 
-def test_bad_shapes_are_refused():
+def test_load_spec_invalid_shape_is_refused():
     with pytest.raises(UsageError, match=r"missing hidden .*heads"):
         from_config({"model_type": "gpt2", "n_layer": 2, "vocab_size": 3}, "config.json")
     with pytest.raises(UsageError, match="4 heads do not divide into 3"):
@@ -317,7 +317,7 @@ def test_bad_shapes_are_refused():
         load_device("abacus")
 
 
-def test_a_device_from_a_file(tmp_path):
+def test_load_device_reads_a_toml_file(tmp_path):
     file = tmp_path / "box.toml"
     file.write_text(
         'kind = "cpu"\nmemory_bandwidth_bytes_per_s = 1e9\nmemory_bytes = 1000\nlink_bandwidth_bytes_per_s = 5\n'
@@ -329,7 +329,7 @@ def test_a_device_from_a_file(tmp_path):
         load_device(str(file))
 
 
-def test_profile_commands(tmp_path):
+def test_profile_build_check_show_and_diff(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(GPT))
     output = tmp_path / "run.jsonl"
@@ -354,7 +354,7 @@ def test_profile_commands(tmp_path):
     assert all(row["before_ns"] == row["after_ns"] for row in json.loads(out))
 
 
-def test_another_unit_is_noticed(tmp_path, capfd):
+def test_profile_check_warns_of_another_unit(tmp_path, capfd):
     from dynmo_balance.inputs.profile_summary import warnings_of
 
     config = tmp_path / "run.jsonl"

@@ -105,7 +105,7 @@ def parameters(name, changes):
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_parameters_equal_those_of_transformers(name, changes):
+def test_from_config_parameters_equal_transformers(name, changes):
     count, config = parameters(name, changes)
     for document in (config, {**changes, "model_type": name}):
         spec = from_config({**document, "dtype": None}, "config.json")
@@ -116,23 +116,23 @@ def test_parameters_equal_those_of_transformers(name, changes):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_parameters_of_full_size_equal_those_of_transformers(name):
+def test_from_config_full_size_parameters_equal_transformers(name):
     count, config = parameters(name, {"num_experts_per_tok": 6} if name == "deepseek_v2" else {})
     assert from_config(config, "config.json").params == count
     assert count == LARGE.get(name, count)
 
 
-def test_published_parameters_of_qwen3():
+def test_from_config_qwen3_has_published_parameters():
     assert from_config({**QWEN3_600M, "model_type": "qwen3"}, "config.json").params == 596_049_920
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "falcon_mamba", "llama4_text", "gemma3", "rwkv", "mt5"])
-def test_families_without_a_model_are_refused_by_name(name):
+def test_from_config_unknown_family_is_refused_by_name(name):
     with pytest.raises(UsageError, match=f"model_type '{name}' is not modelled; known are model_type gpt2, bert"):
         from_config({**TINY, "model_type": name}, "config.json")
 
 
-def test_configurations_without_a_family_are_refused():
+def test_from_config_without_family_is_refused():
     with pytest.raises(UsageError, match="needs model_type or family"):
         from_config(TINY, "config.json")
     with pytest.raises(UsageError, match="family 'ict' is not modelled"):
@@ -160,7 +160,7 @@ def test_configurations_without_a_family_are_refused():
         ("llama", {"intermediate_size": None}, r"missing ffn \(intermediate_size\)"),
     ],
 )
-def test_keys_that_are_not_modelled_are_refused(name, changes, words):
+def test_from_config_unmodelled_key_is_refused(name, changes, words):
     with pytest.raises(UsageError, match=words):
         from_config({**GROUPED, **changes, "model_type": name}, "config.json")
 
@@ -256,11 +256,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_from_config_of_a_published_configuration_reads_it(name):
+def test_from_config_reads_published_configuration(name):
     assert from_config(PUBLISHED[name], "config.json").params > 0
 
 
-def test_no_key_is_both_read_and_irrelevant():
+def test_families_no_key_is_read_and_irrelevant():
     for name, family in FAMILIES.items():
         read = {*family.names.values(), *family.defaults}
         assert not read & IRRELEVANT, name
@@ -275,14 +275,14 @@ def costs(name, **changes):
     return dict(zip([item.name for item in header.items], found.total_ns, strict=True))
 
 
-def test_a_window_makes_local_blocks_cheaper():
+def test_sliding_window_makes_local_blocks_cheaper():
     times = costs("gemma2", sliding_window=256)
     assert times["layers.0.attention"] < 0.8 * times["layers.1.attention"]
     assert times["layers.0.mlp"] == times["layers.1.mlp"]
     assert len({costs("mistral", sliding_window=None)[f"layers.{i}.attention"] for i in range(3)}) == 1
 
 
-def test_dense_and_expert_blocks_cost_what_a_token_meets():
+def test_dense_and_expert_blocks_cost_what_a_token_uses():
     latent = {**LATENT, "q_lora_rank": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     times = costs("deepseek_v3", **{**latent, "first_k_dense_replace": 1, "intermediate_size": 8192})
     assert times["layers.0.mlp"] > 2 * times["layers.1.mlp"]
@@ -290,7 +290,7 @@ def test_dense_and_expert_blocks_cost_what_a_token_meets():
     assert more["layers.1.mlp"] < 2 * costs("deepseek_v3", **{**latent, "moe_intermediate_size": 2048})["layers.1.mlp"]
 
 
-def test_runs_of_our_trainer_are_read():
+def test_load_spec_reads_runs_of_dynmo_train():
     options = {
         "family": "llama",
         "num_layers": 2,

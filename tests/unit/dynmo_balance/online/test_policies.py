@@ -1,4 +1,4 @@
-"""Policies and replay: what pays is done, noise is not chased, hindsight is never beaten by much."""
+"""Policies and replay: worthwhile moves are made, noise moves nothing, the offline optimum is close."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def evidence(step, gain=2, pause=100, **changes):
     return Evidence(**{**numbers, **changes})
 
 
-def test_regret_moves_when_what_was_missed_outweighs_the_pause():
+def test_regret_moves_when_regret_exceeds_the_pause():
     assert not regret(
         evidence(30, regret_ns=49 * MS, regret_steps=30, horizon_steps=100), PolicySettings(margin=0.5), PolicyState()
     )[0].move
@@ -50,7 +50,7 @@ def test_regret_moves_when_what_was_missed_outweighs_the_pause():
     assert not regret(evidence(30, regret_ns=51 * MS, moves=0), PolicySettings(margin=0.5), PolicyState())[0].move
 
 
-def test_a_known_horizon_decides_at_once():
+def test_regret_known_horizon_decides_immediately():
     soon = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=90, next_event_known=True)
     far = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=110, next_event_known=True)
     assert not regret(soon, PolicySettings(), PolicyState())[0].move
@@ -58,7 +58,7 @@ def test_a_known_horizon_decides_at_once():
 
 
 def followed(problem, works, current, every=10):
-    """What a policy that stays has missed after all records."""
+    """The regret of keeping the partition, after all records."""
     trace, regret_state, named = WorkTrace(), RegretState(), current
     for at, work in enumerate(works, start=1):
         trace.add(
@@ -74,19 +74,19 @@ def followed(problem, works, current, every=10):
             )
         )
         if at % every == 0:
-            seen = trace.works(lambda plan: [1_000_000] * len(works[0]))
-            regret_state, named = update_regret(regret_state, problem, current, trace, seen, 10**6)
+            works_so_far = trace.works(lambda plan: [1_000_000] * len(works[0]))
+            regret_state, named = update_regret(regret_state, problem, current, trace, works_so_far, 10**6)
     return regret_state, named
 
 
-def test_noise_is_not_missed(rng, chain_factory, problem_factory):
+def test_update_regret_noise_gives_none(rng, chain_factory, problem_factory):
     works = [[rng.randint(9000, 11000) for _ in range(24)] for _ in range(300)]
     even = (0, 6, 12, 18, 24)
     regret_state, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
     assert regret_state.confident_ns <= 0
 
 
-def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_factory):
+def test_update_regret_real_gain_and_trend_are_found(rng, chain_factory, problem_factory):
     problem = problem_factory(chain_factory([100] * 24), 4)
     works = [[rng.randint(19000, 21000) if i < 6 else rng.randint(9000, 11000) for i in range(24)] for _ in range(60)]
     regret_state, named = followed(problem, works, (0, 6, 12, 18, 24))
@@ -97,7 +97,7 @@ def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_
     assert forecast_work(rising, 0)[0] < 1200
 
 
-def test_gaps_are_filled_with_what_was_known():
+def test_work_trace_gaps_have_the_last_known_value():
     trace = WorkTrace()
     for work in ((5, None), (None, 7)):
         trace.add(
@@ -115,7 +115,7 @@ def test_gaps_are_filled_with_what_was_known():
     assert trace.works(lambda plan: [1_000_000, 500_000]).tolist() == [[6, 0], [6, 4]]
 
 
-def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_factory):
+def test_step_times_are_close_to_the_simulation(rng, chain_factory, problem_factory):
     for _ in range(50):
         work = [rng.randint(50, 150) * 1000 for _ in range(16)]
         chain = chain_factory(work, backward=[2 * w for w in work])
@@ -143,7 +143,7 @@ def tape_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("technique", ["pruning", "freezing", "early-exit"])
-def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
+def test_regret_is_close_to_offline_optimum(tape_of, technique):
     recorded = tape_of(technique)
     best = offline_optimum(recorded).total_ns
     options = WatchOptions(policy="regret", every=10, window=20, objective="bottleneck")
@@ -154,7 +154,7 @@ def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
     assert run_policy(recorded, options) == regretting
 
 
-def test_noise_is_not_chased(tape_of):
+def test_regret_static_costs_do_not_move(tape_of):
     recorded = tape_of("static", steps=600, granularity="sublayer")
     outcome = run_policy(recorded, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
     restless = run_policy(recorded, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
@@ -184,7 +184,7 @@ def oscillating(path, period, *, steps=600, items=16, speeds=(1.0,) * 4):
 
 
 @pytest.mark.parametrize(("period", "of_staying", "of_optimum"), [(100, 1.05, 1.15), (400, 0.95, 1.06)])
-def test_default_policy_on_oscillating_costs_is_near_the_best(tmp_path, period, of_staying, of_optimum):
+def test_threshold_oscillating_costs_is_close_to_best(tmp_path, period, of_staying, of_optimum):
     recorded = RecordedRun(oscillating(tmp_path / "profile.jsonl", period), 300 * MS)
     outcome, staying = (
         run_policy(recorded, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
@@ -195,7 +195,7 @@ def test_default_policy_on_oscillating_costs_is_near_the_best(tmp_path, period, 
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
-def test_replay_with_a_slow_worker_moves_once_or_twice(tmp_path, policy):
+def test_replay_slow_worker_moves_once_or_twice(tmp_path, policy):
     segment = oscillating(tmp_path / "profile.jsonl", 10**9, steps=200, speeds=(1.0, 1.0, 0.5, 1.0))
     uniform = {0: {f"layers.{i}.x": i // 4 for i in range(16)}}
     recorded = RecordedRun(segment, 300 * MS, uniform)

@@ -15,12 +15,12 @@ from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
 from dynmo_balance.online.decision import WatchOptions
 from dynmo_balance.online.watch import Watcher, watch
 from tests.paths import CONTRACTS
-from tests.unit.dynmo_balance.online.watched_run import append, ask, event, newest, result, step
+from tests.unit.dynmo_balance.online.watched_run import append, event, newest, plan_request, result, step
 
 LOCKSTEP = WatchOptions(lockstep=True, min_records=1)
 
 
-def test_an_unbalanced_run_gets_a_plan(run):
+def test_watch_unbalanced_run_gets_a_plan(run):
     append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     plan = newest(run)
@@ -32,7 +32,7 @@ def test_an_unbalanced_run_gets_a_plan(run):
     assert {move.to_worker for move in plan.migration.moves} == {0}
 
 
-def test_a_balanced_run_gets_none(run):
+def test_watch_balanced_run_gets_no_plan(run):
     append(run, *(step(n, front=1.6) for n in range(1, 4)))
     lines = (run / "profile.jsonl").read_text().replace(".0", "")
     (run / "profile.jsonl").write_text(lines)
@@ -40,7 +40,7 @@ def test_a_balanced_run_gets_none(run):
     assert plan_numbers(run / "plans") == [0]
 
 
-def test_nothing_is_decided_on_few_records(run, capfd):
+def test_watch_few_records_make_no_decision(run, capfd):
     watcher = Watcher(run, WatchOptions(min_records=3))
     append(run, step(1, back=2), step(2, back=2))
     watcher.poll()
@@ -52,7 +52,7 @@ def test_nothing_is_decided_on_few_records(run, capfd):
 
 
 @pytest.mark.parametrize("kind", ["pruned", "frozen", "a kind of another package"])
-def test_watcher_after_a_cost_event_discards_the_costs_before_it(run, kind):
+def test_watch_cost_event_voids_earlier_costs(run, kind):
     watcher = Watcher(run, WatchOptions())
     append(run, step(1, back=2), step(2, back=2), event(2, kind), step(3), step(4))
     watcher.poll()
@@ -62,7 +62,7 @@ def test_watcher_after_a_cost_event_discards_the_costs_before_it(run, kind):
     assert watcher._state.window.costs().forward_ns[0] == 200_000
 
 
-def test_no_second_plan_while_one_has_no_result(run):
+def test_watch_pending_plan_blocks_a_second(run):
     watcher = Watcher(run, WatchOptions(every=1))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -77,7 +77,7 @@ def test_no_second_plan_while_one_has_no_result(run):
     assert plan_numbers(run / "plans") == [0, 1, 2]
 
 
-def test_after_a_move_the_next_plan_is_based_on_it(run):
+def test_watch_next_plan_is_based_on_applied_plan(run):
     watcher = Watcher(run, WatchOptions(every=1))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -88,7 +88,7 @@ def test_after_a_move_the_next_plan_is_based_on_it(run):
     assert len(plan.stages[0].items) < 5
 
 
-def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
+def test_watch_rolled_back_plan_keeps_old_base(run):
     watcher = Watcher(run, WatchOptions(every=1))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -97,15 +97,15 @@ def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
     assert watcher._state.active_plan_id == 0
 
 
-def test_every_ask_is_answered(run):
+def test_watch_answers_every_plan_request(run):
     watcher = Watcher(run, LOCKSTEP)
     append(run, step(1), step(2, back=2))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]  # nothing was asked
-    append(run, ask(2))
+    append(run, plan_request(2))
     watcher.poll()
     assert (newest(run).action, newest(run).read_to_step) == ("move", 2)
-    append(run, result(1, 2), step(3, plan=1, back=2), ask(3))
+    append(run, result(1, 2), step(3, plan=1, back=2), plan_request(3))
     watcher.poll()
     plan = newest(run)
     assert (plan.plan_id, plan.action, plan.base_plan_id, plan.read_to_step) == (2, "keep", 1, 3)
@@ -113,20 +113,20 @@ def test_every_ask_is_answered(run):
     assert plan.migration.moves == ()
 
 
-def test_an_ask_before_any_step_is_answered(run):
-    append(run, ask(0))
+def test_watch_answers_request_before_first_step(run):
+    append(run, plan_request(0))
     Watcher(run, LOCKSTEP).poll()
     assert newest(run).action == "keep"
 
 
-def test_an_ask_is_answered_once_across_restarts(run):
-    append(run, step(1, back=2), ask(1))
+def test_watch_answers_request_once_across_restarts(run):
+    append(run, step(1, back=2), plan_request(1))
     Watcher(run, LOCKSTEP).poll()
     Watcher(run, LOCKSTEP).poll()
     assert plan_numbers(run / "plans") == [0, 1]
 
 
-def test_a_restarted_planner_goes_on_where_it_was(run):
+def test_watch_restarted_planner_resumes(run):
     whole, pieces = run / "whole", run / "pieces"
     for copy in (whole, pieces):
         shutil.copytree(run / "plans", copy / "plans")
@@ -136,7 +136,7 @@ def test_a_restarted_planner_goes_on_where_it_was(run):
     for number in range(1, 30):
         drift = 1 + number % 7
         for copy in (whole, pieces):
-            append(copy, step(number, plan=taken, back=drift), ask(number))
+            append(copy, step(number, plan=taken, back=drift), plan_request(number))
         watcher.poll()
         Watcher(pieces, LOCKSTEP).poll()
         plan = newest(whole)
@@ -150,7 +150,7 @@ def test_a_restarted_planner_goes_on_where_it_was(run):
     assert any(document["action"] == "move" for document in documents[0][1:])
 
 
-def test_a_new_segment_starts_from_its_own_initial_plan(run):
+def test_watch_new_segment_starts_from_its_initial_plan(run):
     append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     initial = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
@@ -165,7 +165,7 @@ def test_a_new_segment_starts_from_its_own_initial_plan(run):
     assert newest(run).extra == {"x_segment": 1, "x_cost_records": 4}
 
 
-def test_plans_on_top_of_foreign_garbage(run):
+def test_watch_publishes_above_invalid_plans(run):
     (run / "plans/plan-000007.json").write_text("garbage")
     append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
@@ -173,7 +173,7 @@ def test_plans_on_top_of_foreign_garbage(run):
     assert newest(run).base_plan_id == 0
 
 
-def test_a_broken_line_is_skipped_and_told(run, capfd):
+def test_watch_invalid_line_is_skipped_and_reported(run, capfd):
     append(run, step(1, back=2), step(2, back=2))
     with open(run / "profile.jsonl", "a") as handle:
         handle.write('{"record": "step", \n')
@@ -183,7 +183,7 @@ def test_a_broken_line_is_skipped_and_told(run, capfd):
     assert "skipped line 4" in capfd.readouterr().err
 
 
-def test_an_incomplete_line_waits_for_its_end(run):
+def test_watch_incomplete_line_is_read_when_complete(run):
     watcher = Watcher(run, WatchOptions(min_records=1))
     line = json.dumps(step(1, back=2)) + "\n"
     with open(run / "profile.jsonl", "a") as handle:
@@ -195,7 +195,7 @@ def test_an_incomplete_line_waits_for_its_end(run):
     assert plan_numbers(run / "plans") == [0, 1]
 
 
-def test_a_replaced_profile_starts_anew(run, capfd):
+def test_watch_replaced_profile_resets(run, capfd):
     watcher = Watcher(run, WatchOptions(min_records=3))
     append(run, step(1, back=2), step(2, back=2))
     watcher.poll()
@@ -207,7 +207,7 @@ def test_a_replaced_profile_starts_anew(run, capfd):
     assert plan_numbers(run / "plans") == [0]
 
 
-def test_missing_samples_are_carried_forward(run):
+def test_watch_missing_samples_are_carried_forward(run):
     full = step(1, back=2)
     sparse = step(2, forward_ns=[None] * 10, backward_ns=[None] * 10)
     append(run, full, sparse, {**sparse, "step": 3})
@@ -215,7 +215,7 @@ def test_missing_samples_are_carried_forward(run):
     assert newest(run).action == "move"
 
 
-def test_items_never_sampled_make_no_plan(run, capfd):
+def test_watch_unsampled_items_make_no_plan(run, capfd):
     missing = [None, *step(1)["forward_ns"][1:]]
     append(run, *(step(n, forward_ns=missing, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
@@ -223,7 +223,7 @@ def test_items_never_sampled_make_no_plan(run, capfd):
     assert plan_numbers(run / "plans") == [0]
 
 
-def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
+def test_watch_gain_below_pause_keeps_partition(run, capfd):
     append(run, step(4, back=2), event(4, following=6), step(5, back=2))
     Watcher(run, WatchOptions(min_records=1)).poll()
     assert "gain over the horizon 47 ms, less than the pause" in capfd.readouterr().err
@@ -231,13 +231,13 @@ def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
 
 
 @pytest.mark.parametrize("policy", ["never", "always"])
-def test_the_simple_policies(run, policy):
+def test_never_and_always_policies(run, policy):
     append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions(policy=policy)).poll()
     assert plan_numbers(run / "plans") == ([0] if policy == "never" else [0, 1])
 
 
-def test_slow_workers_are_measured_at_their_speed(run):
+def test_watch_slow_worker_is_measured_at_its_speed(run):
     header = json.loads((run / "profile.jsonl").read_text())
     header["workers"][1]["relative_speed"] = 0.5
     (run / "profile.jsonl").write_text(json.dumps(header) + "\n")
@@ -264,12 +264,12 @@ def wait_for(condition, timeout_s=600.0):
         time.sleep(0.01)
 
 
-def test_the_process_follows_a_growing_run_and_ends_on_sigterm(run):
+def test_watch_process_exits_on_sigterm(run):
     process = start(run, "--lockstep", "--min-records", "1")
     try:
-        append(run, step(1, back=2), ask(1))
+        append(run, step(1, back=2), plan_request(1))
         wait_for(lambda: plan_numbers(run / "plans") == [0, 1])
-        append(run, result(1, 1), step(2, plan=1, back=2), ask(2))
+        append(run, result(1, 1), step(2, plan=1, back=2), plan_request(2))
         wait_for(lambda: plan_numbers(run / "plans") == [0, 1, 2])
     finally:
         process.terminate()
@@ -278,7 +278,7 @@ def test_the_process_follows_a_growing_run_and_ends_on_sigterm(run):
     assert "wrote plan 1" in err
 
 
-def test_the_process_ends_with_its_parent(run):
+def test_watch_process_exits_with_its_parent(run):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     process = start(run, "--parent-pid", str(sleeper.pid))
     wait_for(lambda: process.poll() is None)
@@ -288,13 +288,13 @@ def test_the_process_ends_with_its_parent(run):
     process.stderr.close()
 
 
-def test_once_reads_and_ends(run):
+def test_watch_once_returns(run):
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watch(run, WatchOptions(), once=True, poll_s=1, parent_pid=None)
     assert plan_numbers(run / "plans") == [0, 1]
 
 
-def test_packing_releases_what_is_not_needed(run):
+def test_watch_pack_to_releases_workers(run):
     header = json.loads((run / "profile.jsonl").read_text())
     header["workers"].append({**header["workers"][1], "worker": 2, "ranks": [2]})
     (run / "profile.jsonl").write_text(json.dumps(header) + "\n")

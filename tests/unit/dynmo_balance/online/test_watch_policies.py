@@ -18,7 +18,7 @@ from tests.paths import CONTRACTS
 from tests.unit.dynmo_balance.online.watched_run import append, event, newest, result, step
 
 
-def test_a_move_that_made_things_worse_is_taken_back(run):
+def test_rollback_harmful_move_is_undone(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -45,7 +45,7 @@ def modelled_step_ns(plan, back):
 
 
 @pytest.mark.parametrize(("back", "rolls_back"), [(8, False), (1, False)])
-def test_drift_after_a_move_is_not_blamed_on_the_move(run, back, rolls_back):
+def test_rollback_ignores_drift_after_move(run, back, rolls_back):
     initial = read_plan(plan_path(run / "plans", 0))
     watcher = Watcher(run, WatchOptions(every=1, window=8))
     append(run, *(step(n, back=2, step_ns=modelled_step_ns(initial, 2)) for n in range(1, 4)))
@@ -61,7 +61,7 @@ def test_drift_after_a_move_is_not_blamed_on_the_move(run, back, rolls_back):
     assert any(plan.balancer == "manual" for plan in plans) == rolls_back
 
 
-def test_rollback_refuses_only_the_partition_that_was_rolled_back(run):
+def test_rollback_blocks_only_its_partition(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -72,14 +72,14 @@ def test_rollback_refuses_only_the_partition_that_was_rolled_back(run):
     back = newest(run)
     assert back.balancer == "manual"
     append(run, result(back.plan_id, 15))
-    for number in range(16, 30):  # other costs ask for another partition, which is proposed without a wait
+    for number in range(16, 30):  # other costs plan_request for another partition, which is proposed without a wait
         append(run, step(number, plan=back.plan_id, front=9))
         watcher.poll()
     assert newest(run).plan_id > back.plan_id
     assert newest(run).boundaries not in (back.boundaries, read_plan(plan_path(run / "plans", 1)).boundaries)
 
 
-def test_rollback_refuses_the_partition_after_another_move(run):
+def test_rollback_blocks_partition_after_another_move(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
@@ -104,14 +104,14 @@ def test_rollback_refuses_the_partition_after_another_move(run):
 
 @pytest.mark.parametrize("policy", ["threshold", "regret", "always"])
 @pytest.mark.parametrize("steps", [4, 13, 29])
-def test_once_decides_on_the_last_record(run, policy, steps, capsys):
+def test_watch_once_decides_on_the_last_record(run, policy, steps, capsys):
     append(run, *(step(n, back=2) for n in range(1, steps + 1)))
     watch(run, WatchOptions(policy=policy), once=True, poll_s=0.01, parent_pid=None)
     assert f"step {steps}: move from plan 0" in capsys.readouterr().err
     assert newest(run).plan_id == 1
 
 
-def test_regret_is_the_same_after_a_restart(run):
+def test_regret_after_restart_is_the_same(run):
     options = WatchOptions(policy="regret", every=2, window=6)
     append(run, *(step(n, back=2) for n in range(1, 30)))
     watcher = Watcher(run, WatchOptions(policy="regret", every=2, window=6, min_records=100))
@@ -165,7 +165,7 @@ def drive(folder, options, steps, *, restarts=False):
     return [read_plan(plan_path(folder / "plans", number)) for number in plan_numbers(folder / "plans")]
 
 
-def test_plans_of_the_default_policy_on_oscillating_costs_pass_verify(tmp_path):
+def test_watch_oscillating_costs_plans_pass_verify(tmp_path):
     from dynmo_balance.analysis.verify.plan import verify
     from dynmo_balance.analysis.verify.setting import load_setting
 
@@ -186,7 +186,7 @@ def test_watcher_restarted_at_each_step_decides_the_same(tmp_path, policy):
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
-def test_restart_repeats_the_decisions_of_the_newest_records_only(run, monkeypatch, policy):
+def test_watcher_restart_repeats_newest_decisions_only(run, monkeypatch, policy):
     decided = []
 
     def decide_and_count(state, *rest):
@@ -201,7 +201,7 @@ def test_restart_repeats_the_decisions_of_the_newest_records_only(run, monkeypat
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
-def test_limit_of_repeated_decisions_changes_none_of_an_uninterrupted_watch(tmp_path, monkeypatch, policy):
+def test_watcher_uninterrupted_ignores_replay_limit(tmp_path, monkeypatch, policy):
     options = WatchOptions(policy=policy, every=10, window=20, objective="bottleneck")
     plans = drive(tmp_path / "one", options, 100)
     monkeypatch.setattr(watch_module, "MAX_REPLAYED_RECORDS", 0)
@@ -213,7 +213,7 @@ def test_limit_of_repeated_decisions_changes_none_of_an_uninterrupted_watch(tmp_
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
-def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy):
+def test_poll_several_records_publishes_overdue_plan(run, policy):
     watcher = Watcher(run, WatchOptions(policy=policy))
     append(run, *(step(n, back=2) for n in range(1, 31)))  # due at 3, 8, ... 28
     watcher.poll()
@@ -222,7 +222,7 @@ def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy)
     assert plan_numbers(run / "plans") == [0, 1]
 
 
-def test_watcher_beats_at_every_line_and_past_decision_of_a_first_poll(run, monkeypatch):
+def test_watcher_first_poll_beats_at_each_line_and_decision(run, monkeypatch):
     append(run, *(step(n, back=2) for n in range(1, 30)))
     happened = []
     monkeypatch.setattr(watch_module, "decide", lambda *rest: happened.append("decision") or decide(*rest))
@@ -235,7 +235,7 @@ def test_watcher_beats_at_every_line_and_past_decision_of_a_first_poll(run, monk
     assert ("decision", "decision") not in itertools.pairwise(happened)
 
 
-def test_every_number_of_a_written_plan_can_be_verified(run):
+def test_watch_plan_passes_verify(run):
     from dynmo_balance.analysis.verify.plan import verify
     from dynmo_balance.analysis.verify.setting import load_setting
 

@@ -28,7 +28,7 @@ def append(run, *records):
         append_line(run / "profile.jsonl", record)
 
 
-def ask(number):
+def plan_request(number):
     return {"record": "plan_request", "step": number}
 
 

@@ -35,7 +35,7 @@ def plan():
     return read_plan(CONTRACTS / "plan/valid/move.json")
 
 
-def test_targets_match_the_registry():
+def test_export_targets_match_the_options():
     assert {target.value for target in Target} == set(TARGETS)
 
 
@@ -53,13 +53,13 @@ def megatron_ranks(flags):
 
 # The layouts below were read by Megatron's own PipelineParallelLayerLayout (megatron-core 0.16.1) on 2026-11-21 and
 # 2026-11-22, whose validate_layer_layout accepted them for four layers.
-def test_megatron(plan, header):
+def test_megatron_export_gives_layout(plan, header):
     flags = TARGETS["megatron"](plan, header, 8, None)
     assert flags == "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E,t*3|t*1,L'"
     assert megatron_ranks(flags) == {(0, 0): "Ettt", (1, 0): "tL"}
 
 
-def test_megatron_interleaved(header):
+def test_megatron_export_interleaved_gives_layout(header):
     plan = read_plan(CONTRACTS / "plan/valid/interleaved.json")
     names = [item.name for item in header.items]
     plan = replace(plan, stages=stages_of(names, (0, 3, 5, 7, 10), [0, 1]))
@@ -82,13 +82,13 @@ def test_megatron_interleaved(header):
         ("empty-stage", {}, "Megatron builds the embedding on the first stage"),
     ],
 )
-def test_megatron_refuses_other_pipelines(header, name, changes, words):
+def test_megatron_export_refuses_other_pipelines(header, name, changes, words):
     plan = replace(read_plan(CONTRACTS / f"plan/valid/{name}.json"), **changes)
     with pytest.raises(UsageError, match=words):
         TARGETS["megatron"](plan, header, 8, None)
 
 
-def test_megatron_refuses_uneven_rounds(header):
+def test_megatron_export_refuses_uneven_rounds(header):
     plan = read_plan(CONTRACTS / "plan/valid/interleaved.json")
     names = [item.name for item in header.items]
     plan = replace(plan, stages=stages_of(names, (0, 3, 5, 7, 10), [0, 1]))
@@ -128,12 +128,12 @@ def test_torchtitan_places_stages_as_the_plan_does(header, schedule):
     section = json.loads(TARGETS["torchtitan"](plan, header, 8, None))
     is_v = section["pipeline_parallel_schedule"] == "ZBVZeroBubble"
     ranks = ((0, 3), (1, 2)) if is_v else ((0, 2), (1, 3))  # as torchtitan's pipeline_module_split gives them out
-    held = [[stage.stage for stage in plan.stages if stage.worker == rank] for rank in (0, 1)]
-    assert held == [list(stages) for stages in ranks]
+    stage_items_of = [[stage.stage for stage in plan.stages if stage.worker == rank] for rank in (0, 1)]
+    assert stage_items_of == [list(stages) for stages in ranks]
     assert ("pipeline_parallel_schedule_csv" in section) == (schedule == "custom")
 
 
-def test_torchtitan_refuses_what_it_cannot_run(header):
+def test_torchtitan_export_refuses_other_pipelines(header):
     with pytest.raises(UsageError, match="torch has no schedule gpipe with 2 stages per worker"):
         TARGETS["torchtitan"](planned_as(header, "gpipe"), header, 8, None)
     with pytest.raises(UsageError, match="stage 1 is empty, which torchtitan does not support"):
@@ -195,7 +195,7 @@ def test_deepspeed_parts_of_another_model_are_refused(plan, header, monkeypatch)
 
 @pytest.mark.parametrize("target", ["deepspeed", "vllm"])
 @pytest.mark.parametrize("name", ["zb-v", "interleaved", "custom"])
-def test_one_stage_a_worker_is_all_that_some_have(header, target, name):
+def test_export_refuses_several_stages_per_worker(header, target, name):
     plan = read_plan(CONTRACTS / f"plan/valid/{name}.json")
     with pytest.raises(UsageError, match="one stage per worker"):
         TARGETS[target](plan, header, 8, None)
@@ -205,7 +205,7 @@ def test_one_stage_a_worker_is_all_that_some_have(header, target, name):
     ("target", "words"),
     [("deepspeed", "stage 0 is empty"), ("vllm", "vLLM builds the embedding on the first stage")],
 )
-def test_empty_stages_are_refused(header, target, words):
+def test_export_refuses_empty_stages(header, target, words):
     plan = read_plan(CONTRACTS / "plan/valid/empty-stage.json")
     with pytest.raises(UsageError, match=words):
         TARGETS[target](plan, header, 8, None)
@@ -216,17 +216,17 @@ def test_deepspeed_refuses_other_schedules(plan, header):
         TARGETS["deepspeed"](replace(plan, schedule="zero-bubble"), header, 8, None)
 
 
-def test_the_table_of_a_custom_plan_has_its_own_microbatches(header):
+def test_torch_csv_custom_plan_has_its_own_microbatches(header):
     plan = read_plan(CONTRACTS / "plan/valid/custom.json")
     with pytest.raises(UsageError, match="the plan's operations are for"):
         TARGETS["torch-csv"](plan, header, 99, None)
 
 
-def test_vllm(plan, header):
+def test_vllm_export_gives_layer_counts(plan, header):
     assert TARGETS["vllm"](plan, header, 8, None) == "VLLM_PP_LAYER_PARTITION=3,1"
 
 
-def test_vllm_with_a_stage_of_the_head_alone_recommends_two_units(plan, header):
+def test_vllm_export_stage_with_head_only_is_refused(plan, header):
     names = [name for stage in plan.stages for name in stage.items]
     stages = tuple(
         replace(stage, items=tuple(items)) for stage, items in zip(plan.stages, (names[:-1], names[-1:]), strict=True)
@@ -270,19 +270,19 @@ def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, sch
 
 
 @pytest.mark.parametrize("target", ["megatron", "torchtitan", "deepspeed", "vllm"])
-def test_cuts_inside_a_layer_are_refused(plan, header, target):
+def test_export_refuses_cuts_inside_a_layer(plan, header, target):
     inside = replace(plan, stages=stages_of([item.name for item in header.items], (0, 6, 10), [0, 1]))
     with pytest.raises(UsageError, match=r"stage 1 begins inside layers\.2"):
         TARGETS[target](inside, header, 8, None)
 
 
-def test_svg_is_well_formed_and_has_a_box_for_each_operation(chain_factory, problem_factory):
+def test_svg_is_well_formed_with_one_box_per_operation(chain_factory, problem_factory):
     timeline = predict(problem_factory(chain_factory([1, 2], backward=[2, 4]), 2, microbatches=4), (0, 1, 2))
     root = ET.fromstring(as_svg(timeline, [0, 1], "a < b"))
     assert sum(element.tag.endswith("title") for element in root.iter()) == 16
 
 
-def test_trace_holds_every_operation_in_microseconds(chain_factory, problem_factory):
+def test_trace_has_every_operation_in_microseconds(chain_factory, problem_factory):
     timeline = predict(problem_factory(chain_factory([1000, 2000]), 2, microbatches=4), (0, 1, 2))
     events = [event for event in as_trace(timeline, [0, 1])["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 16
@@ -293,7 +293,7 @@ def uneven(*forward, send=100):
     return [StageCosts(forward_ns=f, backward_input_ns=f, backward_weight_ns=0, send_ns=send) for f in forward]
 
 
-def test_a_serial_link_carries_one_tensor_at_a_time():
+def test_serial_link_carries_one_tensor_at_a_time():
     order = build_order("gpipe", 2, 1, 4)
     free = run(order, uneven(10, 10)).step_ns
     serial = run(order, uneven(10, 10), communication=Communication.SERIAL).step_ns
@@ -310,7 +310,7 @@ def test_blocking_transfers_keep_both_workers_busy():
     assert blocking.step_ns > run(order, uneven(10, 10), communication=Communication.SERIAL).step_ns
 
 
-def test_tail(chain_factory, problem_factory):
+def test_tail_of_adds_reductions_and_optimizer(chain_factory, problem_factory):
     chain = chain_factory([10, 10], sizes=[1000, 2000])
     items = tuple(replace(item, gradient_bytes=item.param_bytes) for item in chain.items)
     items = (items[0], replace(items[1], tied_to=items[0].name))

@@ -52,17 +52,17 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_needs_nothing_else(page):
+def test_html_is_self_contained(page):
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
     assert parser.count["svg"] == 4  # steps, loads, two timelines
     assert not re.search(r'(src|href)="', page)
-    assert "pays within 5 steps" in page
+    assert "breaks even after 5 steps" in page
     assert "+20.0%" in page  # predicted
 
 
-def test_what_was_measured_is_beside_what_was_predicted(run):
+def test_html_shows_measured_and_predicted_gain(run):
     lines = (run / "profile.jsonl").read_text().splitlines()
     newest = json.loads(lines[-1])
     newest["step_ns"] = 30_000_000
@@ -72,25 +72,25 @@ def test_what_was_measured_is_beside_what_was_predicted(run):
     assert plan_history.realized == pytest.approx(0.25)
 
 
-def test_loads_follow_the_plan_in_force(run):
+def test_read_history_loads_follow_the_active_plan(run):
     history = read_history(run)
     assert len(history.loads) == len(read_profile(run / "profile.jsonl")[0].steps)
     assert history.loads[-1][0] == history.loads[-2][0] + 1_500_000  # layer 2 moved to stage 0
 
 
-def test_text_from_documents_is_escaped(run):
+def test_html_escapes_text_of_documents(run):
     plan = json.loads((run / "plans/plan-000001.json").read_text())
     plan["reason"] = "<script>alert(1)</script>"
     (run / "plans/plan-000001.json").write_text(json.dumps(plan))
     assert "<script>" not in html(read_history(run), None)
 
 
-def test_long_runs_are_thinned():
+def test_line_chart_long_run_is_downsampled():
     chart = line_chart("t", list(range(5000)), [("a", [1.0] * 5000)], "ms")
     assert len(re.search(r'points="([^"]*)"', chart)[1].split()) == 600
 
 
-def test_a_browser_draws_it(page, tmp_path):
+def test_html_renders_in_a_browser(page, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium here")

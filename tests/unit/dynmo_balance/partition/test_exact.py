@@ -34,8 +34,8 @@ def obeys(problem, stage, first, last):
     begin, end = chain.cuts[first], chain.cuts[last]
     static = sum(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in chain.items[begin:end])
     trained = max(begin, chain.frozen_items)  # a frozen front has no backward and keeps no activations
-    held = static + problem.in_flight[stage] * sum(chain.costs.activation_bytes[trained:end])
-    fits = slot.memory_bytes is None or held <= slot.memory_bytes
+    memory = static + problem.in_flight[stage] * sum(chain.costs.activation_bytes[trained:end])
+    fits = slot.memory_bytes is None or memory <= slot.memory_bytes
     pinned = all(stage == pin if begin <= item < end else stage != pin for item, pin in problem.pins)
     return fits and pinned and last - first >= problem.min_units
 
@@ -99,7 +99,7 @@ def check_against_brute_force(problem):
     return True
 
 
-def test_equals_brute_force(rng, chain_factory, problem_factory):
+def test_solve_equals_brute_force(rng, chain_factory, problem_factory):
     solved = sum(check_against_brute_force(random_problem(rng, chain_factory, problem_factory)) for _ in range(1000))
     assert 300 < solved < 950  # both feasible and infeasible problems came up
 
@@ -111,7 +111,7 @@ def test_equals_brute_force(rng, chain_factory, problem_factory):
     min_units=st.integers(0, 2),
     caps=st.lists(st.one_of(st.none(), st.integers(0, 30)), min_size=5, max_size=5),
 )
-def test_equals_brute_force_on_adversarial_cases(work, stages, min_units, caps, chain_factory, problem_factory):
+def test_solve_adversarial_cases_equal_brute_force(work, stages, min_units, caps, chain_factory, problem_factory):
     chain = chain_factory(work, sizes=work)
     check_against_brute_force(problem_factory(chain, stages, min_units=min_units, memory=caps[:stages]))
 
@@ -124,7 +124,7 @@ def stored_bytes(problem, boundaries):
     )
 
 
-def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
+def test_solve_ties_move_the_fewest_bytes(rng, chain_factory, problem_factory):
     for _ in range(500):
         problem = random_problem(rng, chain_factory, problem_factory)
         if brute_force(problem) is None or is_too_small(problem):
@@ -142,7 +142,7 @@ def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
         assert stored_bytes(problem, solution.boundaries) == best
 
 
-def test_minimum_layers_need_more_than_greedy(chain_factory, problem_factory):
+def test_solve_min_units_where_greedy_fails(chain_factory, problem_factory):
     # Stage 1 cannot hold layer 2; greedy would give it that one alone.
     chain = chain_factory([1, 1, 1, 1], sizes=[1, 1, 9, 1])
     problem = problem_factory(chain, 3, memory=[None, 5, None])
@@ -150,7 +150,7 @@ def test_minimum_layers_need_more_than_greedy(chain_factory, problem_factory):
     assert solve(problem).bottleneck_ns == brute_force(problem) == 2
 
 
-def test_blocking_run_cannot_fit_in_less(rng, chain_factory, problem_factory):
+def test_blocking_run_does_not_fit_below_the_bottleneck(rng, chain_factory, problem_factory):
     for _ in range(500):
         n, stages = rng.randint(2, 12), rng.randint(1, 5)
         problem = problem_factory(chain_factory([rng.randint(1, 30) for _ in range(n)]), stages, min_units=0)
@@ -159,35 +159,35 @@ def test_blocking_run_cannot_fit_in_less(rng, chain_factory, problem_factory):
         assert sum(problem.chain.work_ns[begin:end]) >= solution.bottleneck_ns
 
 
-def test_a_heavy_first_item_is_no_trap(chain_factory, problem_factory):
+def test_solve_heavy_first_item_is_optimal(chain_factory, problem_factory):
     # A probe that wraps around on a heavy first item answers 13 here.
     assert solve(problem_factory(chain_factory([10, 1, 1, 1]), 3)).bottleneck_ns == 10
 
 
-def test_where_a_max_min_partition_is_far_off(chain_factory, problem_factory):
+def test_solve_beats_max_min_partition(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([15, 5, 4, 7, 2, 13, 20, 2, 7]), 4)
     assert solve(problem).bottleneck_ns == 24
 
 
-def test_cuts_only_where_they_are_permitted(chain_factory, problem_factory):
+def test_solve_cuts_only_at_permitted_positions(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1, 1, 1, 1, 1, 1], cuts=[0, 2, 4, 6]), 2)
     assert solve(problem).boundaries in {(0, 2, 6), (0, 4, 6)}
 
 
-def test_infeasible_memory_names_the_unit(chain_factory, problem_factory):
+def test_solve_infeasible_memory_names_the_unit(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1, 1], sizes=[5, 50]), 2, memory=[10, 10])
     with pytest.raises(InfeasibleError, match="unit 1 needs 50 bytes") as caught:
         solve(problem)
     assert caught.value.exit_code == 3
 
 
-def test_more_stages_than_units(chain_factory, problem_factory):
+def test_solve_more_stages_than_units_is_refused(chain_factory, problem_factory):
     with pytest.raises(UsageError, match="use fewer stages"):
         solve(problem_factory(chain_factory([1, 2]), 3))
     assert solve(problem_factory(chain_factory([1, 2]), 3, min_units=0)).bottleneck_ns == 2
 
 
-def test_tied_items_stay_on_one_worker(rng, chain_factory, problem_factory):
+def test_with_ties_together_keeps_one_worker(rng, chain_factory, problem_factory):
     solved = 0
     for _ in range(600):
         problem = random_problem(rng, chain_factory, problem_factory)
@@ -216,7 +216,7 @@ def test_tied_items_stay_on_one_worker(rng, chain_factory, problem_factory):
     assert solved > 100
 
 
-def test_a_v_keeps_tied_ends_together(chain_factory, problem_factory):
+def test_with_ties_together_in_a_v_pins_the_ends(chain_factory, problem_factory):
     chain = chain_factory([1, 5, 5, 5, 5, 1])
     items = (*chain.items[:5], replace(chain.items[5], tied_to=chain.items[0].name))
     problem = problem_factory(replace(chain, items=items), 2, "zb-v", virtual_stages=2, min_units=0)
@@ -229,7 +229,7 @@ def test_a_v_keeps_tied_ends_together(chain_factory, problem_factory):
 
 @pytest.mark.parametrize("memory", [None, [10**9] * 3])
 @pytest.mark.parametrize("pins", [((3, 0), (0, 1)), ((2, 1), (2, 2)), ((3, 0),), ((0, 2),), ((1, 0), (2, 2))])
-def test_contradictory_pins_are_named_with_and_without_memory(pins, memory, chain_factory, problem_factory):
+def test_solve_contradictory_pins_are_named(pins, memory, chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=pins, memory=memory)
     assert brute_force(problem) is None
     with pytest.raises(InfeasibleError) as error:
@@ -238,12 +238,12 @@ def test_contradictory_pins_are_named_with_and_without_memory(pins, memory, chai
         assert f"--pin layers.{item}:{stage}" in str(error.value)
 
 
-def test_solve_with_the_first_item_pinned_behind_names_stage_0(chain_factory, problem_factory):
+def test_solve_first_item_pinned_to_later_stage_names_stage_0(chain_factory, problem_factory):
     with pytest.raises(InfeasibleError, match="stage 0 must have at least 1 unit, but at most 0 so that"):
         solve(problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=((0, 1),), min_units=1))
 
 
-def test_random_pins_are_obeyed_or_refused_by_name(rng, chain_factory, problem_factory):
+def test_solve_random_pins_are_satisfied_or_named(rng, chain_factory, problem_factory):
     refused = 0
     for _ in range(400):
         n, stages = rng.randint(2, 7), rng.randint(2, 4)

@@ -47,8 +47,8 @@ def random_problem(rng, chain_factory, problem_factory, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
-def test_against_brute_force(schedule, rng, chain_factory, problem_factory):
-    met = tight = feasible = 0
+def test_solve_interleaved_against_brute_force(schedule, rng, chain_factory, problem_factory):
+    reached = tight = feasible = 0
     for _ in range(50):
         problem = random_problem(rng, chain_factory, problem_factory, schedule)
         best = min((bottleneck_ns(problem, cuts) for cuts in partitions(problem)), default=None)
@@ -67,15 +67,15 @@ def test_against_brute_force(schedule, rng, chain_factory, problem_factory):
         assert solution.optimal == (solution.bottleneck_ns == solution.lower_bound_ns)
         if schedule == "zb-v" and problem.min_units == 0:
             assert solution.optimal
-        met += solution.optimal
+        reached += solution.optimal
         tight += solution.bottleneck_ns == best
     assert feasible > 25
     assert tight > (0.95 if schedule == "zb-v" else 0.7) * feasible
-    assert met > (0.8 if schedule == "zb-v" else 0.02) * feasible
+    assert reached > (0.8 if schedule == "zb-v" else 0.02) * feasible
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
-def test_ties_go_to_what_moves_less(schedule, rng, chain_factory, problem_factory):
+def test_solve_interleaved_ties_move_fewer_bytes(schedule, rng, chain_factory, problem_factory):
     nearer = 0
     for _ in range(40):
         chain = chain_factory([rng.randint(1, 2) for _ in range(12)], sizes=[1] * 12)

@@ -23,19 +23,19 @@ def with_ends(chain):
     return replace(chain, items=tuple(items))
 
 
-def test_uniform_is_megatrons_split(chain_factory, problem_factory):
+def test_uniform_equals_megatrons_split(chain_factory, problem_factory):
     chain = with_ends(chain_factory([1] * 10))
     assert uniform.boundaries(problem_factory(chain, 4)) == (0, 3, 5, 7, 10)
     assert uniform.boundaries(problem_factory(chain, 3)) == (0, 3, 6, 10)
 
 
-def test_deepspeeds_objective_misses_the_bottleneck(chain_factory, problem_factory):
+def test_deepspeed_misses_the_minimum_bottleneck(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([15, 5, 4, 7, 2, 13, 20, 2, 7]), 4)
     assert bottleneck_ns(problem, deepspeed.boundaries(problem)) == 29
     assert solve(problem).bottleneck_ns == 24
 
 
-def test_no_balancer_beats_exact_and_all_keep_the_order(rng, chain_factory, problem_factory):
+def test_balancers_keep_order_and_never_beat_exact(rng, chain_factory, problem_factory):
     for _ in range(200):
         n, stages = rng.randint(4, 14), rng.randint(1, 4)
         chain = with_ends(chain_factory([rng.randint(1, 50) for _ in range(n)], sizes=[rng.randint(1, 9)] * n))
@@ -50,7 +50,7 @@ def test_no_balancer_beats_exact_and_all_keep_the_order(rng, chain_factory, prob
             assert solution.optimal == (solution.bottleneck_ns == best)
 
 
-def test_diffusion_ends_where_no_pair_can_improve(rng, chain_factory, problem_factory):
+def test_diffusion_ends_at_local_equilibrium(rng, chain_factory, problem_factory):
     for _ in range(100):
         problem = problem_factory(chain_factory([rng.randint(1, 50) for _ in range(20)]), 5)
         boundaries, rounds = diffusion.diffuse(problem)
@@ -62,12 +62,12 @@ def test_diffusion_ends_where_no_pair_can_improve(rng, chain_factory, problem_fa
             assert max(sum(work[begin:middle]), sum(work[middle:end])) == best
 
 
-def test_diffusion_may_stop_short_of_the_optimum(chain_factory, problem_factory):
+def test_diffusion_may_miss_the_optimum(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([4, 1, 4, 1, 4, 1, 1, 4]), 4, min_units=1)
     assert bottleneck_ns(problem, diffusion.boundaries(problem)) >= solve(problem).bottleneck_ns
 
 
-def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
+def test_fewest_workers_equals_brute_force(rng, chain_factory, problem_factory):
     for _ in range(30):
         chain = with_ends(chain_factory([rng.randint(1, 9) * 100 for _ in range(12)]))
         problem = problem_factory(chain, 6, microbatches=12)
@@ -82,17 +82,17 @@ def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
             assert packing.throughput_fraction >= 0.9
 
 
-def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
+def test_with_workers_keeps_unreleasable_workers(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1] * 6), 3)
     slots = (WorkerSlot(worker=0), WorkerSlot(worker=1), WorkerSlot(worker=2, releasable=False))
     smaller = with_workers(replace(problem, slots=slots), 1)
     assert [slot.worker for slot in smaller.slots] == [2]
-    held = tuple(replace(slot, releasable=False) for slot in slots)
+    unreleasable = tuple(replace(slot, releasable=False) for slot in slots)
     with pytest.raises(UsageError, match="3 workers cannot be released"):
-        with_workers(replace(problem, slots=held), 2)
+        with_workers(replace(problem, slots=unreleasable), 2)
 
 
-def test_variants_by_parameters_see_only_parameters(chain_factory, problem_factory):
+def test_parameter_balancers_ignore_times(chain_factory, problem_factory):
     # Times are even, parameters are all at the front
     chain = chain_factory([10] * 8, sizes=[100, 100, 1, 1, 1, 1, 1, 1])
     problem = problem_factory(chain, 2)
@@ -103,7 +103,7 @@ def test_variants_by_parameters_see_only_parameters(chain_factory, problem_facto
 
 @pytest.mark.parametrize("count", [7, 8, 9, 31])
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
-def test_the_static_split_is_deepspeeds(chain_factory, problem_factory, count, stages):
+def test_deepspeed_static_equals_partition_uniform(chain_factory, problem_factory, count, stages):
     # partition_uniform of DeepSpeed: the first parts get one more
     sizes = [count // stages + (part < count % stages) for part in range(stages)]
     expected = tuple(sum(sizes[:part]) for part in range(stages + 1))

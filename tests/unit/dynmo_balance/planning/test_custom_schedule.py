@@ -26,7 +26,7 @@ def random_problem(rng, chain_factory, problem_factory, workers, n, schedule="zb
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("frozen", [0, 4])
-def test_a_list_schedule_takes_what_the_simulation_says(rule, frozen, rng, chain_factory, problem_factory):
+def test_list_order_step_equals_the_simulation(rule, frozen, rng, chain_factory, problem_factory):
     for schedule, virtual in (("zb-v", 2), ("1f1b", 1), ("interleaved-1f1b", 3)):
         problem = random_problem(rng, chain_factory, problem_factory, 3, 12, schedule, virtual, frozen=frozen)
         stages = problem.num_stages
@@ -40,7 +40,7 @@ def test_a_list_schedule_takes_what_the_simulation_says(rule, frozen, rng, chain
         assert max(count_in_flight(order)[first_trained:]) <= 4
 
 
-def test_tailored_steps_are_close_to_the_bound(rng, chain_factory, problem_factory):
+def test_custom_schedule_step_is_close_to_the_bound(rng, chain_factory, problem_factory):
     problem = random_problem(rng, chain_factory, problem_factory, 4, 40, microbatches=32)
     found = search_custom_schedules(problem, rounds=3)
     best = found[0]
@@ -50,7 +50,7 @@ def test_tailored_steps_are_close_to_the_bound(rng, chain_factory, problem_facto
     assert search_custom_schedules(problem, rounds=3)[0] == best
 
 
-def test_tailored_orders_keep_to_the_memory(rng, chain_factory, problem_factory):
+def test_custom_schedule_satisfies_memory_limits(rng, chain_factory, problem_factory):
     problem = random_problem(rng, chain_factory, problem_factory, 2, 10, microbatches=12)
     free = search_custom_schedules(problem, rounds=2)[0]
     peak = max(predict(free.problem, free.solution.boundaries).peak_memory_bytes)

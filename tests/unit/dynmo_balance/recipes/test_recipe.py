@@ -1,4 +1,4 @@
-"""The recipes: each can be run, says its assumptions, and keeps its two speed-ups apart."""
+"""The recipes: each can be run, states its assumptions, and keeps its two speed-ups apart."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dynmo_balance.recipes.optimality_gap import measure_gap
 from dynmo_balance.recipes.recipe import FOLDER, final_costs, load_recipe, recipe_names, run_recipe, with_size
 
 # What they give (balancing only, technique and balancing); a change of the cost model that
-# moves them must be seen.
-SEEN = {
+# moves them must be measured.
+SPEED_UPS = {
     "early-exit": (1.09, 2.38),
     "freezing": (2.15, 2.33),
     "mod": (1.56, 1.79),
@@ -31,16 +31,16 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("name", SEEN)
-def test_figures(name):
+@pytest.mark.parametrize("name", SPEED_UPS)
+def test_recipe_speed_ups_have_the_documented_values(name):
     outcome = run_recipe(load_recipe(name))
-    seen = (outcome.balancing_only, outcome.technique_and_balancing)
-    assert seen == pytest.approx(SEEN[name], abs=0.01)
+    measured = (outcome.balancing_only, outcome.technique_and_balancing)
+    assert measured == pytest.approx(SPEED_UPS[name], abs=0.01)
     assert len(outcome.recipe.assumptions) >= 3
     assert outcome.balanced_ns <= outcome.unbalanced_ns
 
 
-def test_there_is_one_for_each_dynamic_technique():
+def test_recipes_cover_each_dynamic_technique():
     recipes = [load_recipe(name) for name in recipe_names()]
     assert {r.technique: r.published for r in recipes} == {
         "moe": 1.23,
@@ -52,20 +52,20 @@ def test_there_is_one_for_each_dynamic_technique():
     }
 
 
-def test_the_two_speed_ups_differ_by_the_baseline_alone():
+def test_recipe_speed_ups_differ_by_the_baseline():
     outcome = run_recipe(load_recipe("pruning"))
     ratio = outcome.technique_and_balancing / outcome.balancing_only
     assert ratio == pytest.approx(outcome.baseline_ns / outcome.unbalanced_ns)
 
 
-def test_searching_is_never_worse():
+def test_recipe_search_is_never_worse():
     recipe = load_recipe("freezing")
     small = replace(recipe, spec=replace(recipe.spec, layers=8), run=replace(recipe.run, workers=2, microbatches=4))
     outcome = run_recipe(small, searching=True)
     assert outcome.bound_ns <= outcome.searched_ns <= outcome.balanced_ns
 
 
-def test_the_command(tmp_path):
+def test_recipe_command_prints_assumptions_and_speed_ups(tmp_path):
     own = tmp_path / "own.toml"
     own.write_text((FOLDER / "mod.toml").read_text().replace("workers = 8", "workers = 4"))
     command = [sys.executable, "-m", "dynmo_balance", "recipe", str(own)]
@@ -91,19 +91,19 @@ def test_the_command(tmp_path):
         (("[model]", "[model"), "own.toml"),
     ],
 )
-def test_bad_recipes_are_refused(tmp_path, change, message):
+def test_load_recipe_invalid_file_is_refused(tmp_path, change, message):
     own = tmp_path / "own.toml"
     own.write_text((FOLDER / "mod.toml").read_text().replace(*change))
     with pytest.raises(UsageError, match=message):
         load_recipe(str(own))
 
 
-def test_an_unknown_recipe_names_the_known_ones():
+def test_load_recipe_unknown_name_lists_recipes():
     with pytest.raises(UsageError, match="choose one of early-exit, early-exit-7b, freezing"):
         load_recipe("nothing")
 
 
-def test_the_trace_has_the_baseline_and_then_the_technique(tmp_path):
+def test_trace_has_baseline_steps_then_technique_steps(tmp_path):
     path = tmp_path / "trace.jsonl"
     command = [sys.executable, "-m", "dynmo_balance", "recipe", "pruning-7b", "--layers", "8", "--workers", "4"]
     command += ["--trace", str(path), "--baseline-steps", "2", "--technique-steps", "3"]
@@ -121,13 +121,13 @@ def test_the_trace_has_the_baseline_and_then_the_technique(tmp_path):
     assert (again.returncode, "exists" in again.stderr) == (2, True)
 
 
-def test_a_trace_is_of_one_recipe(tmp_path):
+def test_trace_of_two_recipes_is_refused(tmp_path):
     command = [sys.executable, "-m", "dynmo_balance", "recipe", "mod", "moe", "--trace", str(tmp_path / "t")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "name one" in done.stderr) == (2, True)
 
 
-def test_distance_to_perfect_is_above_the_bounds_and_below_plain_1f1b():
+def test_optimality_gap_is_between_bounds_and_plain_1f1b():
     recipe = with_size(load_recipe("freezing-7b"), 8, 2)
     recipe = replace(recipe, run=replace(recipe.run, microbatches=4))
     distance = measure_gap(recipe)
@@ -135,7 +135,7 @@ def test_distance_to_perfect_is_above_the_bounds_and_below_plain_1f1b():
     assert distance.document()["layers"] == 8
 
 
-def test_the_skew_of_experts_grows_with_depth():
+def test_moe_slope_increases_skew_with_depth():
     flat = load_recipe("moe-128k-vocabulary")
     header, dense, last = final_costs(flat)
     growth = [

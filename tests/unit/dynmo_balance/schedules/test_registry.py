@@ -15,7 +15,7 @@ CASES += [("zb-v", p, 2, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, p, 2 * p - 
 
 
 @pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
-def test_every_operation_once(schedule, workers, virtual, microbatches):
+def test_build_order_any_schedule_has_every_operation_once(schedule, workers, virtual, microbatches):
     order = build_order(schedule, workers, virtual, microbatches)
     split = schedule in ("zero-bubble", "zb-v")
     kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD])]
@@ -27,22 +27,22 @@ def test_every_operation_once(schedule, workers, virtual, microbatches):
 
 
 @pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
-def test_closed_forms_of_microbatches_in_flight(schedule, workers, virtual, microbatches):
+def test_in_flight_closed_forms_equal_the_count(schedule, workers, virtual, microbatches):
     counted = count_in_flight(build_order(schedule, workers, virtual, microbatches))
     assert in_flight(schedule, workers, virtual, microbatches) == counted
 
 
-def test_unknown_schedule():
+def test_build_order_unknown_schedule_is_refused():
     with pytest.raises(UsageError, match="unknown schedule"):
         build_order("2f2b", 2, 1, 4)
 
 
-def test_rounds_must_come_out_even():
+def test_interleaved_uneven_rounds_are_refused():
     with pytest.raises(UsageError, match="use a multiple of 4"):
         build_order("interleaved-1f1b", 4, 2, 9)
 
 
-def test_a_v_has_two_stages_a_worker():
+def test_zb_v_needs_two_stages_per_worker():
     with pytest.raises(UsageError, match="2 stages per worker, got 3"):
         build_order("zb-v", 4, 3, 8)
 
@@ -62,7 +62,7 @@ class Stage:
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble"])
 @pytest.mark.parametrize(("workers", "virtual", "microbatches"), [(p, v, m) for p, v, m in SIZES if p > 1 and v > 1])
-def test_equal_to_torch(name, workers, virtual, microbatches):
+def test_build_order_equals_torch(name, workers, virtual, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     kind = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
     stages = [Stage(lap * workers, workers, 0, virtual) for lap in range(virtual)]
@@ -83,7 +83,7 @@ def test_zb_v_equals_torch(workers, microbatches):
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
-def test_1f1b_equals_torch_but_for_its_last_rank(workers, microbatches):
+def test_1f1b_equals_torch_except_last_rank(workers, microbatches):
     """torch 2.13's table of the last rank leaves out the first forward; its own runs do not use that table."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     theirs = schedules.Schedule1F1B._get_pipeline_order(

@@ -14,7 +14,7 @@ CASES = [(name, virtual) for name in SCHEDULES for virtual in (1, 2, 3) if name 
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), CASES)
-def test_equals_the_event_loop(schedule, virtual, rng, chain_factory, problem_factory):
+def test_step_times_equal_the_simulator(schedule, virtual, rng, chain_factory, problem_factory):
     for _ in range(15):
         workers = rng.randint(1, 4)
         n = workers * virtual + rng.randint(0, 6)
@@ -35,7 +35,7 @@ def test_equals_the_event_loop(schedule, virtual, rng, chain_factory, problem_fa
         assert step_times(problem, candidates, overhead) == expected
 
 
-def test_polish_never_makes_the_step_longer(rng, chain_factory, problem_factory):
+def test_minimize_step_is_never_longer(rng, chain_factory, problem_factory):
     shorter = 0
     for microbatches in (2, 4, 64):
         for _ in range(20):

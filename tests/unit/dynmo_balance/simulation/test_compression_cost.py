@@ -1,4 +1,4 @@
-"""Compression in the simulator: closed forms of its times and bytes, the epilogue, the tail, and whether it pays."""
+"""Compression in the simulator: closed forms of its times and bytes, the epilogue, the tail, and when it is faster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stages(count, compressed, send=10, make=3, undo=2):
     return [plain, *[small] * (count - 1)]
 
 
-def test_bytes_and_times_of_factors():
+def test_compression_factor_bytes_and_times():
     assert factor_bytes(GIVEN) == 485_376
     # At a low rank reading the matrix takes longer than its operations, at a high one not
     touch = GIVEN.device.touch_ns(8192 * 1920 * 4)
@@ -45,20 +45,20 @@ def test_bytes_and_times_of_factors():
 
 
 @pytest.mark.parametrize("communication", Communication)
-def test_one_microbatch_through_three_stages(communication):
+def test_compressed_run_one_microbatch_three_stages(communication):
     """Three forwards and backwards, two whole transfers forth and two packed ones back, made twice, undone twice."""
     timeline = run(build_order("gpipe", 3, 1, 1), stages(3, EVERY), communication=communication)
     assert timeline.step_ns == 3 * (F + B) + 2 * SEND + 2 * (10 + 3 + 2)
 
 
-def test_only_packed_microbatches_are_cheaper():
+def test_compressed_run_only_compressed_microbatches_are_cheaper():
     order = build_order("1f1b", 2, 1, 8)
     kinds = (frozenset(), frozenset({7}), frozenset({6, 7}), EVERY)
     whole, last, epilogue, every = (run(order, stages(2, compressed)).step_ns for compressed in kinds)
     assert every <= epilogue < last < whole
 
 
-def test_split_backwards_carry_the_packing_with_their_input_part():
+def test_compressed_run_split_backward_compresses_input_gradient():
     order = build_order("zero-bubble", 2, 1, 4)
     plain = StageCosts(forward_ns=F, backward_input_ns=B, backward_weight_ns=5, send_ns=SEND)
     assert run(order, [plain, plain]).step_ns > 0
@@ -76,7 +76,7 @@ class _Pipeline:
         return type("Place", (), {"worker": self._workers[stage]})
 
 
-def test_the_epilogue_is_behind_the_receivers_last_forward():
+def test_epilogue_starts_after_the_receivers_last_forward():
     order = build_order("1f1b", 4, 1, 8)
     found = compressed_microbatches(_Pipeline([0, 1, 2, 3], 8), order, epilogue_only=True)
     assert [sorted(one) for one in found] == [[], [4, 5, 6, 7], [5, 6, 7], [6, 7]]
@@ -127,12 +127,12 @@ def profile(tmp_path, **changes):
     return str(path)
 
 
-def simulate(*words):
-    return CliRunner().invoke(app, ["simulate", *words])
+def simulate(*options):
+    return CliRunner().invoke(app, ["simulate", *options])
 
 
-def figures(*words):
-    done = simulate(*words, "--format", "json")
+def figures(*options):
+    done = simulate(*options, "--format", "json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -141,43 +141,46 @@ RATES = ("--transfers", "serial", "--data-parallel-gbps", "0.01")
 FLAGS = ("--inter-grad-comp-rank", "4", "--grad-comp-rank", "4", "--emb-comm-opt")
 
 
-def test_a_slow_link_pays_and_a_fast_one_does_not(tmp_path):
+def test_compression_is_faster_on_slow_links_only(tmp_path):
     path = profile(tmp_path)
     plain, compressed = figures(path, *RATES), figures(path, *RATES, *FLAGS)
     assert "compression" not in plain
-    told = compressed["compression"]
-    assert told["step_whole_ns"] == plain["step_with_tail_ns"] > compressed["step_with_tail_ns"]
-    assert told["gain"] == pytest.approx(plain["step_with_tail_ns"] / compressed["step_with_tail_ns"] - 1)
-    assert (told["boundary_bytes"], told["boundary_whole_bytes"]) == ((512 + 256) * 4 * 4, 512 * 256 * 4)
-    assert told["packed_microbatches"] == [0, 4]
-    assert told["replica_whole_bytes"] == [2_048_000] * 2
+    report = compressed["compression"]
+    assert report["step_whole_ns"] == plain["step_with_tail_ns"] > compressed["step_with_tail_ns"]
+    assert report["gain"] == pytest.approx(plain["step_with_tail_ns"] / compressed["step_with_tail_ns"] - 1)
+    assert (report["boundary_bytes"], report["boundary_whole_bytes"]) == (
+        (512 + 256) * 4 * 4,
+        512 * 256 * 4,
+    )
+    assert report["packed_microbatches"] == [0, 4]
+    assert report["replica_whole_bytes"] == [2_048_000] * 2
     # An MLP of 1000 rows: two matrices 256 wide; the tables are fused
-    assert told["replica_bytes"] == [(1000 + 2 * 256) * 4 * 4] * 2
+    assert report["replica_bytes"] == [(1000 + 2 * 256) * 4 * 4] * 2
     assert "compression is faster" in simulate(path, *RATES, *FLAGS).output
     fast = simulate(path, "--link-gbps", "100", "--data-parallel-gbps", "100", *FLAGS[:4])
     assert "compression is not faster" in fast.output
 
 
-def test_the_fused_table_takes_one_exchange_of_all_holders(tmp_path):
+def test_fused_table_takes_one_all_reduce(tmp_path):
     path = profile(tmp_path)
-    apart, fused = (figures(path, *RATES, *words)["step_with_tail_ns"] for words in ((), ("--emb-comm-opt",)))
+    apart, fused = (figures(path, *RATES, *options)["step_with_tail_ns"] for options in ((), ("--emb-comm-opt",)))
     table = 1_024_000 * 100  # ns at 10 MB/s
     # Apart: the table over two replicas, then between two workers. Fused: 2 (4 - 1) / 4 of it
     assert apart - fused == 2 * table - 3 * table // 2
 
 
-def test_auto_is_the_least_of_all_ways(tmp_path):
+def test_selective_way_auto_is_the_fastest(tmp_path):
     path = profile(tmp_path)
-    told = figures(path, *RATES, *FLAGS[2:], "--selective-grad-comp-way", "auto")["compression"]
-    steps = {int(way): ns for way, ns in told["ways_ns"].items()}
+    report = figures(path, *RATES, *FLAGS[2:], "--selective-grad-comp-way", "auto")["compression"]
+    steps = {int(way): ns for way, ns in report["ways_ns"].items()}
     assert set(steps) == {0, 1, 2}
-    assert steps[told["selective_grad_comp_way"]] == min(steps.values())
+    assert steps[report["selective_grad_comp_way"]] == min(steps.values())
     one = figures(path, *RATES, *FLAGS[2:], "--selective-grad-comp-way", "1")
     assert one["step_with_tail_ns"] == steps[1]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("--selective-grad-comp-way", "1"), "needs --grad-comp-rank"),
         (("--grad-comp-rank", "4", "--selective-grad-comp-way", "3"), "must be auto or a number from 1 to 2"),
@@ -186,27 +189,27 @@ def test_auto_is_the_least_of_all_ways(tmp_path):
         (("--inter-grad-comp-rank", "4", "--compression-device", "abacus"), "unknown device 'abacus'"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(tmp_path, words, said):
-    done = simulate(profile(tmp_path), *words)
+def test_compression_invalid_options_are_refused(tmp_path, options, message):
+    done = simulate(profile(tmp_path), *options)
     assert isinstance(done.exception, Exception)
-    assert said in str(done.exception) + done.output
+    assert message in str(done.exception) + done.output
 
 
-def what_if(path, *words):
-    return CliRunner().invoke(app, ["what-if", path, *words])
+def what_if(path, *options):
+    return CliRunner().invoke(app, ["what-if", path, *options])
 
 
-def grid(path, *words):
-    done = what_if(path, *words, "--format", "json")
+def grid(path, *options):
+    done = what_if(path, *options, "--format", "json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
-def test_what_if_says_for_which_links_and_ranks_it_pays(tmp_path):
+def test_what_if_reports_links_and_ranks_with_gain(tmp_path):
     path = profile(tmp_path)
     axes = ("--vary", "link-gbps=0.01,100", "--vary", "inter-grad-comp-rank=0,4", "--vary", "grad_comp_rank=0,4")
-    told = grid(path, *axes)
-    rows = {(row["link_gbps"], row["boundary_rank"], row["replica_rank"]): row for row in told["rows"]}
+    report = grid(path, *axes)
+    rows = {(row["link_gbps"], row["boundary_rank"], row["replica_rank"]): row for row in report["rows"]}
     assert len(rows) == 8
     assert {row["gain"] for (_, *ranks), row in rows.items() if ranks == [0, 0]} == {1.0}
     assert rows[0.01, 4, 4]["gain"] > max(rows[0.01, 4, 0]["gain"], rows[0.01, 0, 4]["gain"], 1)
@@ -217,15 +220,20 @@ def test_what_if_says_for_which_links_and_ranks_it_pays(tmp_path):
     assert {key: same[key] for key in one["compression"] if key != "gain"} == {
         key: value for key, value in one["compression"].items() if key != "gain"
     }
-    assert "rank 4 between stages, 4 between replicas: faster in some cells, up to 0.01 GB/s" in told["answer"]
+    assert "rank 4 between stages, 4 between replicas: faster in some cells, up to 0.01 GB/s" in report["answer"]
 
 
-def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
+def test_what_if_compression_combines_with_other_axes(tmp_path):
     path = profile(tmp_path)
     more = ("--grad-comp-rank", "4", "--selective-grad-comp-way", "auto", "--emb-comm-opt", "--use-error-feedback")
-    told = grid(path, "--vary", "microbatches=2,8", "--vary", "inter-grad-comp-rank=2:4:2", *more)
-    assert [(row["microbatches"], row["boundary_rank"]) for row in told["rows"]] == [(2, 2), (2, 4), (8, 2), (8, 4)]
-    assert all(set(row["ways_ns"]) == {"0", "1", "2"} for row in told["rows"])
+    report = grid(path, "--vary", "microbatches=2,8", "--vary", "inter-grad-comp-rank=2:4:2", *more)
+    assert [(row["microbatches"], row["boundary_rank"]) for row in report["rows"]] == [
+        (2, 2),
+        (2, 4),
+        (8, 2),
+        (8, 4),
+    ]
+    assert all(set(row["ways_ns"]) == {"0", "1", "2"} for row in report["rows"])
     # The link of the profile is that of the replicas as well, unless they have a rate of their own
     own = grid(path, "--grad-comp-rank", "4", "--data-parallel-gbps", "100")["rows"][0]
     assert own["gain"] < grid(path, "--grad-comp-rank", "4")["rows"][0]["gain"]
@@ -235,7 +243,7 @@ def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("--vary", "link-gbps=0"), "--vary link-gbps: must be above 0"),
         (("--vary", "grad-comp-rank=-1"), "ranks must not be negative"),
@@ -244,6 +252,6 @@ def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
         (("--vary", "rank=1"), "must be NAME=VALUES, with NAME one of"),
     ],
 )
-def test_what_if_refuses_in_one_line(tmp_path, words, said):
-    done = what_if(profile(tmp_path), *words)
-    assert said in str(done.exception) + done.output
+def test_what_if_compression_invalid_options_are_refused(tmp_path, options, message):
+    done = what_if(profile(tmp_path), *options)
+    assert message in str(done.exception) + done.output
