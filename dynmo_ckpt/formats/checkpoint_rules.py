@@ -77,7 +77,7 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
     if heads % model.get("num_key_value_heads", heads):
         yield Problem("model.num_key_value_heads", "range", f"must divide num_attention_heads {heads}")
     if model["padded_vocab_size"] < model["vocab_size"]:
-        yield Problem("model.padded_vocab_size", "range", f"must be at least vocab_size {model['vocab_size']}")
+        yield Problem("model.padded_vocab_size", "range", f"must not be below vocab_size {model['vocab_size']}")
     if model.get("moe_top_k", 0) > model.get("num_experts", 0):
         yield Problem("model.moe_top_k", "range", f"must be at most num_experts {model.get('num_experts', 0)}")
     for field in ("num_encoder_layers", "num_decoder_layers"):

@@ -189,7 +189,7 @@ def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
     for token, number in ids.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise ValueError(
-                f"the id of {short_repr(token)} must be an integer of at least 0, found {short_repr(number)}"
+                f"the id of {short_repr(token)} must be a non-negative integer, found {short_repr(number)}"
             )
     return ids
 

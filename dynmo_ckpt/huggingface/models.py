@@ -115,7 +115,7 @@ def size(config: Config, field: str) -> int:
     """A size of a configuration; raises ``CorruptError`` where it is not a positive integer."""
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"config.json: {field} must be an integer of at least 1, found {short_repr(value)}")
+        raise CorruptError(f"config.json: {field} must be a positive integer, found {short_repr(value)}")
     return value
 
 

@@ -1,1 +1,1 @@
-"""Containers and directories: where bytes lie, how they are put in place. Nothing here knows what a tensor means."""
+"""Files and directories: safetensors, checksums, reading, atomic output. Independent of models and formats."""

@@ -54,7 +54,7 @@ class Reader:
         checks: collects the checksums of all threads; None: checksums are not compared.
         buffers: by purpose.
         open_parts: for each array the part that is being read.
-        cached: the array, byte offset and number of words of the last block.
+        cached: the array, byte offset and word count of the last block.
         check: compute checksums of what is read.
         sharing: number of tensors that are written in turn from the same arrays. A block that is read for one of them
             is reused for the next.
@@ -69,7 +69,7 @@ class Reader:
     sharing: int = 1
 
     def buffer(self, purpose: str, count: int, itemsize: int) -> Words:
-        """An array of ``count`` words of ``itemsize`` bytes, valid until the next call with the same purpose."""
+        """An array of ``count`` words, each ``itemsize`` bytes, valid until the next call with the same purpose."""
         memory = self.buffers.get(purpose)
         if memory is None or memory.size < count * itemsize:
             memory = np.empty(count * itemsize, dtype=np.uint8)

@@ -50,12 +50,11 @@ class StoredArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Index of a safetensors file: arrays by key, in the order of their bytes, metadata, header, size in bytes."""
+    """Index of a safetensors file: arrays by key, in the order of their bytes, metadata, and header."""
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
     header: bytes
-    file_bytes: int
 
 
 def read_index(path: Path) -> Index:
@@ -86,7 +85,7 @@ def read_index(path: Path) -> Index:
         ordered = _contiguous(arrays, 8 + text_bytes, size)
     except ValueError as error:
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
-    return Index(arrays=ordered, metadata=metadata, header=length + text, file_bytes=size)
+    return Index(arrays=ordered, metadata=metadata, header=length + text)
 
 
 def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:

@@ -71,7 +71,7 @@ class MegatronCheckpoint:
         scratch: keeps alive the directory with unpacked tensors.
         optimizer: Adam's moments, named ``PARAMETER.exp_avg`` and ``PARAMETER.exp_avg_sq``.
         optimizer_steps: number of optimizer steps done.
-        weight_decay: of the parameters with at least two dimensions.
+        weight_decay: of the parameters with two or more dimensions.
         progress: of the training run.
     """
 

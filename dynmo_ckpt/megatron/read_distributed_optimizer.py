@@ -156,7 +156,7 @@ def _candidates(
     ]
     for alignment, size, separate, paired in product((PARAM_ALIGNMENT, 1), sizes, (True, False), (False, True)):
         buckets = layout(
-            chunk, alignment=alignment, size=size, replicas=replicas, separate_shared=separate, at_least_two=paired
+            chunk, alignment=alignment, size=size, replicas=replicas, separate_shared=separate, min_two_params=paired
         )
         needed = [bucket.num_elements for bucket in buckets]
         if isinstance(known, list):
@@ -175,7 +175,7 @@ def _count(args: Args, name: str) -> int:
 
 
 def layout(
-    chunk: Chunk, *, alignment: int, size: int | None, replicas: int, separate_shared: bool, at_least_two: bool
+    chunk: Chunk, *, alignment: int, size: int | None, replicas: int, separate_shared: bool, min_two_params: bool
 ) -> list[Bucket]:
     """The buckets in which Megatron stores the parameters of a chunk, the last parameter first.
 
@@ -185,7 +185,7 @@ def layout(
         size: a bucket is closed when it has this number of elements; None: one bucket.
         replicas: number of data-parallel ranks that share the buffer.
         separate_shared: the embedding that the first and the last stage share has a separate bucket.
-        at_least_two: a bucket has at least two parameters.
+        min_two_params: a bucket has two parameters or more.
     """
     buckets: list[Bucket] = []
     begins: dict[str, int] = {}
@@ -205,7 +205,7 @@ def layout(
             close(-(-begin // multiple) * multiple)
             begin = 0
         begins[name], end = begin, begin + count
-        if alone or (size is not None and end >= size and (len(begins) > 1 or not at_least_two)):
+        if alone or (size is not None and end >= size and (len(begins) > 1 or not min_two_params)):
             close(end)
     if begins:
         close(end)

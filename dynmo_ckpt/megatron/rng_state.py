@@ -19,7 +19,7 @@ PER_TENSOR_RANK = 2718  # added with the tensor-parallel rank, for tensor-parall
 
 
 def mersenne_words(seed: int) -> list[int]:
-    """The 624 words of a Mersenne twister after ``init_genrand`` (Matsumoto and Nishimura 1998, as revised 2002)."""
+    """The 624-word state of a Mersenne twister after ``init_genrand`` (Matsumoto and Nishimura 1998)."""
     words = [seed & 0xFFFFFFFF]
     for at in range(1, MERSENNE_WORDS):
         words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + at) & 0xFFFFFFFF)

@@ -62,7 +62,7 @@ def densify(path: str, merged: Mapping[str, list[Tensor]]) -> DenseTensors:
     found = [name.removesuffix(OFFSETS) for name in merged if name.endswith(OFFSETS)]
     scratch = ScratchDirectory(tempfile.mkdtemp(prefix="dynmo-ckpt-"))
     tensors = {name: ranks for name, ranks in merged.items() if not name.endswith((OFFSETS, COLUMNS, VALUES, ROWS))}
-    masks, num_kept, total = {}, 0, 0
+    masks, nnz, total = {}, 0, 0
     for number, base in enumerate(found):
         source = f"{path}: {short_name(base)}"
         if len(merged[base + OFFSETS]) > 1:
@@ -75,8 +75,8 @@ def densify(path: str, merged: Mapping[str, list[Tensor]]) -> DenseTensors:
         where = scratch.path / f"{number}"
         weight, mask = write_dense(source, values, integers(offsets), integers(columns), width, where)
         tensors[base + ".weight"], masks[base + ".weight"] = [weight], mask
-        num_kept, total = num_kept + values.shape[0], total + math.prod(weight.shape)
-    remark = f"converted {len(found)} sparse weights to dense ones: sparsity {1 - num_kept / max(1, total):.4f}"
+        nnz, total = nnz + values.shape[0], total + math.prod(weight.shape)
+    remark = f"converted {len(found)} sparse weights to dense ones: sparsity {1 - nnz / max(1, total):.4f}"
     return DenseTensors(tensors=tensors, masks=masks, remarks=(remark,), scratch=scratch)
 
 

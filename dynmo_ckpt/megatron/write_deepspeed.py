@@ -31,7 +31,6 @@ from .write_optimizer import MOMENTS, Moments, mapped_moments
 VERSION = "0.9.0"  # of the file format; DeepSpeed compares it with the oldest version that it loads
 ADDRESS = Name("deepspeed.utils.tensor_fragment", "fragment_address")
 STAGE = Name("deepspeed.runtime.zero.config", "ZeroStageEnum")
-HALF = ("F16", "BF16")
 
 
 def plan_deepspeed(

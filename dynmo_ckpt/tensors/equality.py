@@ -41,7 +41,7 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 
 def as_numbers(words: Words, dtype: str) -> Numbers:
-    """Raw words of a type of safetensors as a numpy array of numbers; BF16 becomes float32."""
+    """Raw words as a numpy array of numbers, given their type in safetensors; BF16 becomes float32."""
     if dtype == "BF16":
         return (words.astype(np.uint32) << 16).view(np.float32)
     kinds = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "BOOL": "u1", "U8": "u1"}

@@ -207,8 +207,7 @@ def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
         if tensor.dtype != first.dtype or _splice(tensor.shape, dim, []) != _splice(first.shape, dim, []):
             raise UnsupportedError(
                 f"{tensor.dtype} {list(tensor.shape)} and {first.dtype} {list(first.shape)} cannot be concatenated "
-                "along "
-                f"dimension {dim}"
+                f"along dimension {dim}"
             )
         pieces.extend(Piece(_splice(piece.begin, dim, [piece.begin[dim] + at]), piece.view) for piece in tensor.pieces)
         at += tensor.shape[dim]

@@ -58,9 +58,9 @@ def main():
     files = sum(path.suffix in (".pt", ".safetensors") for path in arguments.path.rglob("*"))
     command = [sys.executable, "-c", LOADED, str(arguments.path)]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True)
-    told = ", ".join(f"{each:.3f}" for each in seconds)
+    listed = ", ".join(f"{each:.3f}" for each in seconds)
     median = statistics.median(seconds)
-    sys.stdout.write(f"{files} files: {told} s, median {median:.3f}; of torch and numpy loaded: {loaded.stdout}\n")
+    sys.stdout.write(f"{files} files: {listed} s, median {median:.3f}; of torch and numpy loaded: {loaded.stdout}\n")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ CKPT = [sys.executable, "-c", "from dynmo_ckpt.cli import main; main()"]
 START = """
 import sys, torch, transformers
 own = torch.load
-def load(*told, **named):
-    state = own(*told, **{**named, "weights_only": False})
+def load(*args, **kwargs):
+    state = own(*args, **{**kwargs, "weights_only": False})
     state["args"].tokenizer_type = "GPT2BPETokenizer"
     return state
 torch.load = load
@@ -78,8 +78,8 @@ def prepare(directory, gigabytes):
     """The same model as one file, and as those of two stages and two tensor ranks; and a configuration for peers."""
     hidden = make(directory / "in", gigabytes)
     for name, ranks in (("one", 1), ("four", 2)):
-        told = [directory / "in", directory / name, "--to", "legacy", "--tp", ranks, "--pp", ranks]
-        timed([*CKPT, "convert", *told, "--checkpoint-version", "3.0"])
+        options = [directory / "in", directory / name, "--to", "legacy", "--tp", ranks, "--pp", ranks]
+        timed([*CKPT, "convert", *options, "--checkpoint-version", "3.0"])
     shutil.rmtree(directory / "in")
     sizes = {"n_embd": hidden, "n_layer": 24, "n_head": hidden // 64, "n_inner": 4 * hidden, "n_positions": 1024}
     sizes |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
@@ -92,14 +92,14 @@ def peer_command(directory, peer, module):
         (file,) = (directory / "one").rglob("*.pt")
         return [*start, "--config_file", directory / "config.json", file], file.parent
     (step,) = (path.parent.parent for path in (directory / "four").glob("*/mp_rank_00_000/*.pt"))
-    told = [
+    options = [
         "--convert_checkpoint_from_megatron_to_transformers",
         "--load_path",
         step,
         "--save_path",
         directory / "theirs",
     ]
-    return [*start, *told, "--tokenizer_name", "none"], directory / "theirs"
+    return [*start, *options, "--tokenizer_name", "none"], directory / "theirs"
 
 
 def one_round(directory, peer):
@@ -113,8 +113,8 @@ def one_round(directory, peer):
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
         found[f"transformers, {source}"] = [took, peak]
         if not (directory / f"compared-{source}").exists():
-            _, _, told = timed([peer, "-c", COMPARE, folder, target])
-            (directory / f"compared-{source}").write_text(told)
+            _, _, report = timed([peer, "-c", COMPARE, folder, target])
+            (directory / f"compared-{source}").write_text(report)
         shutil.rmtree(target)
         for path in [*folder.glob("pytorch_model*"), *folder.glob("*.json")]:
             path.unlink()
@@ -125,8 +125,8 @@ def one_round(directory, peer):
 def table(directory):
     rounds = [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
     for source in ("one", "four"):
-        told = (directory / f"compared-{source}").read_text().strip()
-        sys.stdout.write(f"{source}: tensors, different ones, only theirs: {told}\n")
+        report = (directory / f"compared-{source}").read_text().strip()
+        sys.stdout.write(f"{source}: tensors, different ones, only of the peer: {report}\n")
     sys.stdout.write("| input | dynmo-ckpt s | MB | transformers s | MB at most | times |\n|---|---|---|---|---|---|\n")
     for source in ("one", "four"):
         mine, theirs = ([found[f"{who}, {source}"] for found in rounds] for who in ("dynmo-ckpt", "transformers"))

@@ -73,7 +73,7 @@ def test_verify_ok(ckpt, checkpoint):
     assert document == {"path": str(step_of(run_dir)), "level": "full", "ok": True, "findings": []}
 
 
-def test_verify_header_tells_what_lies_wrong(ckpt, checkpoint):
+def test_verify_header_reports_findings(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     step = step_of(run_dir)
     (step / "extra.txt").write_text("x")
@@ -84,14 +84,14 @@ def test_verify_header_tells_what_lies_wrong(ckpt, checkpoint):
     assert "2 findings" in found
 
 
-def test_verify_tells_a_bad_latest(ckpt, checkpoint):
+def test_verify_invalid_latest_is_found(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for text in ("step-00000009\n", "", "step-0000000\n", "step-00000008x\n"):
         (run_dir / "checkpoints" / "LATEST").write_text(text)
         assert "LATEST" in ckpt("verify", run_dir, "--level", "header", code=1).stdout
 
 
-def test_verify_without_a_checkpoint(ckpt, tmp_path):
+def test_verify_without_checkpoint_is_refused(ckpt, tmp_path):
     assert "no checkpoint here" in ckpt("verify", tmp_path, code=4).stderr
     assert "no checkpoint here" in ckpt("info", tmp_path / "absent", code=4).stderr
 
@@ -125,7 +125,7 @@ def test_merge_without_optimizer(ckpt, checkpoint, tmp_path):
     assert "ok" in ckpt("verify", tmp_path / "out").stdout
 
 
-def test_a_merge_of_a_merge_has_the_same_tensor_bytes(ckpt, checkpoint, tmp_path):
+def test_merge_of_merge_has_equal_tensor_bytes(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     ckpt("merge", run_dir, tmp_path / "one")
     ckpt("merge", tmp_path / "one", tmp_path / "two")
@@ -133,7 +133,7 @@ def test_a_merge_of_a_merge_has_the_same_tensor_bytes(ckpt, checkpoint, tmp_path
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_the_trainer_opens_a_merge(ckpt, checkpoint, tmp_path):
+def test_merge_is_opened_by_the_trainer(ckpt, checkpoint, tmp_path):
     from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 
     run_dir, m, tensors = checkpoint
@@ -143,7 +143,7 @@ def test_the_trainer_opens_a_merge(ckpt, checkpoint, tmp_path):
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
 
 
-def test_what_the_trainer_writes_is_verified_and_converted(ckpt, tmp_path):
+def test_trainer_checkpoint_is_verified_and_converted(ckpt, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     small_run.save(tmp_path / "run" / "checkpoints", 3)
     assert "ok" in ckpt("verify", tmp_path / "run", "--level", "full").stdout
@@ -153,7 +153,7 @@ def test_what_the_trainer_writes_is_verified_and_converted(ckpt, tmp_path):
     ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
 
 
-def test_an_existing_output_stays_without_overwrite(ckpt, checkpoint, tmp_path):
+def test_convert_existing_output_without_overwrite_is_kept(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("x")
@@ -164,13 +164,13 @@ def test_an_existing_output_stays_without_overwrite(ckpt, checkpoint, tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_the_input_is_never_replaced(ckpt, checkpoint):
+def test_convert_never_replaces_its_input(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for target in (run_dir, run_dir / "checkpoints", step_of(run_dir)):
         assert "replace the input" in ckpt("merge", run_dir, target, "--overwrite", code=2).stderr
 
 
-def test_plan_writes_nothing(ckpt, checkpoint, tmp_path):
+def test_convert_with_plan_writes_nothing(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     before = sorted(tmp_path.rglob("*"))
     text = ckpt("merge", run_dir, tmp_path / "out", "--plan").stdout
@@ -184,7 +184,7 @@ def test_plan_writes_nothing(ckpt, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["merge"], ["convert", "--to", "hf"]])
-def test_an_altered_source_is_refused_and_nothing_is_left(ckpt, checkpoint, tmp_path, command):
+def test_merge_altered_source_is_refused_without_output(ckpt, checkpoint, tmp_path, command):
     run_dir, _, _ = checkpoint
     path = step_of(run_dir) / "model-p001-t01.safetensors"
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
@@ -200,7 +200,7 @@ def test_an_altered_source_is_refused_and_nothing_is_left(ckpt, checkpoint, tmp_
         path.write_bytes(payload)
 
 
-def test_convert_reports(ckpt, checkpoint, tmp_path):
+def test_convert_report_lists_decisions(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     done = ckpt("convert", run_dir, tmp_path / "out", "--to", "hf")
     assert "40 tensors" in done.stdout
@@ -215,7 +215,7 @@ def test_convert_reports(ckpt, checkpoint, tmp_path):
     ]
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(ckpt, checkpoint, tmp_path):
+def test_convert_tokenizer_above_vocabulary_is_refused(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 29}}}))
@@ -234,7 +234,7 @@ def test_usage_errors(ckpt, checkpoint, tmp_path):
     )
 
 
-def test_a_tensor_that_no_rule_takes_is_refused(ckpt, tmp_path):
+def test_unknown_tensor_is_refused(ckpt, tmp_path):
     m = native_checkpoints.model()
     tensors = native_checkpoints.parameters(m) | {"layers.0.mlp.gate.weight": np.zeros(2, np.float32)}
     native_checkpoints.save(tmp_path / "in", tensors, m)
@@ -243,7 +243,7 @@ def test_a_tensor_that_no_rule_takes_is_refused(ckpt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_is_one_message_without_a_traceback(tmp_path):
+def test_command_error_is_one_message_without_traceback(tmp_path):
     program = "from dynmo_ckpt.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "info", str(tmp_path)], capture_output=True, text=True, timeout=600
@@ -255,7 +255,7 @@ def test_an_error_is_one_message_without_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["info", "convert", "verify", "diff"])
-def test_help_of_the_input_names_every_format(command):
+def test_help_names_every_input_format(command):
     done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400"})
     text = " ".join(done.output.split())
     for name in (

@@ -13,7 +13,7 @@ from tests.cli.cli_files import torch_tree
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 
-def test_to_hf_and_back(ckpt, native, tmp_path):
+def test_convert_to_hf_and_back_is_equal(ckpt, native, tmp_path):
     directory, m, p = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf", "--max-shard-size", "10KB")
     ckpt("convert", tmp_path / "hf", tmp_path / "back", "--to", "native", "--make-vocab-size-divisible-by", 16)
@@ -43,14 +43,14 @@ def test_hf_to_hf(ckpt, native, tmp_path):
         ({"model_type": "qwen2"}, 5, "model_type 'qwen2': must be one of gpt2"),
         ({"scale_attn_by_inverse_layer_idx": True}, 5, "scale_attn_by_inverse_layer_idx"),
         ({"activation_function": "swish"}, 5, "'swish'"),
-        ({"n_head": 0}, 4, "n_head must be an integer"),
+        ({"n_head": 0}, 4, "n_head must be a positive integer"),
         ({"n_layer": 4}, 5, "the input lacks 12 tensors"),
         ({"n_embd": 32}, 5, "has the shape"),
-        ({"vocab_size": "many"}, 4, "vocab_size must be an integer"),
+        ({"vocab_size": "many"}, 4, "vocab_size must be a positive integer"),
         ({"n_inner": -1}, 4, "impossible sizes"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(ckpt, native, tmp_path, change, code, message):
+def test_convert_unfitting_config_is_refused(ckpt, native, tmp_path, change, code, message):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
     path = tmp_path / "hf" / "config.json"
@@ -59,7 +59,7 @@ def test_a_configuration_that_does_not_fit_is_refused(ckpt, native, tmp_path, ch
     assert not (tmp_path / "out").exists()
 
 
-def test_an_index_that_leads_outside_is_refused(ckpt, native, tmp_path):
+def test_read_tensors_index_outside_directory_is_refused(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
     index = {"weight_map": {"x": "../native/model-p000-t00.safetensors"}}
@@ -84,7 +84,7 @@ def test_split_and_reshard(ckpt, native, tmp_path):
     assert len(found["differences"]) == 2 * len(p)
 
 
-def test_megatrons_names_of_the_sizes(ckpt, native, tmp_path):
+def test_model_of_reads_sizes_under_other_names(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("split", directory, tmp_path / "s", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
     assert len(list((tmp_path / "s").glob("model-*"))) == 4
@@ -100,12 +100,12 @@ def test_megatrons_names_of_the_sizes(ckpt, native, tmp_path):
         (["--tp", 0], 2, ""),
     ],
 )
-def test_topologies_that_cannot_be(ckpt, native, tmp_path, options, code, message):
+def test_convert_impossible_topology_is_refused(ckpt, native, tmp_path, options, code, message):
     assert message in ckpt("reshard", native[0], tmp_path / "out", *options, code=code).stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_diff_and_verify_against_tell_what_differs(ckpt, native, tmp_path):
+def test_diff_and_verify_against_report_differences(ckpt, native, tmp_path):
     directory, m, p = native
     q = {name: value.copy() for name, value in p.items()}
     q["layers.1.attention.qkv.bias"][4] += 0.25
@@ -117,7 +117,7 @@ def test_diff_and_verify_against_tell_what_differs(ckpt, native, tmp_path):
     assert "no tensor differs" in ckpt("diff", directory, tmp_path / "other", "--atol", 0.3).stdout
 
 
-def test_an_input_of_no_known_format(ckpt, tmp_path):
+def test_open_unknown_format_names_the_known_ones(ckpt, tmp_path):
     assert "no checkpoint here" in ckpt("convert", tmp_path, tmp_path / "o", "--to", "native", code=4).stderr
     assert (
         "--step"
@@ -125,7 +125,7 @@ def test_an_input_of_no_known_format(ckpt, tmp_path):
     )
 
 
-def test_a_look_loads_neither_torch_nor_numpy(native, legacy_save, tmp_path):
+def test_info_imports_neither_torch_nor_numpy(native, legacy_save, tmp_path):
     """``info`` answers at once: what computes is imported where bytes are read."""
     directory, m, p = native
     legacy_save(tmp_path / "megatron", p, m, tp=2, stages=[2, 1])
@@ -169,7 +169,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     assert "known formats are native" in ckpt("verify", tmp_path / "nothing", code=4).stderr
 
 
-def test_a_plan_tells_the_memory_of_what_it_does(ckpt, native, tmp_path):
+def test_plan_reports_memory_of_the_command(ckpt, native, tmp_path):
     """Copies need small buffers whatever the model's size; what turns matrices around needs some matrices' worth."""
     sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "ffn_hidden_size": 2048}
     m = native_checkpoints.model(**sizes)
@@ -183,7 +183,7 @@ def test_a_plan_tells_the_memory_of_what_it_does(ckpt, native, tmp_path):
     assert memory("merge", native[0], tmp_path / "out") <= copies < 72e6 < turned < 320e6
 
 
-def test_the_type_of_the_weights(ckpt, native, tmp_path):
+def test_convert_dtype_casts_weights(ckpt, native, tmp_path):
     import torch
     from safetensors.torch import load_file as load_tensors
 
@@ -202,7 +202,7 @@ def test_the_type_of_the_weights(ckpt, native, tmp_path):
     assert stored["word_embeddings_for_head"]["weight"].dtype == torch.bfloat16
 
 
-def test_every_number_is_rounded_as_torch_rounds():
+def test_cast_every_number_rounds_as_torch():
     import torch
 
     from dynmo_ckpt.tensors.tiled_copy import cast
@@ -216,7 +216,7 @@ def test_every_number_is_rounded_as_torch_rounds():
         assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-def test_what_compression_remembers_goes_along_or_stays_behind(ckpt, tmp_path, monkeypatch):
+def test_convert_compression_memory_to_native_only(ckpt, tmp_path, monkeypatch):
     own = native_checkpoints.role_of
     monkeypatch.setitem(
         native_checkpoints.save.__globals__, "role_of", lambda name: "buffer" if ".memory." in name else own(name)

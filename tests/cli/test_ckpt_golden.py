@@ -80,8 +80,8 @@ def test_bert(tmp_path, version):
     legacy_families.save(tmp_path / "in", p, m, stages=[(range(3), range(0))], version=version)
     convert(tmp_path / "in", tmp_path / "out", "--to", "hf")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not name.startswith("cls.predictions.decoder.")}
-    assert golden.digest(kept) == BERT
+    expected = {name: value for name, value in tensors.items() if not name.startswith("cls.predictions.decoder.")}
+    assert golden.digest(expected) == BERT
 
 
 def gpt2_shapes(h, f):
@@ -136,7 +136,7 @@ def test_gpt2_to_megatron(tmp_path, tp, pp):
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_megatrons_merge(tmp_path, megatron, tp):
+def test_merge_of_megatron_equals_golden_files(tmp_path, megatron, tp):
     m = native_checkpoints.model()
     legacy_gpt.save(tmp_path / "in", exact(native_checkpoints.parameters(m)), m, version=3.0, tp=tp)
     convert(tmp_path / "in", tmp_path / "out", *to_megatron(1, 1), "--dtype", "fp16")

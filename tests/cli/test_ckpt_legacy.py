@@ -12,7 +12,7 @@ from tests.cli.cli_files import torch_tree
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 
-def test_legacy_versions_give_the_bytes_of_the_native_export(ckpt, native, legacy_save, tmp_path):
+def test_convert_every_legacy_version_gives_equal_bytes(ckpt, native, legacy_save, tmp_path):
     directory, m, p = native
     ckpt("convert", directory, tmp_path / "expected", "--to", "hf")
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
@@ -38,7 +38,7 @@ def test_legacy_to_native(ckpt, native, legacy_save, tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
 
 
-def test_checkpoint_of_gpt_neox_is_refused_by_name_with_the_remedy(ckpt, tmp_path):
+def test_open_gpt_neox_is_refused_with_the_remedy(ckpt, tmp_path):
     import random
 
     import torch
@@ -67,7 +67,7 @@ def test_checkpoint_of_gpt_neox_is_refused_by_name_with_the_remedy(ckpt, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_legacy_file_that_would_run_something_is_refused(ckpt, native, legacy_save, tmp_path):
+def test_convert_legacy_file_with_unsafe_pickle_is_refused(ckpt, native, legacy_save, tmp_path):
     import os
 
     import torch
@@ -85,7 +85,7 @@ def test_a_legacy_file_that_would_run_something_is_refused(ckpt, native, legacy_
     assert not (tmp_path / "marker").exists()
 
 
-def test_a_legacy_file_altered_in_a_tensor_is_refused(ckpt, native, legacy_save, tmp_path):
+def test_convert_altered_legacy_tensor_is_refused(ckpt, native, legacy_save, tmp_path):
     _, m, p = native
     iteration = legacy_save(tmp_path / "legacy", p, m)
     path = iteration / "mp_rank_00" / "model_optim_rng.pt"
@@ -107,9 +107,7 @@ def flat(value, prefix=""):
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize(("tp", "stages", "virtual"), [(1, [3], 1), (2, [1, 2], 1), (4, [1, 0, 1, 1], 2)])
-def test_to_legacy_is_what_megatron_would_have_written(
-    ckpt, native, legacy_save, tmp_path, version, tp, stages, virtual
-):
+def test_convert_to_legacy_equals_megatron(ckpt, native, legacy_save, tmp_path, version, tp, stages, virtual):
     """Against the writer of the tests, which follows Megatron's definition and torch.save."""
     directory, m, p = native
     expected = legacy_save(tmp_path / "expected", p, m, version=version, tp=tp, stages=stages, virtual=virtual)
@@ -160,7 +158,7 @@ def test_hf_native_legacy_hf_is_byte_identical(ckpt, native, tmp_path):
 @pytest.mark.parametrize(
     "sizes", [(), ("--tp", 2, "--pp", 3), ("--tp", 2, "--pp", 2, "--vpp", 2, "--partition", "1,0,1,1")]
 )
-def test_optimizer_state_to_legacy_and_back(ckpt, tmp_path, dtype, sizes):
+def test_convert_optimizer_state_to_legacy_and_back_is_equal(ckpt, tmp_path, dtype, sizes):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     if dtype == "bf16":
@@ -168,15 +166,15 @@ def test_optimizer_state_to_legacy_and_back(ckpt, tmp_path, dtype, sizes):
     native_checkpoints.save(tmp_path / "native", p | native_checkpoints.optimizer_state(p), m)
     ckpt("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", "--dtype", dtype, *sizes)
     file = min((tmp_path / "l" / "iter_0000008").iterdir()) / "model_optim_rng.pt"
-    held = torch_tree(file)["optimizer"]
-    assert ("fp32_from_fp16_params" in held) is (dtype == "bf16")
-    groups = held.get("optimizer", held)["param_groups"]
+    stored = torch_tree(file)["optimizer"]
+    assert ("fp32_from_fp16_params" in stored) is (dtype == "bf16")
+    groups = stored.get("optimizer", stored)["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     ckpt("convert", tmp_path / "l", tmp_path / "back", "--to", "native", "--with-optimizer")
     assert "no tensor differs" in ckpt("diff", tmp_path / "native", tmp_path / "back", "--with-optimizer").stdout
 
 
-def test_optimizer_state_that_is_not_there_cannot_be_written(ckpt, tmp_path):
+def test_convert_absent_optimizer_state_is_refused(ckpt, tmp_path):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "native", native_checkpoints.parameters(m), m)
     error = ckpt("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", code=5).stderr
@@ -184,7 +182,7 @@ def test_optimizer_state_that_is_not_there_cannot_be_written(ckpt, tmp_path):
     ckpt("convert", tmp_path / "native", tmp_path / "hf", "--to", "hf", "--with-optimizer", code=2)
 
 
-def test_pruned_weights_are_zero_in_a_legacy_checkpoint(ckpt, tmp_path):
+def test_convert_pruned_weights_to_legacy_are_zero(ckpt, tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     native_checkpoints.save(tmp_path / "in", p | native_checkpoints.masks(p), m)
@@ -201,7 +199,7 @@ def test_pruned_weights_are_zero_in_a_legacy_checkpoint(ckpt, tmp_path):
         (["--to", "legacy", "--pp", 2, "--partition", "4"], 2, "must be 2 numbers"),
     ],
 )
-def test_legacy_targets_that_cannot_be(ckpt, native, tmp_path, options, code, message):
+def test_convert_impossible_legacy_target_is_refused(ckpt, native, tmp_path, options, code, message):
     assert message in ckpt("convert", native[0], tmp_path / "out", *options, code=code).stderr
 
 
@@ -215,7 +213,7 @@ def seeds_arguments(m, tp, pp, tmp_path):
     return [*grid, "--target-pipeline-model-parallel-size", 1, *files, *sizes]
 
 
-def test_the_arguments_of_the_old_tools(ckpt, native, legacy_save, tmp_path):
+def test_megatron_tools_arguments_are_accepted(ckpt, native, legacy_save, tmp_path):
     """As the command lines of Megatron's merge_mp_partitions.py and Optimus-CC's ckpt_convert.py are written."""
     directory, m, p = native
     legacy_save(tmp_path / "in", p, m, tp=2, stages=[1, 2])
@@ -261,7 +259,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("family", "folders"), [("bert", 2), ("gpt", 1)])
-def test_the_command_lines_of_the_seeds(ckpt, legacy_save, tmp_path, monkeypatch, family, folders):
+def test_megatron_tools_published_command_lines_run(ckpt, legacy_save, tmp_path, monkeypatch, family, folders):
     m = native_checkpoints.model() if family == "gpt" else families.bert()
     vocab = [f"t{i}" for i in range(m["vocab_size"])]
     (tmp_path / "gpt2-vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocab)}))
@@ -288,7 +286,7 @@ def test_the_command_lines_of_the_seeds(ckpt, legacy_save, tmp_path, monkeypatch
         (["--model-type", "GPT", "--vocab-file", "missing.json"], "missing.json"),
     ],
 )
-def test_arguments_of_the_old_tools_that_contradict_the_files(ckpt, native, legacy_save, tmp_path, options, message):
+def test_megatron_tools_contradicting_arguments_are_refused(ckpt, native, legacy_save, tmp_path, options, message):
     _, m, p = native
     legacy_save(tmp_path / "in", p, m, tp=2)
     places = ["--load", tmp_path / "in", "--save", tmp_path / "out"]
@@ -296,7 +294,7 @@ def test_arguments_of_the_old_tools_that_contradict_the_files(ckpt, native, lega
     assert not (tmp_path / "out").exists()
 
 
-def test_copies_that_differ_and_tensors_to_leave_out(ckpt, native, legacy_save, tmp_path):
+def test_convert_differing_replicas_and_dropped_tensors(ckpt, native, legacy_save, tmp_path):
     import torch
 
     directory, m, p = native
@@ -314,9 +312,9 @@ def test_copies_that_differ_and_tensors_to_leave_out(ckpt, native, legacy_save, 
     assert "extra.weight" in ckpt("convert", tmp_path / "l", tmp_path / "o", *to, code=5).stderr
     run_drop = ("convert", tmp_path / "l", tmp_path / "o", *to, "--drop", "extra.*")
     assert "--replicas first" in ckpt(*run_drop, code=4).stderr
-    said = ckpt(*run_drop, "--replicas", "first").stderr
-    assert "extra.weight: left out" in said
-    assert "final_layernorm.bias of tensor-parallel ranks 0 and 1 differ; the first one is used" in said
+    messages = ckpt(*run_drop, "--replicas", "first").stderr
+    assert "extra.weight: left out" in messages
+    assert "final_layernorm.bias of tensor-parallel ranks 0 and 1 differ; the first one is used" in messages
     assert "no tensor differs" in ckpt("diff", tmp_path / "o", directory).stdout
     ckpt("convert", tmp_path / "l", tmp_path / "u", *to, "--drop", "extra.*", "--replicas", "first", "--untie")
     head = load_file(tmp_path / "u" / "model-p000-t00.safetensors")["head.weight"]
@@ -326,7 +324,7 @@ def test_copies_that_differ_and_tensors_to_leave_out(ckpt, native, legacy_save, 
     assert "not to native ones" in ckpt("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr
 
 
-def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
+def test_convert_experts_to_legacy_is_refused(ckpt, tmp_path):
     m = families.llama(num_experts=4, moe_top_k=2)
     native_checkpoints.save(tmp_path / "in", families.parameters(m), m)
     error = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
@@ -334,7 +332,7 @@ def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_gpt2s_vocabulary_goes_to_every_tensor_parallel_size(ckpt, legacy_save, tmp_path):
+def test_convert_gpt2_vocabulary_to_every_tensor_parallel_size(ckpt, legacy_save, tmp_path):
     """50,257 rows are shared by 1, 2 and 4 ranks without a divisor; legacy files get the rows that Megatron expects."""
     m = native_checkpoints.model(
         num_layers=1, hidden_size=8, ffn_hidden_size=12, vocab_size=50257, padded_vocab_size=50304

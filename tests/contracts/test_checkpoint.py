@@ -26,7 +26,7 @@ def schema_accepts(document):
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(document)
 
 
-def test_the_schema_is_one():
+def test_schema_of_owner_and_reader_is_equal():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert min(len(VALID), len(INVALID), len(ACROSS)) >= 6
 
@@ -56,14 +56,14 @@ def test_invalid_across_fields(path):
 
 
 @pytest.mark.parametrize("path", INVALID + ACROSS, ids=lambda path: path.stem)
-def test_parsers_name_the_same_kind_of_fault(path):
+def test_parsers_report_equal_kinds_of_problems(path):
     document = load(path)
     kinds = [{problem.kind for problem in module.manifest_problems(document)} for module in (owner, reader)]
     assert kinds[0] & kinds[1]
 
 
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
-def test_the_seal_of_one_is_that_of_the_other(path):
+def test_seal_of_owner_and_writer_is_equal(path):
     document = load(path)
     sealed = owner.seal(document)
     assert reader.seal(document) == sealed
@@ -72,7 +72,7 @@ def test_the_seal_of_one_is_that_of_the_other(path):
     assert {**parsed, "manifest_crc32": "00000000"} == document
 
 
-def test_every_flipped_bit_of_a_sealed_manifest_is_refused():
+def test_parse_manifest_every_flipped_bit_is_refused():
     sealed = owner.seal(load(FIXTURES / "valid" / "two-stages.json"))
     for at in range(len(sealed)):
         altered = sealed[:at] + bytes([sealed[at] ^ (1 << at % 8)]) + sealed[at + 1 :]
@@ -83,20 +83,20 @@ def test_every_flipped_bit_of_a_sealed_manifest_is_refused():
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"manifest_crc32": "00000000"', b"null"])
-def test_garbage_is_refused(payload):
+def test_open_torch_garbage_is_refused(payload):
     for module, error in ((owner, OwnerError), (reader, ReaderError)):
         with pytest.raises(error):
             module.parse_manifest(payload, "x")
 
 
-def test_a_second_seal_field_is_refused():
+def test_parse_manifest_second_checksum_field_is_refused():
     document = {**load(FIXTURES / "valid" / "two-stages.json"), "x_old": {"manifest_crc32": "00000000"}}
     for module, error in ((owner, OwnerError), (reader, ReaderError)):
         with pytest.raises(error, match="once"):
             module.seal(document)
 
 
-def test_every_problem_is_told_at_once():
+def test_parse_manifest_reports_every_problem():
     document = load(FIXTURES / "valid" / "two-stages.json")
     document["step"], document["run_id"] = -1, ""
     del document["rng"]

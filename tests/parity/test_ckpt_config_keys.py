@@ -95,7 +95,7 @@ def other_values(key, value):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
+def test_config_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
     table = key_table()["model_types"][kind]
     values = {**table["mapped"], **{key: options[0] for key, options in table["needs"].items()}, **MODELS[kind][1]}
     values |= {alias: values[key] for alias, key in table.get("aliases", {}).items()}
@@ -114,7 +114,7 @@ def test_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_key_that_transformers_reads_is_in_the_table(kind):
+def test_key_table_has_every_key_of_transformers(kind):
     """A key that a new release of transformers reads makes this fail, before it makes a model wrong."""
     module = kind.replace("-", "_")
     source = inspect.getsource(importlib.import_module(f"transformers.models.{module}.modeling_{module}"))
@@ -129,7 +129,7 @@ def test_every_key_that_transformers_reads_is_in_the_table(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_mapped_keys_are_those_that_the_map_reads(kind):
+def test_key_table_maps_the_keys_that_are_read(kind):
     read = set()
 
     class Recorder(dict):
@@ -163,14 +163,14 @@ def test_mapped_keys_are_those_that_the_map_reads(kind):
         ("megatron-bert", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
     ],
 )
-def test_a_setting_that_ours_does_not_compute_is_refused(tmp_path, kind, changes, message):
+def test_open_hf_unsupported_setting_is_refused(tmp_path, kind, changes, message):
     save(tmp_path / "hf", kind)
     edit(tmp_path / "hf", **changes)
     with pytest.raises((CorruptError, UnsupportedError), match=message):
         open_checkpoint(tmp_path / "hf", "hf", EIGHT)
 
 
-def test_absent_keys_have_the_values_of_transformers():
+def test_hf_model_absent_keys_have_defaults_of_transformers():
     """A Mistral without the key has a window of 4,096 tokens; a Llama 3 without its own has the model's positions."""
     with pytest.raises(UnsupportedError, match="sliding_window = 4096"):
         hf_model({"model_type": "mistral"}, 8)
@@ -179,7 +179,7 @@ def test_absent_keys_have_the_values_of_transformers():
     assert hf_model({"model_type": "mixtral"}, 8)["num_key_value_heads"] == 8
 
 
-def test_untied_tables_of_a_blenderbot_are_not_dropped(tmp_path):
+def test_open_hf_blenderbot_with_untied_tables_is_refused(tmp_path):
     """transformers computes with four tables there, of which ours would keep one."""
     save(tmp_path / "hf", "blenderbot", tie_word_embeddings=False)
     with pytest.raises(CorruptError, match=r"embed_tokens.weight and model.shared.weight differ"):
@@ -203,17 +203,17 @@ def run(monkeypatch, capsys):
 def test_convert_compares_the_logits_of_both_sides(run, tmp_path):
     """A key that a person leaves out is found by the logits; what differs is not put in place."""
     save(tmp_path / "hf", "t5")
-    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
-    assert "logits of input and output differ by" in said
-    said = run("convert", tmp_path / "native", tmp_path / "half", "--to", "hf", "--dtype", "bf16")
-    assert "logits of input and output differ by" in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "logits of input and output differ by" in messages
+    messages = run("convert", tmp_path / "native", tmp_path / "half", "--to", "hf", "--dtype", "bf16")
+    assert "logits of input and output differ by" in messages
     edit(tmp_path / "hf", scale_decoder_outputs=False)
     ignore = ("--ignore-config", "scale_*")
-    said = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, code=5)
-    assert "the logits of input and output differ by" in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, code=5)
+    assert "the logits of input and output differ by" in messages
     assert not (tmp_path / "wrong").exists()
-    said = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, "--no-check-logits")
-    assert "logits" not in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, "--no-check-logits")
+    assert "logits" not in messages
 
 
 def as_torch_file(directory, more):
@@ -229,19 +229,19 @@ def test_convert_of_hf_input_with_causal_masks_compares_the_logits(run, tmp_path
     save(tmp_path / "hf", "gpt2")
     masks = {"attn.bias": torch.ones(1, 1, 64, 64), "attn.masked_bias": torch.tensor(-1e4)}
     as_torch_file(tmp_path / "hf", {f"transformer.h.0.{name}": mask for name, mask in masks.items()})
-    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
-    assert "logits of input and output differ by" in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "logits of input and output differ by" in messages
 
 
 def test_convert_of_hf_input_with_dropped_tensors_compares_the_logits(run, tmp_path):
     save(tmp_path / "hf", "gpt2")
     as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
     assert "score.weight" in run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", code=5)
-    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--drop", "*score.weight")
-    assert "logits of input and output differ by" in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--drop", "*score.weight")
+    assert "logits of input and output differ by" in messages
 
 
-def test_hf_logits_of_an_output_with_unexpected_tensors_refuses_it(tmp_path):
+def test_hf_logits_output_with_unexpected_tensors_is_refused(tmp_path):
     save(tmp_path / "hf", "gpt2")
     as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
     model = hf_model(json.loads((tmp_path / "hf" / "config.json").read_text()), 8)
@@ -251,37 +251,37 @@ def test_hf_logits_of_an_output_with_unexpected_tensors_refuses_it(tmp_path):
         hf_logits(tmp_path / "hf", model, tokens)
 
 
-def test_only_convert_names_its_option_for_logits_that_are_not_computed(run, tmp_path):
+def test_logits_error_names_option_of_convert_only(run, tmp_path):
     save(tmp_path / "hf", "gpt2")
     run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
     as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
-    said = run("verify", tmp_path / "native", "--hf-logits", tmp_path / "hf", code=4)
-    assert "unexpected_keys" in said
-    assert "--no-check-logits" not in said
+    messages = run("verify", tmp_path / "native", "--hf-logits", tmp_path / "hf", code=4)
+    assert "unexpected_keys" in messages
+    assert "--no-check-logits" not in messages
 
 
 @pytest.mark.parametrize(
     ("version", "name"),
     [("4.50.3", "torch_dtype"), ("4.55.0", "torch_dtype"), ("4.56.0", "dtype"), ("5.0.0rc1", "dtype")],
 )
-def test_dtype_argument_of_a_release_is_the_one_that_it_reads(version, name):
+def test_dtype_argument_is_that_of_the_release(version, name):
     assert _dtype_argument(version) == name
 
 
-def test_a_model_above_the_budget_is_not_compared(run, tmp_path, monkeypatch):
+def test_convert_model_above_budget_skips_logits(run, tmp_path, monkeypatch):
     import dynmo_ckpt.operations.logits as logits
 
     monkeypatch.setattr(logits, "BUDGET_PARAMETERS", 100)
     save(tmp_path / "hf", "gpt2")
-    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
-    assert "were not compared" in said
-    assert "parameters are more than 100" in said
-    said = run("convert", tmp_path / "hf", tmp_path / "again", "--to", "native", "--check-logits")
-    assert "differ by" in said
+    messages = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "were not compared" in messages
+    assert "parameters are more than 100" in messages
+    messages = run("convert", tmp_path / "hf", tmp_path / "again", "--to", "native", "--check-logits")
+    assert "differ by" in messages
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_ids_dropouts_and_generation_return_as_they_came(run, tmp_path, kind):
+def test_convert_keeps_ids_dropouts_and_generation_settings(run, tmp_path, kind):
     """Through native and its shards on other ranks, back to the same documents; also from Hugging Face in one step."""
     save(tmp_path / "hf", kind)
     dropout = next(key for key in json.loads((tmp_path / "hf" / "config.json").read_text()) if "drop" in key)
@@ -301,7 +301,7 @@ def test_ids_dropouts_and_generation_return_as_they_came(run, tmp_path, kind):
         assert json.loads((tmp_path / name / "generation_config.json").read_text()) == generation
 
 
-def test_another_model_keeps_the_ids_that_still_hold():
+def test_export_config_of_changed_model_keeps_valid_ids():
     """After a change of sizes the configuration is made from the model; ids and dropouts stay."""
     config = {
         "model_type": "mistral",
@@ -323,6 +323,6 @@ def test_another_model_keeps_the_ids_that_still_hold():
     assert export_config(source, stated, hf_config(stated, "float32", 7))["model_type"] == "mistral"
 
 
-def test_a_document_that_no_manifest_can_have_is_refused():
+def test_source_of_unstorable_document_is_refused():
     with pytest.raises(CorruptError, match="JSON"):
         source_of({"temperature": float("inf")}, None)

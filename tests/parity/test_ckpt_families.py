@@ -89,7 +89,7 @@ def weights(directory):
 
 
 @pytest.mark.parametrize("kind", list(ATOL))
-def test_what_transformers_saved_there_and_back(run, tmp_path, kind):
+def test_convert_saved_by_transformers_round_trip(run, tmp_path, kind):
     """Sharded files in; native on tensor ranks and stages; the same tensors out, and the same logits on each side."""
     theirs(kind).save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
@@ -117,7 +117,7 @@ def test_what_transformers_saved_there_and_back(run, tmp_path, kind):
 @pytest.mark.parametrize(
     ("name", "labels"), [("MegatronBertForSequenceClassification", 3), ("MegatronBertForMultipleChoice", 1)]
 )
-def test_finetuned_heads(run, tmp_path, name, labels):
+def test_open_legacy_finetuned_heads(run, tmp_path, name, labels):
     """The heads of MNLI and RACE: from transformers to ours and to legacy Megatron, and all the way back."""
     import transformers as tf
 
@@ -174,7 +174,7 @@ def zero_padding(tensors, vocabulary):
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family):
+def test_convert_to_legacy_equals_golden_files(run, tmp_path, family):
     m = getattr(families, family)()
     p = zero_padding(native(tmp_path / "in", m), m["vocab_size"])
     nothing = range(0)
@@ -206,7 +206,7 @@ def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "llama"), ("bert", "bert"), ("t5", "t5")])
-def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
+def test_convert_pruned_weights_are_zero(run, tmp_path, family, kind):
     m = getattr(families, family)(tied_embeddings=True)
     native(tmp_path / "in", m, masked=True)
     run("convert", tmp_path / "in", tmp_path / "hf", "--to", "hf")
@@ -229,7 +229,7 @@ def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
         ({"intermediate_size": 24}, r"has the shape [48, 32]; the model requires [24, 32]"),
     ],
 )
-def test_llamas_that_ours_is_not_are_refused(run, tmp_path, changes, message):
+def test_convert_unsupported_llama_is_refused(run, tmp_path, changes, message):
     theirs("llama").save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
@@ -237,7 +237,7 @@ def test_llamas_that_ours_is_not_are_refused(run, tmp_path, changes, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_no_architecture_is_cannot_be_exported(run, tmp_path):
+def test_convert_model_without_hf_architecture_is_refused(run, tmp_path):
     m = families.bert(position_embedding="relative")
     native(tmp_path / "in", m)
     assert (

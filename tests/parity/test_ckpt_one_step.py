@@ -87,7 +87,7 @@ def load_safetensors(path):
 
 @pytest.mark.parametrize("target", [name for name in BUILTIN if get_format(name).write])
 @pytest.mark.parametrize("source", SOURCES)
-def test_one_step_gives_the_tensors_of_the_input(inputs, tmp_path, source, target):
+def test_convert_any_to_any_keeps_all_tensors(inputs, tmp_path, source, target):
     path = inputs / source / "model.bin" if source == "llama2c" else inputs / source
     config = inputs / "hf" if source in ("dcp of transformers", "torchtitan") else None
     more = () if config is None else ("--config", config)
@@ -107,7 +107,7 @@ def test_one_step_gives_the_tensors_of_the_input(inputs, tmp_path, source, targe
     assert all(models[0].get(field) == models[1].get(field) for field in same)
 
 
-def test_the_inputs_are_all_that_can_be_read():
+def test_inputs_cover_every_readable_format():
     """A format that is added to ``--from`` is added here."""
     kinds = {"dcp": {"core", "dcp of transformers", "torchtitan"}, "hf": {"hf", "hf bin"}}
     listed = {name for known in BUILTIN for name in kinds.get(known, {known})}
@@ -115,7 +115,7 @@ def test_the_inputs_are_all_that_can_be_read():
 
 
 @pytest.mark.parametrize("source", ["hf", "dcp of transformers", "torchtitan", "llama2c", "legacy"])
-def test_convert_of_weights_alone_takes_them_where_state_is_optional(inputs, tmp_path, capsys, source):
+def test_convert_optional_state_that_is_absent_converts_weights(inputs, tmp_path, capsys, source):
     path = inputs / source / "model.bin" if source == "llama2c" else inputs / source
     more = ("--config", inputs / "hf") if source in ("dcp of transformers", "torchtitan") else ()
     for target in ("native", "hf"):

@@ -19,9 +19,9 @@ def values(shapes):
 
 def digest(tensors):
     """SHA-256 of the names, types, shapes and bytes of numpy arrays, in the order of their names."""
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         value = np.ascontiguousarray(tensors[name])
-        told.update(f"{name} {value.dtype.str} {list(value.shape)}\n".encode())
-        told.update(value.tobytes())
-    return told.hexdigest()
+        digest.update(f"{name} {value.dtype.str} {list(value.shape)}\n".encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()

@@ -7,7 +7,7 @@ from dynmo_ckpt._common.crc32 import combine
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_combined_equals_that_of_the_joined_bytes(first, second):
+def test_combine_equals_crc32_of_concatenation(first, second):
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 

@@ -50,7 +50,7 @@ def theirs(directory):
     return {item.name: item.source_name for item in found.tensors}
 
 
-def test_every_stage_and_type_has_a_fixture():
+def test_fixtures_cover_every_zero_stage_and_type():
     cases = [json.loads((FIXTURES / f"{name}.json").read_text())["case"] for name in CASES]
     assert {(case["stage"], case["precision"]) for case in cases} >= {
         (stage, precision) for stage in (1, 2, 3) for precision in ("fp16", "bf16")
@@ -58,9 +58,9 @@ def test_every_stage_and_type_has_a_fixture():
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != WITHOUT_NAMES])
-def test_weights_and_state_are_those_of_deepspeed(unpacked, name):
+def test_open_deepspeed_weights_and_state_equal_deepspeed(unpacked, name):
     directory, about = unpacked(name)
-    # DeepSpeed's digests are of all rows of its table; the true ones alone are kept unless the vocabulary is said to be
+    # DeepSpeed's digests cover all rows of its embedding; DynMo has the true rows only, unless the vocabulary size is
     # as large.
     padded = open_deepspeed(directory, WITH).model["padded_vocab_size"]
     checkpoint, _ = open_checkpoint(directory, options=replace(WITH, vocab_size=padded))
@@ -77,7 +77,7 @@ def test_weights_and_state_are_those_of_deepspeed(unpacked, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_alone_are_read(unpacked, name):
+def test_open_deepspeed_weights_alone(unpacked, name):
     directory, about = unpacked(name)
     checkpoint, _ = open_checkpoint(directory)
     assert checkpoint.manifest["optimizer"] is None
@@ -86,7 +86,7 @@ def test_the_weights_alone_are_read(unpacked, name):
     assert {checkpoint.tensors[name].dtype for name in checkpoint.names("parameter")} == {expected}
 
 
-def test_weights_alone_with_a_truncated_shard_are_read(unpacked):
+def test_open_deepspeed_truncated_shard_without_state_is_read(unpacked):
     directory, _ = unpacked("zero1-fp16")
     shard = min(directory.glob("*/*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:100])
@@ -95,14 +95,14 @@ def test_weights_alone_with_a_truncated_shard_are_read(unpacked):
         open_checkpoint(directory, options=WITH)
 
 
-def test_state_of_a_pipeline_without_zero_is_refused(unpacked):
+def test_open_deepspeed_pipeline_state_without_zero_is_refused(unpacked):
     directory, _ = unpacked(WITHOUT_NAMES)
     with pytest.raises(UnsupportedError, match="--no-optimizer"):
         open_checkpoint(directory, options=WITH)
 
 
 @pytest.mark.parametrize("name", ["zero1-fp16", "zero0-fp16", "zero3-fp32"])
-def test_the_progress_of_deepspeed_is_carried(unpacked, name):
+def test_open_deepspeed_keeps_training_progress(unpacked, name):
     directory, about = unpacked(name)
     manifest = open_checkpoint(directory, options=WITH)[0].manifest
     assert (manifest["step"], manifest["consumed_train_samples"], manifest["rng"]["seed"]) == (3, 12, 1234)
@@ -113,7 +113,7 @@ def test_the_progress_of_deepspeed_is_carried(unpacked, name):
     assert (scale is None) is (about["case"]["precision"] == "fp32")
 
 
-def test_a_shard_of_an_unknown_stage_is_refused(unpacked):
+def test_open_deepspeed_unknown_zero_stage_is_refused(unpacked):
     directory, _ = unpacked("zero1-fp32")
     shard = next(directory.glob("*/zero_pp_rank_0_*"))
     with zipfile.ZipFile(shard) as archive:

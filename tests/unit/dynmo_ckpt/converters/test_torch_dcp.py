@@ -36,7 +36,7 @@ def same(found, p):
 
 def save(directory, state, common=None):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it saves in a single process
+        warnings.simplefilter("ignore")  # torch warns that it saves in a single process
         dcp.save({name: torch.from_numpy(np.array(value)) for name, value in state.items()}, checkpoint_id=directory)
     if common is not None:
         torch.save(common, directory / "common.pt")
@@ -138,7 +138,7 @@ def test_megatron_cores_optimizer_state(tmp_path):
     assert {weights.tensors[name].dtype for name in p} == {"F16"}
 
 
-def test_flat_buckets_of_the_optimizer_are_refused(tmp_path):
+def test_open_dcp_flat_optimizer_buckets_are_refused(tmp_path):
     m = native_checkpoints.model()
     state = core(m, native_checkpoints.parameters(m)) | {
         "optimizer.distributed.dp_group_idx_0.exp_avg": np.zeros(9, np.float32)
@@ -148,7 +148,7 @@ def test_flat_buckets_of_the_optimizer_are_refused(tmp_path):
         open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
 
 
-def test_names_of_transformers_and_of_meta(tmp_path):
+def test_open_dcp_names_of_transformers_and_meta(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     m = families.llama()
@@ -190,7 +190,7 @@ def test_names_of_transformers_and_of_meta(tmp_path):
         open_checkpoint(tmp_path / "meta")
 
 
-def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
+def test_open_checkpoint_absent_optional_state_gives_weights(tmp_path):
     m = families.llama()
     config = hf_config(m, "float32", None)
     state = {"tok_embeddings.weight": np.zeros((m["vocab_size"], m["hidden_size"]), np.float32)}
@@ -232,7 +232,7 @@ def halves(directory, names):
     rewrite(directory, join)
 
 
-def test_chunks_of_several_ranks(tmp_path):
+def test_open_dcp_chunks_of_several_ranks_are_merged(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     state = core(m, p, stacked=False)
@@ -270,14 +270,14 @@ def first(table):
         (lambda d: setattr(d, "storage_data", 3), "not the metadata of a distributed"),
     ],
 )
-def test_metadata_that_does_not_fit_is_refused(tmp_path, change, message):
+def test_open_dcp_unfitting_metadata_is_refused(tmp_path, change, message):
     directory = saved(tmp_path)
     rewrite(directory, change)
     with pytest.raises(CorruptError, match=message):
         open_checkpoint(directory)
 
 
-def test_compressed_tensors_are_refused(tmp_path):
+def test_open_dcp_compressed_tensor_is_refused(tmp_path):
     directory = saved(tmp_path)
     rewrite(directory, lambda d: setattr(first(d.storage_data), "transform_descriptors", ["zstd"]))
     with pytest.raises(UnsupportedError, match="zstd"):
@@ -294,7 +294,7 @@ class Call:
         return os.mkdir, (self.path,)
 
 
-def test_nothing_of_the_metadata_is_executed(tmp_path):
+def test_open_dcp_executes_nothing(tmp_path):
     directory = saved(tmp_path)
     rewrite(directory, lambda d: setattr(d, "planner_data", Call(tmp_path / "made")))
     with pytest.raises(UnsafePickleError, match="mkdir"):
@@ -302,7 +302,7 @@ def test_nothing_of_the_metadata_is_executed(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_truncated_file_is_refused(tmp_path):
+def test_open_torch_truncated_file_is_refused(tmp_path):
     directory = saved(tmp_path)
     file = max(directory.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])

@@ -26,13 +26,13 @@ from dynmo_ckpt.operations.write import _record
     ],
 )
 @pytest.mark.parametrize("length", [300, 5000])
-def test_a_long_tracker_is_refused(tmp_path, read, name, length):
+def test_read_tracker_above_length_limit_is_refused(tmp_path, read, name, length):
     (tmp_path / name).write_text("1" * length)
     with pytest.raises(UsageError, match=rf"{name}.*\n.*the limit is 200"):
         read(tmp_path)
 
 
-def test_the_record_of_a_conversion_is_checked():
+def test_conversion_record_is_checked():
     assert json.loads(_record(Path("in"), {"tied": True}))["decisions"] == {"tied": True}
     with pytest.raises(WriterError, match="source: must not be empty"):
         _record("", {})

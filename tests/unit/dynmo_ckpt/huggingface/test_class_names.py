@@ -24,7 +24,7 @@ def classifier(count):
 
 
 @pytest.mark.parametrize("hidden", [16, 32])
-def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
+def test_with_class_names_replaces_imported_labels(hidden):
     """Where the source's configuration describes the model (16), and where only its irrelevant keys are kept (32)."""
     model = classifier(3)
     theirs = {f"LABEL_{at}": at for at in range(3)}
@@ -38,13 +38,13 @@ def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
 
 
 @pytest.mark.parametrize("names", [NAMES[:2], [*NAMES, "other"], ["a", "a", "b"], [1, 2, 3], "abc", 3, None])
-def test_named_classes_with_names_that_do_not_fit_leave_the_config(names):
+def test_with_class_names_of_other_number_keeps_config(names):
     model = classifier(3)
     config = hf_config(model, "float32", None)
     assert with_class_names(config, {"model": model, "x_class_names": names}) == config
 
 
-def test_carried_config_of_another_head_has_none_of_its_labels():
+def test_export_config_of_another_head_drops_labels():
     model = classifier(3)
     config = {**hf_config(classifier(2), "float32", None), "id2label": {"0": "no", "1": "yes"}}
     config |= {"label2id": {"no": 0, "yes": 1}, "eos_token_id": 7}
@@ -65,16 +65,16 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_class_names_and_source_stay_in_the_manifest(run, tmp_path):
+def test_convert_keeps_class_names_and_source_in_manifest(run, tmp_path):
     """Also after several commands, and they reach the configuration that is exported in the end."""
     m = families.bert(binary_head=False, tied_embeddings=False, task_head="classification", num_classes=3)
-    held = families.parameters(m | {"binary_head": True})
-    held = {name: value for name, value in held.items() if name not in ("head.weight", "head.bias")}
-    held = {name: value for name, value in held.items() if not name.startswith(("head.dense", "head.binary"))}
-    held |= {"head.classification.weight": np.ones((3, m["hidden_size"]), np.float32)}
-    held |= {"head.classification.bias": np.zeros(3, np.float32)}
+    weights = families.parameters(m | {"binary_head": True})
+    weights = {name: value for name, value in weights.items() if name not in ("head.weight", "head.bias")}
+    weights = {name: value for name, value in weights.items() if not name.startswith(("head.dense", "head.binary"))}
+    weights |= {"head.classification.weight": np.ones((3, m["hidden_size"]), np.float32)}
+    weights |= {"head.classification.bias": np.zeros(3, np.float32)}
     stages = native_checkpoints.even_stages(m, 2)
-    native_checkpoints.save(tmp_path / "in", held, m, partition=stages, x_class_names=NAMES, source=SOURCE)
+    native_checkpoints.save(tmp_path / "in", weights, m, partition=stages, x_class_names=NAMES, source=SOURCE)
     run("merge", tmp_path / "in", tmp_path / "merged")
     run("reshard", tmp_path / "merged", tmp_path / "resharded", "--tp", "2", "--pp", "2")
     run("split", tmp_path / "resharded", tmp_path / "split", "--pp", "3")

@@ -230,7 +230,7 @@ def test_hf_model_of_a_published_config_is_read(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_hf_model_of_a_published_config_that_differs_names_the_setting(name):
+def test_hf_model_unsupported_published_config_names_setting(name):
     config, message = REFUSED[name]
     with pytest.raises(UnsupportedError, match=message):
         hf_model(config, 1)
@@ -238,7 +238,7 @@ def test_hf_model_of_a_published_config_that_differs_names_the_setting(name):
 
 @pytest.mark.parametrize("kind", [["llama3"], {"a": 1}, 3, None, True])
 @pytest.mark.parametrize("field", ["rope_type", "type"])
-def test_hf_model_with_an_invalid_rope_type_refuses_it(kind, field):
+def test_hf_model_invalid_rope_type_is_refused(kind, field):
     with pytest.raises(DynmoError, match="rope_type "):
         hf_model(LLAMA_3 | {"rope_scaling": {field: kind, "factor": 2.0}}, 1)
 
@@ -247,7 +247,7 @@ def test_hf_model_with_an_invalid_rope_type_refuses_it(kind, field):
     ("count", "message"),
     [(200_000, "at most 10,000, is 200,000"), (10_000, "times num_layers must be at most 131,072")],
 )
-def test_checked_model_with_too_many_experts_refuses_it(count, message):
+def test_model_from_config_too_many_experts_is_refused(count, message):
     with pytest.raises(CorruptError, match=message):
         model_from_config(MIXTRAL | {"num_local_experts": count}, Path("config.json"), ReadOptions())
     assert (

@@ -11,21 +11,21 @@ DAMAGED = [b"[" * 2000, b"null", b"[]", b"", b"\xff", b'{"</s>":"x"}', b'{"</s>"
 
 
 @pytest.mark.parametrize("payload", DAMAGED, ids=lambda payload: repr(payload[:12]))
-def test_tokenizer_files_with_a_damaged_vocabulary_refuse_it(tmp_path, payload):
+def test_tokenizer_files_damaged_vocabulary_is_refused(tmp_path, payload):
     (tmp_path / "vocab.json").write_bytes(payload)
     with pytest.raises(CorruptError, match=r"vocab\.json: not a vocabulary"):
         tokenizer_files(tmp_path, 30, 8)
 
 
 @pytest.mark.parametrize("number", ["x", None, -1, 1.5, True, [1]])
-def test_tokenizer_files_with_an_invalid_id_refuse_it(tmp_path, number):
+def test_tokenizer_files_invalid_id_is_refused(tmp_path, number):
     document = {"model": {"vocab": {"a": 0, "b": number}}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(CorruptError, match=r"tokenizer\.json: not a tokenizer file: the id of 'b'"):
         tokenizer_files(tmp_path, 30, 8)
 
 
-def test_tokenizer_files_with_a_vocabulary_give_its_end_token(tmp_path):
+def test_tokenizer_files_of_vocabulary_give_end_token(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "</s>": 7}')
     assert tokenizer_files(tmp_path, 30, 8)[1] == 7
     (tmp_path / "vocab.json").write_text('{"a": 0}')

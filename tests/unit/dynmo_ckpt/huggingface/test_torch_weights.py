@@ -28,7 +28,7 @@ def save_index(directory, parts):
 
 
 @pytest.mark.parametrize("form", ["zip", "stream", "index"])
-def test_bin_files_give_their_tensors(tmp_path, form):
+def test_read_tensors_of_bin_files_gives_all(tmp_path, form):
     if form == "index":
         save_index(tmp_path, [{"a": WEIGHTS["a"]}, {"b": WEIGHTS["b"]}])
     else:
@@ -43,7 +43,7 @@ def test_bin_files_give_their_tensors(tmp_path, form):
     assert np.array_equal(stored.reshape(2, 3), WEIGHTS["a"].numpy())
 
 
-def test_safetensors_go_before_bin_files(tmp_path):
+def test_read_tensors_prefers_safetensors(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
     assert list(read_tensors(tmp_path)) == ["a"]
@@ -58,19 +58,19 @@ def test_safetensors_go_before_bin_files(tmp_path):
         ({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, UnsupportedError, "float8"),
     ],
 )
-def test_bin_files_of_another_content_are_refused(tmp_path, tree, error, message):
+def test_read_tensors_of_other_bin_contents_is_refused(tmp_path, tree, error, message):
     torch.save(tree, tmp_path / "pytorch_model.bin")
     with pytest.raises(error, match=message):
         read_tensors(tmp_path)
 
 
-def test_float8_is_reported_as_float8(tmp_path):
+def test_read_tensors_float8_is_named_in_the_error(tmp_path):
     save_file({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="a has the type F8_E4M3; supported are"):
         read_tensors(tmp_path)
 
 
-def test_a_directory_without_weights_names_what_it_has(tmp_path):
+def test_read_tensors_without_weights_names_other_files(tmp_path):
     (tmp_path / "tf_model.h5").write_bytes(b"x")
     with pytest.raises(CorruptError, match=r"must have model.safetensors or pytorch_model.bin.*tf_model.h5"):
         read_tensors(tmp_path)

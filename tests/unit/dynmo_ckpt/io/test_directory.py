@@ -28,7 +28,7 @@ def spoilt(target):
         raise KeyError("a fault of the block")
 
 
-def test_a_signal_in_the_midst_waits(tmp_path, monkeypatch):
+def test_clean_up_defers_signal_until_the_end(tmp_path, monkeypatch):
     remove, sent = shutil.rmtree, []
 
     def removing(path):
@@ -46,7 +46,7 @@ def test_a_signal_in_the_midst_waits(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_just_before_does_no_harm(tmp_path, monkeypatch):
+def test_new_directory_signal_before_clean_up_leaves_nothing(tmp_path, monkeypatch):
     tidy_up, calls = directory._clean_up, []
 
     def first_ended(*paths):

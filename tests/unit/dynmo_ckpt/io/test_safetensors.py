@@ -17,7 +17,7 @@ def entry(**changes):
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
 
 
-def test_reads_what_safetensors_writes(tmp_path):
+def test_read_index_of_safetensors_package(tmp_path):
     arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array([True, False, True])}
     save_file(arrays, tmp_path / "x.safetensors", {"format": "pt"})
     index = read_index(tmp_path / "x.safetensors")
@@ -31,7 +31,7 @@ def test_reads_what_safetensors_writes(tmp_path):
         assert payload[array.offset : array.offset + array.num_bytes] == arrays[key].tobytes()
 
 
-def test_safetensors_reads_what_the_header_says():
+def test_encode_header_is_read_by_safetensors():
     payload = encode_header([("b", "I64", (2,)), ("a", "U8", (3,))], {"format": "pt"})
     assert len(payload) % 4096 == 0
     arrays = load(payload + np.array([1, 2]).tobytes() + b"\1\2\3")
@@ -64,12 +64,12 @@ def test_safetensors_reads_what_the_header_says():
         (container(b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'), "repeats a key"),
     ],
 )
-def test_what_breaks_the_format_is_refused(tmp_path, payload, message):
+def test_read_index_invalid_file_is_refused(tmp_path, payload, message):
     (tmp_path / "x.safetensors").write_bytes(payload)
     with pytest.raises(CorruptError, match=message):
         read_index(tmp_path / "x.safetensors")
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_open_missing_file_is_named(tmp_path):
     with pytest.raises(CorruptError, match=r"absent\.safetensors: cannot be read"):
         read_index(tmp_path / "absent.safetensors")

@@ -35,7 +35,7 @@ def theirs(m):
     return tensors({item.name: item.shape for item in to_foreign(layout(m), ours(m), TIED)})
 
 
-def test_every_tensor_is_named_once_on_either_side():
+def test_to_foreign_names_every_tensor_once():
     m = native_checkpoints.model()
     mapped = to_foreign(layout(m), ours(m), TIED)
     assert len({item.name for item in mapped}) == len(mapped) == 12 * m["num_layers"] + 4
@@ -44,14 +44,14 @@ def test_every_tensor_is_named_once_on_either_side():
     }
 
 
-def test_names_without_the_prefix_and_ignored_buffers_are_read():
+def test_to_native_without_prefix_and_with_ignored_buffers():
     m = native_checkpoints.model()
     bare = {name.removeprefix("transformer."): tensor for name, tensor in theirs(m).items()}
     bare |= tensors({"h.0.attn.bias": (1, 1, 12, 12), "h.2.attn.masked_bias": (), "lm_head.weight": (29, 16)})
     assert len(back(m, bare)) == len(ours(m))
 
 
-def test_a_tensor_that_no_rule_takes_is_refused():
+def test_unknown_tensor_is_refused():
     m = native_checkpoints.model()
     with pytest.raises(UnsupportedError, match=r"the map has no rule for 1 tensors: layers\.0\.mlp\.gate"):
         to_foreign(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
@@ -59,7 +59,7 @@ def test_a_tensor_that_no_rule_takes_is_refused():
         back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
 
 
-def test_a_missing_tensor_is_refused():
+def test_to_native_missing_tensor_is_refused():
     m = native_checkpoints.model()
     incomplete = ours(m)
     del incomplete["head.norm.bias"]

@@ -23,7 +23,7 @@ def args_of(family):
     return dict(LLAMA) if family == "llama" else {}
 
 
-def test_an_argument_is_in_one_list_of_the_table_only():
+def test_argument_table_lists_each_argument_once():
     lists = [*TABLE["irrelevant"].values(), TABLE["mapped"], list(TABLE["needs"]), list(TABLE["families"]["llama"])]
     names = [name for each in lists for name in each]
     assert len(names) == len(set(names)) > 1400
@@ -31,7 +31,7 @@ def test_an_argument_is_in_one_list_of_the_table_only():
 
 
 @pytest.mark.parametrize(("family", "name"), NEEDS)
-def test_a_value_that_our_model_does_not_compute_is_refused(family, name):
+def test_check_args_unsupported_value_is_refused(family, name):
     values = needed_values(family)[name]
     for value in (v for v in values if v is not None):
         assert check_args("IN", family, args_of(family) | {name: value}) is not None
@@ -57,7 +57,7 @@ def test_a_value_that_our_model_does_not_compute_is_refused(family, name):
         ("bert", {"squared_relu": True}, "squared_relu = True"),
     ],
 )
-def test_arguments_that_change_the_computation_are_refused(family, args, message):
+def test_open_legacy_arguments_that_change_logits_are_refused(family, args, message):
     """The second is a member of an enumeration, as BigScience's Megatron-DeepSpeed stores it."""
     if isinstance(args.get("position_embedding_type"), tuple):
         enum = Name("megatron.enums", "PositionEmbeddingType")
@@ -67,18 +67,18 @@ def test_arguments_that_change_the_computation_are_refused(family, args, message
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "rmsnorm"), ("gpt", "layernorm"), ("t5", "layernorm")])
-def test_checked_args_with_a_lower_case_normalization_accepts_it(family, value):
+def test_check_args_lower_case_normalization_is_accepted(family, value):
     """As Megatron-DeepSpeed stores it."""
     assert check_args("IN", family, args_of(family) | {"normalization": value})["normalization"] == value
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "layernorm"), ("gpt", "rmsnorm"), ("bert", "LAYERNORM")])
-def test_checked_args_with_another_normalization_refuses_it(family, value):
+def test_check_args_other_normalization_is_refused(family, value):
     with pytest.raises(UnsupportedError, match=f"normalization = {value}"):
         check_args("IN", family, args_of(family) | {"normalization": value})
 
 
-def test_values_of_other_programs_that_change_nothing_pass():
+def test_check_args_irrelevant_values_are_accepted():
     """DeepSpeed's number of experts without experts, and values that only another family reads."""
     enum = OpaquePickle(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
     check_args("IN", "gpt", {"num_experts": [1], "position_embedding_type": enum, "rotary_percent": 0.5})
@@ -86,7 +86,7 @@ def test_values_of_other_programs_that_change_nothing_pass():
     assert found["use_rotary_position_embeddings"] is True
 
 
-def test_args_that_are_no_namespace_are_refused():
+def test_read_args_without_namespace_is_refused():
     assert read_args({"model": {}}, "IN") == {}
     assert read_args({"args": OpaquePickle(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {
         "lr": 1
@@ -99,7 +99,7 @@ def test_args_that_are_no_namespace_are_refused():
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5", "llama"])
 @pytest.mark.parametrize("version", [2.0, 3.0])
-def test_arguments_of_our_own_exports_are_in_the_table(family, version):
+def test_argument_table_has_arguments_of_exports(family, version):
     sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2}
     sizes |= {"max_position_embeddings": 16, "padded_vocab_size": 32, "vocab_size": 30, "layernorm_epsilon": 1e-5}
     activation = "swiglu" if family == "llama" else "gelu_tanh"
@@ -123,15 +123,15 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_an_unknown_argument_is_refused_and_can_be_ignored(run, tmp_path, monkeypatch):
+def test_convert_unknown_argument_is_refused_unless_ignored(run, tmp_path, monkeypatch):
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
     m = native_checkpoints.model()
     legacy_gpt.save(tmp_path / "in", native_checkpoints.parameters(m), m, twisted_gelu=True)
-    said = run("convert", tmp_path / "in", tmp_path / "out", "--to", "native", code=5)
-    assert "no rule for the argument twisted_gelu" in said
-    assert "--ignore-config NAME" in said
+    messages = run("convert", tmp_path / "in", tmp_path / "out", "--to", "native", code=5)
+    assert "no rule for the argument twisted_gelu" in messages
+    assert "--ignore-config NAME" in messages
     assert not (tmp_path / "out").exists()
     ignore = ("--ignore-config", "twisted_*")
     run("convert", tmp_path / "in", tmp_path / "out", "--to", "native", *ignore)
@@ -144,7 +144,7 @@ def test_an_unknown_argument_is_refused_and_can_be_ignored(run, tmp_path, monkey
     run("verify", tmp_path / "split", "--against", tmp_path / "in", *ignore)
 
 
-def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
+def test_llama_sizes_from_names_of_megatron_deepspeed():
     model = {"num_attention_heads": 4, "hidden_size": 16}
     args = {**LLAMA, "rope_theta": 500000, "num_key_value_heads": 2, "max_position_embeddings": 8}
     found = _llama("IN", check_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
@@ -152,7 +152,7 @@ def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
 
 
 @pytest.mark.parametrize("value", ["r" * 10_000_000, ["r" * 10_000_000] * 9])
-def test_large_argument_is_shortened_in_the_message(value):
+def test_check_args_large_value_is_shortened_in_message(value):
     for args in ({"normalization": value}, {"n" * 10_000_000: 1}):
         with pytest.raises(UnsupportedError) as error:
             check_args("IN", "gpt", args)

@@ -55,7 +55,7 @@ def save_sparse(tmp_path, change=lambda document: document):
     return m, p
 
 
-def test_sparse_rows_become_dense_with_the_zeros_in_place(tmp_path):
+def test_open_sparse_rows_gives_dense_weights(tmp_path):
     m, p = save_sparse(tmp_path)
     found, remarks = open_checkpoint(tmp_path)
     assert dict(found.manifest["model"]) == m
@@ -64,14 +64,14 @@ def test_sparse_rows_become_dense_with_the_zeros_in_place(tmp_path):
     assert "converted 6 sparse weights" in remarks[0]
 
 
-def test_masks_of_sparse_rows_are_kept_on_request(tmp_path):
+def test_open_sparse_rows_with_sparse_option_keeps_masks(tmp_path):
     m, p = save_sparse(tmp_path)
     found, _ = open_checkpoint(tmp_path, options=ReadOptions(sparse=True))
     assert len(found.names("mask")) == 2 * m["num_layers"]
     weights = [name.removesuffix(".mask") for name in found.names("mask")]
     assert all(np.array_equal(load_array(found, f"{name}.mask"), p[name] != 0) for name in weights)
-    kept = sum(np.count_nonzero(p[name]) for name in weights) / sum(p[name].size for name in weights)
-    assert found.manifest["dynamic"]["pruning"]["sparsity"] == pytest.approx(1 - kept)
+    density = sum(np.count_nonzero(p[name]) for name in weights) / sum(p[name].size for name in weights)
+    assert found.manifest["dynamic"]["pruning"]["sparsity"] == pytest.approx(1 - density)
 
 
 def alter(suffix, change):
@@ -93,7 +93,7 @@ def alter(suffix, change):
         ("values", lambda x: x[:-1], "row offsets"),
     ],
 )
-def test_sparse_rows_that_contradict_themselves_are_refused(tmp_path, suffix, change, message):
+def test_open_invalid_sparse_rows_is_refused(tmp_path, suffix, change, message):
     save_sparse(tmp_path, alter(suffix, change))
     with pytest.raises(CorruptError, match=message):
         open_checkpoint(tmp_path)
@@ -132,7 +132,7 @@ def save_deepspeed(directory, m, p, tp, *, pipelined=True):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_deepspeed(tmp_path, tp, pipelined):
+def test_open_deepspeed_layer_files_and_modules(tmp_path, tp, pipelined):
     m = native_checkpoints.model(num_layers=11)
     p = native_checkpoints.parameters(m)
     save_deepspeed(tmp_path / "in", m, p, tp, pipelined=pipelined)
@@ -143,7 +143,7 @@ def test_deepspeed(tmp_path, tp, pipelined):
     assert same(found, p)
 
 
-def test_deepspeed_files_that_are_missing_or_unknown_are_refused(tmp_path):
+def test_open_deepspeed_missing_or_unknown_files_are_refused(tmp_path):
     m = native_checkpoints.model()
     step = save_deepspeed(tmp_path, m, native_checkpoints.parameters(m), 2)
     (step / "layer_04-model_01-model_states.pt").unlink()
@@ -195,7 +195,7 @@ def test_llama2c(tmp_path, tied):
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0" * 28, struct.pack("<7i", 16, 24, 3, 4, 2, 32, 12) + b"\0" * 40])
-def test_a_file_that_is_not_llama2cs_is_refused(tmp_path, payload):
+def test_open_invalid_llama2c_file_is_refused(tmp_path, payload):
     (tmp_path / "model.bin").write_bytes(payload)
     with pytest.raises(CorruptError, match="header"):
         open_checkpoint(tmp_path / "model.bin")
@@ -230,7 +230,7 @@ def save_with_optimizer(path, m, p, change=lambda document: document):
     legacy_gpt.save(path, p, m, tp=2, stages=[1, 2], version=0, rename=rename, weight_decay=0.1)
 
 
-def test_masters_and_moments_of_a_legacy_checkpoint(tmp_path):
+def test_open_legacy_with_optimizer_gives_masters_and_moments(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     save_with_optimizer(tmp_path, m, p)
@@ -274,7 +274,7 @@ def flat_buffers(document):
         (flat_buffers, UnsupportedError, "no Adam state for each weight"),
     ],
 )
-def test_optimizer_state_that_does_not_fit_is_refused(tmp_path, change, error, message):
+def test_open_legacy_unfitting_optimizer_state_is_refused(tmp_path, change, error, message):
     m = native_checkpoints.model()
     save_with_optimizer(tmp_path, m, native_checkpoints.parameters(m), change)
     with pytest.raises(error, match=message):

@@ -33,37 +33,37 @@ def ceil_to(value, step):
 
 
 def whole_buffer(weights, replicas):
-    """2023: reverse order, one behind the other, padded for the replicas."""
+    """2023: reverse order, concatenated, padded for the data-parallel ranks."""
     flat = torch.cat([w.reshape(-1).float() for w in reversed(weights.values())])
     return torch.nn.functional.pad(flat, (0, -len(flat) % replicas))
 
 
 def in_buckets(weights, replicas, size):
-    """Early 2024: buckets of at least two weights, each padded for the replicas."""
-    buckets, held = [], []
+    """Early 2024: buckets of two or more weights, each padded for the data-parallel ranks."""
+    buckets, buffers = [], []
     for w in reversed(weights.values()):
-        held.append(w.reshape(-1).float())
-        if sum(map(len, held)) >= size and len(held) > 1:
-            buckets.append(torch.cat(held))
-            held = []
-    if held:
-        buckets.append(torch.cat(held))
+        buffers.append(w.reshape(-1).float())
+        if sum(map(len, buffers)) >= size and len(buffers) > 1:
+            buckets.append(torch.cat(buffers))
+            buffers = []
+    if buffers:
+        buckets.append(torch.cat(buffers))
     return [torch.nn.functional.pad(b, (0, -len(b) % replicas)) for b in buckets], [len(b) for b in buckets]
 
 
 def joined(weights, size, shared):
     """From 2024: weights at multiples of 64, the shared embedding apart, no padding between buckets."""
-    buckets, held = [], torch.zeros(0)
+    buckets, buffers = [], torch.zeros(0)
     for name, w in reversed(weights.items()):
-        held = torch.nn.functional.pad(held, (0, -len(held) % 64))
-        if name in shared and len(held):
-            buckets.append(held)
-            held = torch.zeros(0)
-        held = torch.cat([held, w.reshape(-1).float()])
-        if name in shared or (size and len(held) >= size):
-            buckets.append(held)
-            held = torch.zeros(0)
-    return torch.cat([*buckets, held])
+        buffers = torch.nn.functional.pad(buffers, (0, -len(buffers) % 64))
+        if name in shared and len(buffers):
+            buckets.append(buffers)
+            buffers = torch.zeros(0)
+        buffers = torch.cat([buffers, w.reshape(-1).float()])
+        if name in shared or (size and len(buffers) >= size):
+            buckets.append(buffers)
+            buffers = torch.zeros(0)
+    return torch.cat([*buckets, buffers])
 
 
 SHARED = ("language_model.embedding.word_embeddings.weight", "word_embeddings_for_head.weight")
@@ -76,9 +76,9 @@ def world(form, weights, size, chunk):
         return {chunk: {torch.float32: {k: whole_buffer(v, 8) for k, v in kinds.items()}}}
     if form == "buckets":
         found = {k: in_buckets(v, 8, size) for k, v in kinds.items()}
-        return {chunk: {torch.float32: {k: v[0] for k, v in found.items()}}, "told": found["param"][1]}
-    held = {k: joined(v, size if form == "joined" else None, SHARED) for k, v in kinds.items()}
-    return {chunk: {(torch.bfloat16, torch.float32): {**held, "numel_unpadded": len(held["param"])}}}
+        return {chunk: {torch.float32: {k: v[0] for k, v in found.items()}}, "recorded": found["param"][1]}
+    buffers = {k: joined(v, size if form == "joined" else None, SHARED) for k, v in kinds.items()}
+    return {chunk: {(torch.bfloat16, torch.float32): {**buffers, "numel_unpadded": len(buffers["param"])}}}
 
 
 def save_distributed(path, m, p, form, *, change=lambda found: found, **where):
@@ -94,9 +94,9 @@ def save_distributed(path, m, p, form, *, change=lambda found: found, **where):
         for chunk, name in enumerate(names):
             weights = flat_tensors(document[name])
             tree |= world(form, weights, size, chunk)
-            if "told" in tree:
-                told = tree.pop("told")
-                tree.setdefault("per_bucket_numel_unpadded", []).append({torch.float32: told})
+            if "recorded" in tree:
+                recorded = tree.pop("recorded")
+                tree.setdefault("per_bucket_numel_unpadded", []).append({torch.float32: recorded})
         states.append(change(tree))
         document["optimizer"] = {"optimizer": {"param_groups": [{"step": 9, "lr": 1e-4}] * 2}}
         return document
@@ -118,26 +118,26 @@ def is_state_of(found, p):
 
 @pytest.mark.parametrize("form", ["2023", "buckets", "joined", "joined-in-one"])
 @pytest.mark.parametrize("where", [{}, {"tp": 2, "stages": [1, 2]}, {"stages": [1, 1, 1, 0], "virtual": 2}])
-def test_files_of_the_distributed_optimizer(tmp_path, form, where):
+def test_open_distributed_optimizer_of_each_release(tmp_path, form, where):
     m = native_checkpoints.model()
     p = save_distributed(tmp_path, m, native_checkpoints.parameters(m), form, **where)
     is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
 
 
 def shifted(tree):
-    held = next(iter(tree[0].values()))
-    held["param"] = held["param"].roll(1)
+    buffers = next(iter(tree[0].values()))
+    buffers["param"] = buffers["param"].roll(1)
     return tree
 
 
 def shorter(tree):
-    held = next(iter(tree[0].values()))
-    return {0: {torch.float32: {key: value[:-300] for key, value in held.items()}}}
+    buffers = next(iter(tree[0].values()))
+    return {0: {torch.float32: {key: value[:-300] for key, value in buffers.items()}}}
 
 
 def uneven(tree):
-    held = next(iter(tree[0].values()))
-    held["exp_avg"] = held["exp_avg"][:-1]
+    buffers = next(iter(tree[0].values()))
+    buffers["exp_avg"] = buffers["exp_avg"][:-1]
     return tree
 
 
@@ -151,7 +151,7 @@ def uneven(tree):
         (lambda tree: {0: {torch.float32: {"param": 3}}}, CorruptError, "no flat buffer param"),
     ],
 )
-def test_buffers_that_do_not_fit_are_refused(tmp_path, change, error, message):
+def test_open_distributed_optimizer_unfitting_buffers_are_refused(tmp_path, change, error, message):
     m = native_checkpoints.model()
     save_distributed(tmp_path, m, native_checkpoints.parameters(m), "2023", change=change)
     with pytest.raises(error, match=message):
@@ -188,19 +188,19 @@ def save_replicas(path, m, p, replicas):
                 state[len(state)] = {"exp_avg": 2 * part, "exp_avg_sq": part**2}
         inner = {"state": state, "param_groups": described}
         (iteration / f"mp_rank_00_{replica:03d}").mkdir()
-        held = {"optimizer": {"optimizer": inner, "shard_fp32_from_float16_groups": groups}}
-        torch.save(held, iteration / f"mp_rank_00_{replica:03d}" / "optim.pt")
+        buffers = {"optimizer": {"optimizer": inner, "shard_fp32_from_float16_groups": groups}}
+        torch.save(buffers, iteration / f"mp_rank_00_{replica:03d}" / "optim.pt")
     return {name: value.astype(np.float32) for name, value in half.items()}
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 7])
-def test_files_of_each_replica(tmp_path, replicas):
+def test_open_distributed_optimizer_of_2022(tmp_path, replicas):
     m = native_checkpoints.model()
     p = save_replicas(tmp_path, m, native_checkpoints.parameters(m), replicas)
     is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
 
 
-def test_a_replica_that_is_missing_is_refused(tmp_path):
+def test_open_distributed_optimizer_missing_rank_is_refused(tmp_path):
     m = native_checkpoints.model()
     save_replicas(tmp_path, m, native_checkpoints.parameters(m), 3)
     last = tmp_path / "iter_0000300" / "mp_rank_00_002"
@@ -233,7 +233,7 @@ def groups_of(weights):
 
 
 def partitions(values, replicas):
-    """ZeRO 1 and 2: one group's values one behind the other, padded, in equal parts; and where weights lie in each."""
+    """ZeRO 1 and 2: the concatenated, padded values of a group in equal parts, and the slices of parameters in each."""
     flat = torch.cat([value.reshape(-1).float() for value in values.values()])
     share = ceil_to(len(flat), 2 * replicas) // replicas
     parts = list(torch.nn.functional.pad(flat, (0, share * replicas - len(flat))).split(share))
@@ -258,21 +258,21 @@ def thirds(values, replicas):
     return [torch.cat(share) for share in shares], [{} for _ in shares]
 
 
-def save_shards(step, weights, rank, *, stage, replicas, told=False, bf16=False):
+def save_shards(step, weights, rank, *, stage, replicas, recorded=False, bf16=False):
     """The optimizer's shards of a model-parallel rank; returns the shapes for the model's file."""
     groups = groups_of(weights)
     cut = thirds if stage == 3 else partitions
     kinds = [lambda w: w.float(), lambda w: 2 * w.float(), lambda w: w.float() ** 2]
-    held = [[cut({n: kind(w) for n, w in group.items()}, replicas) for group in groups] for kind in kinds]
+    buffers = [[cut({n: kind(w) for n, w in group.items()}, replicas) for group in groups] for kind in kinds]
     for replica in range(replicas):
-        of = [[group[0][replica] for group in kind] for kind in held]
+        of = [[group[0][replica] for group in kind] for kind in buffers]
         state = {g: {"step": 9, "exp_avg": of[1][g], "exp_avg_sq": of[2][g]} for g in range(len(groups))}
         inner = {"state": state, "param_groups": [{"lr": 1e-4, "params": [g]} for g in state]}
         document = {"zero_stage": stage, "partition_count": replicas if stage == 3 else [replicas] * len(groups)}
         document["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] = of[0]
         document["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] = inner
-        if told:
-            document["param_slice_mappings"] = [group[1][replica] for group in held[0]]
+        if recorded:
+            document["param_slice_mappings"] = [group[1][replica] for group in buffers[0]]
         name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
         dump({"optimizer_state_dict": document, "ds_version": "0.9"}, step / name)
     return [{n: w.shape for n, w in group.items()} for group in groups]
@@ -283,7 +283,7 @@ def head_of(m, **more):
     return {"iteration": 300, "args": args, "checkpoint_version": 3.0, "global_steps": 300} | more
 
 
-def save_modules(directory, m, p, tp, *, stage, replicas=3, **told):
+def save_modules(directory, m, p, tp, *, stage, replicas=3, **options):
     """One module for each tensor rank."""
     step = directory / "global_step300"
     step.mkdir(parents=True)
@@ -292,7 +292,7 @@ def save_modules(directory, m, p, tp, *, stage, replicas=3, **told):
     for rank in range(tp):
         state = legacy_gpt.chunk_state(half, m, range(m["num_layers"]), True, True, rank, tp, 3.0, "encoder", False)
         weights = flat_tensors(state)
-        shapes = save_shards(step, weights, rank, stage=stage, replicas=replicas, **told)
+        shapes = save_shards(step, weights, rank, stage=stage, replicas=replicas, **options)
         if stage < 3:
             torch.save(head_of(m, module=weights, param_shapes=shapes), step / f"mp_rank_{rank:02d}_model_states.pt")
             continue
@@ -304,10 +304,10 @@ def save_modules(directory, m, p, tp, *, stage, replicas=3, **told):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("stage", "told"), [(1, True), (2, False), (3, False)])
-def test_zero(tmp_path, tp, stage, told):
+@pytest.mark.parametrize(("stage", "recorded"), [(1, True), (2, False), (3, False)])
+def test_open_zero_stages_give_weights_and_state(tmp_path, tp, stage, recorded):
     m = native_checkpoints.model()
-    p = save_modules(tmp_path, m, native_checkpoints.parameters(m), tp, stage=stage, told=told, bf16=stage == 1)
+    p = save_modules(tmp_path, m, native_checkpoints.parameters(m), tp, stage=stage, recorded=recorded, bf16=stage == 1)
     assert is_deepspeed(tmp_path)
     is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
     weights, remarks = open_checkpoint(tmp_path)
@@ -318,7 +318,7 @@ def test_zero(tmp_path, tp, stage, told):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_zero_1_of_a_pipeline(tmp_path, tp):
+def test_open_zero_1_of_a_pipeline(tmp_path, tp):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     half = {name: value.astype(np.float16) for name, value in p.items()}
@@ -345,7 +345,7 @@ def test_zero_1_of_a_pipeline(tmp_path, tp):
                 prefix = "tied_modules.embed." if number in (1, last + 1) else f"{number}."
                 own |= {prefix + name: value for name, value in layers[number].items()}
             at = worker * tp + rank
-            shapes = save_shards(step, own, at, stage=1, replicas=2, told=True, bf16=True)
+            shapes = save_shards(step, own, at, stage=1, replicas=2, recorded=True, bf16=True)
             head = head_of(m, module=None, param_shapes=shapes)
             torch.save(head, step / f"mp_rank_{at:02d}_model_states.pt")
     found, _ = open_checkpoint(tmp_path, options=WITH)
@@ -380,7 +380,7 @@ def edit(path, change):
         (2, "mp_rank_00_model_states.pt", lambda d: d["param_shapes"][0].update(x="y"), "has the shape 'y'"),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(tmp_path, stage, file, change, message):
+def test_open_zero_unfitting_shards_are_refused(tmp_path, stage, file, change, message):
     m = native_checkpoints.model()
     save_modules(tmp_path, m, native_checkpoints.parameters(m), 1, stage=stage)
     path = tmp_path / "global_step300" / file

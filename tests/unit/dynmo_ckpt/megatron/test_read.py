@@ -44,7 +44,7 @@ def check(found, m, p):
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_versions_and_tensor_ranks(tmp_path, version, tp):
+def test_open_legacy_versions_and_tensor_ranks(tmp_path, version, tp):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, tp=tp, version=version)
@@ -58,14 +58,14 @@ def test_versions_and_tensor_ranks(tmp_path, version, tp):
     ("layers", "stages", "virtual"),
     [(3, [1, 2], 1), (3, [0, 3], 1), (4, [1, 1, 1, 1], 2), (6, [1, 2, 0, 3], 1), (6, [1, 2, 1, 2], 2)],
 )
-def test_stages_even_uneven_and_virtual(tmp_path, layers, stages, virtual):
+def test_open_legacy_even_uneven_and_virtual_stages(tmp_path, layers, stages, virtual):
     m = native_checkpoints.model(num_layers=layers)
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, tp=2, stages=stages, virtual=virtual)
     check(read(tmp_path / "iter_0000300"), m, p)
 
 
-def test_untied_head_and_exact_gelu(tmp_path):
+def test_open_legacy_untied_head_and_exact_gelu(tmp_path):
     m = native_checkpoints.model(tied_embeddings=False, activation="gelu")
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, tp=2, stages=[2, 1])
@@ -91,14 +91,14 @@ def renamed(document):
     return walk(document)
 
 
-def test_names_of_other_releases_and_forks(tmp_path):
+def test_open_legacy_names_of_other_releases_and_forks(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, tp=2, rename=renamed)
     check(read(tmp_path), m, p)
 
 
-def test_without_arguments_the_person_tells(tmp_path):
+def test_open_legacy_without_arguments_uses_options(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, args=False)
@@ -112,7 +112,7 @@ def test_without_arguments_the_person_tells(tmp_path):
         read(tmp_path, num_attention_heads=4, vocab_size=33)
 
 
-def test_files_of_torch_before_1_6(tmp_path):
+def test_open_legacy_files_of_torch_before_1_6(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     legacy_gpt.save(tmp_path, p, m, version=0, tp=2, stages=[1, 2], is_zip=False)
@@ -127,7 +127,7 @@ def altered(path, change):
     torch.save(document, path)
 
 
-def test_replicas_that_differ_are_refused(tmp_path):
+def test_open_legacy_differing_replicas_are_refused(tmp_path):
     m = native_checkpoints.model()
     iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 1])
 
@@ -139,7 +139,7 @@ def test_replicas_that_differ_are_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
+def test_open_legacy_tied_head_with_other_values_is_refused(tmp_path):
     m = native_checkpoints.model()
     iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, stages=[2, 1])
 
@@ -152,14 +152,14 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["swiglu", "apply_layernorm_1p", "group_query_attention"])
-def test_variants_that_are_not_mapped_are_refused(tmp_path, field):
+def test_open_legacy_unsupported_variant_is_refused(tmp_path, field):
     m = native_checkpoints.model()
     legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, **{field: True})
     with pytest.raises(UnsupportedError, match=field):
         read(tmp_path)
 
 
-def test_missing_ranks_are_listed(tmp_path):
+def test_open_legacy_missing_ranks_are_listed(tmp_path):
     import shutil
 
     m = native_checkpoints.model()
@@ -169,7 +169,7 @@ def test_missing_ranks_are_listed(tmp_path):
         read(tmp_path)
 
 
-def test_a_tensor_that_no_rule_takes_is_refused(tmp_path):
+def test_unknown_tensor_is_refused(tmp_path):
     import torch
 
     m = native_checkpoints.model()
@@ -184,7 +184,7 @@ def test_a_tensor_that_no_rule_takes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1"])
-def test_a_tracker_that_says_nothing_is_refused(tmp_path, text):
+def test_find_iteration_invalid_tracker_is_refused(tmp_path, text):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(CorruptError, match="must be a number or 'release'"):
         read(tmp_path)
@@ -202,7 +202,7 @@ def shared_lists(levels):
 @pytest.mark.parametrize(
     "value", ["9" * 10_000_000, list(range(1_000_000)), shared_lists(20)], ids=["text", "list", "dag"]
 )
-def test_large_value_in_a_checkpoint_is_shortened_in_the_message(tmp_path, key, value):
+def test_open_legacy_large_value_is_shortened_in_message(tmp_path, key, value):
     m = native_checkpoints.model()
     iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m)
     altered(next(iteration.glob("mp_rank_*/model*.pt")), lambda document: document.update({key: value}))

@@ -28,8 +28,8 @@ CASES = {
 
 def check(path, m, p):
     found, _ = open_checkpoint(path, "legacy")
-    said = dict(found.manifest["model"])
-    assert said == m
+    model = dict(found.manifest["model"])
+    assert model == m
     p = native_checkpoints.true_rows(m["vocab_size"], p)
     assert set(found.tensors) == set(p)
     assert all(np.array_equal(load_array(found, name), value) for name, value in p.items())
@@ -54,7 +54,7 @@ def test_versions(tmp_path, family, version):
     check(tmp_path, m, p)
 
 
-def test_a_bert_without_its_binary_head_and_a_tanh_gelu(tmp_path):
+def test_convert_bert_without_binary_head_and_tanh_gelu_reports_it(tmp_path):
     m = families.bert(binary_head=False, num_tokentypes=0, activation="gelu_tanh")
     p = families.parameters(m)
     legacy_families.save(tmp_path, p, m, stages=CASES["bert"][1])
@@ -69,7 +69,7 @@ def change(path, alter):
     torch.save(document, path)
 
 
-def test_a_decoders_embedding_that_is_not_the_encoders_is_refused(tmp_path):
+def test_open_legacy_t5_with_different_embeddings_is_refused(tmp_path):
     m = families.t5()
     legacy_families.save(tmp_path, families.parameters(m), m, stages=CASES["t5"][1])
     path = tmp_path / "iter_0000007" / "mp_rank_00_001" / "model_optim_rng.pt"
@@ -88,7 +88,7 @@ def test_a_decoders_embedding_that_is_not_the_encoders_is_refused(tmp_path):
         ("t5", "num_experts", 2),
     ],
 )
-def test_variants_that_our_models_do_not_compute_are_refused(tmp_path, family, field, value):
+def test_open_legacy_variant_without_model_is_refused(tmp_path, family, field, value):
     m = getattr(families, family)()
     legacy_families.save(tmp_path, families.parameters(m), m, stages=CASES[family][0])
     path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
@@ -97,7 +97,7 @@ def test_variants_that_our_models_do_not_compute_are_refused(tmp_path, family, f
         open_legacy(tmp_path, ReadOptions())
 
 
-def test_groups_that_do_not_fit_are_refused(tmp_path):
+def test_llama_sizes_unfitting_groups_are_refused(tmp_path):
     m = families.llama()
     legacy_families.save(tmp_path, families.parameters(m), m, stages=CASES["llama"][0])
     path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
@@ -106,7 +106,7 @@ def test_groups_that_do_not_fit_are_refused(tmp_path):
         open_legacy(tmp_path, ReadOptions())
 
 
-def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():
+def test_t5_stages_are_split_between_encoder_and_decoder():
     m = families.t5()
     assert stage_layer_counts(m, 2, None) == [2, 3]
     assert stage_layer_counts(m, 4, None) == [1, 1, 2, 1]
@@ -115,7 +115,7 @@ def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():
         split_stage(m, [1, 2, 2])
 
 
-def test_rotary_scaling_that_a_legacy_checkpoint_cannot_say_is_refused():
+def test_legacy_args_other_rotary_scaling_is_refused():
     model = {
         "num_attention_heads": 4,
         "layernorm_epsilon": 1e-5,

@@ -47,7 +47,7 @@ def memory_path(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_topologies_there_and_back(memory_path, seed, capsys):
+def test_plan_native_random_topologies_round_trip(memory_path, seed, capsys):
     """25 chains of topologies a seed, 200 in all; at the end the files are byte for byte those of the beginning."""
     rng = np.random.default_rng(seed)
     m = native_checkpoints.model(num_layers=2, hidden_size=8, ffn_hidden_size=12, vocab_size=9, padded_vocab_size=12)
@@ -69,7 +69,7 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
     capsys.readouterr()
 
 
-def test_layers_go_where_the_partition_says(tmp_path, capsys):
+def test_plan_native_places_layers_by_partition(tmp_path, capsys):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     partition = partition_from_counts([1, 0, 1, 1], m)
@@ -87,7 +87,7 @@ def test_layers_go_where_the_partition_says(tmp_path, capsys):
     assert manifest["topology"]["world_size"] == 4
 
 
-def test_counts():
+def test_layer_counts_and_partition_of_counts():
     m = native_checkpoints.model()
     assert layer_counts(7, 3, None) == [3, 2, 2]
     assert layer_counts(1, 3, None) == [1, 0, 0]
@@ -96,7 +96,7 @@ def test_counts():
 
 
 @pytest.mark.parametrize(("ranks", "field"), [(3, "num_attention_heads 4"), (8, "num_attention_heads 4")])
-def test_ranks_that_do_not_divide_are_refused(tmp_path, ranks, field):
+def test_plan_native_indivisible_sizes_are_refused(tmp_path, ranks, field):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     with pytest.raises(UnsupportedError, match=field):

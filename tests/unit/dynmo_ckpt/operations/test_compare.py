@@ -19,7 +19,7 @@ def found(tmp_path, left, right, atol=0.0, m_right=None, tp=2):
         return {d.name: d for d in differences(*sides, ROLES, atol, tick)}
 
 
-def test_equal_on_another_topology(tmp_path):
+def test_differences_of_another_topology_are_none(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     assert found(tmp_path, p, p) == {}
 
@@ -38,13 +38,13 @@ def test_counts_and_largest_difference(tmp_path, monkeypatch):
     assert result["head.norm.bias"].max_abs == np.inf
 
 
-def test_tolerance(tmp_path):
+def test_differences_within_atol_are_none(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = {name: value + np.float32(1e-3) for name, value in p.items()}
     assert found(tmp_path, p, q, atol=2e-3) == {}
 
 
-def test_padding_rows_are_not_compared(tmp_path):
+def test_differences_ignores_padding_rows(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = dict(p)
     q["embedding.word.weight"] = np.vstack([p["embedding.word.weight"][:29], np.ones((11, 16), np.float32)])
@@ -53,7 +53,7 @@ def test_padding_rows_are_not_compared(tmp_path):
 
 
 @pytest.mark.parametrize("row", [0, 28])
-def test_compare_finds_a_changed_row_at_either_end_of_the_vocabulary(tmp_path, row):
+def test_differences_changed_first_or_last_vocabulary_row_is_found(tmp_path, row):
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = dict(p)
     q["embedding.word.weight"] = p["embedding.word.weight"].copy()
@@ -77,13 +77,13 @@ def test_names_shapes_and_types(tmp_path):
     }
 
 
-def test_masks_of_one_side_are_applied(tmp_path):
+def test_differences_applies_masks_of_one_side(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     masks = native_checkpoints.masks(p)
     dense = {n: np.where(masks[f"{n}.mask"], v, 0) if f"{n}.mask" in masks else v for n, v in p.items()}
     assert found(tmp_path, p | masks, dense) == {}
 
 
-def test_bf16_as_numbers():
+def test_as_numbers_bf16_becomes_float32():
     words = (np.array([1.5, -2.0, np.inf], np.float32).view(np.uint32) >> 16).astype(np.uint16)
     assert as_numbers(words, "BF16").tolist() == [1.5, -2.0, np.inf]

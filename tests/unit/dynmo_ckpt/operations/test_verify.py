@@ -30,42 +30,42 @@ def findings(directory):
         return list(full_findings(directory, tick))
 
 
-def test_nothing_is_found_where_nothing_is_wrong(directory):
+def test_verify_intact_checkpoint_has_no_findings(directory):
     assert findings(directory) == []
 
 
-def test_every_altered_bit_is_found(directory):
+def test_verify_every_altered_bit_is_found(directory):
     """Both ends of each file, and positions that a generator of a fixed seed chooses: all eight bits of each."""
     positions = random.Random(11)
     files = {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
     kinds = {path.name.partition("-")[0] for path in files}
     assert kinds == {"manifest.json", "model", "optimizer", "tokenizer.json", "conversion.json"}
-    missed = []
+    undetected = []
     for path, payload in files.items():
         inner = range(1, len(payload) - 1)
         chosen = {0, len(payload) - 1, *positions.sample(inner, min(len(inner), 9))}
         for at, bit in product(sorted(chosen), range(8)):
             path.write_bytes(payload[:at] + bytes([payload[at] ^ 1 << bit]) + payload[at + 1 :])
             if not findings(directory):
-                missed.append((path.name, at, bit))
+                undetected.append((path.name, at, bit))
         path.write_bytes(payload)
-    assert missed == []
+    assert undetected == []
     assert findings(directory) == []
 
 
-def test_every_altered_bit_of_the_marker_is_found(directory, tmp_path):
+def test_verify_every_altered_bit_of_latest_is_found(directory, tmp_path):
     """``LATEST`` stands outside of the step's directory, and names it."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(directory, folder / directory.name)
-    told = f"{directory.name}\n".encode()
-    (folder / "LATEST").write_bytes(told)
+    latest = f"{directory.name}\n".encode()
+    (folder / "LATEST").write_bytes(latest)
     assert latest_problems(folder) == []
-    for at, bit in product(range(len(told)), range(8)):
-        (folder / "LATEST").write_bytes(told[:at] + bytes([told[at] ^ 1 << bit]) + told[at + 1 :])
+    for at, bit in product(range(len(latest)), range(8)):
+        (folder / "LATEST").write_bytes(latest[:at] + bytes([latest[at] ^ 1 << bit]) + latest[at + 1 :])
         assert latest_problems(folder), (at, bit)
 
 
-def test_a_longer_and_a_shorter_file_are_found(directory):
+def test_verify_file_of_another_length_is_found(directory):
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         payload = path.read_bytes()
         for other in (payload[:-1], payload + b" ", b""):
@@ -74,7 +74,7 @@ def test_a_longer_and_a_shorter_file_are_found(directory):
         path.write_bytes(payload)
 
 
-def test_a_tensor_that_the_manifest_does_not_name_is_found(directory, tmp_path):
+def test_verify_unlisted_tensor_is_found(directory, tmp_path):
     target = tmp_path / "step-00000001"
     shutil.copytree(directory, target)
     document = json.loads((target / "manifest.json").read_bytes())

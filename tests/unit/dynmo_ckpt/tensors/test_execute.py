@@ -37,7 +37,7 @@ def reshard(source, target, tp):
 
 
 @pytest.mark.parametrize("tp", TARGETS)
-def test_a_source_is_read_about_once(source, tmp_path, monkeypatch, tp):
+def test_execute_reads_each_source_about_once(source, tmp_path, monkeypatch, tp):
     sizes, own = {}, os.preadv
 
     def preadv(descriptor, buffers, offset):
@@ -57,7 +57,7 @@ def test_a_source_is_read_about_once(source, tmp_path, monkeypatch, tp):
 
 
 @pytest.mark.parametrize("tp", TARGETS)
-def test_every_altered_tensor_of_the_source_is_refused(source, tmp_path, tp):
+def test_execute_every_altered_source_is_refused(source, tmp_path, tp):
     random = np.random.default_rng(tp)
     for path in sorted(source.glob("*.safetensors")):
         payload = bytearray(path.read_bytes())
@@ -72,7 +72,7 @@ def test_every_altered_tensor_of_the_source_is_refused(source, tmp_path, tp):
 
 
 @pytest.mark.parametrize("tp", TARGETS)
-def test_every_write_that_goes_wrong_is_found(source, tmp_path, monkeypatch, tp):
+def test_execute_every_wrong_write_is_found(source, tmp_path, monkeypatch, tp):
     own, calls, wrong = os.pwrite, [0], [-1]
 
     def pwrite(descriptor, payload, offset):
@@ -94,19 +94,19 @@ def test_every_write_that_goes_wrong_is_found(source, tmp_path, monkeypatch, tp)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checksum_out_of_parts():
+def test_combine_parts_random_ranges_equals_crc32_of_whole():
     payload = np.random.default_rng(0).bytes(1000)
 
     def part(begin, end):
         return Part(begin, end - begin, zlib.crc32(payload[begin:end]))
 
-    asked = []
+    requested = []
 
     def missing(begin, end):
-        asked.append((begin, end))
+        requested.append((begin, end))
         return zlib.crc32(payload[begin:end])
 
     parts = [part(400, 700), part(100, 400), part(100, 400), part(250, 500), part(800, 900)]
     assert combine_parts(parts, 1000, missing) == zlib.crc32(payload)
-    assert asked == [(0, 100), (700, 800), (900, 1000)]
+    assert requested == [(0, 100), (700, 800), (900, 1000)]
     assert combine_parts([], 0, missing) == 0

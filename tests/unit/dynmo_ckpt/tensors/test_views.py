@@ -36,7 +36,7 @@ def written(tmp_path, tensor, shape=None, mask=None):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.uint8, np.bool_])
-def test_operations_are_those_of_numpy(tmp_path, dtype):
+def test_tensor_methods_equal_numpy(tmp_path, dtype):
     array = np.random.default_rng(0).integers(0, 2 if dtype is np.bool_ else 200, (12, 10)).astype(dtype)
     tensor = stored(tmp_path, array)
     assert np.array_equal(written(tmp_path, tensor), array)
@@ -50,7 +50,7 @@ def test_operations_are_those_of_numpy(tmp_path, dtype):
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_random_chains_of_operations(tmp_path_factory, data):
+def test_tensor_methods_random_chains_equal_numpy(tmp_path_factory, data):
     tmp_path = tmp_path_factory.mktemp("chain")
     shape = data.draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -82,35 +82,35 @@ def test_random_chains_of_operations(tmp_path_factory, data):
     assert np.array_equal(written(tmp_path, tensor), array)
 
 
-def test_small_panels_give_the_same_bytes(tmp_path, monkeypatch):
+def test_panels_of_any_size_give_equal_bytes(tmp_path, monkeypatch):
     array = np.random.default_rng(0).normal(size=(40, 36)).astype(np.float32)
     mask = array > 0
-    tensor, kept = stored(tmp_path, array), stored(tmp_path, mask, "m")
+    tensor, stored_mask = stored(tmp_path, array), stored(tmp_path, mask, "m")
     for limit in (4, 64, 100, 1000):
         monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.PANEL_BYTES", limit)
         monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.TRANSPOSE_PANEL_BYTES", limit)
         assert np.array_equal(written(tmp_path, tensor), array)
         turned, turned_mask = (
             tensor.unflatten(0, [4, 10]).permute([2, 1, 0]),
-            kept.unflatten(0, [4, 10]).permute([2, 1, 0]),
+            stored_mask.unflatten(0, [4, 10]).permute([2, 1, 0]),
         )
         expected = np.where(mask, array, 0).reshape(4, 10, 36).transpose(2, 1, 0)
         assert np.array_equal(written(tmp_path, turned, mask=turned_mask), expected)
 
 
-def test_scalars_and_empty_tensors(tmp_path):
+def test_panels_of_scalars_and_empty_tensors(tmp_path):
     for array in (np.array(3.0, np.float32), np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)):
         assert np.array_equal(written(tmp_path, stored(tmp_path, array)), array)
 
 
-def test_sizes_that_do_not_fit_are_refused(tmp_path):
+def test_unflatten_other_sizes_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot be split into 4 x 2"):
         stored(tmp_path, np.zeros((3, 2), np.float32)).unflatten(0, [4, 2])
 
 
 @settings(deadline=None, max_examples=40)
 @given(cuts=st.sets(st.integers(1, 59)), sizes=st.sampled_from([(60,), (10, 6), (3, 4, 5), (2, 3, 1, 10), (1, 60)]))
-def test_parts_of_flat_buffers_are_put_together(tmp_path_factory, cuts, sizes):
+def test_unflatten_concatenated_flat_buffers_gives_tensor(tmp_path_factory, cuts, sizes):
     tmp_path = tmp_path_factory.mktemp("flat")
     array = np.arange(60, dtype=np.float32)
     bounds = [0, *sorted(cuts), 60]
@@ -122,13 +122,13 @@ def test_parts_of_flat_buffers_are_put_together(tmp_path_factory, cuts, sizes):
     assert np.array_equal(written(tmp_path, tensor.permute(order)), array.reshape(sizes).transpose(order))
 
 
-def test_unlike_tensors_do_not_join(tmp_path):
+def test_concatenate_unlike_tensors_is_refused(tmp_path):
     one, other = stored(tmp_path, np.zeros((3, 2), np.float32)), stored(tmp_path, np.zeros((3, 3), np.float32), "b")
     with pytest.raises(UnsupportedError, match="cannot be concatenated"):
         concatenate([one, other], 0)
 
 
-def test_patterns_say_both_directions(tmp_path):
+def test_expand_and_permute_in_both_directions(tmp_path):
     sizes = {"n": 3, "t": 3, "d": 2, "h": 5, "v": 7}
     array = np.random.default_rng(0).normal(size=(18, 5)).astype(np.float32)
     ours, theirs = parse_axes("(n t d) h"), parse_axes("h (t n d)")
@@ -143,14 +143,14 @@ def test_patterns_say_both_directions(tmp_path):
     assert np.array_equal(written(tmp_path, back, stored_shape(ours, sizes)), array)
 
 
-def test_a_shape_that_the_sizes_do_not_give_is_refused(tmp_path):
+def test_expand_other_shape_is_refused(tmp_path):
     axes = parse_axes("v h")
     with pytest.raises(UnsupportedError, match=r"word: has the shape \[3, 2\]; the model requires \[3, 4\]"):
         expand(stored(tmp_path, np.zeros((3, 2), np.float32)), axes, {"v": 3, "h": 4}, "word")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
-def test_transposed_copy(dtype):
+def test_transposed_copy_equals_numpy(dtype):
     source = np.random.default_rng(0).integers(0, 255, (130, 3, 200)).astype(dtype)
     for order in ((0, 1, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0)):
         target = np.zeros([source.shape[d] for d in order], dtype)
@@ -158,7 +158,7 @@ def test_transposed_copy(dtype):
         assert np.array_equal(target, source.transpose(order))
 
 
-def test_the_checksum_of_joined_parts_is_known_before(tmp_path):
+def test_expected_crc32_of_concatenated_arrays(tmp_path):
     import zlib
     from dataclasses import replace
 
@@ -176,7 +176,7 @@ def test_the_checksum_of_joined_parts_is_known_before(tmp_path):
     assert expected_crc32(OutputTensor(key="y", shape=(3, 4), content=joined.narrow(0, 0, 3).permute([1, 0]))) is None
 
 
-def test_dimensions_of_one_come_and_go(tmp_path):
+def test_with_unit_dims_adds_and_removes_dimensions(tmp_path):
     array = np.arange(24, dtype=np.float32).reshape(6, 4)
     halves = concatenate([stored(tmp_path, array[:2], "a"), stored(tmp_path, array[2:], "b")], 0)
     grown = halves.unflatten(0, [1, 6, 1])

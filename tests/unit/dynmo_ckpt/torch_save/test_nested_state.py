@@ -13,7 +13,7 @@ def opened(tmp_path, tree):
     return open_torch(tmp_path / "x.pt")
 
 
-def test_flatten_of_nested_dictionaries_keeps_their_order(tmp_path):
+def test_flatten_nested_dictionaries_keeps_order(tmp_path):
     one = torch.ones(1)
     tree = {"b": {"z": {"w": one}, "a": one, 3: one}, "a": one, "c": {"w_extra_state": one, "note": "text"}}
     file = opened(tmp_path, tree)
@@ -21,7 +21,7 @@ def test_flatten_of_nested_dictionaries_keeps_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["deep", "itself", "itself twice", "shared"])
-def test_flatten_of_a_hostile_tree_refuses_it(tmp_path, kind):
+def test_flatten_hostile_tree_is_refused(tmp_path, kind):
     tree = {"w": torch.ones(1)}
     file = opened(tmp_path, tree)
     inner = file.tree
@@ -38,7 +38,7 @@ def test_flatten_of_a_hostile_tree_refuses_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize("key", [(1,), None, 1.5, 1 << 70])
-def test_flatten_of_a_key_that_is_no_name_refuses_it(tmp_path, key):
+def test_flatten_invalid_key_is_refused(tmp_path, key):
     file = opened(tmp_path, {"w": torch.ones(1)})
     with pytest.raises(CorruptError, match="a tensor's name must be a string"):
         flatten(file, {key: file.tree["w"]})

@@ -34,11 +34,11 @@ VALUES = [
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values_are_those_of_pickle(value, protocol):
+def test_load_pickle_values_equal_pickle(value, protocol):
     assert load_pickle(pickle.dumps(value, protocol), "x") == value
 
 
-def test_shared_and_recursive_values():
+def test_load_pickle_shared_and_recursive_values():
     inner = [1]
     value = {"a": inner, "b": inner}
     value["self"] = value
@@ -47,7 +47,7 @@ def test_shared_and_recursive_values():
     assert found["self"] is found
 
 
-def test_a_namespace_stays_inert():
+def test_load_pickle_namespace_is_opaque():
     found = load_pickle(pickle.dumps(argparse.Namespace(a=1, dtype=torch.float16)), "x")
     assert isinstance(found, OpaquePickle)
     assert found.attributes["a"] == 1
@@ -72,7 +72,7 @@ class Evil:
         (__import__, ("os",)),
     ],
 )
-def test_nothing_is_executed(tmp_path, protocol, function, arguments):
+def test_load_pickle_executes_nothing(tmp_path, protocol, function, arguments):
     marker = tmp_path / "marker"
     arguments = [a.format(str(marker)) if isinstance(a, str) else a for a in arguments]
     payload = pickle.dumps({"args": Evil(function, *arguments)}, protocol)
@@ -86,27 +86,29 @@ def test_nothing_is_executed(tmp_path, protocol, function, arguments):
 class Member:
     """Pickles as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
 
-    def __init__(self, *asked):
-        self.asked = asked
+    def __init__(self, *requested):
+        self.requested = requested
 
     def __reduce__(self):
-        return getattr, self.asked
+        return getattr, self.requested
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_member_of_an_enumeration_stays_inert(protocol):
+def test_load_pickle_enum_member_is_opaque(protocol):
     found = load_pickle(pickle.dumps(Member(torch.nn.Module, "encoder_or_decoder"), protocol), "x")
     assert isinstance(found, OpaquePickle)
     assert (str(found.type), found.arguments) == ("torch.nn.modules.module.Module", ("encoder_or_decoder",))
 
 
-@pytest.mark.parametrize("asked", [(dict, "fromkeys"), (getattr, "__call__"), ([1], "append"), (torch.nn.Module, 1)])
-def test_a_member_of_anything_else_is_refused(asked):
+@pytest.mark.parametrize(
+    "requested", [(dict, "fromkeys"), (getattr, "__call__"), ([1], "append"), (torch.nn.Module, 1)]
+)
+def test_load_pickle_getattr_of_other_object_is_refused(requested):
     with pytest.raises(UnsafePickleError, match="nothing was executed"):
-        load_pickle(pickle.dumps(Member(*asked)), "x")
+        load_pickle(pickle.dumps(Member(*requested)), "x")
 
 
-def test_a_call_of_an_allowed_package_stays_inert():
+def test_load_pickle_call_of_opaque_package_is_not_executed():
     payload = b"cnumpy\nload\n(S'x'\ntR."
     found = load_pickle(payload, "x")
     assert isinstance(found, OpaquePickle)
@@ -129,7 +131,7 @@ def test_a_call_of_an_allowed_package_stays_inert():
         b"N(ios\nsystem\n.",
     ],
 )
-def test_broken_pickles_are_refused(payload):
+def test_load_pickle_broken_is_refused(payload):
     with pytest.raises((CorruptError, UnsafePickleError)):
         load_pickle(payload, "x")
 
@@ -144,7 +146,7 @@ def saved(tmp_path, is_zip=True):
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_tensors_lie_where_torch_put_them(tmp_path, is_zip):
+def test_open_torch_tensor_offsets_equal_torch(tmp_path, is_zip):
     path = saved(tmp_path, is_zip)
     file = open_torch(path)
     payload = path.read_bytes()
@@ -158,7 +160,7 @@ def test_tensors_lie_where_torch_put_them(tmp_path, is_zip):
         assert torch.equal(rebuilt, expected[name].detach())
 
 
-def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path):
+def test_torch_tensor_beyond_its_storage_is_refused(tmp_path):
     file = open_torch(saved(tmp_path))
     good = file.tree["w"]
     for bad in (
@@ -171,7 +173,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path):
             file.tensor(bad, "w")
 
 
-def test_compressed_entries_are_refused(tmp_path):
+def test_open_torch_compressed_entry_is_refused(tmp_path):
     source = saved(tmp_path)
     target = tmp_path / "b.pt"
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
@@ -182,7 +184,7 @@ def test_compressed_entries_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path, is_zip):
+def test_open_mutated_file_is_read_or_ends_in_known_error(tmp_path, is_zip):
     payload = saved(tmp_path, is_zip).read_bytes()
     rng = random.Random(0)
     path = tmp_path / "mutated.pt"
@@ -212,7 +214,7 @@ def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path, is_zip):
     ],
     ids=["marks", "dicts", "memo", "tuples", "keys"],
 )
-def test_memory_that_the_size_does_not_explain_is_refused(operations, words):
+def test_load_pickle_too_much_memory_for_its_size_is_refused(operations, words):
     tracemalloc.start()
     try:
         with pytest.raises(CorruptError, match=words):
@@ -242,7 +244,7 @@ DAG = b"N\x85" + b"2\x86" * 60  # a tuple of itself twice, and so on: 2^60 eleme
     ],
     ids=["members", "tuples of a list", "lists of a list", "keys", "key", "frozenset", "set", "dict"],
 )
-def test_load_pickle_with_work_that_the_size_does_not_explain_refuses_it(operations, outcome):
+def test_load_pickle_too_much_work_for_its_size_is_refused(operations, outcome):
     begin = time.process_time()
     if outcome == "read":
         load_pickle(b"\x80\x04" + operations + b".", "hostile")
@@ -257,20 +259,20 @@ def test_load_pickle_with_work_that_the_size_does_not_explain_refuses_it(operati
     [b"c_codecs\nencode\n](NNe\x85R", b"X\x01\x00\x00\x00a]\x93", b"cbuiltins\nlist\n]]aR"],
     ids=["encode", "global", "arguments"],
 )
-def test_load_pickle_with_lists_in_place_of_strings_or_arguments_refuses_it(operations):
+def test_load_pickle_lists_in_place_of_strings_are_refused(operations):
     """The text of lists in lists can be far longer than the pickle."""
     with pytest.raises(CorruptError, match=r"expected a string|must be a tuple"):
         load_pickle(b"\x80\x04" + operations + b".", "hostile")
 
 
-def test_large_pickles_of_plain_data_are_read():
+def test_load_pickle_large_plain_data_is_read():
     tree = {"rows": [{"at": i, "place": (i, (i,))} for i in range(3000)], "empty": [{} for _ in range(3000)]}
     for protocol in (2, 4, 5):
         assert load_pickle(pickle.dumps(tree, protocol), "plain") == tree
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor])
-def test_a_tensor_with_attributes_is_a_tensor(tmp_path, kind):
+def test_load_pickle_tensor_with_attributes_is_a_tensor(tmp_path, kind):
     tensor = torch.arange(6.0).reshape(2, 3).as_subclass(torch.Tensor)
     tensor = kind(tensor) if kind is torch.nn.Parameter else tensor
     tensor.note = {"of": "DeepSpeed"}
@@ -291,7 +293,7 @@ class Rebuilt:
         return torch._tensor._rebuild_from_type_v2, (self.function, torch.Tensor, self.arguments, {})
 
 
-def test_what_builds_a_tensor_is_not_executed(tmp_path):
+def test_load_pickle_tensor_builder_is_not_executed(tmp_path):
     marker = tmp_path / "marker"
     with pytest.raises(UnsafePickleError, match="refers to"):
         load_pickle(pickle.dumps(Rebuilt(os.system, f"touch {marker}"), 2), "file.pt")
@@ -299,7 +301,7 @@ def test_what_builds_a_tensor_is_not_executed(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), "7", None, torch.tensor(True)])
-def test_what_is_no_number_is_none(tmp_path, value):
+def test_torch_number_of_other_value_is_none(tmp_path, value):
     torch.save({"step": value}, tmp_path / "x.pt")
     file = open_torch(tmp_path / "x.pt")
     assert file.number(file.tree["step"]) is None

@@ -10,7 +10,7 @@ VALUES = [None, True, False, *NUMBERS, "größer", [1, [2]], (1, "a"), {"a": {"b
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_pickle_reads_what_is_written(value):
+def test_dump_pickle_is_read_by_pickle(value):
     payload = dump_pickle(value)
     assert pickle.loads(payload) == value  # noqa: S301 - our own bytes
     assert load_pickle(payload, "x") == value
@@ -21,6 +21,6 @@ def test_a_namespace():
     assert vars(pickle.loads(dump_pickle(value))) == {"a": 1}  # noqa: S301 - our own bytes
 
 
-def test_what_cannot_be_written_is_a_bug():
+def test_dump_pickle_other_object_raises_type_error():
     with pytest.raises(TypeError, match="complex"):
         dump_pickle(1j)
