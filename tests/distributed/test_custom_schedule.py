@@ -41,7 +41,7 @@ def operations(partition: Partition) -> tuple[str, ...]:
     [((2, 5, 8), (0, 1, 1, 0)), ((1, 4, 9), (0, 0, 1, 1))],
     ids=["down and up", "side by side"],
 )
-def test_any_order_and_any_placement_give_the_same_bits(boundaries, placed):
+def test_custom_order_and_placement_have_the_same_bits(boundaries, placed):
     partition = Partition(stages=cut(2, *boundaries).stages, stage_ranks=placed)
     scenario = Scenario(schedule="custom", virtual=2, start=partition, operations=operations(partition))
     assert merged(run_workers(play, 2, scenario)) == reference(Scenario())

@@ -122,9 +122,9 @@ def test_launched_run_releases_and_grows_again(static):
     planner.wait_for_ask(6, process)
     ask(run, '{"workers": 3}')
     planner.keep_until_end(process)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said[-3000:]
-    assert "processes: 3" in said
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-3000:]
+    assert "processes: 3" in output
     assert [len(header["workers"]) for header in headers(run)] == [2, 1, 3]
     assert figures(run) == expected
     assert tensors(run, 24) == weights

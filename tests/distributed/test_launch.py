@@ -84,7 +84,7 @@ def lives(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_processes_form_a_group_and_rank_zero_is_shown(tmp_path):
+def test_launcher_forms_a_group_and_prints_rank_0(tmp_path):
     program = """
 import os, sys
 import torch, torch.distributed as dist
@@ -101,7 +101,7 @@ dist.destroy_process_group()
     assert logs == {"0": "sum 3 1 0\n", "1": "sum 3 1 1\n"}
 
 
-def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
+def test_failure_ends_all_with_its_exit_code_and_message(tmp_path):
     program = (
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    while not os.path.exists('pid-0'):\n"
         "        time.sleep(0.01)\n    sys.exit('no such thing')\n" + STUBBORN
@@ -115,7 +115,7 @@ def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
+def test_signal_to_the_launcher_ends_all_workers(tmp_path, number, code):
     process = start(tmp_path, STUBBORN)
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     process.send_signal(number)
@@ -145,7 +145,7 @@ sys.exit(143)
 """
 
 
-def test_a_launch_that_is_told_to_end_has_time_to_save(tmp_path):
+def test_terminated_launch_waits_for_the_save(tmp_path):
     process = start(tmp_path, SAVES, grace_s=0.5, save_s=300.0)
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
@@ -158,7 +158,7 @@ def test_a_launch_that_is_told_to_end_has_time_to_save(tmp_path):
     assert not any(map(lives, pids))
 
 
-def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+def test_workers_end_with_a_killed_launcher(tmp_path):
     process = start(tmp_path, STUBBORN)
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
@@ -167,7 +167,7 @@ def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):
     wait_for(lambda: not any(map(lives, pids)))
 
 
-def test_a_request_to_be_started_again_grows_the_run(tmp_path):
+def test_restart_request_grows_the_run(tmp_path):
     program = BEGIN_RUN + (
         "if start == 'round-0':\n"
         "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
@@ -187,7 +187,7 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
 
 
-def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
+def test_failed_run_is_restarted_up_to_the_limit(tmp_path):
     program = BEGIN_RUN + "sys.exit(4 if start != 'round-2' else 0)\n"
     code, _, err = run(tmp_path, program, nproc=1, restarts=2)
     assert code == 0, err
@@ -197,16 +197,16 @@ def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         (75, "a process requested a restart before it created a run directory"),
         (3, "rank 0 exited with code 3"),
         (2, ""),
     ],
 )
-def test_without_a_run_nothing_is_started_again(tmp_path, code, told):
+def test_launcher_restarts_only_a_run(tmp_path, code, message):
     returned, _, err = run(tmp_path, f"import sys; sys.exit({code})", nproc=1, restarts=3)
     assert returned == code
-    assert err.startswith(f"dynmo-train: error: {told}" if told else "")
-    assert bool(err) == bool(told)
+    assert err.startswith(f"dynmo-train: error: {message}" if message else "")
+    assert bool(err) == bool(message)
     assert "restarting from" not in err

@@ -46,7 +46,7 @@ def linger():  # until it is ended, or its launcher is gone
 dist.init_process_group("gloo")
 total = torch.tensor([rank + 1])
 dist.all_reduce(total)
-put(f"seen-{start}-{rank}", json.dumps([os.environ["GROUP_RANK"], int(total), *sys.argv[1:]]))
+put(f"recorded-{start}-{rank}", json.dumps([os.environ["GROUP_RANK"], int(total), *sys.argv[1:]]))
 Path("run/requests").mkdir(parents=True, exist_ok=True)
 if rank == 0:
     put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
@@ -91,8 +91,8 @@ def finish(process):
     return process.returncode, out, err
 
 
-def seen(folder, start):
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"seen-round-{start}-*"))]
+def recorded(folder, start):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"recorded-round-{start}-*"))]
 
 
 def wait_for(condition, seconds=600.0):
@@ -102,14 +102,14 @@ def wait_for(condition, seconds=600.0):
         time.sleep(0.05)
 
 
-def test_ranks_follow_the_numbers_of_the_nodes_and_node_zero_talks(tmp_path):
+def test_ranks_follow_node_ranks_and_node_zero_prints(tmp_path):
     ends = [finish(node) for node in start(tmp_path, "print('sum', int(total), rank, flush=True)", nodes=3)]
     assert [(code, out) for code, out, _ in ends] == [(0, "sum 6 0\n"), (0, ""), (0, "")], ends
-    assert seen(tmp_path, 0) == [["0", 6], ["1", 6], ["2", 6]]
+    assert recorded(tmp_path, 0) == [["0", 6], ["1", 6], ["2", 6]]
     assert sorted(path.name for path in (tmp_path / "logs").glob("node-*")) == ["node-0", "node-1", "node-2"]
 
 
-def test_a_failure_on_one_node_ends_all_with_its_code(tmp_path):
+def test_failure_on_one_node_ends_all_with_its_exit_code(tmp_path):
     program = "sys.exit(7) if rank == 1 else linger()"
     (first, out, err), (second, _, words) = (finish(node) for node in start(tmp_path, program))
     assert (first, second, out) == (7, 7, "")
@@ -117,10 +117,10 @@ def test_a_failure_on_one_node_ends_all_with_its_code(tmp_path):
     assert "terminated the processes of node 0: processes of node 1 failed" in err
 
 
-def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
+def test_run_continues_without_a_killed_node(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1, silence_s=15)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
     code, _, err = finish(first)
@@ -129,14 +129,14 @@ def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
     assert "lost node 1" in err
     place = str((tmp_path / "run").resolve())
     more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "1"]
-    assert seen(tmp_path, 1) == [["0", 1, *more]]
+    assert recorded(tmp_path, 1) == [["0", 1, *more]]
     assert "processes: 1" in err
 
 
-def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
+def test_terminated_node_leaves_immediately(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     second.send_signal(signal.SIGTERM)
     assert finish(second)[0] == 143
     code, _, err = finish(first)
@@ -144,9 +144,9 @@ def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
     assert "lost node 1" in err
 
 
-def test_the_loss_of_node_zero_asks_to_be_launched_again(tmp_path):
+def test_loss_of_node_zero_requests_a_relaunch(tmp_path):
     first, second = start(tmp_path, "linger()", least=1, restarts=1)
-    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     code, _, err = finish(second)
@@ -155,7 +155,7 @@ def test_the_loss_of_node_zero_asks_to_be_launched_again(tmp_path):
     assert "launch again" in err
 
 
-def test_a_node_whose_processes_are_done_leaves_the_others_alone(tmp_path):
+def test_finished_node_does_not_end_the_others(tmp_path):
     program = "while rank == 0 and not Path('end').exists():\n    time.sleep(0.05)\nprint('still here', flush=True)"
     first, second = start(tmp_path, program)
     code, _, err = finish(second)
@@ -165,7 +165,7 @@ def test_a_node_whose_processes_are_done_leaves_the_others_alone(tmp_path):
     assert finish(first) == (0, "still here\n", "")
 
 
-def test_growth_takes_in_a_node_that_waits(tmp_path):
+def test_growth_admits_a_waiting_node(tmp_path):
     program = (
         "if start == 'round-0':\n    put('run/requests/grow.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
         "print('sum', int(total), flush=True)\n"
@@ -185,7 +185,7 @@ def test_growth_takes_in_a_node_that_waits(tmp_path):
     assert finish(second)[0] == 0
 
 
-def test_a_node_that_finds_nobody_says_so(tmp_path):
+def test_node_without_a_rendezvous_reports_it(tmp_path):
     text = NODE.replace("join_timeout_s=300", "join_timeout_s=2")
     words = map(str, (1, 2, 2, free_port(), tmp_path / "logs", 0, 300, "pass"))
     ended = subprocess.run(
