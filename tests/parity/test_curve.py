@@ -27,13 +27,13 @@ def benchmark():
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_losses_stay_together(benchmark, family):
+def test_training_losses_follow_transformers(benchmark, family):
     random = torch.Generator().manual_seed(4)
     ids = torch.randint(1, 4, (4000,), generator=random).cumsum(0) % 61
     sizes = benchmark.Sizes(layers=2, width=32, inner=48, tokens=32, vocabulary=61)
     try:
-        told = benchmark.curves(family, ids, sizes, 25)
+        losses = benchmark.curves(family, ids, sizes, 25)
     finally:
         destroy_world()
-    assert max(abs(mine - other) for mine, other in told) < 1e-4
-    assert told[-1][0] < told[0][0] - 0.3
+    assert max(abs(mine - other) for mine, other in losses) < 1e-4
+    assert losses[-1][0] < losses[0][0] - 0.3

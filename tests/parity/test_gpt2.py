@@ -68,7 +68,7 @@ def models():
     return items, theirs
 
 
-def test_logits_loss_and_gradients(models):
+def test_gpt2_logits_loss_and_gradients_equal_transformers(models):
     items, theirs = models
     tokens = torch.randint(0, SHAPE.vocab_size, (3, 21), generator=torch.Generator().manual_seed(0))
     ids, labels = tokens[:, :-1], tokens[:, 1:]

@@ -98,7 +98,7 @@ def renamed(values: dict[str, torch.Tensor], shape: LlamaShape) -> dict[str, tor
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_loss_and_gradients(name):
+def test_llama_logits_loss_and_gradients_equal_transformers(name):
     shape = CASES[name]
     family = Llama(shape)
     modules = build_all(family)
@@ -119,7 +119,7 @@ def test_logits_loss_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", ["llama 3", "mixtral"])
-def test_reading_token_by_token_gives_the_same_logits(name):
+def test_llama_decoding_logits_equal_whole_sequence(name):
     family = Llama(CASES[name])
     modules = build_all(family)
     decoder = Decoder(family, modules, 64)
@@ -134,7 +134,7 @@ def test_reading_token_by_token_gives_the_same_logits(name):
         torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **TOLERANCE)
 
 
-def test_load_balancing_loss_is_that_of_transformers():
+def test_moe_load_balancing_loss_equals_transformers():
     """Theirs sums over the choices of a token, ours means over them: a factor of ``top_k``."""
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
     ours = route(logits, MoeShape(num_experts=8, top_k=2)).load_balancing

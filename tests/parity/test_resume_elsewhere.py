@@ -24,7 +24,7 @@ from dynmo_train.trainer.checkpoint.engine_checkpoint import state_reader
 from tests.benchmarks import plain_engine
 
 TESTS = Path(__file__).parents[1]
-FIXTURES = TESTS / "unit" / "dynmo_ckpt" / "readers" / "fixtures" / "deepspeed"
+FIXTURES = TESTS / "unit" / "dynmo_ckpt" / "converters" / "fixtures" / "deepspeed"
 SIZES = ("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
 SIZES += ("--vocab-size", "40", "--make-vocab-size-divisible-by", "8")
 STEPS = ("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "0", "--device", "cpu", "--seed", "77")
@@ -81,33 +81,33 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_run_continues_through_a_format_bit_for_bit(original, tmp_path, name):
+def test_resume_through_a_format_is_bit_identical(original, tmp_path, name):
     step = original / "run" / "checkpoints" / "step-00000003"
     invoke(ckpt, "convert", step, tmp_path / "out", *FORMATS[name], "--with-optimizer")
-    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out")
-    assert "resumes from step 3, 12 samples consumed; with optimizer state" in said
-    assert "warning: the checkpoint was trained with" not in said
+    stderr = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out")
+    assert "resumes from step 3, 12 samples consumed; with optimizer state" in stderr
+    assert "warning: the checkpoint was trained with" not in stderr
     assert numbers(tmp_path / "resumed") == numbers(original / "run")
     assert len(numbers(original / "run")) == 3
     assert len({scale for *_, scale, _ in numbers(original / "run")}) == 2  # it grew, so its count went along
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
-def test_optimizer_state_is_left_on_request(original, tmp_path, flag):
+def test_resume_without_optimizer_state_starts_moments_at_zero(original, tmp_path, flag):
     step = original / "run" / "checkpoints" / "step-00000003"
     invoke(ckpt, "convert", step, tmp_path / "out", "--to", "legacy", "--with-optimizer")
-    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", flag)
+    stderr = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", flag)
     first = 1 if flag == "--finetune" else 4
-    assert ("the moments start from zero" in said) is (flag == "--no-load-optim")
+    assert ("the moments start from zero" in stderr) is (flag == "--no-load-optim")
     assert numbers(tmp_path / "resumed", 1)[0][0] == first
     assert numbers(tmp_path / "resumed", 1)[-1] != numbers(original / "run")[-1]
 
 
-def test_another_schedule_is_said_on_resume(original, tmp_path):
+def test_resume_with_another_schedule_warns(original, tmp_path):
     step = original / "run" / "checkpoints" / "step-00000003"
     invoke(ckpt, "convert", step, tmp_path / "out", "--to", "dcp", "--with-optimizer")
-    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", "--min-lr", "0.002")
-    assert "the checkpoint was trained with min_lr 0.001; this run continues with 0.002" in said
+    stderr = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", "--min-lr", "0.002")
+    assert "the checkpoint was trained with min_lr 0.001; this run continues with 0.002" in stderr
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ CONTINUED = ("zero0-fp32", "zero1-fp32", "zero3-fp32", "zero1-fp16", "zero2-fp16
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_a_run_of_deepspeed_continues_with_its_losses(engines, tmp_path, name):
+def test_resume_of_a_deepspeed_run_continues_its_losses(engines, tmp_path, name):
     about = json.loads((FIXTURES / f"{name}.json").read_text())
     with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
         archive.extractall(tmp_path / "in", filter="data")

@@ -11,7 +11,7 @@ from dynmo_train.pipeline.frozen_cache import FrozenPrefixCache, sample_hashes
 RULE = PlasticityRule(interval=10, window=3, tolerance=0.2, patience=2, max_layers=1)
 
 
-def test_slope_is_the_least_squares_slope():
+def test_slope_fits_a_line():
     assert slope([1.0, 3.0, 5.0]) == pytest.approx(2.0)
     assert slope([0.0, 1.0, 0.0]) == 0.0
     assert slope([4.0, 1.0]) == pytest.approx(-3.0)

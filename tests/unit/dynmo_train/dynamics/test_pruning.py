@@ -12,7 +12,7 @@ from dynmo_train.dynamics.pruning import CubicSchedule, kth_magnitude_bits
 SCHEDULE = CubicSchedule(start=100, end=140, every=10, initial=0.0, final=0.9)
 
 
-def test_the_curve_is_zhu_and_guptas():
+def test_cubic_schedule_follows_zhu_and_gupta():
     assert [round(SCHEDULE.at(step), 4) for step in (100, 110, 120, 130, 140, 999)] == [
         0.0,
         0.5203,
@@ -23,7 +23,7 @@ def test_the_curve_is_zhu_and_guptas():
     ]
 
 
-def test_it_is_due_at_its_steps_and_at_the_end():
+def test_cubic_schedule_is_due_at_its_steps_and_at_the_end():
     assert [step for step in range(200) if SCHEDULE.is_due(step)] == [100, 110, 120, 130, 140]
     uneven = CubicSchedule(start=3, end=12, every=4, initial=0.0, final=0.5)
     assert [step for step in range(30) if uneven.is_due(step)] == [3, 7, 11, 12]
@@ -42,7 +42,7 @@ def bits_of(value: float) -> int:
     st.integers(1, 5),
     st.data(),
 )
-def test_selection_equals_sorting(values, parts, data):
+def test_kth_magnitude_bits_equals_sorting(values, parts, data):
     """Values spread over parts as over workers; the sum over workers is the plain sum of the parts' histograms."""
     rank = data.draw(st.integers(1, len(values)))
     tensor = torch.tensor(values, dtype=torch.float32)
@@ -50,7 +50,7 @@ def test_selection_equals_sorting(values, parts, data):
     assert kth_magnitude_bits(list(tensor.chunk(parts)), rank, total=lambda counts: counts) == expected
 
 
-def test_selection_over_several_sums():
+def test_kth_magnitude_bits_over_several_workers_equals_one():
     """Each worker has a part and adds the others' counts: all find the same magnitude."""
     generator = torch.Generator().manual_seed(1)
     workers = [torch.randn(1000, generator=generator) for _ in range(3)]
@@ -61,5 +61,5 @@ def test_selection_over_several_sums():
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3.4e38])
-def test_extremes(value):
+def test_kth_magnitude_bits_extreme_values(value):
     assert kth_magnitude_bits([torch.full((4,), value)], 2, total=lambda c: c) == bits_of(value)

@@ -39,7 +39,7 @@ def weakest(units, share):
     return units.prune(keep)
 
 
-def test_two_of_four():
+def test_two_of_four_prunes_the_two_smallest():
     layer = drawn(PrunableLinear(64, 64, CPU))
     [units] = units_of(layer, PruningRule(mode="2:4"))
     [(_, mask)] = weakest(units, 1.0)
@@ -51,7 +51,7 @@ def test_two_of_four():
     assert float(half.float().mean()) == 0.75
 
 
-def test_blocks_and_their_edges():
+def test_block_units_include_smaller_edge_blocks():
     layer = drawn(PrunableLinear(64, 96, CPU))
     [units] = units_of(layer, PruningRule(mode="block"))
     tiles = layer.weight.detach().abs().view(3, 32, 2, 32).mean((1, 3)).view(-1)
@@ -75,7 +75,7 @@ def apply(masks, structured):
     (attention, "heads", 4), (lambda: attention(groups=2), "heads", 2), (mlp, "columns", 64),
     (lambda: mlp("swiglu"), "columns", 64),
 ], ids=["heads", "groups", "columns", "gated"])  # fmt: skip
-def test_the_narrower_layer_equals_the_masked_one_and_costs_less(make, kind, units_count):
+def test_structured_pruning_equals_masked_layer_at_lower_cost(make, kind, units_count):
     narrow, masked, whole = make(), make(), make()
     for module, structured in ((narrow, True), (masked, False)):
         [units] = units_of(module, PruningRule(mode="structured"))
@@ -105,12 +105,12 @@ def test_the_narrower_layer_equals_the_masked_one_and_costs_less(make, kind, uni
     assert counts["narrow"] == counts["whole"] / 2
 
 
-def test_the_strongest_unit_says_that_it_stays():
+def test_structured_units_keep_the_strongest():
     for module in (attention(), mlp()):
         assert all(units.keeps_strongest for units in units_of(module, PruningRule(mode="structured")))
 
 
-def test_a_threshold_is_where_the_sparse_form_is_faster_from_there_on():
+def test_threshold_is_the_lowest_faster_sparsity():
     times = [(0.5, 3.0), (0.7, 0.9), (0.8, 1.1), (0.9, 0.5)]
     assert threshold_of(times, dense_s=1.0) == 0.9
     assert threshold_of(times, dense_s=2.0) == 0.7

@@ -24,7 +24,7 @@ def made(dtype=torch.float32, bias=True):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("piece", [1, 8, 37, 100])
-def test_value_and_gradients_are_those_of_the_whole(piece, bias):
+def test_linear_cross_entropy_in_chunks_equals_the_whole(piece, bias):
     x, weight, offsets, labels, weights = made(bias=bias)
     given = [each for each in (x, weight, offsets) if each is not None]
     ours = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=piece)
@@ -38,12 +38,12 @@ def test_value_and_gradients_are_those_of_the_whole(piece, bias):
     assert not got[1][V:].any()
 
 
-def test_the_same_pieces_give_the_same_bits():
+def test_linear_cross_entropy_same_chunk_gives_same_bits():
     values = {linear_cross_entropy(*made(), vocabulary=V, piece=8).item() for _ in range(3)}
     assert len(values) == 1
 
 
-def test_a_backward_in_two_parts_is_the_backward():
+def test_linear_cross_entropy_split_backward_equals_one_backward():
     """As zero-bubble takes it: the input's gradient first, the weight's later, from the same graph."""
     x, weight, offsets, labels, weights = made()
     loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=8) / 4
@@ -56,7 +56,7 @@ def test_a_backward_in_two_parts_is_the_backward():
     torch.testing.assert_close(doubled[0], 2 * whole[1])
 
 
-def test_nothing_waits_for_the_device():
+def test_linear_cross_entropy_backward_does_not_synchronize():
     """A device without values answers no question about them: forward and backward ask none."""
     x, weight, offsets, labels, weights = (tensor.to("meta") for tensor in made())
     given = [each.detach().requires_grad_() for each in (x, weight, offsets)]
@@ -66,7 +66,7 @@ def test_nothing_waits_for_the_device():
     assert [grad.shape for grad in (*grads, *again)] == [each.shape for each in given] * 2
 
 
-def test_low_precision_adds_up_in_float32():
+def test_linear_cross_entropy_low_precision_accumulates_in_float32():
     x, weight, offsets, labels, weights = made(torch.bfloat16)
     loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=4)
     grads = torch.autograd.grad(loss, [x, weight, offsets])
@@ -77,7 +77,7 @@ def test_low_precision_adds_up_in_float32():
     torch.testing.assert_close(loss, reference, rtol=0.02, atol=0.02)
 
 
-def test_means_count_what_counts():
+def test_mean_linear_cross_entropy_averages_counted_tokens():
     x, weight, offsets, labels, _ = made()
     counts = torch.zeros(N, dtype=torch.long)
     assert mean_linear_cross_entropy(x, weight, offsets, labels, counts, V) == 0
@@ -87,7 +87,7 @@ def test_means_count_what_counts():
     torch.testing.assert_close(one, alone)
 
 
-def test_the_logits_never_stand_in_memory_whole():
+def test_linear_cross_entropy_never_allocates_all_logits():
     """No tensor of the computation has more elements than one piece of logits and the weight's gradient."""
     largest = 0
 
@@ -120,7 +120,7 @@ class LastOfTwo(TensorRegion):
         return x
 
 
-def test_a_rank_that_has_padding_alone_takes_part():
+def test_token_losses_rank_with_only_padding_rows_takes_part():
     """Of a vocabulary of 8, padded to 16 for two ranks, the second one has no real row."""
     x, weight = torch.randn(2, 3, D, requires_grad=True), torch.randn(8, D, requires_grad=True)
     losses = token_losses(x, weight, None, torch.zeros(2, 3, dtype=torch.long), 8, LastOfTwo())

@@ -44,17 +44,17 @@ def built(model):
 
 def run(model, modules, ids, labels):
     """The logits, and what each item reported."""
-    values, told = {}, {}
+    values, outputs = {}, {}
     inputs = {"ids": ids, "labels": labels}
     for item in model.items:
         module = modules[item.name]
         if item.name == "head":
-            return module.logits(values["hidden"]), told
+            return module.logits(values["hidden"]), outputs
         result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
         values[item.writes] = output_of(result)
         if item.side:
             values.update(result.side)
-            told[item.name] = result
+            outputs[item.name] = result
     raise AssertionError
 
 
@@ -88,16 +88,16 @@ def dense(modules, ids, labels, exits=EXITS):
 
 
 @pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
-def test_equals_the_dense_model_with_masks_and_so_do_the_gradients(measure, threshold):
+def test_early_exit_equals_dense_model_with_masks(measure, threshold):
     model = family(measure=measure, threshold=threshold)
     modules = built(model)
     ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
-    logits, told = run(model, modules, ids, labels)
+    logits, outputs = run(model, modules, ids, labels)
     expected, losses, shares = dense(modules, ids, labels, model.settings.exits)
     assert 0 < shares[0] < shares[1] < 1, "some tokens leave at each exit, and some stay"
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    got = [told[f"layers.{n}.mlp"] for n in (0, 1)]
+    got = [outputs[f"layers.{n}.mlp"] for n in (0, 1)]
     assert [float(each.metrics["exit_share"]) for each in got] == pytest.approx(shares)
     weighted = [each.losses["exit"] for each in got]
     torch.testing.assert_close(weighted, [0.15 * loss for loss in losses], rtol=1e-4, atol=1e-5)
@@ -123,7 +123,7 @@ def test_equals_the_dense_model_with_masks_and_so_do_the_gradients(measure, thre
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3, msg=name)
 
 
-def test_tokens_that_left_cost_nothing():
+def test_early_exit_exited_tokens_cost_nothing():
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(3))
     counted = {}
     for threshold in (0.0, 1.0):
@@ -137,7 +137,7 @@ def test_tokens_that_left_cost_nothing():
     assert counted[1.0] - counted[0.0] > 0.9 * blocks
 
 
-def test_all_parameters_of_exits_are_ties_of_the_head():
+def test_early_exit_parameters_are_tied_to_the_head():
     model = family()
     modules = built(model)
     exits = {f"{i}.{n}" for i, m in modules.items() for n, _ in m.named_parameters() if ".exit." in f"{i}.{n}"}
@@ -148,7 +148,7 @@ def test_all_parameters_of_exits_are_ties_of_the_head():
 
 
 @pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
-def test_token_by_token_gives_what_the_whole_sequence_gives(measure, threshold):
+def test_early_exit_decoding_equals_whole_sequence(measure, threshold):
     model = family(measure=measure, threshold=threshold)
     modules = built(model)
     for module in modules.values():
@@ -159,8 +159,8 @@ def test_token_by_token_gives_what_the_whole_sequence_gives(measure, threshold):
     logits = [decoder.read(ids[:, :6], cache)]
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
     with torch.no_grad():
-        whole, told = run(model, modules, ids, ids)
-    assert 0 < float(told["layers.1.mlp"].side[EXITED].mean()) < 1
+        whole, outputs = run(model, modules, ids, ids)
+    assert 0 < float(outputs["layers.1.mlp"].side[EXITED].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)
 
 
@@ -173,7 +173,7 @@ def both(*, exits=(0,), threshold=0.4, capacity=0.5, layers=3):
 
 
 def attend(attention, x, visible):
-    """Attention over all tokens, where ``visible`` says which keys are seen."""
+    """Attention over all tokens; ``visible`` is true where a key is attended to."""
     q, k, v = attention.project(x)
     T = x.shape[1]
     visible = torch.ones(T, T, dtype=torch.bool).tril() & visible[:, None, None, :]
@@ -206,12 +206,12 @@ def dense_both(modules, ids, labels, threshold, capacity):
     return modules["head"].logits(x), exit_loss, left, through
 
 
-def test_routed_blocks_among_exits_equal_the_dense_model_with_masks():
+def test_early_exit_with_routed_blocks_equals_dense_model():
     model = both()
     modules = built(model)
     ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
-    logits, told = run(model, modules, ids, labels)
+    logits, outputs = run(model, modules, ids, labels)
     expected, exit_loss, left, through = dense_both(modules, ids, labels, 0.4, 0.5)
     assert 0 < float(left.float().mean()) < 1
     assert len(set(left.sum(1).tolist())) > 1, "the samples have lost different numbers of tokens"
@@ -219,7 +219,7 @@ def test_routed_blocks_among_exits_equal_the_dense_model_with_masks():
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     grad = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     weights = {f"{i}.{n}": p for i, m in modules.items() for n, p in m.named_parameters() if not n.startswith("exit.")}
-    own = told["layers.0.mlp"].losses["exit"] / 0.3
+    own = outputs["layers.0.mlp"].losses["exit"] / 0.3
     ours = torch.autograd.grad((logits * grad).sum() + own, weights.values(), allow_unused=True)
     theirs = torch.autograd.grad((expected * grad).sum() + exit_loss, weights.values(), allow_unused=True)
     for name, a, b in zip(weights, ours, theirs, strict=True):
@@ -228,7 +228,7 @@ def test_routed_blocks_among_exits_equal_the_dense_model_with_masks():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def test_a_routed_block_behind_an_exit_costs_its_share_of_what_is_left():
+def test_routed_block_after_an_exit_computes_active_tokens_only():
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(3))
     counted = {}
     for threshold in (0.0, 1.0):
@@ -242,21 +242,21 @@ def test_a_routed_block_behind_an_exit_costs_its_share_of_what_is_left():
     assert counted[1.0] - counted[0.0] > 0.9 * block
 
 
-def test_an_exit_behind_a_routed_block_is_a_part_of_it():
+def test_exit_after_a_routed_block_is_part_of_its_item():
     model = both(exits=(0, 1))
     modules = built(model)
     ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
-    _, told = run(model, modules, ids, ids)
-    shares = [float(told[name].metrics["exit_share"]) for name in ("layers.0.mlp", "layers.1")]
+    _, outputs = run(model, modules, ids, ids)
+    shares = [float(outputs[name].metrics["exit_share"]) for name in ("layers.0.mlp", "layers.1")]
     assert 0 < shares[0] < shares[1] < 1
-    assert set(told["layers.1"].losses) == {"router", "exit"}
+    assert set(outputs["layers.1"].losses) == {"router", "exit"}
     exits = {f"{i}.{n}" for i, m in modules.items() for n, _ in m.named_parameters() if ".exit." in f"{i}.{n}"}
     assert exits == {copy for copy in model.ties if ".exit." in copy}
     assert "layers.1.exit.head.weight" in exits
 
 
 @pytest.mark.parametrize("exits", [(0,), (0, 1)])
-def test_with_routed_blocks_token_by_token_gives_what_the_whole_sequence_gives(exits):
+def test_decoding_with_routed_blocks_equals_whole_sequence(exits):
     model = both(exits=exits)
     modules = {name: module.eval() for name, module in built(model).items()}
     ids = torch.randint(0, 20, (2, 20), generator=torch.Generator().manual_seed(4))
@@ -265,6 +265,6 @@ def test_with_routed_blocks_token_by_token_gives_what_the_whole_sequence_gives(e
     logits = [decoder.read(ids[:, :6], cache)]
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
     with torch.no_grad():
-        whole, told = run(model, modules, ids, ids)
-    assert 0 < float(list(told.values())[-1].side[EXITED].mean()) < 1
+        whole, outputs = run(model, modules, ids, ids)
+    assert 0 < float(list(outputs.values())[-1].side[EXITED].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)

@@ -35,7 +35,7 @@ def dense(q, k, v, seen, *, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tokens", [24, 21, 3])
 @pytest.mark.parametrize("padded", [True, False])
-def test_equals_dense_attention_under_the_mask_and_so_do_the_gradients(causal, tokens, padded):
+def test_hashed_attention_equals_dense_attention_under_its_mask(causal, tokens, padded):
     q, k, v = inputs(tokens)
     seen = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens - 1], [2]]) if padded else None
     y = SPARSE.attend(q, k, v, seen, causal=causal, dropout=0.0, training=False)
@@ -53,7 +53,7 @@ def test_equals_dense_attention_under_the_mask_and_so_do_the_gradients(causal, t
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False])
-def test_flex_attention_runs_on_the_same_mask(causal):
+def test_flex_attention_with_the_hash_mask_equals_gather(causal):
     q, k, v = (x.detach() for x in inputs(32))
     mask = SPARSE.mask(q, k, None, causal=causal, training=False)
     rows = [
@@ -66,7 +66,7 @@ def test_flex_attention_runs_on_the_same_mask(causal):
     torch.testing.assert_close(back.nan_to_num(0.0), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_every_block_with_an_allowed_score_is_computed_and_few_others():
+def test_hash_mask_covers_allowed_scores_with_few_blocks():
     generator = torch.Generator().manual_seed(4)
     buckets = [torch.randint(0, 8, (2, 64), generator=generator) for _ in range(2)]
     mask = hash_mask(*buckets, torch.ones(2, 64, dtype=torch.bool), block=4, causal=True)
@@ -77,7 +77,7 @@ def test_every_block_with_an_allowed_score_is_computed_and_few_others():
     assert mask.computed_scores < 0.5 * 2 * 64 * 64
 
 
-def test_fewer_scores_are_computed_the_more_buckets_there_are(monkeypatch):
+def test_hash_mask_more_buckets_compute_fewer_scores(monkeypatch):
     q, k, v = (x.detach() for x in inputs(256, width=16))
     scores = []
     plain = F.scaled_dot_product_attention
@@ -99,7 +99,7 @@ def test_fewer_scores_are_computed_the_more_buckets_there_are(monkeypatch):
     assert counted[2] < 0.15 * dense_scores
 
 
-def test_the_mask_changes_with_each_training_step_and_never_in_evaluation():
+def test_hash_mask_changes_in_training_not_in_evaluation():
     q, k, _ = (x.detach() for x in inputs(64))
     masks = [
         SPARSE.mask(q, k, None, causal=True, training=training).q_bucket_PT for training in (True, True, False, False)
@@ -108,7 +108,7 @@ def test_the_mask_changes_with_each_training_step_and_never_in_evaluation():
     assert torch.equal(masks[2], masks[3])
 
 
-def test_a_model_with_it_attends_so_and_never_ahead():
+def test_model_with_sparse_attention_is_causal():
     shape = GptShape(
         num_layers=1, hidden_size=16, ffn_hidden_size=32, num_attention_heads=2, max_position_embeddings=16,
         vocab_size=20, padded_vocab_size=32, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3,

@@ -26,7 +26,7 @@ def layer_with(sparsity: float, threshold: float, outputs: int = 48, inputs: int
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("threshold", [0.0, 2.0], ids=["csr", "dense"])
-def test_both_forms_equal_the_dense_product_and_its_gradients(sparsity, threshold):
+def test_csr_linear_equals_dense_product_and_gradients(sparsity, threshold):
     layer = layer_with(sparsity, threshold)
     assert layer.form == (CSR if threshold == 0.0 else DENSE)
     x = torch.randn(3, 5, 40, requires_grad=True)
@@ -45,14 +45,14 @@ def test_both_forms_equal_the_dense_product_and_its_gradients(sparsity, threshol
         assert not layer.weight.grad[~layer.mask].any()
 
 
-def test_pruned_weights_are_zero_and_the_sparsity_is_theirs():
+def test_prunable_linear_sparsity_counts_pruned_weights():
     layer = layer_with(0.75, 0.85)
     assert not layer.weight[~layer.mask].any()
     assert layer.sparsity == pytest.approx(0.75, abs=0.05)
     assert layer.form == DENSE
 
 
-def test_a_written_weight_reaches_the_sparse_product():
+def test_prunable_linear_written_weight_reaches_sparse_product():
     layer = layer_with(0.9, 0.85)
     x = torch.randn(4, 40)
     before = layer(x)
@@ -62,7 +62,7 @@ def test_a_written_weight_reaches_the_sparse_product():
     torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias))
 
 
-def test_the_pattern_is_the_masks():
+def test_csr_pattern_matches_the_mask():
     mask = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
     pattern = csr_pattern(mask)
     assert pattern.rows.tolist() == [0, 2, 2, 4]
@@ -95,18 +95,18 @@ def mask_of(sparsity: float, pattern: str) -> torch.Tensor:
         (0.625, "blocks", "cuda", DENSE),
     ],
 )
-def test_the_form_is_a_function_of_mask_table_and_device(sparsity, pattern, device, form):
+def test_sparse_table_form_depends_on_mask_table_and_device(sparsity, pattern, device, form):
     assert SparseTable(thresholds=BUILT_IN).form(mask_of(sparsity, pattern), device) == form
 
 
-def test_a_threshold_of_the_shape_goes_before_the_general_one():
+def test_sparse_table_shape_threshold_overrides_general_one():
     table = SparseTable(thresholds={CSR: 0.85, "csr 128x128": 0.95})
     assert table.form(mask_of(0.9, "spread"), "cpu") == DENSE
     assert table.form(mask_of(0.9, "spread")[:64], "cpu") == CSR
 
 
 @pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta state")
-def test_the_block_form_equals_the_dense_product_and_its_gradients():
+def test_block_linear_equals_dense_product_and_gradients():
     layer = PrunableLinear(128, 128, CPU)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(1)))
@@ -124,7 +124,7 @@ def test_the_block_form_equals_the_dense_product_and_its_gradients():
     torch.testing.assert_close(layer.weight.grad, weight.grad * layer.mask, rtol=1e-4, atol=1e-3)
 
 
-def test_sparse_products_cost_less():
+def test_csr_linear_needs_fewer_operations():
     """Operations counted: the CSR product multiplies the kept weights alone."""
     layer = layer_with(0.9, 0.85, outputs=64, inputs=64)
     assert layer._pattern is not None

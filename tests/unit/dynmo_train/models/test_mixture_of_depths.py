@@ -54,7 +54,7 @@ def dense(module, x, keep):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_equals_the_dense_block_with_masks_and_so_do_the_gradients(training):
+def test_routed_block_equals_dense_block_with_masks(training):
     module = block().train(training)
     x = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
     plain = x.detach().clone().requires_grad_()
@@ -77,7 +77,7 @@ def test_equals_the_dense_block_with_masks_and_so_do_the_gradients(training):
     assert set(result.losses) == ({"router"} if training else set())
 
 
-def test_skipped_tokens_cost_nothing():
+def test_routed_block_skipped_tokens_cost_nothing():
     x = torch.randn(2, 16, 16)
     counted = {}
     for capacity in (1.0, 0.25):
@@ -90,7 +90,7 @@ def test_skipped_tokens_cost_nothing():
     assert counted[0.25] <= counted[1.0] / 4
 
 
-def test_the_router_learns_to_decide_by_the_token_alone():
+def test_router_learns_to_predict_the_selection():
     """The loss pulls the scores of the chosen tokens above 0 and the others below."""
     module = block()
     x = torch.randn(8, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -108,7 +108,7 @@ def test_the_router_learns_to_decide_by_the_token_alone():
     assert last < first
 
 
-def test_evaluation_does_not_look_ahead_training_does():
+def test_routed_block_is_causal_in_evaluation_only():
     module = block()
     x = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(4))
     other = x.clone()
@@ -119,7 +119,7 @@ def test_evaluation_does_not_look_ahead_training_does():
     assert not torch.allclose(module(x).output[:, :8], module(other).output[:, :8])
 
 
-def test_token_by_token_gives_what_the_whole_sequence_gives():
+def test_routed_block_decoding_equals_whole_sequence():
     model = family()
     modules = {item.name: model.build(item.name, CPU).eval() for item in model.items}
     decoder = Decoder(model, modules, 24)
@@ -136,7 +136,7 @@ def test_token_by_token_gives_what_the_whole_sequence_gives():
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 6:], rtol=1e-4, atol=1e-4)
 
 
-def test_the_layer_list():
+def test_layer_list_routed_block_is_one_item():
     names = [item.name for item in family().items]
     assert names == ["embedding", "layers.0.attention", "layers.0.mlp", "layers.1", "head"]
     parameters = {f"layers.1.{name}" for name, _ in block().named_parameters()}

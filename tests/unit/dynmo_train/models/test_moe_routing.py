@@ -29,7 +29,7 @@ def layer(routing, top_k):
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(12, 4), (13, 4), (3, 5), (64, 8)])
-def test_no_expert_gets_more_than_its_share_however_skewed_the_logits(tokens, experts):
+def test_balanced_assignment_skewed_logits_respect_capacity(tokens, experts):
     logits = drawn(tokens, experts)
     logits[:, 0] += 10.0
     assigned = balanced_assignment(logits)
@@ -39,7 +39,7 @@ def test_no_expert_gets_more_than_its_share_however_skewed_the_logits(tokens, ex
     assert torch.equal(assigned, balanced_assignment(logits))
 
 
-def test_the_assignment_is_near_the_best_balanced_one():
+def test_balanced_assignment_is_near_the_optimum():
     worse = []
     for seed in range(10):
         logits = drawn(6, 3, seed=seed)
@@ -52,13 +52,13 @@ def test_the_assignment_is_near_the_best_balanced_one():
     assert sum(worse) / len(worse) < 0.1, "less than a tenth of what a random assignment loses"
 
 
-def test_sinkhorns_plan_has_even_columns():
+def test_sinkhorn_columns_have_equal_sums():
     plan = sinkhorn(drawn(32, 4, scale=2.0) + torch.tensor([3.0, 0, 0, 0]), rounds=50).exp()
     torch.testing.assert_close(plan.sum(1), torch.ones(32, dtype=torch.float64))
     torch.testing.assert_close(plan.sum(0), torch.full((4,), 8.0, dtype=torch.float64), rtol=1e-3, atol=0)
 
 
-def test_each_expert_takes_its_likeliest_tokens():
+def test_expert_choice_takes_the_likeliest_tokens():
     probabilities = drawn(10, 4).softmax(-1)
     tokens, weights = expert_choice(probabilities, 2)
     assert tokens.shape == (4, 5)
@@ -68,7 +68,7 @@ def test_each_expert_takes_its_likeliest_tokens():
 
 
 @pytest.mark.parametrize(("routing", "top_k"), [("expert-choice", 2), ("balanced", 1)])
-def test_equals_all_experts_on_all_tokens_with_masks_and_so_do_the_gradients(routing, top_k):
+def test_moe_mlp_equals_all_experts_with_masks(routing, top_k):
     made = layer(routing, top_k)
     x = drawn(2, 6, 8, seed=9).requires_grad_()
     plain = x.detach().clone().requires_grad_()
@@ -98,7 +98,7 @@ def test_equals_all_experts_on_all_tokens_with_masks_and_so_do_the_gradients(rou
 
 
 @pytest.mark.parametrize(("routing", "top_k"), [("expert-choice", 2), ("balanced", 1)])
-def test_evaluation_does_not_look_ahead(routing, top_k):
+def test_moe_mlp_evaluation_is_causal(routing, top_k):
     made = layer(routing, top_k).eval()
     x = drawn(1, 8, 8, seed=3)
     other = x.clone()
