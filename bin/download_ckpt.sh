@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Downloads NVIDIA's GPT-345M of Megatron-LM and unpacks it, as Megatron-DeepSpeed's dataset/download_ckpt.sh:
+# Downloads and unpacks NVIDIA's GPT-345M of Megatron-LM, like Megatron-DeepSpeed's dataset/download_ckpt.sh:
 #
-#   bin/download_ckpt.sh [FOLDER]    # checkpoints/gpt2_345m; `--load FOLDER` then reads it as it is
+#   bin/download_ckpt.sh [FOLDER]    # default: checkpoints/gpt2_345m; `--load FOLDER` reads it without conversion
 #
-# CKPT_URL       where from (NVIDIA's NGC); file:// works as well
-# CKPT_SHA256    what its SHA-256 must be; NVIDIA publishes none, so that nothing but the archive's own sums is compared
+# CKPT_URL       URL of the archive (default: NVIDIA's NGC), also file://
+# CKPT_SHA256    SHA-256 of the archive (optional; NVIDIA publishes none, so only its own checksums are compared)
 set -euo pipefail
 . "$(dirname "$0")/lib/fetch.sh"
 help "$@"
@@ -13,7 +13,7 @@ folder=${1:-checkpoints/gpt2_345m}
 url=${CKPT_URL:-https://api.ngc.nvidia.com/v2/models/nvidia/megatron_lm_345m/versions/v0.0/zip}
 archive=$folder/megatron_lm_345m_v0.0.zip
 if [ -f "$folder/latest_checkpointed_iteration.txt" ]; then
-  echo "$folder holds a checkpoint"
+  echo "$folder already has a checkpoint"
   exit 0
 fi
 fetch "$url" "$archive" "${CKPT_SHA256:-}"
@@ -25,7 +25,7 @@ fi
 "$python" -m zipfile --extract "$archive" "$folder"
 rm "$archive"
 if [ ! -f "$folder/latest_checkpointed_iteration.txt" ]; then
-  echo "$0: $url holds no checkpoint of Megatron: there is no latest_checkpointed_iteration.txt in it" >&2
+  echo "$0: $url is not a checkpoint of Megatron: latest_checkpointed_iteration.txt is missing; set CKPT_URL" >&2
   exit 1
 fi
 echo "$folder: iteration $(cat "$folder/latest_checkpointed_iteration.txt")"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Downloads vocabularies, as Megatron-DeepSpeed's dataset/download_vocab.sh, and compares their SHA-256:
+# Downloads vocabularies, like Megatron-DeepSpeed's dataset/download_vocab.sh, and compares their SHA-256:
 #
-#   bin/download_vocab.sh [FOLDER [NAME...]]    # FOLDER . and NAME gpt2, bert-large-uncased, bert-large-cased (gpt2)
+#   bin/download_vocab.sh [FOLDER [NAME...]]    # default: . gpt2
 #
-# gpt2 is gpt2-vocab.json and gpt2-merges.txt, the others NAME-vocab.txt.
+# NAME is gpt2 (gpt2-vocab.json, gpt2-merges.txt), bert-large-uncased or bert-large-cased (NAME-vocab.txt).
 #
-# VOCAB_URL    the folder that they are fetched from; file:// works as well
+# VOCAB_URL    URL of the folder of the files, also file://
 set -euo pipefail
 . "$(dirname "$0")/lib/fetch.sh"
 help "$@"
@@ -27,7 +27,7 @@ for name in "${@:-gpt2}"; do
       ;;
     bert-large-cased) fetch "$url/$name-vocab.txt" "$folder/$name-vocab.txt" ;;
     *)
-      echo "$0: NAME is gpt2, bert-large-uncased or bert-large-cased, got $name" >&2
+      echo "$0: $name: must be gpt2, bert-large-uncased or bert-large-cased" >&2
       exit 2
       ;;
   esac

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes a data set of web pages, by the procedure of Megatron-LM's tools/openwebtext: URLs, pages, cleaning, duplicates,
-# test sets cut out, order, tokens.
+# Builds a dataset of web pages like Megatron-LM's tools/openwebtext: filter URLs, fetch pages, clean, deduplicate,
+# decontaminate, shuffle, tokenize.
 #
-#   bin/openwebtext.sh URLS FOLDER        # URLS: a file of URLs, one a line, or a folder of them
-#   PAGES='pages/*.jsonl' bin/openwebtext.sh - FOLDER    # pages that were fetched already ({"text": ..., "url": ...})
+#   bin/openwebtext.sh URLS FOLDER        # URLS: a file of URLs, one per line, or a folder of such files
+#   PAGES='pages/*.jsonl' bin/openwebtext.sh - FOLDER    # pages that are already fetched ({"text": ..., "url": ...})
 #
-# USER_AGENT          who fetches, for the servers' logs; needed with URLS
+# USER_AGENT          User-Agent header, such as "me (me@site.org)"; required with URLS
 # VOCAB_FILE gpt2-vocab.json    MERGE_FILE gpt2-merges.txt    WORKERS (cores)    EXECUTOR local, ray or slurm
-# MIN_TOKENS 128      shorter documents are left out          SIMILARITY 0.9     from which on two are duplicates
-# TASKS               NAME=FILE words: test sets whose 13-grams are cut out, such as "lambada=lambada_test.jsonl"
-# SEED 1234           of the order
+# MIN_TOKENS 128      minimum tokens per document             SIMILARITY 0.9     minimum Jaccard index of duplicates
+# TASKS               test sets to remove, as NAME=FILE separated by spaces, such as "lambada=lambada_test.jsonl"
+# SEED 1234           seed of the shuffle
 #
-# The result is FOLDER/openwebtext_text_document. Run again, it resumes where it stopped.
+# The result is FOLDER/openwebtext_text_document. The same command resumes an interrupted run.
 set -euo pipefail
 
 if [ $# -ne 2 ]; then

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes a data set of a Wikipedia dump: text of the pages, punctuation made alike, tokens.
+# Builds a dataset of a Wikipedia dump: extract text, normalize punctuation, tokenize.
 #
 #   bin/wikipedia.sh DUMP FOLDER [bert|gpt]
 #   bin/wikipedia.sh enwiki-latest-pages-articles.xml.bz2 wiki bert
 #
 # bert    sentences as sequences (VOCAB_FILE bert-vocab.txt), FOLDER/wiki_text_sentence
 # gpt     documents (VOCAB_FILE gpt2-vocab.json, MERGE_FILE gpt2-merges.txt), FOLDER/wiki_text_document
-# WORKERS (cores)    LANGUAGE en    MIN_TOKENS 0 (shorter pages are left out)    EXECUTOR local, ray or slurm
+# WORKERS (cores)    LANGUAGE en    MIN_TOKENS 0 (minimum tokens per page)    EXECUTOR local, ray or slurm
 #
 # A missing dump is downloaded from DUMP_URL (https://dumps.wikimedia.org/enwiki/latest). A second run resumes.
 set -euo pipefail

@@ -1,18 +1,18 @@
-"""Benchmarks of ``dynmo-prep`` against its peers: the same input, in the same run, equal outputs checked first.
+"""Benchmarks of ``dynmo-prep`` and its peers: same input, in the same run, after comparing the outputs.
 
     python tests/benchmarks/prep_benchmarks.py binarize --text corpus.jsonl --vocab vocab.json --merges merges.txt
 
-Peers are installed elsewhere and named by environment variables; one that is not named is left out, and said to be:
+Peers are installed elsewhere and selected by environment variables; peers without a variable are reported as skipped:
 
-    PEER_CLASSIC    a checkout of Megatron-LM with the classic tools/ (preprocess_data.py, openwebtext/)
+    PEER_CLASSIC    a checkout of Megatron-LM with the original tools/ (preprocess_data.py, openwebtext/)
     PEER_MEGATRON   a checkout of a current Megatron-LM
     PEER_HF_GPT2    a folder with GPT-2's tokenizer.json and tokenizer_config.json, for the latter
     PEER_PATH       folders for PYTHONPATH that the peers need (nltk, triton, mattilyra's lsh)
-    PEER_PYTHON     the interpreter that has the peers (datatrove, text-dedup's needs, torch) [default: this one]
+    PEER_PYTHON     the interpreter with the peers (datatrove, requirements of text-dedup, torch) [default: this one]
     PEER_TEXT_DEDUP a checkout of text-dedup
-    PEER_DATATROVE  set to anything where PEER_PYTHON has datatrove
+    PEER_DATATROVE  any value if PEER_PYTHON has datatrove
 
-Each figure is the best of three (or of REPEATS); "CPU" is user and system time of the whole command with its children.
+Each value is the best of three (or of REPEATS); "CPU" is user and system time of the command and its children.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ REPEATS = int(os.environ.get("REPEATS", "3"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Took:
-    """Seconds on the clock and of the processors, and the largest memory of a process in MB."""
+class RunStats:
+    """Wall and CPU time in seconds, and the maximum memory of a process in MB."""
 
     wall_s: float
     cpu_s: float
     rss_mb: float = 0.0
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def run(command: list[str], cwd: Path, *, python_path: str = "") -> Took:
-    """Run a command to its end; its time and memory."""
+def run(command: list[str], cwd: Path, *, python_path: str = "") -> RunStats:
+    """Run a command to its end; returns its time and memory."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if python_path:
         environment["PYTHONPATH"] = os.pathsep.join([python_path, os.environ.get("PEER_PATH", "")])
@@ -68,26 +68,26 @@ def run(command: list[str], cwd: Path, *, python_path: str = "") -> Took:
     wall = time.monotonic() - started
     if process.returncode:
         raise SystemExit(f"{command[:3]} failed:\n{(cwd / 'log.txt').read_text()[-2000:]}")
-    return Took(wall_s=wall, cpu_s=usage.ru_utime + usage.ru_stime, rss_mb=usage.ru_maxrss / 1e3)
+    return RunStats(wall_s=wall, cpu_s=usage.ru_utime + usage.ru_stime, rss_mb=usage.ru_maxrss / 1e3)
 
 
-def best(once: Callable[[], Took]) -> Took:
-    """The run that took the least processor time of all repeats."""
-    return min((once() for _ in range(REPEATS)), key=lambda took: took.cpu_s)
+def best(once: Callable[[], RunStats]) -> RunStats:
+    """The run with the least CPU time."""
+    return min((once() for _ in range(REPEATS)), key=lambda stats: stats.cpu_s)
 
 
-def function_time(function: Callable[[], object]) -> Took:
+def function_time(function: Callable[[], object]) -> RunStats:
     """The time of a function in this process."""
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     function()
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Took(wall_s=time.monotonic() - started, cpu_s=cpu)
+    return RunStats(wall_s=time.monotonic() - started, cpu_s=cpu)
 
 
-def row(name: str, ours: Took, peer: Took, note: str = "") -> None:
-    """One line of the report."""
-    say(
+def row(name: str, ours: RunStats, peer: RunStats, note: str = "") -> None:
+    """Print one row of the report."""
+    print_line(
         f"| {name} | {ours.wall_s:.2f} / {ours.cpu_s:.2f} | {peer.wall_s:.2f} / {peer.cpu_s:.2f} "
         f"| {peer.wall_s / ours.wall_s:.1f} x | {peer.cpu_s / ours.cpu_s:.1f} x | {note} |"
     )
@@ -100,29 +100,29 @@ def head(what: str) -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(": ")[1] for line in lines if "model name" in line), "?")
     machine = f"Python {platform.python_version()}, {os.cpu_count()} x {model}"
-    say(f"\n## {what}\n{datetime.datetime.now(datetime.UTC).date()}, {commit}, {machine}")
-    say(f"command: {' '.join(sys.argv)}\n")
-    say("| peer | ours wall / CPU s | peer wall / CPU s | wall | CPU | |\n|---|---|---|---|---|---|")
+    print_line(f"\n## {what}\n{datetime.datetime.now(datetime.UTC).date()}, {commit}, {machine}")
+    print_line(f"command: {' '.join(sys.argv)}\n")
+    print_line("| peer | ours wall / CPU s | peer wall / CPU s | wall | CPU | |\n|---|---|---|---|---|---|")
 
 
 def documents_of(path: Path) -> list[dict[str, Any]]:
-    """The documents of a file of JSON lines; separators of lines other than a newline are part of their texts."""
+    """The documents of a file of JSON lines; only newlines separate lines."""
     with open(path, "rb") as lines:
         return [json.loads(line) for line in lines]
 
 
 def same(first: Path, second: Path) -> str:
-    """``same bytes``, or an end of the run: a figure of unequal outputs says nothing."""
+    """``same bytes``; exits if the outputs differ, because times of different outputs are not comparable."""
     if first.read_bytes() != second.read_bytes():
         raise SystemExit(f"{first} and {second} differ")
     return "same bytes"
 
 
 def peer(name: str) -> Path | None:
-    """The folder that an environment variable names."""
+    """The folder in an environment variable."""
     found = os.environ.get(name)
     if not found:
-        say(f"| ({name} is not set: left out) | | | | | |")
+        print_line(f"| ({name} is not set: skipped) | | | | | |")
     return Path(found) if found else None
 
 
@@ -130,7 +130,7 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
     text, vocab, merges = (str(Path(p).resolve()) for p in (options.text, options.vocab, options.merges))
     files = ["--vocab-file", vocab, "--merge-file", merges, "--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
 
-    def ours(workers: int = 1) -> Took:
+    def ours(workers: int = 1) -> RunStats:
         shutil.rmtree(folder / "ours.work", ignore_errors=True)
         more = ["--workers", str(workers), "--task-bytes", str(-(-Path(text).stat().st_size // workers))]
         return run([*PREP, "binarize", "--input", text, "--output-prefix", "ours", *files, *more], folder)
@@ -138,9 +138,9 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
     one = best(ours)
     size = Path(text).stat().st_size / 1e6
     figures = f"{size / one.wall_s:.1f} MB/s of {size:.0f} MB, {one.rss_mb:.0f} MB of memory"
-    say(f"| (ours, one process: {figures}) | | | | | |")
+    print_line(f"| (ours, one process: {figures}) | | | | | |")
     two = best(lambda: ours(2))
-    row("ours, 2 workers, as the faster", two, one, "the other way round: wall is the speed-up of two workers")
+    row("ours, 2 workers against 1", two, one, "reversed: wall is the speedup of two workers")
 
     def check(name: str) -> str:
         for ending in ("bin", "idx"):
@@ -156,12 +156,12 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
             "--output-prefix",
             "classic",
         ]
-        took = best(
+        stats = best(
             lambda: run(
                 [*command, *files, "--workers", "1", "--log-interval", "100000"], folder, python_path=str(classic)
             )
         )
-        row("classic preprocess_data.py, 1 worker", one, took, check("classic"))
+        row("classic preprocess_data.py, 1 worker", one, stats, check("classic"))
     if (current := peer("PEER_MEGATRON")) is not None and (model := peer("PEER_HF_GPT2")) is not None:
         common = [
             "--input",
@@ -177,8 +177,8 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
             ("fast", "preprocess_data_fast.py", ["--use-gigatoken"]),
         ):
             command = [PEER_PYTHON, str(current / "tools" / script), *common, "--output-prefix", name, *more]
-            took = best(lambda command=command: run(command, folder, python_path=str(current)))
-            row(f"core {script} ({took.rss_mb:.0f} MB)", one, took, check(name))
+            stats = best(lambda command=command: run(command, folder, python_path=str(current)))
+            row(f"core {script} ({stats.rss_mb:.0f} MB)", one, stats, check(name))
 
 
 def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
@@ -239,11 +239,11 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     profiles = sorted(Path(detector_factory.PROFILES_DIRECTORY).iterdir())
     factory.load_json_profile([path.read_text(encoding="utf-8") for path in profiles])
     factory.set_seed(0)
-    kept: list[str] = []
+    documents: list[str] = []
 
     def classic() -> None:
-        """The loop of the classic cleanup_dataset: it cannot be started itself, its tokenizer module is gone."""
-        kept.clear()
+        """The loop of Megatron's cleanup_dataset, which cannot run: its tokenizer module was removed."""
+        documents.clear()
         for one in rows:
             text = ftfy.fix_text(one["text"])
             detector = factory.create()
@@ -255,27 +255,27 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
                 continue
             if len(text) < 8 * 128 and count(text) + 1 < 128:
                 continue
-            kept.append(text)
+            documents.append(text)
 
-    def ours() -> Took:
+    def ours() -> RunStats:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
         return run([*PREP, "clean", str(source), "-o", "ours.jsonl"], folder)
 
-    took = best(ours)
+    stats = best(ours)
     slow = function_time(classic)
-    if [document["text"] for document in documents_of(folder / "ours.jsonl")] != kept:
+    if [document["text"] for document in documents_of(folder / "ours.jsonl")] != documents:
         raise SystemExit("the kept texts differ")
-    row("the classic loop (ours: whole command)", took, slow, f"the same {len(kept)} texts of {len(rows)}")
+    row("the loop of Megatron (ours: complete command)", stats, slow, f"the same {len(documents)} texts of {len(rows)}")
 
 
 def bench_decontaminate(options: argparse.Namespace, folder: Path) -> None:
     source, task = str(Path(options.text).resolve()), str(Path(options.task).resolve())
 
-    def ours() -> Took:
+    def ours() -> RunStats:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
         return run([*PREP, "decontaminate", source, "-o", "ours.jsonl", "--task", f"lambada={task}"], folder)
 
-    took = best(ours)
+    stats = best(ours)
     if (classic := peer("PEER_CLASSIC")) is not None:
         script = str(classic / "tools/openwebtext/filter_ngrams.py")
         command = [
@@ -283,7 +283,7 @@ def bench_decontaminate(options: argparse.Namespace, folder: Path) -> None:
             "--output", "classic.jsonl", "--num-threads", "1",
         ]  # fmt: skip
         slow = best(lambda: run(command, folder, python_path=str(classic)))
-        row("filter_ngrams.py, 1 thread", took, slow, same(folder / "ours.jsonl", folder / "classic.jsonl"))
+        row("filter_ngrams.py, 1 thread", stats, slow, same(folder / "ours.jsonl", folder / "classic.jsonl"))
 
 
 TEXT_DEDUP = """
@@ -333,12 +333,12 @@ if __name__ == "__main__":
 
 
 def true_pairs(texts: list[str], threshold: float) -> list[tuple[int, int, float]]:
-    """The pairs, and their index, whose true Jaccard index of character 5-grams reaches ``threshold``.
+    """Pairs with an exact Jaccard index of character 5-grams of at least ``threshold``, and the index.
 
-    Two sets of that index share one of the ``size - ceil(threshold * size) + 1`` rarest elements of each (the prefix
-    filter of Chaudhuri, Ganti, Kaushik 2006), which misses none. Of the pairs that do, those are compared in full that
-    share half of every 16th element: that may miss a pair of short documents, where few elements are sampled. It asks
-    no signature and no band, so it favours none of the tools compared.
+    Two such sets share one of the ``size - ceil(threshold * size) + 1`` rarest elements of each (the prefix filter of
+    Chaudhuri, Ganti, Kaushik 2006), so no pair is missed. Pairs that also share half of every 16th element are compared
+    exactly; this may miss pairs of short documents with few sampled elements. No signature or band is used, so no tool
+    is favored.
     """
     from dynmo_tools.dedup.shingles import code_points, hash_windows, jaccard
 
@@ -363,12 +363,12 @@ def true_pairs(texts: list[str], threshold: float) -> list[tuple[int, int, float
     pairs = zip(first[near].tolist(), second[near].tolist(), strict=True)
     few = [frozenset(grams[grams % 16 == 0].tolist()) for grams in found]
     likely = ((one, two) for one, two in pairs if 2 * len(few[one] & few[two]) >= len(few[one]))
-    judged = ((one, two, jaccard(texts[one], texts[two], 5)) for one, two in likely)
-    return [pair for pair in judged if pair[2] >= threshold]
+    compared = ((one, two, jaccard(texts[one], texts[two], 5)) for one, two in likely)
+    return [pair for pair in compared if pair[2] >= threshold]
 
 
 def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
-    """Recall: the share of pairs with a true index of 0.95 and more of which at most one document is left."""
+    """Recall: the fraction of pairs with an index of at least 0.95 of which at most one document remains."""
     source = Path(options.text).resolve()
     rows = documents_of(source)
     place = {row["id"]: number for number, row in enumerate(rows)}
@@ -379,40 +379,44 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
     found = json.loads(truth.read_text())
     near = [(first, second) for first, second, index in found if index >= 0.95]
     similar = {document for first, second, _ in found for document in (first, second)}
-    say(f"| ({len(rows)} documents, {len(near)} pairs at 0.95 or more, {len(similar)} in pairs at 0.9) | | | | | |")
+    print_line(
+        f"| ({len(rows)} documents, {len(near)} pairs at 0.95 or more, {len(similar)} in pairs at 0.9) | | | | | |"
+    )
 
-    def judged(name: str, kept: list[str]) -> str:
-        pending = {place[one] for one in kept}
-        recall = sum(not (first in pending and second in pending) for first, second in near) / max(len(near), 1)
-        wrong = len(set(range(len(rows))) - pending - similar)
-        return f"{name} removed {len(rows) - len(pending)}, {wrong} of them without a pair at 0.9; recall {recall:.4f}"
+    def summarize(name: str, documents: list[str]) -> str:
+        remaining = {place[one] for one in documents}
+        recall = sum(not (first in remaining and second in remaining) for first, second in near) / max(len(near), 1)
+        wrong = len(set(range(len(rows))) - remaining - similar)
+        return (
+            f"{name} removed {len(rows) - len(remaining)}, {wrong} of them without a pair at 0.9; recall {recall:.4f}"
+        )
 
-    def ours() -> Took:
+    def ours() -> RunStats:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
         return run(
             [*PREP, "dedup", str(source), "-o", "ours.jsonl", "--workers", "2", "--task-bytes", "10000000"], folder
         )
 
-    took = best(ours)
-    own = judged("ours", ids_of([folder / "ours.jsonl"]))
-    say(f"| ({own}; {len(rows) / took.wall_s:.0f} documents/s, {took.rss_mb:.0f} MB) | | | | | |")
+    stats = best(ours)
+    own = summarize("ours", ids_of([folder / "ours.jsonl"]))
+    print_line(f"| ({own}; {len(rows) / stats.wall_s:.0f} documents/s, {stats.rss_mb:.0f} MB) | | | | | |")
     if (checkout := peer("PEER_TEXT_DEDUP")) is not None:
         (folder / "config.toml").write_text(TEXT_DEDUP.format(source=source))
         os.environ["HF_HOME"] = str(folder / "cache")
 
-        def text_dedup() -> Took:
+        def text_dedup() -> RunStats:
             shutil.rmtree(folder / "cache", ignore_errors=True)
             command = [PEER_PYTHON, "-m", "text_dedup.minhash"]
             return run(command, folder, python_path=str(checkout / "src"))
 
         slow = best(text_dedup)
-        pending = [
+        remaining = [
             PEER_PYTHON,
             "-c",
             "import datasets, sys; sys.stdout.write('\\n'.join(datasets.load_from_disk('text_dedup')['id']))",
         ]
-        kept = subprocess.run(pending, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
-        row("text-dedup, check on, 2 processes", took, slow, judged("it", kept))
+        documents = subprocess.run(remaining, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+        row("text-dedup, check on, 2 processes", stats, slow, summarize("it", documents))
     if peer("PEER_DATATROVE") is not None:
         (folder / "datatrove_run.py").write_text(DATATROVE)
         (folder / "halves").mkdir()
@@ -420,19 +424,19 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
         for number in range(2):
             (folder / "halves" / f"{number}.jsonl").write_bytes(b"\n".join(lines[number::2]))
 
-        def datatrove() -> Took:
+        def datatrove() -> RunStats:
             shutil.rmtree(folder / "dt", ignore_errors=True)
             return run([PEER_PYTHON, "datatrove_run.py"], folder)
 
         slow = best(datatrove)
-        row("datatrove, no check, 2 processes", took, slow, judged("it", ids_of((folder / "dt" / "out").iterdir())))
+        row("datatrove, no check, 2 processes", stats, slow, summarize("it", ids_of((folder / "dt" / "out").iterdir())))
     if (classic := peer("PEER_CLASSIC")) is not None:
         command = [
             PEER_PYTHON, str(classic / "tools/openwebtext/find_duplicates.py"), "--inputs", str(source), "id",
             "--output", "pairs.jsonl",
         ]  # fmt: skip
         slow = best(lambda: run(command, folder, python_path=str(classic)))
-        row("find_duplicates.py (pairs only)", took, slow)
+        row("find_duplicates.py (pairs only)", stats, slow)
 
 
 def ids_of(paths: Iterable[Path]) -> list[str]:
@@ -456,13 +460,13 @@ def bench_merge(options: argparse.Namespace, folder: Path) -> None:
     for name in ("all.bin", "copy.bin"):
         (folder / name).unlink(missing_ok=True)
 
-    def ours() -> Took:
+    def ours() -> RunStats:
         for name in ("all.bin", "all.idx"):
             (folder / name).unlink(missing_ok=True)
         os.sync()
         return run([*PREP, "merge-indexed", "a", "b", "-o", "all"], folder)
 
-    def copy() -> Took:
+    def copy() -> RunStats:
         for name in ("a.copy", "b.copy"):
             (folder / name).unlink(missing_ok=True)
         os.sync()
@@ -473,7 +477,7 @@ def bench_merge(options: argparse.Namespace, folder: Path) -> None:
         row(f"cp and sync of the same {tokens * 4 / 1e9:.2f} GB", one, other)
     check = ["bash", "-c", "cat a.copy b.copy | cmp - all.bin"]
     subprocess.run(check, cwd=folder, check=True)
-    say("| (same bytes) | | | | | |")
+    print_line("| (same bytes) | | | | | |")
 
 
 TRAINER = """
@@ -494,7 +498,7 @@ open(sys.argv[2], "w", encoding="utf-8").write(tokenizer.to_str(pretty=True))
 
 
 def bench_tokenizer(options: argparse.Namespace, folder: Path) -> None:
-    """A vocabulary of 32,000 by ``tokenizers``, which counts in a thread for each core, and by ours."""
+    """A vocabulary of 32,000 by ``tokenizers``, which counts in one thread per core, and by dynmo-prep."""
     text, size = str(Path(options.text).resolve()), "32000"
     for number in range(REPEATS):
         theirs = run([PEER_PYTHON, "-c", TRAINER, text, "theirs.json", size], folder)
@@ -507,7 +511,7 @@ def bench_tokenizer(options: argparse.Namespace, folder: Path) -> None:
 
 
 def bench_workers(options: argparse.Namespace, folder: Path) -> None:
-    """Two workers against one, each step that has workers, outputs compared; inputs are kept with ``--folder``."""
+    """Two workers against one for each parallel step, with equal outputs; ``--folder`` keeps the inputs."""
     import prep_workers
 
     for name in ("text", "vocab", "merges", "task", "dump"):
@@ -516,25 +520,25 @@ def bench_workers(options: argparse.Namespace, folder: Path) -> None:
         arguments = prep_workers.commands(step, options, folder)
         for number in range(REPEATS):
             order = (2, 1) if number % 2 else (1, 2)
-            took = {count: run([*PREP, *arguments(count)], folder) for count in order}
-            one, two = took[1], took[2]
+            stats = {count: run([*PREP, *arguments(count)], folder) for count in order}
+            one, two = stats[1], stats[2]
             prep_workers.check(step, options, folder)
             size = prep_workers.cases(options)[step].megabytes
             row(f"{step} {size} MB: two workers (ours) against one", two, one, "same bytes")
 
 
 def bench_memory(options: argparse.Namespace, folder: Path) -> None:
-    """The largest process of each step at each size; with ``--folder`` the inputs are kept for the next time."""
+    """The largest process of each step at each size; ``--folder`` keeps the inputs."""
     from prep_memory import commands, measure
 
     for name in ("text", "vocab", "merges", "task"):
         setattr(options, name, str(Path(getattr(options, name)).resolve()))
-    say("| step | MB | documents | largest process | of it its own | s |\n|---|---|---|---|---|---|")
+    print_line("| step | MB | documents | largest process | private | s |\n|---|---|---|---|---|---|")
     for step in options.steps or commands(options, ""):
         for megabytes in options.megabytes:
             count, peak = measure(step, megabytes, options, folder)
             figures = f"{peak.resident_mb:.0f} MB | {peak.own_mb:.0f} MB | {peak.wall_s:.1f}"
-            say(f"| {step}, {options.workers} worker | {megabytes:,} | {count:,} | {figures} |")
+            print_line(f"| {step}, {options.workers} worker | {megabytes:,} | {count:,} | {figures} |")
 
 
 BENCHES = {
@@ -556,15 +560,15 @@ def main() -> None:
     parser.add_argument("--text", help="JSON lines with a text (and an id for dedup)")
     parser.add_argument("--vocab", help="GPT-2's vocab.json")
     parser.add_argument("--merges", help="GPT-2's merges.txt")
-    parser.add_argument("--truth", help="for dedup: keeps the true pairs, which take longer than all else to find")
-    parser.add_argument("--gigabytes", type=float, default=1.07, help="size of the merged data set")
-    parser.add_argument("--task", help="the task's file, for decontaminate and memory")
-    parser.add_argument("--steps", nargs="*", help="for memory and workers: which commands [default: all]")
-    parser.add_argument("--megabytes", nargs="+", type=int, default=[100, 2000], help="for memory: sizes of the input")
-    parser.add_argument("--characters", type=int, default=100, help="for memory: of a document")
-    parser.add_argument("--dump", help="for workers: a wiki's dump, .xml.bz2")
+    parser.add_argument("--truth", help="for dedup: file that caches the exact pairs, the slowest part")
+    parser.add_argument("--gigabytes", type=float, default=1.07, help="size of the merged dataset")
+    parser.add_argument("--task", help="task file, for decontaminate and memory")
+    parser.add_argument("--steps", nargs="*", help="for memory and workers: commands [default: all]")
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[100, 2000], help="for memory: input sizes")
+    parser.add_argument("--characters", type=int, default=100, help="for memory: characters per document")
+    parser.add_argument("--dump", help="for workers: MediaWiki dump, .xml.bz2")
     parser.add_argument("--workers", type=int, default=1, help="for memory")
-    parser.add_argument("--folder", type=Path, help="where to work; kept [default: a temporary folder]")
+    parser.add_argument("--folder", type=Path, help="work folder, not deleted [default: a temporary folder]")
     options = parser.parse_args()
     head(options.bench)
     if options.folder:

@@ -1,4 +1,4 @@
-"""How much memory the processes of a command take: the largest one of the tree, at several sizes of input."""
+"""Memory of the processes of a command: the largest one of the process tree, for several input sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 PREP = [sys.executable, "-c", "from dynmo_tools.cli import main; main()"]
-EVERY_S = 0.05
+SAMPLE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class Peak:
     """The largest process of a command and its children.
 
     Attributes:
-        resident_mb: with the pages of files that it maps, which the kernel may take back.
-        own_mb: without them, as sampled every 50 ms.
-        wall_s: of the whole command.
+        resident_mb: resident memory with mapped files, which the kernel can evict.
+        own_mb: private memory, sampled every 50 ms.
+        wall_s: wall time of the command.
     """
 
     resident_mb: float
@@ -55,7 +55,7 @@ def _kilobytes(pid: int) -> tuple[int, int]:
 
 
 def peak_of(command: list[str], cwd: Path, accepted: tuple[int, ...] = (0,)) -> Peak:
-    """Run a command to its end and watch its processes."""
+    """Run a command to its end and sample its processes."""
     started = time.monotonic()
     with open(cwd / "log.txt", "w") as log:
         process = subprocess.Popen(command, cwd=cwd, stdout=log, stderr=log)
@@ -63,7 +63,7 @@ def peak_of(command: list[str], cwd: Path, accepted: tuple[int, ...] = (0,)) -> 
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(EVERY_S):
+            while not ended.wait(SAMPLE_S):
                 for pid in _tree(process.pid):
                     for at, size in enumerate(_kilobytes(pid)):
                         largest[at] = max(largest[at], size)
@@ -84,9 +84,9 @@ def peak_of(command: list[str], cwd: Path, accepted: tuple[int, ...] = (0,)) -> 
 
 
 def write_documents(target: Path, source: Path, size: int, characters: int) -> int:
-    """Documents of about ``characters`` characters, words of another file in random order; how many they are.
+    """Write documents of about ``characters`` characters, words of another file in random order; returns the count.
 
-    Every tenth one is the one nine before it with its last word changed.
+    Every tenth document is a near-copy of the one nine before it: its last word differs.
     """
     words: list[str] = []
     with open(source, encoding="utf-8") as handle:
@@ -111,7 +111,7 @@ def write_documents(target: Path, source: Path, size: int, characters: int) -> i
 
 
 def commands(options: argparse.Namespace, data: str) -> dict[str, list[str]]:
-    """Each step's arguments over one input file."""
+    """The arguments of each step for one input file."""
     gpt2 = ["--vocab-file", options.vocab, "--merge-file", options.merges]
     return {
         "binarize": ["--input", data, "--output-prefix", "out", "--tokenizer-type", "GPT2BPETokenizer", *gpt2],
@@ -130,7 +130,7 @@ def commands(options: argparse.Namespace, data: str) -> dict[str, list[str]]:
 
 
 def measure(step: str, megabytes: int, options: argparse.Namespace, folder: Path) -> tuple[int, Peak]:
-    """One step at one size, and how many documents that is; what it wrote is deleted."""
+    """Run one step with one input size; returns the number of documents and the peak. Outputs are deleted."""
     data = folder / f"data-{megabytes}-{options.characters}.jsonl"
     count = data.with_suffix(".count")
     if not count.exists():

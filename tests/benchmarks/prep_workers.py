@@ -1,4 +1,4 @@
-"""Two workers against one: each step over an input of its own size, in pairs of runs, the outputs compared."""
+"""Two workers against one: each step with its own input size, in pairs of runs with equal outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orjson
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step: the megabytes of its input, its arguments behind the input and the output, and what it writes."""
+    """A step: megabytes of its input, its arguments after input and output, and its outputs."""
 
     megabytes: int
     more: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Case:
 
 
 def cases(options: argparse.Namespace) -> dict[str, Case]:
-    """The steps that have workers. Steps that do more for each document have a smaller input."""
+    """The parallel steps. Steps with more work per document have smaller inputs."""
     gpt2 = ("--vocab-file", options.vocab, "--merge-file", options.merges, "--tokenizer-type", "GPT2BPETokenizer")
     return {
         "binarize": Case(megabytes=1000, more=gpt2, outputs=("_text_document.bin", "_text_document.idx")),
@@ -43,7 +43,7 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def write_documents(target: Path, source: Path, size: int) -> None:
-    """The documents of a file over and over, each with an id of its own, up to ``size`` bytes."""
+    """Repeat the documents of a file with new ids, up to ``size`` bytes."""
     written = number = 0
     with open(target, "wb", buffering=1 << 20) as out:
         while written < size:
@@ -56,7 +56,7 @@ def write_documents(target: Path, source: Path, size: int) -> None:
 
 
 def write_dump(target: Path, source: Path, size: int) -> None:
-    """The pages of a dump over and over, up to about ``size`` bytes."""
+    """Repeat the pages of a dump, up to about ``size`` bytes."""
     text = bz2.decompress(source.read_bytes())
     begin, end = text.index(b"<page>"), text.rindex(b"</page>") + len(b"</page>\n")
     times = max(size // (end - begin), 1)
@@ -64,7 +64,7 @@ def write_dump(target: Path, source: Path, size: int) -> None:
 
 
 def input_of(step: str, megabytes: int, options: argparse.Namespace, folder: Path) -> Path:
-    """The input of a step, made once."""
+    """The input of a step, written by the first call."""
     kind = "xml" if step == "extract-wiki" else "jsonl"
     path = folder / f"data-{megabytes}.{kind}"
     if not path.exists():
@@ -78,14 +78,14 @@ def input_of(step: str, megabytes: int, options: argparse.Namespace, folder: Pat
 
 
 def commands(step: str, options: argparse.Namespace, folder: Path) -> Callable[[int], list[str]]:
-    """The arguments of a step for a number of workers; what its last run wrote is deleted first."""
+    """A function from the number of workers to the arguments of a step; it deletes the outputs of the last run."""
     case = cases(options)[step]
     data = input_of(step, case.megabytes, options, folder)
 
     def arguments(workers: int) -> list[str]:
         for path in folder.glob(f"w{workers}.out*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        subprocess.run(["wc", "-l", str(data)], check=True, stdout=subprocess.DEVNULL)  # so that it is in memory
+        subprocess.run(["wc", "-l", str(data)], check=True, stdout=subprocess.DEVNULL)  # fills the page cache
         named = ["--input", str(data), "--output-prefix"] if step == "binarize" else [str(data), "-o"]
         return [step, *named, f"w{workers}.out", *case.more, "--workers", str(workers)]
 
@@ -93,6 +93,6 @@ def commands(step: str, options: argparse.Namespace, folder: Path) -> Callable[[
 
 
 def check(step: str, options: argparse.Namespace, folder: Path) -> None:
-    """An end of the run where the outputs of one and of two workers differ."""
+    """Exit if the outputs of one and two workers differ."""
     for ending in cases(options)[step].outputs:
         subprocess.run(["cmp", *(str(folder / f"w{count}.out{ending}") for count in (1, 2))], check=True)
