@@ -320,13 +320,13 @@ def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
     assert "c: iteration release" in script("download_ckpt.sh", "c", **where)
     assert (place / "c/release/mp_rank_00/model_optim_rng.pt").read_text() == "x"
     count = len(asked)
-    assert "holds a checkpoint" in script("download_ckpt.sh", "c", **where)
+    assert "already has a checkpoint" in script("download_ckpt.sh", "c", **where)
     assert len(asked) == count
-    assert "cannot fetch" in script("download_ckpt.sh", "d", code=1, CKPT_URL=f"{url}/none")
+    assert "cannot download" in script("download_ckpt.sh", "d", code=1, CKPT_URL=f"{url}/none")
     (site / "zip").write_bytes((site / "zip").read_bytes()[:-40])
     assert "damaged" in script("download_ckpt.sh", "e", code=1, CKPT_URL=f"file://{site}/zip")
     pack(site, **{"other.txt": "x"})
-    assert "holds no checkpoint of Megatron" in script("download_ckpt.sh", "f", code=1, CKPT_URL=f"file://{site}/zip")
+    assert "is not a checkpoint of Megatron" in script("download_ckpt.sh", "f", code=1, CKPT_URL=f"file://{site}/zip")
 
 
 def test_a_download_goes_on_where_it_stopped(place, tmp_path):
@@ -336,10 +336,10 @@ def test_a_download_goes_on_where_it_stopped(place, tmp_path):
     text = f". {BIN}/lib/fetch.sh && fetch file://{tmp_path}/whole got {total} && fetch file:///none got {total}"
     done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, check=True)
     assert "10240 bytes" in done.stdout
-    assert "got is there" in done.stdout
+    assert "got exists" in done.stdout
     (tmp_path / "got").write_bytes(b"other")
     done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, check=False)
-    assert (done.returncode, "has not the SHA-256" in done.stderr) == (1, True)
+    assert (done.returncode, "SHA-256 is not" in done.stderr) == (1, True)
 
 
 def test_vocabularies_must_have_the_published_sums(place, server, monkeypatch):
@@ -350,7 +350,7 @@ def test_vocabularies_must_have_the_published_sums(place, server, monkeypatch):
     assert not (place / "v" / "gpt2-vocab.json").exists()
     script("download_vocab.sh", "v", "bert-large-cased", VOCAB_URL=url)
     assert (place / "v" / "bert-large-cased-vocab.txt").exists()
-    assert "NAME is gpt2" in script("download_vocab.sh", "v", "t5", code=2, VOCAB_URL=url)
+    assert "must be gpt2" in script("download_vocab.sh", "v", "t5", code=2, VOCAB_URL=url)
     shared = SHARED_DATA / "tok"
     if (shared / "gpt2-vocab.json").exists():
         script("download_vocab.sh", "w", VOCAB_URL=f"file://{shared.resolve()}")
@@ -364,7 +364,7 @@ def test_the_data_of_the_aws_test_case(place, server):
     script("getdata.sh", "gpt2", DATA_URL=url, VOCABS="")
     assert (place / "gpt2" / "oscar-1GB.jsonl").read_text() == '{"text": "a"}\n'
     assert sorted(path.name for path in (place / "gpt2").iterdir()) == ["oscar-1GB.jsonl"]
-    assert "is there" in script("getdata.sh", "gpt2", DATA_URL=url, VOCABS="")
+    assert "exists" in script("getdata.sh", "gpt2", DATA_URL=url, VOCABS="")
     (site / "oscar-1GB.jsonl.xz").write_bytes((place / "copy.xz").read_bytes()[:-9])
     assert "is damaged" in script("getdata.sh", "other", code=1, DATA_URL=url, VOCABS="")
     assert not (place / "other" / "oscar-1GB.jsonl").exists()
@@ -438,7 +438,7 @@ def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch
 
 @pytest.mark.parametrize("name", ["download_vocab.sh", "download_ckpt.sh"])
 def test_a_download_shows_its_help_and_takes_no_option_for_a_folder(name, tmp_path):
-    for option, code, words in (("--help", 0, f"bin/{name} [FOLDER"), ("--fodler", 2, "--fodler is no folder")):
+    for option, code, words in (("--help", 0, f"bin/{name} [FOLDER"), ("--fodler", 2, "--fodler is not a folder")):
         done = subprocess.run(
             ["bash", str(BIN / name), option], cwd=tmp_path, capture_output=True, text=True, check=False
         )
