@@ -40,11 +40,6 @@ class SampleIndex:
     ends: IntArray
     order: IntArray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three arrays."""
-        return self.pieces.nbytes + self.ends.nbytes + self.order.nbytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampleIndexSpec:

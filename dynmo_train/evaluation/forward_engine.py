@@ -40,21 +40,19 @@ from ..models.layer_list import (
     BoundaryShape,
     ItemOutput,
     ModelFamily,
-    has_vocabulary_rows,
     live_before,
     masks_of,
     output_of,
     parameters_of,
-    vocabulary_rows,
 )
-from ..models.sharding import cut_item, cut_tensor
 from ..models.sparse_formats import BUILT_IN, SparseTable
+from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.precision import float32_matmuls
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, gather_over, sum_over_pipeline
 from ..parallel.seeding import seeded
-from ..parallel.tensor_parallel import TensorRegion, tensor_region
+from ..parallel.tensor_parallel import tensor_region
 from ..pipeline.partition import Partition, uniform_partition
 from .model_checkpoint import ModelCheckpoint
 
@@ -232,46 +230,38 @@ def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDi
 
 
 class _ItemLoader:
-    """Builds items on the meta device and assigns this rank's slices of the stored weights, in the compute dtype."""
+    """Builds items on the meta device, and assigns this rank's part of the stored weights in the compute dtype."""
 
     def __init__(
         self, checkpoint: Checkpoint, family: ModelFamily, world: World, dtype: torch.dtype, sparse: SparseTable
     ) -> None:
-        self.checkpoint, self.family, self.dtype, self.sparse = checkpoint, family, dtype, sparse
-        self.device = world.device
-        self.region: TensorRegion | None = tensor_region(world, sequence=False)
+        self.checkpoint, self.dtype, self.sparse, self.device = checkpoint, dtype, sparse, world.device
+        self.sharding = ItemSharding(family=family, region=tensor_region(world, sequence=False))
+        self.builder = ItemBuilder(sharding=self.sharding, device=world.device)
         # Stored name and split dimension -> tensor: tied weights of one rank share memory.
         self._loaded: dict[tuple[str, int | None], torch.Tensor] = {}
 
     def load(self, item: str) -> nn.Module:
         """Load one item without gradients; raises ``CheckpointError`` for a missing or damaged tensor."""
-        module = cut_item(item, self.family.build(item, torch.device("meta")), self.family.split_dim, self.region)
+        module = self.builder.blueprint(item)
         weights = {name[len(item) + 1 :]: self._weight(name) for name in parameters_of(item, module)}
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
         for name, layer in masks_of(item, module).items():
             if self.checkpoint.has(f"{name}.mask"):
-                mask = self._slice(f"{name}.mask", self.family.split_dim(name), torch.bool)
+                mask = self._read(f"{name}.mask", torch.bool)
                 layer.weight.mul_(mask)
                 layer.set_mask(mask, self.sparse)
         return module
 
     def _weight(self, name: str) -> torch.Tensor:
-        dim = self.family.split_dim(name)
-        key = self.checkpoint.stored_name(name), dim if self.region is not None else None
+        key = self.checkpoint.stored_name(name), self.sharding.split_dim(name)
         if key not in self._loaded:
-            self._loaded[key] = self._slice(name, dim, self.dtype)
+            self._loaded[key] = self._read(name, self.dtype)
         return self._loaded[key]
 
-    def _slice(self, name: str, dim: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice of a stored tensor along ``dim``, with memory of its own, on the device."""
-        stored = self.checkpoint.load([name])[name]
-        if has_vocabulary_rows(name):
-            rows, padded = vocabulary_rows(self.family), vocabulary_rows(self.family, padded=True)
-            if not rows == padded == len(stored):
-                whole = stored.new_zeros(padded, *stored.shape[1:])
-                whole[:rows] = stored[:rows]
-                stored = whole
-        part = cut_tensor(stored, dim, self.region)
-        is_view = part.shape != stored.shape
-        return part.to(self.device, dtype, copy=is_view, memory_format=torch.contiguous_format)
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of a stored tensor on the device; never a view, which would keep the whole tensor alive."""
+        local = self.sharding.local_from_checkpoint(name, self.checkpoint.load([name])[name])
+        is_view = local.untyped_storage().nbytes() > local.nbytes
+        return local.to(self.device, dtype, copy=is_view, memory_format=torch.contiguous_format)
