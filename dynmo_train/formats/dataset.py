@@ -1,4 +1,4 @@
-"""Reader of the sidecar of an indexed data set, ``PREFIX.dataset.json``; ``dynmo_tools`` owns the format."""
+"""Reads the sidecar of an indexed dataset, ``PREFIX.dataset.json``; ``dynmo_tools`` owns the format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ VERSION = 1
 
 
 def read_sidecar(prefix: str) -> dict[str, Any] | None:
-    """The sidecar of a data set; None where it has none.
+    """Return the sidecar of a dataset; None where it has none.
 
     Raises:
-        DocumentError: it breaks a rule of the format, or belongs to another ``.bin`` and ``.idx``.
+        DocumentError: It breaks a rule of the format, or belongs to another ``.bin`` and ``.idx``.
     """
     path = Path(f"{prefix}.dataset.json")
     if not path.exists():
@@ -41,7 +41,7 @@ def read_sidecar(prefix: str) -> dict[str, Any] | None:
 
 
 def _size_problems(document: Mapping[str, Any], prefix: str) -> list[Problem]:
-    """Faults across fields, and sizes of another data set: its bytes are not read here, ``dynmo-prep verify`` does."""
+    """Check the rules across fields and the sizes of the files; ``dynmo-prep verify`` checks their bytes."""
     problems = []
     tokenizer, eod_id = document["tokenizer"], document["eod_id"]
     if tokenizer is not None and eod_id is not None and eod_id >= tokenizer["vocab_size"]:
@@ -57,6 +57,6 @@ def _size_problems(document: Mapping[str, Any], prefix: str) -> list[Problem]:
 
 
 def digest_vocabulary(ids: Mapping[str, int]) -> str:
-    """The digest of what the ids mean: of the JSON array of [id, token], in ascending order, in ASCII."""
+    """Return the SHA-256 of a vocabulary: of the JSON array of [id, token], in ascending order, in ASCII."""
     pairs = sorted((number, token) for token, number in ids.items())
     return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-r"""Reader of indexed data sets: Megatron's ``mmap``, ``cached`` and ``lazy`` forms, ``PREFIX.bin`` and ``PREFIX.idx``.
+r"""Reads indexed datasets: Megatron's ``mmap``, ``cached`` and ``lazy`` forms, ``PREFIX.bin`` and ``PREFIX.idx``.
 
 ``.bin`` is bare ids. Layout of the index in the ``mmap`` form, little-endian: magic ``MMIDIDX\0\0``, version as u64
 (1), data type as u8, number of sequences n as u64, length d of the document index as u64, n lengths in tokens as i32, n
@@ -33,10 +33,17 @@ INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedDataset:
-    """An open data set; the arrays are read from disk as they are touched.
+    """An open dataset; arrays are memory-mapped.
 
-    ``tokens`` are all ids of ``.bin``; sequence ``s`` is ``tokens[starts[s] : starts[s] + lengths[s]]``; document ``d``
-    is the sequences ``documents[d]`` up to, not including, ``documents[d + 1]``.
+    Sequence ``s`` is ``tokens[starts[s] : starts[s] + lengths[s]]``; document ``d`` is the sequences from
+    ``documents[d]`` up to, not including, ``documents[d + 1]``.
+
+    Attributes:
+        prefix: ``PREFIX`` of the files.
+        tokens: All token ids of ``.bin``.
+        lengths: Tokens of each sequence.
+        starts: First token of each sequence.
+        documents: First sequence of each document, and the number of sequences.
     """
 
     prefix: str
@@ -52,10 +59,10 @@ class IndexedDataset:
 
 
 def _header_problems(index: bytes | npt.NDArray[np.uint8], header: tuple[Any, ...]) -> list[Problem]:
-    """Faults of the fixed part, and of the size that it promises."""
+    """Return the problems of the header, and of the size that follows from it."""
     magic, version, code, sequences, boundaries = header
     if magic != MAGIC:
-        return [Problem("magic", "magic", f"must be {MAGIC!r}, is {magic!r}: not an index of an indexed data set")]
+        return [Problem("magic", "magic", f"must be {MAGIC!r}, is {magic!r}: not an index of an indexed dataset")]
     if version != 1:
         return [Problem("version", "version", f"is {version}; this program reads version 1")]
     if code not in INTEGER_TYPES:
@@ -72,7 +79,7 @@ def _size_problems(found: int, sizes: tuple[int, ...], sequences: int, boundarie
 
 
 def _other_header_problems(index: npt.NDArray[np.uint8], header: tuple[Any, ...]) -> list[Problem]:
-    """The same of a ``cached`` or ``lazy`` index."""
+    """The same for a ``cached`` or ``lazy`` index."""
     _magic, version, code, token_bytes, sequences, sizes, boundaries = header
     if version != 1:
         return [Problem("version", "version", f"is {version}; this program reads version 1")]
@@ -96,7 +103,7 @@ def _array_problems(
     item_bytes: int,
     bin_bytes: int,
 ) -> list[Problem]:
-    """Faults of the three arrays against each other and against the size of ``.bin``."""
+    """Return the contradictions between the arrays, and with the size of ``.bin``."""
     problems = []
     if len(lengths):
         if int(lengths.min()) < 0:
@@ -105,7 +112,9 @@ def _array_problems(
         begins = ends - lengths.astype(np.int64) * item_bytes
         if (pointers != begins).any():
             at = int((pointers != begins).argmax())
-            words = f"sequence {at} is said to begin at byte {pointers[at]}; the lengths before it end at {begins[at]}"
+            words = (
+                f"sequence {at} begins at byte {pointers[at]}; must be {begins[at]}, the end of the sequence before it"
+            )
             problems.append(Problem("pointers", "order", words))
     needed = int(lengths.sum(dtype=np.int64)) * item_bytes
     if needed != bin_bytes:
@@ -120,7 +129,7 @@ Arrays = tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.
 
 
 def _read_mmap(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Problem]]:
-    """Type, lengths, byte offsets and document boundaries of an ``mmap`` index, or what is wrong with its header."""
+    """Return dtype, lengths, byte offsets and document boundaries of an ``mmap`` index, or its problems."""
     header = HEADER.unpack(index[: HEADER.size].tobytes())
     if problems := _header_problems(index, header):
         return None, problems
@@ -131,7 +140,7 @@ def _read_mmap(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Proble
 
 
 def _read_other(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Problem]]:
-    """The same of a ``cached`` or ``lazy`` index."""
+    """The same for a ``cached`` or ``lazy`` index."""
     if len(index) < OTHER_HEADER.size:
         return None, [Problem("", "truncated", f"has {len(index)} bytes, fewer than a header")]
     header = OTHER_HEADER.unpack(index[: OTHER_HEADER.size].tobytes())
@@ -153,23 +162,26 @@ def _read_other(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Probl
 
 
 def prefix_of(path: str) -> str:
-    """``PREFIX`` of ``PREFIX``, ``PREFIX.bin`` or ``PREFIX.idx``: either file's own name is taken for it as well."""
+    """Return ``PREFIX`` for ``PREFIX``, ``PREFIX.bin`` or ``PREFIX.idx``."""
     stem, suffix = os.path.splitext(path)
     return stem if suffix in (".bin", ".idx") and not os.path.exists(f"{path}.idx") else path
 
 
 def open_indexed(prefix: str) -> IndexedDataset:
-    """Open ``PREFIX.bin`` and ``PREFIX.idx`` without reading them whole; ``prefix_of`` says which prefix is meant.
+    """Open ``PREFIX.bin`` and ``PREFIX.idx`` by memory mapping.
+
+    Args:
+        prefix: ``PREFIX``, or the path of either file.
 
     Raises:
-        DocumentError: a file is missing, not of this format, truncated, or the two do not fit; with every problem.
+        DocumentError: A file is missing, truncated or not of this format, or the two contradict; with every problem.
     """
     prefix = prefix_of(prefix)
     index_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [path for path in (index_path, bin_path) if not path.is_file()]
     if missing:
         problems = [Problem(str(path), "missing", "no such file") for path in missing]
-        raise DocumentError(f"data set {prefix}", problems)
+        raise DocumentError(f"dataset {prefix}", problems)
     with index_path.open("rb") as handle:
         head = handle.read(HEADER.size)
     if len(head) < HEADER.size:

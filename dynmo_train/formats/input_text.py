@@ -1,7 +1,8 @@
-"""Reads text files that a person names on the command line: scripts, options, prompts, hostfiles.
+"""Reads text files given on the command line: scripts, options, prompts, hostfiles.
 
 A shell's process substitution (``explain-flags <(sed ... run.sh)``) and standard input are pipes under the name of a
-descriptor. They are read up to the bound of a file. A FIFO of another name is refused: nobody may ever write to it.
+descriptor. They are read up to the size limit of a file. A FIFO of another name is refused:
+it may never have a writer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,9})")
 
 
 def read_input(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
-    """The text of a regular file, of ``/dev/stdin`` or of ``/dev/fd/N``; a descriptor can be read only once.
+    """Return the text of a regular file, of ``/dev/stdin`` or of ``/dev/fd/N``; a descriptor can be read only once.
 
     Raises:
-        UnreadableError: it cannot be read.
-        DocumentError: it has more than ``max_bytes``, or is not UTF-8.
+        UnreadableError: It cannot be read.
+        DocumentError: It has more than ``max_bytes`` bytes, or is not UTF-8.
     """
     match = _DESCRIPTOR.fullmatch(str(path))
     if match is None and str(path) != "/dev/stdin":

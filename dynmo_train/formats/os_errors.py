@@ -1,4 +1,4 @@
-"""Why a file could not be read or written, in words for a person."""
+"""Messages for files that could not be read or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS: Mapping[type[OSError], str] = {
 
 
 def reason(error: Exception) -> str:
-    """``no such file`` in place of ``[Errno 2] No such file or directory: 'x'``: the message names the path itself."""
+    """Return a reason without path and errno, such as ``no such file``, for messages that name the path."""
     if isinstance(error, DocumentError):
         if isinstance(error.__cause__, OSError | UnicodeDecodeError):
             return reason(error.__cause__)

@@ -1,4 +1,4 @@
-"""Writer of the profile, ``profile.jsonl``: one function for each kind of line. The specification is ``profile.md``.
+"""Writes the profile, ``profile.jsonl``: one function for each kind of line. The specification is ``profile.md``.
 
 Times are integer nanoseconds and sizes integer bytes. In per-item and per-worker lists None is "not sampled" and 0 is
 "did not run".
@@ -23,7 +23,7 @@ Samples = Sequence[int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What is trained."""
+    """The model of a run."""
 
     family: str
     num_layers: int
@@ -33,7 +33,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkInfo:
-    """The link between neighbouring workers, as measured."""
+    """The measured link between neighboring workers."""
 
     bandwidth_bytes_per_s: int
     latency_ns: int
@@ -74,7 +74,7 @@ class ItemInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a segment of the run is spread out."""
+    """Schedule, granularity and parallel sizes of a segment of the run."""
 
     schedule: str
     virtual_stages_per_worker: int
@@ -101,7 +101,7 @@ def header_record(
     items: Sequence[ItemInfo],
     replica_link: LinkInfo | None = None,
 ) -> dict[str, Any]:
-    """The first line of a segment; ``items`` are in layer order and fix the order of all per-item lists."""
+    """Return the first line of a segment; ``items`` are in layer order, which all per-item lists follow."""
     return {
         **envelope(FORMAT, VERSION, WRITTEN_BY),
         "record": "header",
@@ -129,10 +129,22 @@ def step_record(
     backward_input_ns: Samples | None = None,
     backward_weight_ns: Samples | None = None,
 ) -> dict[str, Any]:
-    """The costs of one optimizer step: per item (mean of a microbatch) and per worker.
+    """Return the line of one optimizer step: costs per item (means per microbatch) and per worker.
+
+    Args:
+        step: Optimizer step.
+        plan_id: Active plan.
+        step_ns: Wall-clock time of the step.
+        forward_ns: Per item.
+        activation_bytes: Per item, per microbatch.
+        busy_ns: Per worker, over the step.
+        peak_memory_bytes: Per worker.
+        backward_ns: Per item, the full backward; or, instead of it,
+        backward_input_ns: per item, input gradients, and
+        backward_weight_ns: per item, weight gradients, where the schedule splits the backward.
 
     Raises:
-        ValueError: neither the whole backward alone nor both its parts alone are given.
+        ValueError: Neither ``backward_ns`` alone nor both parts alone are given.
     """
     given = (backward_ns is not None, backward_input_ns is not None, backward_weight_ns is not None)
     if given not in ((True, False, False), (False, True, True)):
@@ -151,7 +163,7 @@ def step_record(
 
 
 def event_record(*, step: int, kind: str, detail: Mapping[str, Any], next_expected_step: int | None) -> dict[str, Any]:
-    """Something that changed costs after ``step``, and when the next of its kind is due."""
+    """Return the line of an event after ``step``; ``next_expected_step`` is when the next of its kind is due."""
     return {
         "record": "event",
         "step": step,
@@ -162,14 +174,14 @@ def event_record(*, step: int, kind: str, detail: Mapping[str, Any], next_expect
 
 
 def plan_request_record(step: int) -> dict[str, Any]:
-    """The trainer waits at the boundary after ``step`` for a plan that has read up to it."""
+    """Return the line of a trainer that waits at the boundary after ``step`` for a plan that has read up to it."""
     return {"record": "plan_request", "step": step}
 
 
 def plan_result_record(
     *, plan_id: int, step: int, result: PlanOutcome, pause_ns: int, num_bytes: int, reason: str
 ) -> dict[str, Any]:
-    """What became of a plan at the boundary after ``step``; ``num_bytes`` moved between workers."""
+    """Return the line with the result of a plan at the boundary after ``step``; ``num_bytes`` were moved."""
     return {
         "record": "plan_result",
         "plan_id": plan_id,
@@ -185,7 +197,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line to the profile.
 
     Raises:
-        WriterError: the line breaks the format, such as an event of an unknown kind; the profile stays as it was.
+        WriterError: The line breaks the format; nothing is written.
     """
     if problems := line_problems(record):
         raise WriterError(str(path), problems)
@@ -193,7 +205,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def next_segment(path: Path) -> int:
-    """The segment that the next header must carry: one above the last complete header's, 0 in a new profile."""
+    """Return the segment of the next header: one above that of the last complete header, 0 in a new profile."""
     if not path.exists():
         return 0
     segment = 0

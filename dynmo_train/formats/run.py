@@ -1,4 +1,4 @@
-"""``run.json``: what a run is. The specification is ``run.md``."""
+"""Reads and writes ``run.json``, the description of a run, and ``grow.json``. The specification is ``run.md``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ _GROW = obj({"workers": integer(1)})
 
 
 def write_run(path: Path, document: Mapping[str, Any]) -> None:
-    """Write ``run.json``; raises ``WriterError`` where the document breaks the format, and ``OSError``."""
+    """Write ``run.json``.
+
+    Raises:
+        WriterError: The document breaks the format.
+        OSError: The file cannot be written.
+    """
     payload = encode_json(document)
     with own_document():
         parse_run(json.loads(payload), str(path))
@@ -34,12 +39,20 @@ def write_run(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Read a ``run.json``; raises ``DocumentError`` where it cannot be read or breaks a rule."""
+    """Read a ``run.json``.
+
+    Raises:
+        DocumentError: It cannot be read or breaks a rule.
+    """
     return parse_run(read_json(path), str(path))
 
 
 def parse_run(document: Any, source: str) -> dict[str, Any]:
-    """The content of a ``run.json``; raises ``DocumentError`` with every problem."""
+    """Return the content of a ``run.json``.
+
+    Raises:
+        DocumentError: It breaks a rule; with every problem.
+    """
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
         DOCUMENT(document, "", problems)
@@ -56,7 +69,11 @@ def parse_run(document: Any, source: str) -> dict[str, Any]:
 
 
 def read_grow_request(path: Path) -> int:
-    """The number of workers in a ``grow.json``; raises ``DocumentError`` where it is not ``{"workers": N}``."""
+    """Return the number of workers in a ``grow.json``.
+
+    Raises:
+        DocumentError: The document is not ``{"workers": N}``.
+    """
     document = read_json(path, MAX_CONFIG_BYTES)
     problems: list[Problem] = []
     _GROW(document, "", problems)
@@ -66,10 +83,10 @@ def read_grow_request(path: Path) -> int:
 
 
 def take_grow_request(path: Path) -> int | None:
-    """The number of workers that somebody asks for in ``requests/grow.json``, which is then put aside as taken.
+    """Return the number of workers in ``requests/grow.json`` and rename it to ``grow.taken.json``; None without it.
 
     Raises:
-        DocumentError: the request is not ``{"workers": N}``.
+        DocumentError: The request is not ``{"workers": N}``.
     """
     request = path / "requests" / "grow.json"
     if not request.exists():

@@ -15,7 +15,7 @@ _EVENT: Mapping[str, Check] = {"time_utc": string(), "step": integer(), "kind": 
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in place of numbers that are not finite, which JSON does not have."""
+    """Replace numbers that are not finite, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -37,15 +37,15 @@ def _append(path: Path, record: Mapping[str, Any], rules: Mapping[str, Check]) -
 
 
 def append_metrics(path: Path, record: Mapping[str, Any]) -> None:
-    """Append the numbers of a step; those that are not finite become null.
+    """Append the metrics of a step; numbers that are not finite become null.
 
     Raises:
-        WriterError: there is no step, or a value is not JSON; nothing is written.
-        OSError: see ``append_line``.
+        WriterError: ``step`` is missing, or a value is not JSON; nothing is written.
+        OSError: See ``append_line``.
     """
     _append(path, record, _METRICS)
 
 
 def append_event(path: Path, record: Mapping[str, Any]) -> None:
-    """Append an event, as ``append_metrics``; it has a time, a step, a kind and a message."""
+    """Append an event, which has ``time_utc``, ``step``, ``kind`` and ``message``; raises as :func:`append_metrics`."""
     _append(path, record, _EVENT)

@@ -7,7 +7,7 @@ placement                 ``stage_ranks``        schedules
 ========================  =====================  =========================
 ``Partition.looped``      ``(0, 1, 0, 1)``       all but the next two
 ``Partition.v_shaped``    ``(0, 1, 1, 0)``       ``zb-v``
-any other                 as a plan says         ``custom``
+any other                 of the plan            ``custom``
 ========================  =====================  =========================
 """
 

@@ -1,4 +1,4 @@
-"""Saves and loads native checkpoints of the trainer's own state; the rest is ``dynmo-ckpt``'s."""
+"""Writes and reads native checkpoints; ``dynmo-ckpt`` converts, compares and verifies them."""
 
 from .manifest import RunMetadata, build_manifest
 from .reader import Checkpoint, CheckpointError, find_checkpoint, find_damage, list_checkpoints, open_checkpoint

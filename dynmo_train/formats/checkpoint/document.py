@@ -1,6 +1,6 @@
-"""Reader of the checkpoint manifest (``manifest.json``, format ``dynmo.checkpoint``): fields, across-field rules, seal.
+"""The checkpoint manifest (``manifest.json``, format ``dynmo.checkpoint``): fields, rules across fields, seal.
 
-The format's owner is ``dynmo_ckpt``; its specification is ``dynmo_ckpt/formats/checkpoint.md``.
+The format belongs to ``dynmo_ckpt``; the specification is ``dynmo_ckpt/formats/checkpoint.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..checkpoint_fields import DOCUMENT
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
 OPTIMIZER_SUFFIXES = (".exp_avg", ".exp_avg_sq")
-# Tensors with a row for each id of the vocabulary.
+# Tensors with a row for each token id of the vocabulary.
 VOCABULARY_ROWS = re.compile(
     r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
     r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
@@ -34,7 +34,7 @@ _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 
 _PLAIN = ("attention", "mlp")
-# Families of two stacks: each stack's name, the field that counts its blocks, and the parts of a block.
+# Families of two stacks: name of each stack, the field with its number of blocks, and the parts of a block.
 STACKS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "t5": {
         "encoder": ("num_encoder_layers", _PLAIN),
@@ -45,7 +45,7 @@ STACKS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
 
 
 def _blocks(model: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Each block of the model, and its parts."""
+    """Return each block of the model, and its parts."""
     if model["family"] not in STACKS:
         return {f"layers.{i}": [f"layers.{i}.attention", f"layers.{i}.mlp"] for i in range(model["num_layers"])}
     return {
@@ -56,13 +56,13 @@ def _blocks(model: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def finest_items(items: list[str], model: Mapping[str, Any]) -> list[str]:
-    """``items`` at the finest granularity: ``layers.3`` becomes its attention and its MLP."""
+    """Return ``items`` at the finest granularity: ``layers.3`` becomes its attention and its MLP."""
     blocks = _blocks(model)
     return [part for item in items for part in blocks.get(item, [item])]
 
 
 def model_items(model: Mapping[str, Any]) -> list[str]:
-    """All items of a model at the finest granularity, in layer order."""
+    """Return all items of a model at the finest granularity, in layer order."""
     blocks, stacks = list(_blocks(model)), STACKS.get(model["family"])
     if stacks is None:
         return finest_items(["embedding", *blocks, "head"], model)
@@ -73,7 +73,7 @@ def model_items(model: Mapping[str, Any]) -> list[str]:
 
 
 def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any]) -> Iterator[Problem]:
-    """Shards cover the tensor once; masks and optimizer state match their parameter."""
+    """Check that shards cover a tensor once, and that masks and optimizer state match their parameter."""
     shape, dim, path = entry["shape"], entry["split_dim"], f"tensors.{name}"
     role, dtype, tensors = entry["role"], entry["dtype"], manifest["tensors"]
     indices = sorted(shard["index"] for shard in entry["shards"])
@@ -84,9 +84,9 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
             expected[dim] = [covered, max(index[dim][1], covered)]
             covered = expected[dim][1]
         if index != expected:
-            yield Problem(path, "cover", f"a shard has the index {index}, where {expected} comes next")
+            yield Problem(path, "cover", f"a shard has the index {index}, must be {expected}")
     if dim is None and len(indices) != 1:
-        yield Problem(path, "cover", f"split_dim is null, yet there are {len(indices)} shards")
+        yield Problem(path, "cover", f"has {len(indices)} shards; must have one where split_dim is null")
     if dim is not None and (dim >= len(shape) or covered != shape[dim]):
         yield Problem(path, "cover", f"shards cover {covered} along dimension {dim} of the shape {shape}")
     for shard in entry["shards"]:
@@ -96,11 +96,17 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
     if suffixes is None:
         return
     base = tensors.get(name.rpartition(".")[0])
-    wanted = "BOOL" if role == "mask" else "F32"
+    expected_dtype = "BOOL" if role == "mask" else "F32"
     if not name.endswith(suffixes) or base is None or base["role"] != "parameter":
-        yield Problem(path, "reference", f"of role {role}, must be a parameter's name and {' or '.join(suffixes)}")
-    elif base["shape"] != shape or dtype != wanted:
-        yield Problem(path, "shape", f"must be {wanted} of its parameter's shape {base['shape']}, is {dtype} {shape}")
+        yield Problem(
+            path,
+            "reference",
+            f"has the role {role}; its name must be a parameter's name followed by {' or '.join(suffixes)}",
+        )
+    elif base["shape"] != shape or dtype != expected_dtype:
+        yield Problem(
+            path, "shape", f"must be {expected_dtype} of its parameter's shape {base['shape']}, is {dtype} {shape}"
+        )
 
 
 def _safe(path: str) -> bool:
@@ -110,7 +116,7 @@ def _safe(path: str) -> bool:
 def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Problem]:
     model, dynamic = manifest["model"], manifest["dynamic"]
     if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], model) != order:
-        yield Problem("topology.partition", "order", "must hold each item once, in layer order")
+        yield Problem("topology.partition", "order", "must have each item once, in layer order")
     for item in finest_items(dynamic["frozen_items"], model):
         if item not in order:
             yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
@@ -126,14 +132,14 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
             yield Problem("model", "range", rule)
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
-            yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+            yield Problem(f"model.{field}", "family", "must be present for the family t5, and for no other")
     for field in ("projection_size", "shared_towers"):
         if (model["family"] == "ict") != (field in model):
-            yield Problem(f"model.{field}", "family", "belongs to the family ict, and to it alone")
+            yield Problem(f"model.{field}", "family", "must be present for the family ict, and for no other")
 
 
 def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
-    """Faults that only several fields together show; call it on a document whose fields are right."""
+    """Yield violations of rules across fields; the structure of the document must be valid."""
     tensors, optimizer, order = manifest["tensors"], manifest["optimizer"], model_items(manifest["model"])
     yield from _model_problems(manifest, order)
     for name, entry in tensors.items():
@@ -144,7 +150,7 @@ def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
         if not name.startswith(tuple(f"{item}." for item in order)):
             yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
         if entry["role"] == "optimizer" and optimizer is None:
-            yield Problem(f"tensors.{name}", "reference", "is optimizer state, yet optimizer is null")
+            yield Problem(f"tensors.{name}", "reference", "is optimizer state, but optimizer is null")
     for name, target in manifest["ties"].items():
         if name in tensors or tensors.get(target, {}).get("role") != "parameter":
             yield Problem(
@@ -155,11 +161,11 @@ def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("optimizer", "reference", f"{short_repr(name)} is not a stored parameter")
     for path in manifest["files"]:
         if not _safe(path):
-            yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")
+            yield Problem(f"files.{path}", "path", "must be a relative path within the directory, without . and ..")
 
 
 def manifest_problems(value: Any) -> list[Problem]:
-    """Every fault of a manifest, the seal apart."""
+    """Return every problem of a manifest, except those of the seal."""
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
         DOCUMENT(value, "", problems)
@@ -167,14 +173,14 @@ def manifest_problems(value: Any) -> list[Problem]:
 
 
 def _expert_problems(model: Mapping[str, Any]) -> list[Problem]:
-    """A model whose number of experts over all layers is above the bound."""
+    """Check the bound of the number of experts over all layers."""
     if model["num_layers"] * model.get("num_experts", 0) <= MAX_ALL_EXPERTS:
         return []
     return [Problem("model.num_experts", "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}")]
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
-    """The bytes of ``manifest.json``, with ``manifest_crc32`` of these very bytes in place."""
+    """Return the bytes of ``manifest.json``, with their own CRC-32 in ``manifest_crc32``."""
     blank = encode_json({**manifest, "manifest_crc32": "0" * 8})
     begin = _single_seal(blank, "manifest")
     return blank[:begin] + f"{zlib.crc32(blank):08x}".encode() + blank[begin + 8 :]
@@ -183,17 +189,25 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
 def _single_seal(payload: bytes, source: str) -> int:
     found = list(_SEAL.finditer(payload))
     if len(found) != 1:
-        raise DocumentError(source, [Problem("manifest_crc32", "crc32", "must stand there once, as 8 hex digits")])
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", "must occur once, with 8 hexadecimal digits")])
     return found[0].start(1)
 
 
 def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
-    """The manifest in ``payload``; raises ``DocumentError`` with every problem, the seal's among them."""
+    """Return the manifest in ``payload``.
+
+    Args:
+        payload: Bytes of ``manifest.json``.
+        source: Name of the document in messages.
+
+    Raises:
+        DocumentError: The seal or the document is invalid; with every problem.
+    """
     begin = _single_seal(payload, source)
     stored = payload[begin : begin + 8].decode()
     found = f"{zlib.crc32(payload[:begin] + b'0' * 8 + payload[begin + 8 :]):08x}"
     if stored != found:
-        message = f"is {stored}, but the bytes give {found}: the file was altered"
+        message = f"is {stored}, the CRC-32 of the bytes is {found}: the file was altered"
         raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
     try:
         value = parse_json(payload, MAX_TABLE_BYTES)

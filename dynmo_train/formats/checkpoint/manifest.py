@@ -1,4 +1,4 @@
-"""Builds the manifest of a checkpoint from what each rank reports. Values in, value out."""
+"""Builds the manifest of a checkpoint from the reports of all ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .document import FORMAT, VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetadata:
-    """What the manifest says about the run; each field is the manifest's field of the same name.
+    """Metadata of the run in the manifest; each field is the manifest's field of the same name.
 
-    ``source`` is None where the manifest has none; ``extra`` are free fields, whose names start with ``x_``.
+    ``source`` is None where the manifest has none; ``extra`` has free fields, whose names start with ``x_``.
     """
 
     run_id: str
@@ -33,20 +33,20 @@ class RunMetadata:
 
 
 def whole_index(shape: Sequence[int]) -> list[list[int]]:
-    """The index of a shard that holds a whole tensor of ``shape``."""
+    """Return the index of a shard that is a complete tensor of ``shape``."""
     return [[0, size] for size in shape]
 
 
 def tensor_entries(reports: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The ``tensors`` of a manifest from the ranks' reports.
+    """Return the ``tensors`` of a manifest from the ranks' reports.
 
     Args:
-        reports: one sequence a rank; each element has ``name``, ``dtype`` (``F32``, ...), ``shape`` (of the whole
-            tensor), ``role``, ``file``, ``key``, ``index`` (the part that this shard holds) and ``crc32``. A replica is
-            reported by one rank only.
+        reports: One sequence per rank; each element has ``name``, ``dtype`` (``F32``, ...), ``shape`` (of the global
+            tensor), ``role``, ``file``, ``key``, ``index`` (the part in this shard) and ``crc32``. Of several replicas
+            one rank reports.
 
     Raises:
-        UsageError: two reports of one part, or parts of one tensor that do not fit together.
+        UsageError: Two ranks report the same part, or parts of a tensor disagree.
     """
     entries: dict[str, dict[str, Any]] = {}
     for report in (element for rank in reports for element in rank):
@@ -57,7 +57,7 @@ def tensor_entries(reports: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, 
             if entry[fact] != fresh[fact]:
                 raise UsageError(f"{report['name']}: one rank reports the {fact} {entry[fact]}, another {fresh[fact]}")
         if any(shard["index"] == index for shard in entry["shards"]):
-            raise UsageError(f"{report['name']}: the part {index} is reported twice; a replica is written once")
+            raise UsageError(f"{report['name']}: the part {index} is reported twice; one replica must write it")
         shard = {"file": report["file"], "key": report["key"], "index": index, "crc32": report["crc32"]}
         entry["shards"].append(shard)
     for name, entry in entries.items():
@@ -70,12 +70,12 @@ def _split_dim(name: str, entry: Mapping[str, Any]) -> int | None:
     whole = whole_index(entry["shape"])
     cut = {dim for s in entry["shards"] for dim, span in enumerate(s["index"]) if span != whole[dim]}
     if len(cut) > 1:
-        raise UsageError(f"{name}: its shards are cut along the dimensions {sorted(cut)}; one at most is allowed")
+        raise UsageError(f"{name}: its shards are cut along the dimensions {sorted(cut)}; at most one is allowed")
     return cut.pop() if cut else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts ``layers.10`` behind ``layers.9``."""
+    """Return a sort key that puts ``layers.10`` after ``layers.9``."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -86,21 +86,23 @@ def build_manifest(
     written_by: str,
     expected: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint, without ``files`` and the seal, which :func:`writer.commit` adds.
+    """Return the manifest of a checkpoint, without ``files`` and the seal, which :func:`writer.commit` adds.
 
     Args:
-        facts: what it says about the run.
-        reports: what each rank wrote, see :func:`tensor_entries`.
-        written_by: program and version, such as ``dynmo-train 0.1.0``.
-        expected: names that must be there; one that no rank reports, and that is not tied, is an error.
+        facts: Metadata of the run.
+        reports: Reports of the ranks, see :func:`tensor_entries`.
+        written_by: Program and version, such as ``dynmo-train 0.1.0``.
+        expected: Names of tensors that a rank must report, unless they are tied.
 
     Raises:
-        UsageError: reports that repeat or miss a tensor or do not fit together.
+        UsageError: Reports repeat or lack a tensor, or disagree.
     """
     tensors = tensor_entries(reports)
     missing = sorted(set(expected) - set(tensors) - set(facts.ties))
     if missing:
-        raise UsageError(f"no rank has written {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+        raise UsageError(
+            f"{len(missing)} tensors of the model are missing in the reports of all ranks: {', '.join(missing[:5])}"
+        )
     return {
         **envelope(FORMAT, VERSION, written_by),
         "manifest_crc32": "0" * 8,

@@ -1,4 +1,4 @@
-"""Finds and reads native checkpoints: only the wanted tensors' bytes, each checked, on any partition."""
+"""Finds and reads native checkpoints: the bytes of requested tensors only, each verified, for any partition."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 22
-# How the names of files begin that only the resumption of a run reads: moments, and what compression remembers.
+# Prefixes of files that only a resume reads: moments, and memories of gradient compression.
 OPTIMIZER_FILES = ("optimizer-", "memory-")
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that is missing, incomplete or altered; the message names the file and the tensor."""
+    """A checkpoint is missing, incomplete or altered; the message names the file and the tensor."""
 
 
 def _load_manifest(step_dir: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _load_manifest(step_dir: Path) -> dict[str, Any]:
 
 
 def _fault(step_dir: Path, *, weights_only: bool = False) -> str:
-    """Why ``step_dir`` is not a complete checkpoint; empty when it is: its manifest parses and the sizes match."""
+    """Return why ``step_dir`` is not a complete checkpoint (manifest, sizes of files); empty if it is."""
     try:
         manifest = _load_manifest(step_dir)
     except (CheckpointError, DocumentError) as error:
@@ -45,25 +45,25 @@ def _fault(step_dir: Path, *, weights_only: bool = False) -> str:
         path = step_dir / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-            return f"{path}: {found}, where the manifest says {entry['bytes']} bytes"
+            return f"{path}: {found}; the manifest has {entry['bytes']} bytes"
     return ""
 
 
 def _needed_files(manifest: Mapping[str, Any], *, weights_only: bool) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint with their sizes and checksums; with ``weights_only`` without the optimizer state."""
-    left_out = OPTIMIZER_FILES if weights_only else ()
-    return {name: entry for name, entry in manifest["files"].items() if not name.startswith(left_out)}
+    """Return the files of a checkpoint with sizes and checksums; with ``weights_only`` without optimizer state."""
+    excluded = OPTIMIZER_FILES if weights_only else ()
+    return {name: entry for name, entry in manifest["files"].items() if not name.startswith(excluded)}
 
 
 def list_checkpoints(path: Path) -> list[Path]:
-    """What ``path`` may mean, best first: a run directory, its ``checkpoints``, or one step's directory.
+    """Return the checkpoints of a run directory, of its ``checkpoints``, or of one step's directory, best first.
 
-    First is what ``LATEST`` names, then the steps before it from the newest to the oldest: they are of the same course
-    of training. Steps after it are of one that was abandoned, as when a run was resumed from an earlier checkpoint;
-    they come last. Without ``LATEST`` all come from the newest to the oldest; one step's directory means itself.
+    The first is the one that ``LATEST`` names, followed by the steps before it, newest first: they are of the same
+    branch of training. Steps after it are of an abandoned branch, as when a run resumed from an earlier checkpoint, and
+    come last. Without ``LATEST`` all are sorted newest first.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: There is no checkpoint.
     """
     if (path / "manifest.json").exists() or (STEP_NAME.fullmatch(path.name) and path.is_dir()):
         return [path]
@@ -80,12 +80,14 @@ def list_checkpoints(path: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:
-    """The directory of the checkpoint meant by ``path``: the first of :func:`list_checkpoints` that is complete.
+    """Return the directory of the first complete checkpoint of :func:`list_checkpoints`.
 
-    With ``weights_only`` the files of the optimizer state may be missing.
+    Args:
+        path: Run directory, its ``checkpoints``, or one step's directory.
+        weights_only: The files of the optimizer state may be missing.
 
     Raises:
-        CheckpointError: there is none; says what was looked at and why each was refused.
+        CheckpointError: No checkpoint is complete; lists the candidates and why each was rejected.
     """
     faults = []
     for candidate in list_checkpoints(path):
@@ -97,12 +99,13 @@ def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:
 
 
 def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> str:
-    """What is damaged in a checkpoint: its manifest, a file's presence or size, or a byte; empty where it is sound.
+    """Return what is damaged in a checkpoint: its manifest, a missing file, a size, a checksum; empty if nothing is.
 
     Args:
-        step_dir: its directory.
-        part, parts: of the files, every ``parts``-th is read from the ``part``-th on, so that processes share the work.
-        weights_only: leave out the files of the optimizer state.
+        step_dir: Directory of the checkpoint.
+        part: First file whose bytes are read.
+        parts: Read every ``parts``-th file, so that processes share the work.
+        weights_only: Skip the files of the optimizer state.
     """
     fault = _fault(step_dir, weights_only=weights_only)
     if fault:
@@ -115,7 +118,7 @@ def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: 
         except OSError as error:
             return f"{path}: cannot be read: {error.strerror}"
         if found != files[name]["crc32"]:
-            return f"{path}: CRC-32 is {found}, the manifest says {files[name]['crc32']}: the bytes were altered"
+            return f"{path}: CRC-32 is {found}, the manifest has {files[name]['crc32']}: the bytes were altered"
     return ""
 
 
@@ -128,15 +131,23 @@ def _file_crc32(path: Path) -> str:
 
 
 def open_checkpoint(step_dir: Path) -> Checkpoint:
-    """Read and check the manifest of one step's directory; raises ``CheckpointError`` or ``DocumentError``."""
+    """Read and check the manifest of one step's directory.
+
+    Raises:
+        CheckpointError: The manifest cannot be read.
+        DocumentError: The manifest is invalid.
+    """
     return Checkpoint(directory=step_dir, manifest=_load_manifest(step_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk: its manifest, and its tensors by their global names.
+    """A checkpoint on disk: its manifest, and its tensors by global names.
 
-    ``skipped_checkpoints`` says of damaged ones, which this one stands for, what is wrong with them.
+    Attributes:
+        directory: Directory of the checkpoint.
+        manifest: Its manifest.
+        skipped_checkpoints: What is wrong with each damaged checkpoint in whose place this one is used.
     """
 
     directory: Path
@@ -144,7 +155,7 @@ class Checkpoint:
     skipped_checkpoints: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """The name under which ``name`` is stored: that of the tensor it is tied to, for optimizer state as well."""
+        """Return the name under which a tensor is stored: that of the one it is tied to, also for optimizer state."""
         ties: Mapping[str, str] = self.manifest["ties"]
         for tied, target in ties.items():
             if name == tied or name.startswith(f"{tied}."):
@@ -152,26 +163,30 @@ class Checkpoint:
         return name
 
     def names(self, *roles: str) -> list[str]:
-        """Names of the stored tensors, in layer order; of these roles where any are given."""
+        """Return the names of the stored tensors, in layer order; of these roles, or of all."""
         return [name for name, entry in self.manifest["tensors"].items() if not roles or entry["role"] in roles]
 
     def has(self, name: str) -> bool:
-        """Whether ``name``, or what it is tied to, is stored."""
+        """Whether a tensor, or the one it is tied to, is stored."""
         return self.stored_name(name) in self.manifest["tensors"]
 
     def load(self, names: Iterable[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-        """Whole tensors by name, put together from their shards; reads no byte of any other tensor.
+        """Return global tensors by name, concatenated from their shards; reads no bytes of other tensors.
+
+        Args:
+            names: Global names.
+            device: Device of the result.
 
         Raises:
-            CheckpointError: an unknown name, a file that is missing or not as the manifest says, or bytes whose
-                checksum differs; names the file and the tensor.
+            CheckpointError: A name is unknown, a file is missing or differs from the manifest, or a checksum is wrong;
+                names the file and the tensor.
         """
         places: dict[str, dict[str, Place]] = {}
         result = {}
         for name in names:
             stored = self.stored_name(name)
             if stored not in self.manifest["tensors"]:
-                raise CheckpointError(f"{self.directory}: holds no tensor {stored}")
+                raise CheckpointError(f"{self.directory}: has no tensor {stored}")
             result[name] = self._load_one(stored, places).to(device)
         return result
 
@@ -216,5 +231,5 @@ def _read_tensor(handle: BinaryIO, place: Place, crc32: str, where: str) -> torc
         raise CheckpointError(f"{where}: the file ends within the tensor")
     found = f"{zlib.crc32(view):08x}"
     if found != crc32:
-        raise CheckpointError(f"{where}: CRC-32 is {found}, the manifest says {crc32}: the bytes were altered")
+        raise CheckpointError(f"{where}: CRC-32 is {found}, the manifest has {crc32}: the bytes were altered")
     return tensor

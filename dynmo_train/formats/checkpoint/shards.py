@@ -1,7 +1,7 @@
-"""The safetensors container: header bytes in, places of tensors out. Names, sizes and offsets only; no tensor bytes.
+"""The header of safetensors files: names, dtypes, shapes and offsets of tensors; no tensor bytes.
 
-A file is an 8-byte little-endian length, that many bytes of JSON, and the tensors' bytes without a gap. Everything is
-checked against the size of the file before a byte of a tensor is read.
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes without gaps. Everything
+is checked against the size of the file before a byte of a tensor is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ _ALIGN_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stored tensor lies: its type, shape, and its bytes' range counted from the file's first byte."""
+    """Location of a stored tensor.
+
+    Attributes:
+        dtype: safetensors name of its dtype.
+        shape: Its shape.
+        begin: Offset of its first byte in the file.
+        end: Offset after its last byte.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,10 +46,11 @@ class Place:
 
 
 def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file that holds ``tensors``, each ``(key, dtype, shape)``, in this order.
+    """Return the length and header of a file.
 
-    Padded with spaces so that the tensors' bytes begin on a page; the order must go from wide types to narrow ones,
-    which keeps every tensor aligned.
+    Args:
+        tensors: ``(key, dtype, shape)`` of each tensor, in file order: from wide dtypes to narrow ones, which keeps
+            every tensor aligned. Spaces pad the header so that the first tensor begins on a page.
     """
     header: dict[str, object] = {}
     begin = 0
@@ -56,7 +64,16 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str, Place]:
-    """The places in a file of ``file_bytes`` bytes; raises ``ValueError`` that says what breaks the format."""
+    """Return key -> location of each tensor.
+
+    Args:
+        length_bytes: First 8 bytes of the file.
+        text: The JSON header.
+        file_bytes: Size of the file.
+
+    Raises:
+        ValueError: The header breaks the format; the message names the rule.
+    """
     header_end = 8 + int.from_bytes(length_bytes, "little")
     if len(length_bytes) != 8 or header_end > file_bytes or len(text) != header_end - 8:
         raise ValueError(f"the header should end at byte {header_end}, the file has {file_bytes} bytes")
@@ -76,13 +93,13 @@ def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str
 
 def _place(key: str, value: object, header_end: int) -> Place:
     if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{key} needs dtype, shape and data_offsets, nothing else")
+        raise ValueError(f"{key} must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{key} has the type {short_repr(dtype)}; known are {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers belong")
+            raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers are required")
     size = math.prod(shape) * DTYPE_BYTES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise ValueError(f"{key} has the offsets {offsets}, but {dtype} {shape} takes {size} bytes")

@@ -1,7 +1,11 @@
-"""Writes a native checkpoint so that it is there whole or not at all.
+"""Writes a native checkpoint atomically.
 
 Every rank writes its files into one staging directory; rank 0 then adds the manifest and renames the directory. A crash
-at any moment leaves the older checkpoints and ``LATEST`` as they were.
+at any time leaves the older checkpoints and ``LATEST`` unchanged::
+
+    new_staging   .step-00001000.tmp-1a2b3c4d/
+    write_shard   .step-00001000.tmp-1a2b3c4d/*.safetensors   (every rank)
+    commit        manifest.json, fsync, rename to step-00001000/, LATEST
 """
 
 from __future__ import annotations
@@ -28,23 +32,23 @@ if TYPE_CHECKING:
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _CHUNK_BYTES = 1 << 23
-_KEPT_CHUNKS = 8
+_CACHED_CHUNKS = 8
 
 
 def step_name(step: int) -> str:
-    """``step-00001000``."""
+    """Return the name of a step's directory: ``step-00001000``."""
     return f"step-{step:08d}"
 
 
 def new_staging(checkpoints_dir: Path, step: int) -> Path:
-    """Make the directory that all ranks write a new checkpoint into; for rank 0, which tells the others its name."""
+    """Create the directory that all ranks write a new checkpoint into; rank 0 calls this and broadcasts the name."""
     staging = checkpoints_dir / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
     staging.mkdir(parents=True)
     return staging
 
 
 def remove_stale_staging(checkpoints_dir: Path) -> list[str]:
-    """Remove what an interrupted save or prune left behind; for rank 0 at the start of a run. Returns the names."""
+    """Remove leftovers of an interrupted save or prune and return their names; rank 0 calls this at the start."""
     stale = sorted(checkpoints_dir.glob(".step-*.tmp-*")) + sorted(checkpoints_dir.glob(".step-*.old-*"))
     for path in stale:
         shutil.rmtree(path)
@@ -52,18 +56,27 @@ def remove_stale_staging(checkpoints_dir: Path) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type in the container: ``torch.float32`` is ``F32``."""
+    """Return the safetensors name of a dtype: ``torch.float32`` is ``F32``.
+
+    Raises:
+        UsageError: The format has no such dtype.
+    """
     names = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
     if str(dtype) not in names:
-        raise UsageError(f"a tensor of type {dtype} cannot be stored; types are {', '.join(names)}")
+        raise UsageError(f"a tensor of dtype {dtype} cannot be stored; supported are {', '.join(names)}")
     return names[str(dtype)]
 
 
 def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Write ``tensors`` to one safetensors file, flushed to disk; one tensor at a time is copied to the host.
+    """Write tensors to one safetensors file and flush it to disk; one tensor at a time is copied to the host.
+
+    Args:
+        directory: Staging directory.
+        filename: Name of the file.
+        tensors: Key -> tensor, on any device.
 
     Returns:
-        The CRC-32 of each tensor's raw little-endian bytes, as 8 hexadecimal digits, under the tensor's key.
+        Key -> CRC-32 of the tensor's raw little-endian bytes, as 8 hexadecimal digits.
     """
     types = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
     order = sorted(tensors, key=lambda key: -DTYPE_BYTES[types[key]])
@@ -88,29 +101,29 @@ def _write_tensor(handle: RawIOBase, tensor: torch.Tensor) -> int:
         checksum = zlib.crc32(chunk, checksum)
         while chunk:
             chunk = chunk[handle.write(chunk) :]
-        _send_on(handle)
+        _start_writeback(handle)
     return checksum
 
 
-def _send_on(handle: RawIOBase) -> None:
-    """Begin the way to the disk of what was just written, and give up the pages that are there already.
+def _start_writeback(handle: RawIOBase) -> None:
+    """Start the writeback of the last chunk, and drop the cached pages of earlier ones.
 
-    Else the flush at the end waits for all of it, and every page is fresh memory, which is slow to touch.
+    Otherwise the flush at the end waits for all bytes, and each write touches new memory, which is slow.
     """
     end = handle.tell()
-    for back in (_CHUNK_BYTES, _KEPT_CHUNKS * _CHUNK_BYTES):
+    for back in (_CHUNK_BYTES, _CACHED_CHUNKS * _CHUNK_BYTES):
         begin = max(0, end - back)
         drop_cached(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin))
 
 
 def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[str, Any]) -> Path:
-    """Make a staged checkpoint the run's latest one; for rank 0, after every rank has written its files.
+    """Make a staged checkpoint the run's latest one; rank 0 calls this after every rank has written its files.
 
-    Fills in ``files`` and the manifest's seal, renames the directory to ``step-NNNNNNNN`` and replaces ``LATEST``. A
-    checkpoint of the same step that is there already is replaced. Returns the new directory.
+    Adds ``files`` and the seal to the manifest, renames the directory to ``step-NNNNNNNN`` and replaces ``LATEST``. An
+    existing checkpoint of the same step is replaced. Returns the new directory.
 
     Raises:
-        DocumentError: the manifest does not describe the staged files; nothing is put in place.
+        DocumentError: The manifest does not describe the staged files; nothing is changed.
     """
     document = {**manifest, "files": _file_entries(staging, manifest)}
     problems = manifest_problems({**document, "manifest_crc32": "0" * 8})
@@ -138,7 +151,7 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
 
 
 def _file_entries(staging: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Size and CRC-32 of every staged file; a shard's is put together from its header's and its tensors'."""
+    """Return size and CRC-32 of every staged file; a shard's is combined from those of its header and tensors."""
     checksums: dict[str, dict[str, int]] = {}
     for entry in manifest["tensors"].values():
         for shard in entry["shards"]:
@@ -159,7 +172,7 @@ def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
     places = decode_header(length, text, size)
     if set(places) != set(checksums):
         unlike = ", ".join(sorted(set(places) ^ set(checksums))[:5])
-        raise UsageError(f"{path}: the file and the manifest do not name the same tensors: {unlike}")
+        raise UsageError(f"{path}: the tensors of the file and of the manifest differ: {unlike}")
     total = zlib.crc32(length + text)
     for key, place in sorted(places.items(), key=lambda item: item[1].begin):
         total = combine(total, checksums[key], place.end - place.begin)
@@ -167,7 +180,7 @@ def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
 
 
 def read_latest(folder: Path) -> str:
-    """The name of a step that ``LATEST`` gives; empty where it is missing, unreadable or too long for a name."""
+    """Return the step's name in ``LATEST``; empty where the file is missing, unreadable or too long."""
     try:
         return read_word(folder / "LATEST")
     except DocumentError:
@@ -175,27 +188,28 @@ def read_latest(folder: Path) -> str:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> list[str]:
-    """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed.
+    """Remove all but the newest ``keep`` checkpoints, but never all; return the names of the removed ones.
 
-    Those of the active branch count first, from the one that ``LATEST`` names; those of branches that were abandoned
-    by a resume from an earlier step stay only where the active branch has fewer than ``keep``.
+    Checkpoints of the active branch, which ends at ``LATEST``, are kept first. Those of branches that a resume from an
+    earlier step abandoned stay only where the active branch has fewer than ``keep``. Each checkpoint is renamed before
+    it is removed, so that an interrupted removal leaves no incomplete checkpoint.
     """
     steps = [path for path in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(path.name)]
     active = _active_branch(steps, read_latest(checkpoints_dir))
     steps.sort(key=lambda path: (path in active, _step_number(path)))
-    doomed = steps[: max(0, len(steps) - max(keep, 1))]
-    for path in doomed:
+    removed = steps[: max(0, len(steps) - max(keep, 1))]
+    for path in removed:
         aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
         path.rename(aside)
         shutil.rmtree(aside)
-    return [path.name for path in doomed]
+    return [path.name for path in removed]
 
 
 def _active_branch(steps: Sequence[Path], named: str) -> set[Path]:
-    """The checkpoints that led to the one that ``LATEST`` names; all where it names none of them.
+    """Return the checkpoints that led to the one in ``LATEST``; all where it names none of them.
 
-    A checkpoint that was written after one of a higher step is of a run that was resumed before that step: the higher
-    one is abandoned. The times are those of the manifests, which a rename does not change.
+    A checkpoint that was written after one of a higher step is of a run that resumed before that step: the higher one
+    is abandoned. Times are those of the manifests, which a rename does not change.
     """
     last = next((_step_number(path) for path in steps if path.name == named), None)
     if last is None:

@@ -46,14 +46,14 @@ def test_reports_that_contradict_each_other_are_refused(second, message):
         tensor_entries([[report()], [second]])
 
 
-def test_cuts_along_two_dimensions_are_refused():
+def test_tensor_entries_cut_along_two_dimensions_are_refused():
     pieces = [report(index=[[0, 2], [0, 2]]), report(index=[[2, 4], [0, 1]])]
-    with pytest.raises(UsageError, match="one at most"):
+    with pytest.raises(UsageError, match="at most one"):
         tensor_entries([pieces])
 
 
-def test_a_missing_parameter_is_refused():
+def test_build_manifest_without_a_parameter_is_refused():
     from dynmo_train.formats.checkpoint import build_manifest
 
-    with pytest.raises(UsageError, match=r"1 tensors of the model: layers\.1\.mlp\.fc2\.bias"):
+    with pytest.raises(UsageError, match=r"missing in the reports of all ranks: layers\.1\.mlp\.fc2\.bias"):
         build_manifest(small_run.facts(1), [], written_by="test", expected=["layers.1.mlp.fc2.bias", "head.weight"])

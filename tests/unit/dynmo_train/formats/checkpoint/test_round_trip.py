@@ -213,7 +213,7 @@ def test_prune_counts_the_active_branch_first(tmp_path, steps, keep, kept):
 
 def test_an_unknown_tensor_and_an_unknown_type_are_refused(tmp_path):
     checkpoint = open_checkpoint(small_run.save(tmp_path, 1))
-    with pytest.raises(CheckpointError, match="holds no tensor nothing"):
+    with pytest.raises(CheckpointError, match="has no tensor nothing"):
         checkpoint.load(["nothing"])
     with pytest.raises(UsageError, match=r"torch\.complex64"):
         write_shard(tmp_path, "a.safetensors", {"x": torch.zeros(1, dtype=torch.complex64)})
