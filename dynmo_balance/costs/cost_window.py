@@ -133,14 +133,13 @@ class CostWindow:
             result.append(tuple(value * speed // SPEED_UNIT for value, speed in pairs))
         return result
 
-    def costs(self, speeds_ppm: Sequence[int] | None = None, parity: int | None = None) -> ItemCosts | None:
+    def costs(self, speeds_ppm: Sequence[int] | None = None) -> ItemCosts | None:
         """The costs, or None while an item has no sample.
 
         Args:
             speeds_ppm: speed of the worker that each item was measured on; default: normal.
-            parity: 0 or 1 to use only every second record, for out-of-sample checks.
         """
-        records = [r for i, r in enumerate(self._records) if parity is None or i % 2 == parity]
+        records = list(self._records)
         if not records or self.unsampled():
             return None
         split = records[-1].backward_ns is None

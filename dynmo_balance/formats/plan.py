@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -414,13 +413,3 @@ def publish(folder: Path, plan: Plan) -> Plan:
         except FileExistsError:
             continue
         return numbered
-
-
-def stages_of(
-    items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int], schedule: str = "1f1b"
-) -> tuple[Stage, ...]:
-    """The stages of a partition: stage ``s`` has ``items[boundaries[s]:boundaries[s+1]]``, placed by the schedule."""
-    return tuple(
-        Stage(stage=s, worker=workers[position_of(schedule, s, len(workers))], items=tuple(items[begin:end]))
-        for s, (begin, end) in enumerate(pairwise(boundaries))
-    )

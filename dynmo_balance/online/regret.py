@@ -104,8 +104,7 @@ class RegretState:
         generation, records: of the trace at the last decision.
         candidates: for each forecast the partitions that it named, newest last.
         scores: for each forecast the decayed sum of the mean step in ns of its candidates.
-        weight: the decayed number of decisions in the scores.
-        regret_ns: cost of keeping the partition since the last move.
+            regret_ns: cost of keeping the partition since the last move.
         variance: of the regret, in ns^2.
         steps: number of steps in the regret.
     """
@@ -114,7 +113,6 @@ class RegretState:
     records: int = 0
     candidates: tuple[tuple[tuple[int, ...], ...], ...] = ()
     scores: tuple[float, ...] = ()
-    weight: float = 0.0
     regret_ns: float = 0.0
     variance: float = 0.0
     steps: int = 0
@@ -252,4 +250,4 @@ def _scored(before: RegretState, problem: PartitionProblem, fresh: Works, lag: i
     for history, score in zip(before.candidates, before.scores, strict=True):
         mean = sum(float(step_times(problem, fresh, history[-one]).mean()) for one in ago) / len(ago)
         scores.append(SCORE_DECAY * score + mean)
-    return replace(before, scores=tuple(scores), weight=SCORE_DECAY * before.weight + 1)
+    return replace(before, scores=tuple(scores))

@@ -73,7 +73,7 @@ def even(count: int, parts: int) -> list[int]:
 
 
 def layers_even(problem: PartitionProblem, first_less: int, last_less: int) -> list[int]:
-    """Layers evenly, as if the ends held so many more; embedding goes with the first part, head with the last."""
+    """Layers evenly, as if the ends had that many more; embedding on the first stage, head on the last."""
     count = len(problem.chain.cuts) - 3
     sizes = even(count + first_less + last_less, problem.num_stages)
     sizes[0] += 1 - first_less
@@ -85,22 +85,22 @@ def diffused(problem: PartitionProblem) -> int:
     """The bottleneck of the published diffusion, from the even split."""
     work = units(problem, problem.chain.work_ns)
     cuts = layers_even(problem, 0, 0)
-    held = [work[a:b] for a, b in pairwise(cuts)]
+    stages = [work[a:b] for a, b in pairwise(cuts)]
     for _ in range(5):
-        before = statistics.pvariance([sum(part) for part in held])
-        mean = sum(work) / len(held)
-        for at, part in enumerate(held):
-            target = min(range(len(held)), key=lambda p: sum(held[p]))
+        before = statistics.pvariance([sum(part) for part in stages])
+        mean = sum(work) / len(stages)
+        for at, part in enumerate(stages):
+            target = min(range(len(stages)), key=lambda p: sum(stages[p]))
             if sum(part) <= mean or target == at or len(part) < 2:
                 continue
             light = min(part)
             part.remove(light)
-            held[target].append(light)
-            if statistics.pvariance([sum(part) for part in held]) >= before:
-                held[target].remove(light)
+            stages[target].append(light)
+            if statistics.pvariance([sum(part) for part in stages]) >= before:
+                stages[target].remove(light)
                 part.append(light)
-            before = statistics.pvariance([sum(part) for part in held])
-    return max(map(sum, held))
+            before = statistics.pvariance([sum(part) for part in stages])
+    return max(map(sum, stages))
 
 
 def own_code() -> dict[str, Cutter]:

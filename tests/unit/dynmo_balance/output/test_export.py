@@ -9,13 +9,14 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.cli.options import Target
-from dynmo_balance.formats.plan import read_plan, stages_of
+from dynmo_balance.formats.plan import Stage, position_of, read_plan
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.output.export import TARGETS
 from dynmo_balance.output.timeline import as_svg, as_trace
@@ -23,6 +24,14 @@ from dynmo_balance.schedules.registry import SCHEDULES, build_order
 from dynmo_balance.simulation.simulator import Communication, StageCosts, predict, run
 from dynmo_balance.simulation.step_tail import TailOptions, tail_of
 from tests.paths import CONTRACTS
+
+
+def stages_of(items, boundaries, workers, schedule="1f1b"):
+    """The stages of a partition, placed by the schedule."""
+    return tuple(
+        Stage(stage=s, worker=workers[position_of(schedule, s, len(workers))], items=tuple(items[begin:end]))
+        for s, (begin, end) in enumerate(pairwise(boundaries))
+    )
 
 
 @pytest.fixture(scope="module")
