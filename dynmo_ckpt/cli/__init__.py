@@ -70,7 +70,8 @@ def info(
 @app.command()
 def formats(report: options.Report = Format.TEXT) -> None:
     """List checkpoint formats, those of other installed packages included."""
-    from ..converters.registry import BUILTIN, external_formats, get_format
+    from ..converters import BUILTIN
+    from ..converters.registry import external_formats, get_format
 
     external, failures = external_formats()
     listed = [*(("dynmo-toolkit", get_format(name)) for name in BUILTIN), *external]

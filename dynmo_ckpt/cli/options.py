@@ -11,10 +11,9 @@ import typer
 from .._common.console import Format
 from .._common.document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
 from .._common.errors import UsageError
+from ..converters import BUILTIN
 from ..formats.choices import AUTO, Dtype, ReplicaPolicy
 
-# As in converters.registry, which --help does not import.
-BUILTIN = ("native", "hf", "legacy", "deepspeed", "dcp", "llama2c")
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
 Input = Annotated[
@@ -35,7 +34,7 @@ SourceFormat = Annotated[
     typer.Option(
         "--from",
         metavar="FORMAT",
-        help="Format of IN: auto, native, hf, legacy, deepspeed, dcp, llama2c, or one of `dynmo-ckpt formats`.",
+        help=f"Format of IN: auto, {', '.join(BUILTIN)}, or another one of `dynmo-ckpt formats`.",
         autocompletion=lambda: [AUTO, *BUILTIN],
     ),
 ]
@@ -44,7 +43,7 @@ TargetFormat = Annotated[
     typer.Option(
         "--to",
         metavar="FORMAT",
-        help="Format of OUT: native, hf, legacy, deepspeed, dcp, or one of `dynmo-ckpt formats`.",
+        help="Format of OUT, such as native, hf or legacy; `dynmo-ckpt formats` lists all.",
         autocompletion=lambda: list(BUILTIN),
     ),
 ]

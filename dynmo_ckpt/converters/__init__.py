@@ -1,1 +1,12 @@
 """Checkpoint formats: one module per format, with how to recognize, read and write it; and the registry of them."""
+
+# Name of each built-in format -> module and attribute of its CheckpointFormat. It is not in ``registry``, so that
+# ``--help`` lists the formats without importing what the registry needs.
+BUILTIN = {
+    "native": "native:NATIVE",
+    "dcp": "torch_dcp:TORCH_DCP",
+    "hf": "huggingface:HUGGING_FACE",
+    "legacy": "legacy_megatron:LEGACY_MEGATRON",
+    "deepspeed": "deepspeed:DEEPSPEED",
+    "llama2c": "llama2c:LLAMA2C",
+}

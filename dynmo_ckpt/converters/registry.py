@@ -6,8 +6,9 @@ readers and N writers, not N x N converters::
 
     PATH --detect()--> CheckpointFormat --read()--> NativeCheckpoint --write()--> ExportPlan --> operations.write
 
-Built-in formats are listed in ``BUILTIN``, in the order in which ``detect`` tries them. Another package registers a
-format with an entry point in the group ``dynmo_ckpt.formats``, whose name is the value of ``--from`` and ``--to``::
+Built-in formats are listed in ``BUILTIN`` (``__init__.py``), in the order in which ``detect`` tries them. Another
+package registers a format with an entry point in the group ``dynmo_ckpt.formats``, whose name is the value of
+``--from`` and ``--to``::
 
     [project.entry-points."dynmo_ckpt.formats"]
     packed = "my_package.packed:PACKED"
@@ -31,20 +32,13 @@ from ..errors import CorruptError, NoOptimizerStateError
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
+from . import BUILTIN
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "dynmo_ckpt.formats"
 DEFAULT_READ = ReadOptions()
-BUILTIN = {
-    "native": "native:NATIVE",
-    "dcp": "torch_dcp:TORCH_DCP",
-    "hf": "huggingface:HUGGING_FACE",
-    "legacy": "legacy_megatron:LEGACY_MEGATRON",
-    "deepspeed": "deepspeed:DEEPSPEED",
-    "llama2c": "llama2c:LLAMA2C",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

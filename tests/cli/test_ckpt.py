@@ -1,4 +1,4 @@
-"""The commands of dynmo-ckpt from the outside: outputs, exit codes, what is left on disk."""
+"""The commands of dynmo-ckpt: outputs, exit codes, files on disk."""
 
 import json
 import subprocess

@@ -126,7 +126,7 @@ def test_open_unknown_format_names_the_known_ones(ckpt, tmp_path):
 
 
 def test_info_imports_neither_torch_nor_numpy(native, legacy_save, tmp_path):
-    """``info`` answers at once: what computes is imported where bytes are read."""
+    """``info`` is fast: numpy is imported only where bytes are read."""
     directory, m, p = native
     legacy_save(tmp_path / "megatron", p, m, tp=2, stages=[2, 1])
     program = "import sys\nfrom dynmo_ckpt.cli import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
@@ -170,7 +170,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
 
 
 def test_plan_reports_memory_of_the_command(ckpt, native, tmp_path):
-    """Copies need small buffers whatever the model's size; what turns matrices around needs some matrices' worth."""
+    """Copies need small buffers for any model size; transpositions need the size of a few matrices."""
     sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "ffn_hidden_size": 2048}
     m = native_checkpoints.model(**sizes)
     native_checkpoints.save(tmp_path / "wide", native_checkpoints.parameters(m), m, tp=2)

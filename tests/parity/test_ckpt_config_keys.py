@@ -180,7 +180,7 @@ def test_hf_model_absent_keys_have_defaults_of_transformers():
 
 
 def test_open_hf_blenderbot_with_untied_tables_is_refused(tmp_path):
-    """transformers computes with four tables there, of which ours would keep one."""
+    """transformers uses four embeddings, of which DynMo's model has one."""
     save(tmp_path / "hf", "blenderbot", tie_word_embeddings=False)
     with pytest.raises(CorruptError, match=r"embed_tokens.weight and model.shared.weight differ"):
         open_checkpoint(tmp_path / "hf", "hf", EIGHT)
@@ -201,7 +201,7 @@ def run(monkeypatch, capsys):
 
 
 def test_convert_compares_the_logits_of_both_sides(run, tmp_path):
-    """A key that a person leaves out is found by the logits; what differs is not put in place."""
+    """The logits detect an ignored key that matters; then no output is kept."""
     save(tmp_path / "hf", "t5")
     messages = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
     assert "logits of input and output differ by" in messages

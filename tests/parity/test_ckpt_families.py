@@ -1,4 +1,4 @@
-"""Llama, Mixtral, BERT and T5 between our format, transformers' and legacy Megatron's: bytes and logits."""
+"""Llama, Mixtral, BERT and T5 between the native format, transformers and legacy Megatron: bytes and logits."""
 
 import json
 import sys
@@ -118,7 +118,7 @@ def test_convert_saved_by_transformers_round_trip(run, tmp_path, kind):
     ("name", "labels"), [("MegatronBertForSequenceClassification", 3), ("MegatronBertForMultipleChoice", 1)]
 )
 def test_open_legacy_finetuned_heads(run, tmp_path, name, labels):
-    """The heads of MNLI and RACE: from transformers to ours and to legacy Megatron, and all the way back."""
+    """The heads of MNLI and RACE: from transformers to native and legacy Megatron, and back."""
     import transformers as tf
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

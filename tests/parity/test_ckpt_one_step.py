@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.converters.registry import BUILTIN, get_format, open_checkpoint
+from dynmo_ckpt.converters import BUILTIN
+from dynmo_ckpt.converters.registry import get_format, open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
 from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints

@@ -1,4 +1,4 @@
-"""Small models of each family for tests: the manifest's ``model`` and random parameters under our names."""
+"""Small models of each family for tests: the manifest's ``model`` and random parameters under DynMo's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes legacy Megatron GPT checkpoints for tests, with torch.save, from our parameters."""
+"""Writes legacy Megatron GPT checkpoints for tests, with torch.save, from native parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLIT |= {"mlp.fc1.weight": 0, "mlp.fc1.bias": 0, "mlp.fc2.weight": 1}
 
 
 class ModelType(Enum):
-    """Stands for the enumeration of Megatron that later files hold."""
+    """Megatron's enum, which later files contain."""
 
     encoder_or_decoder = 1
 
@@ -30,7 +30,7 @@ ModelType.__module__ = "megatron.core.enums"
 
 
 def rows_of_version(value, heads, version):
-    """Rows of one tensor rank, from ours [heads, 3, head_dim] to the version's order."""
+    """Rows of one tensor-parallel rank, from the native order [heads, 3, head_dim] to that of the version."""
     grouped = value.reshape(heads, 3, -1, *value.shape[1:])
     if version == 0:
         grouped = np.moveaxis(grouped, 1, 0)

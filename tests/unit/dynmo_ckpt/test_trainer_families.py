@@ -1,4 +1,4 @@
-"""What dynmo-ckpt imports is what the trainer's families build: the same names, shapes, ties and sizes."""
+"""Imported checkpoints have the names, shapes, ties and sizes of the trainer's model families."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed itself wrote, against what its own ``zero_to_fp32`` and its running engine give.
+"""Checkpoints written by DeepSpeed, compared with its ``zero_to_fp32`` and its engine.
 
 ``fixtures/deepspeed/`` holds them; ``write_deepspeed_fixtures.py`` made them, and each ``.json`` names the version.
 """
@@ -30,7 +30,7 @@ WITH = ReadOptions(with_optimizer=True)
 
 @pytest.fixture
 def unpacked(tmp_path):
-    """Unpacks a checkpoint of DeepSpeed's; returns its directory and what is known of it."""
+    """Unpacks a checkpoint of DeepSpeed; returns its directory and its description."""
 
     def unpack(name):
         with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
@@ -45,7 +45,7 @@ def digest(array):
 
 
 def theirs(directory):
-    """DeepSpeed's name of each weight by ours; the rows of version 3.0 are in our order."""
+    """DeepSpeed's name of each native weight; version 3.0 has the native row order."""
     found = open_deepspeed(directory, WITH)
     return {item.name: item.source_name for item in found.tensors}
 

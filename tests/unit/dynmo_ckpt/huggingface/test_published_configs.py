@@ -1,4 +1,4 @@
-"""Configurations as their authors published them: each is read, or refused for what it computes, not for old keys."""
+"""Published configurations: each is read, or refused for an unsupported setting, never for an obsolete key."""
 
 from pathlib import Path
 

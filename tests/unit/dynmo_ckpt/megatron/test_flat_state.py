@@ -1,4 +1,4 @@
-"""Optimizer state in flat buffers: Megatron's distributed optimizer, and DeepSpeed's ZeRO, laid out by their rules."""
+"""Optimizer state in flat buffers: Megatron's distributed optimizer, and DeepSpeed's ZeRO, in their layouts."""
 
 import argparse
 import math
@@ -210,7 +210,7 @@ def test_open_distributed_optimizer_missing_rank_is_refused(tmp_path):
 
 
 class Address:
-    """Stands for DeepSpeed's record of where a part of a weight lies."""
+    """DeepSpeed's record of the slice of a parameter."""
 
     def __init__(self, begin, count):
         self.numel, self.start = count, begin

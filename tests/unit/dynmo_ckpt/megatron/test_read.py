@@ -1,4 +1,4 @@
-"""Legacy Megatron GPT checkpoints of every version and topology read as what they were made from."""
+"""Legacy Megatron GPT checkpoints of every version and topology give the tensors that were written."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Legacy Megatron BERT, T5 and Llama of every version and topology read as what they were made from."""
+"""Legacy Megatron BERT, T5 and Llama of every version and topology give the tensors that were written."""
 
 import numpy as np
 import pytest

@@ -40,7 +40,7 @@ def random_topology(rng, m):
 
 @pytest.fixture
 def memory_path(tmp_path):
-    """A directory in memory where the system has one: the many small files are not what is tested."""
+    """A directory in memory where the system has one: file-system speed is not tested."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else tmp_path) as name:
         yield Path(name)

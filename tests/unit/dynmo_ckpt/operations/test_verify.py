@@ -54,7 +54,7 @@ def test_verify_every_altered_bit_is_found(directory):
 
 
 def test_verify_every_altered_bit_of_latest_is_found(directory, tmp_path):
-    """``LATEST`` stands outside of the step's directory, and names it."""
+    """``LATEST`` is outside the directory of the step, and names it."""
     folder = tmp_path / "checkpoints"
     shutil.copytree(directory, folder / directory.name)
     latest = f"{directory.name}\n".encode()

@@ -23,7 +23,7 @@ TARGETS = [1, 2, 4]
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A checkpoint of two tensor ranks, each of whose matrices takes several panels."""
+    """A checkpoint of two tensor-parallel ranks whose matrices take several panels each."""
     monkeypatch.setattr(tiled_copy, "PANEL_BYTES", 512)
     m = native_checkpoints.model(num_layers=2, hidden_size=16, ffn_hidden_size=64, vocab_size=40, padded_vocab_size=48)
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m, tp=2)

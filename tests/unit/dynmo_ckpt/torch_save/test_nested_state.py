@@ -1,4 +1,4 @@
-"""Nested dictionaries of a torch file become names in their order, or are refused."""
+"""Nested dictionaries of a torch file become dotted names in order, or are refused."""
 
 import pytest
 import torch
