@@ -49,13 +49,13 @@ def changed(path, place, value):
     return document
 
 
-def test_what_is_written_is_valid(written):
+def test_write_run_writes_a_valid_document(written):
     document = read_run(written)
     assert VALIDATOR.is_valid(document)
     assert document["config"]["model"]["num_layers"] == 2
 
 
-def test_marked_keys_are_free(written):
+def test_run_schema_accepts_x_keys(written):
     assert VALIDATOR.is_valid(changed(written, ["x_note"], [1]))
     assert read_run(written)["x_note"] == [1]
 
@@ -80,14 +80,14 @@ def test_marked_keys_are_free(written):
         (["note"], "free"),
     ],
 )
-def test_faults_are_refused_by_schema_and_reader(written, place, value):
+def test_schema_and_reader_refuse_invalid_run(written, place, value):
     assert not VALIDATOR.is_valid(changed(written, place, value))
     with pytest.raises(UsageError, match=r"run\.json"):
         read_run(written)
 
 
 @pytest.mark.parametrize("place", [["config", "model", "num_layers"], ["config_sources", "model", "num_layers"]])
-def test_values_and_sources_have_the_same_names(written, place):
+def test_parse_run_config_without_source_is_refused(written, place):
     assert VALIDATOR.is_valid(changed(written, place, ...))
     with pytest.raises(UsageError, match=r"config\.model\.num_layers"):
         read_run(written)

@@ -28,7 +28,7 @@ GOOD = index_bytes([3, 0, 2], [0, 6, 6], [0, 1, 3])
 PAYLOAD = np.array([5, 6, 7, 8, 9], "<u2").tobytes()
 
 
-def test_a_data_set_is_read(tmp_path):
+def test_open_indexed_reads_a_dataset(tmp_path):
     data = open_indexed(write(tmp_path, GOOD, PAYLOAD))
     assert data.num_documents == 2
     assert data.lengths.tolist() == [3, 0, 2]
@@ -38,7 +38,7 @@ def test_a_data_set_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
-def test_every_integer_type_is_read(tmp_path, code, dtype):
+def test_open_indexed_reads_every_integer_dtype(tmp_path, code, dtype):
     size = np.dtype(dtype).itemsize
     data = open_indexed(
         write(tmp_path, index_bytes([1, 2], [0, size], [0, 2], code=code), np.array([1, 2, 3], dtype).tobytes())
@@ -46,11 +46,11 @@ def test_every_integer_type_is_read(tmp_path, code, dtype):
     assert data.tokens[data.starts[1] :].tolist() == [2, 3]
 
 
-def test_modes_of_multimodal_data_are_passed_over(tmp_path):
+def test_open_indexed_ignores_multimodal_modes(tmp_path):
     assert open_indexed(write(tmp_path, GOOD + b"\x00\x00\x00", PAYLOAD)).lengths.tolist() == [3, 0, 2]
 
 
-def test_an_empty_data_set_is_read(tmp_path):
+def test_open_indexed_reads_an_empty_dataset(tmp_path):
     assert open_indexed(write(tmp_path, index_bytes([], [], [0]), b"")).num_documents == 0
 
 
@@ -76,14 +76,14 @@ def test_an_empty_data_set_is_read(tmp_path):
         (index_bytes([3, 2], [0, 6], [0, 2, 1, 2]), PAYLOAD, "documents", "order"),
     ],
 )
-def test_a_broken_data_set_is_refused_with_the_place(tmp_path, index, payload, where, kind):
+def test_open_indexed_of_a_broken_dataset_names_the_field(tmp_path, index, payload, where, kind):
     with pytest.raises(DocumentError) as caught:
         open_indexed(write(tmp_path, index, payload))
     assert (where, kind) in [(problem.path, problem.kind) for problem in caught.value.problems]
     assert "x.idx" in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_open_indexed_without_a_file_names_it(tmp_path):
     (tmp_path / "x.idx").write_bytes(GOOD)
     with pytest.raises(DocumentError, match=r"x\.bin: no such file"):
         open_indexed(str(tmp_path / "x"))
@@ -92,18 +92,18 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.bin", "x.idx"])
-def test_the_name_of_either_file_stands_for_the_prefix(tmp_path, name):
+def test_open_indexed_accepts_the_name_of_either_file(tmp_path, name):
     write(tmp_path, GOOD, PAYLOAD)
     assert open_indexed(str(tmp_path / name)).prefix == str(tmp_path / "x")
 
 
-def test_a_prefix_that_ends_like_a_file_is_kept(tmp_path):
+def test_open_indexed_keeps_a_prefix_with_a_file_suffix(tmp_path):
     (tmp_path / "x.bin.idx").write_bytes(GOOD)
     (tmp_path / "x.bin.bin").write_bytes(PAYLOAD)
     assert open_indexed(str(tmp_path / "x.bin")).prefix == str(tmp_path / "x.bin")
 
 
-def test_missing_files_are_named_without_a_second_suffix(tmp_path):
+def test_open_indexed_missing_files_have_one_suffix(tmp_path):
     with pytest.raises(DocumentError) as error:
         open_indexed(str(tmp_path / "none.bin"))
     assert "none.bin.bin" not in str(error.value)

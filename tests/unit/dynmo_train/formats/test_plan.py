@@ -62,7 +62,7 @@ def stages_document(*stages):
     return [{"stage": at, "worker": worker, "items": items} for at, (worker, items) in enumerate(stages)]
 
 
-def test_the_initial_plan_is_valid_and_comes_back(tmp_path):
+def test_initial_plan_is_valid_and_round_trips(tmp_path):
     document = initial()
     jsonschema.validate(document, SCHEMA)
     path = plans.write_plan(tmp_path / "plans", document)
@@ -72,7 +72,7 @@ def test_the_initial_plan_is_valid_and_comes_back(tmp_path):
     assert (plan.stage_workers, plan.workers, plan.plan_id, plan.base_plan_id) == ((0, 1), (0, 1), 0, None)
 
 
-def test_a_number_is_never_written_over(tmp_path):
+def test_write_plan_never_overwrites_a_number(tmp_path):
     plans.write_plan(tmp_path, initial())
     with pytest.raises(FileExistsError):
         plans.write_plan(tmp_path, initial(reason="another"))
@@ -83,7 +83,7 @@ def test_a_number_is_never_written_over(tmp_path):
     assert plans.plan_ids(tmp_path) == [0, 3, 12]
 
 
-def test_interleaved_stages_go_round_the_workers():
+def test_parse_plan_interleaved_stages_are_in_rotation():
     document = initial(stages=[[name] for name in NAMES[:4]], stage_workers=[3, 5, 3, 5], virtual_stages_per_worker=2)
     plan = plans.parse_plan(document, "p")
     assert plan.stage_workers == (3, 5, 3, 5)
@@ -93,13 +93,13 @@ def test_interleaved_stages_go_round_the_workers():
 @pytest.mark.parametrize(
     "garbage", [b"", b"[]", b"{", b'{"format": "dynmo.profile"}', b"\xff\xfe", b'{"a": NaN}', b"[" * 2000]
 )
-def test_garbage_is_refused(tmp_path, garbage):
+def test_read_plan_of_garbage_is_refused(tmp_path, garbage):
     (tmp_path / "plan-000001.json").write_bytes(garbage)
     with pytest.raises(DocumentError, match=r"plan-000001\.json"):
         plans.read_plan(tmp_path / "plan-000001.json")
 
 
-def test_every_missing_field_is_found():
+def test_parse_plan_reports_every_missing_field():
     document = proposal()
     for name in document.keys() - {"format"}:
         rest = {key: value for key, value in document.items() if key != name}
@@ -110,13 +110,13 @@ def test_every_missing_field_is_found():
             jsonschema.validate(rest, SCHEMA)
 
 
-def test_an_unknown_field_is_refused_unless_it_is_marked():
+def test_parse_plan_refuses_unknown_fields_except_x():
     plans.parse_plan(proposal(x_note="free"), "p")
     with pytest.raises(DocumentError, match="unknown"):
         plans.parse_plan(proposal(note="free"), "p")
 
 
-def test_a_newer_version_is_named():
+def test_parse_plan_names_a_newer_version():
     with pytest.raises(DocumentError, match=r"reads dynmo\.plan up to version 1"):
         plans.parse_plan(proposal(version=2), "p")
 
@@ -140,27 +140,27 @@ def test_a_newer_version_is_named():
         ({"balancer": "initial"}, "base_plan_id", "range"),
     ],
 )
-def test_rules_across_fields(changes, path, kind):
+def test_parse_plan_checks_rules_across_fields(changes, path, kind):
     jsonschema.validate(proposal(**changes), SCHEMA)
     with pytest.raises(DocumentError) as caught:
         plans.parse_plan(proposal(**changes), "p")
     assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, kind)]
 
 
-def test_a_plan_that_keeps_moves_nothing():
+def test_parse_plan_keep_with_moves_is_refused():
     document = copy.deepcopy(proposal(action="keep"))
     document["migration"]["moves"] = [{"item": "a", "from_worker": 0, "to_worker": 1, "bytes": 1}]
     with pytest.raises(DocumentError, match="moves nothing"):
         plans.parse_plan(document, "p")
 
 
-def test_the_number_is_that_of_the_file(tmp_path):
+def test_read_plan_number_must_match_the_file_name(tmp_path):
     (tmp_path / "plan-000002.json").write_text(json.dumps(proposal()))
     with pytest.raises(DocumentError, match="the file name has 2"):
         plans.read_plan(tmp_path / "plan-000002.json")
 
 
-def test_a_fitting_plan_is_accepted():
+def test_validate_plan_accepts_a_fitting_plan():
     assert faults(proposal()) == []
     assert faults(initial() | {"plan_id": 1, "base_plan_id": 0, "balancer": "exact", "action": "keep"}) == []
 
@@ -185,24 +185,24 @@ def test_a_fitting_plan_is_accepted():
         ({"action": "keep"}, ["keep"]),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(changes, kinds):
+def test_validate_plan_refuses_an_unfitting_plan(changes, kinds):
     assert faults(proposal(**changes)) == kinds
 
 
-def test_release_is_accepted_where_the_run_allows_it():
+def test_validate_plan_accepts_an_allowed_release():
     document = proposal(stages=stages_document((0, NAMES)), released_workers=[1], predicted=None)
     assert faults(document, releasable=[1]) == []
 
 
-def test_virtual_stages_are_the_runs():
+def test_validate_plan_other_virtual_stages_are_refused():
     assert faults(proposal(), virtual_stages_per_worker=2) == ["schedule"]
 
 
-def test_memory_is_held_where_it_is_known():
+def test_validate_plan_checks_known_memory():
     assert faults(proposal(), memory_bytes={1: 20}) == []
     assert faults(proposal(), memory_bytes={1: 19}) == ["memory"]
     assert faults(proposal(predicted=None), memory_bytes={1: 19}) == []
 
 
-def test_every_fault_is_told_at_once():
+def test_validate_plan_reports_every_problem():
     assert faults(proposal(run_id="r2", base_plan_id=9, action="keep")) == ["run", "stale", "keep"]

@@ -58,22 +58,22 @@ RECORDS = {
     "last event": profile.event_record(step=4, kind="frozen", detail={}, next_expected_step=None),
     "plan_request": profile.plan_request_record(10),
     "plan_result": profile.plan_result_record(
-        plan_id=1, step=10, result="applied", pause_ns=5, num_bytes=6, reason="it pays"
+        plan_id=1, step=10, result="applied", pause_ns=5, num_bytes=6, reason="the bottleneck is faster"
     ),
 }
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_every_kind_of_line_is_valid(name):
+def test_profile_records_of_every_kind_are_valid(name):
     jsonschema.validate(json.loads(json.dumps(RECORDS[name])), SCHEMA)
 
 
-def test_the_schema_would_see_a_fault():
+def test_profile_schema_refuses_a_wrong_value():
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(RECORDS["step"] | {"forward_ns": [1.5]}, SCHEMA)
 
 
-def test_values_stand_where_they_belong():
+def test_profile_records_have_their_values():
     record = RECORDS["plan_result"]
     assert (record["plan_id"], record["bytes"], record["pause_ns"]) == (1, 6, 5)
     assert RECORDS["header"]["items"][1]["layer"] == "layers.0"
@@ -86,12 +86,12 @@ def test_values_stand_where_they_belong():
     "backward",
     [{}, {"backward_input_ns": [1]}, {"backward_weight_ns": [1]}, {"backward_ns": [1], "backward_input_ns": [1]}],
 )
-def test_a_backward_is_whole_or_split(backward):
+def test_step_record_backward_is_full_or_split(backward):
     with pytest.raises(ValueError, match="backward_ns"):
         profile.step_record(**STEP, **backward)
 
 
-def test_segments_are_counted_over_complete_lines(tmp_path):
+def test_next_segment_counts_complete_headers(tmp_path):
     path = tmp_path / "profile.jsonl"
     assert profile.next_segment(path) == 0
     profile.append_record(path, header(0))
@@ -102,7 +102,7 @@ def test_segments_are_counted_over_complete_lines(tmp_path):
     assert profile.next_segment(path) == 2
 
 
-def test_lines_are_appended(tmp_path):
+def test_append_metrics_appends_lines(tmp_path):
     path = tmp_path / "profile.jsonl"
     for record in RECORDS.values():
         profile.append_record(path, record)

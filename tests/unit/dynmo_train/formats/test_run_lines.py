@@ -26,7 +26,7 @@ EVENT = {"time_utc": "2026-01-31T12:00:00Z", "step": 3, "kind": "grow", "message
         (append_event, {"step": 3, "kind": "x"}, "time_utc: is missing"),
     ],
 )
-def test_a_line_that_breaks_its_format_is_not_written(tmp_path, append, record, words):
+def test_append_of_an_invalid_line_writes_nothing(tmp_path, append, record, words):
     path = tmp_path / "lines.jsonl"
     append_metrics(path, {"step": 1})
     before = path.read_bytes()
@@ -35,14 +35,14 @@ def test_a_line_that_breaks_its_format_is_not_written(tmp_path, append, record, 
     assert path.read_bytes() == before
 
 
-def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path):
+def test_append_metrics_nonfinite_numbers_become_null(tmp_path):
     path = tmp_path / "lines.jsonl"
     append_event(path, EVENT | {"batches": [{"loss": float("nan")}], "norm": float("inf"), "layers": (1.0, 2.0)})
     line = json.loads(path.read_text())
     assert (line["batches"], line["norm"], line["layers"]) == ([{"loss": None}], None, [1.0, 2.0])
 
 
-def test_latest_that_is_no_name_is_passed_over(tmp_path):
+def test_read_latest_of_an_invalid_name_is_ignored(tmp_path):
     assert read_latest(tmp_path) == ""
     (tmp_path / "LATEST").write_text("step-00000001\n")
     assert read_latest(tmp_path) == "step-00000001"

@@ -138,8 +138,8 @@ def assert_close(store, reference):
 
 @pytest.mark.parametrize("after_move", [FusedAdam, None])
 @pytest.mark.parametrize("before_move", [FusedAdam, None])
-def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
-    """Also where a checkpoint goes on on a machine with the other optimizer."""
+def test_item_store_ten_steps_with_a_move_match_torch(before_move, after_move):
+    """Also where a checkpoint resumes on a machine with the other optimizer."""
     reference = built_store(None)
     take_steps(reference, range(1, 11))
     store = built_store(before_move)
@@ -151,7 +151,7 @@ def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
     assert counts == {8, 10}  # vectors had no gradient in two steps
 
 
-def test_a_move_without_a_step_changes_no_bit():
+def test_item_store_export_and_load_change_no_bit():
     store = built_store(FusedAdam)
     take_steps(store, range(1, 4))
     tensors, steps = all_states(store)
@@ -162,7 +162,7 @@ def test_a_move_without_a_step_changes_no_bit():
 
 
 @pytest.mark.parametrize("fused_adam", [FusedAdam, None])
-def test_forgotten_moments_are_gone_and_begin_anew(fused_adam):
+def test_optimizer_states_drop_restarts_the_moments(fused_adam):
     store = built_store(fused_adam)
     take_steps(store, [1, 2])
     name = "layers.0.mlp.fc1.weight"
@@ -175,7 +175,7 @@ def test_forgotten_moments_are_gone_and_begin_anew(fused_adam):
     assert store.export("layers.0.mlp").steps[name] == 1
 
 
-def test_parameters_of_equal_count_and_decay_share_a_kernel():
+def test_fused_adamw_groups_equal_steps_and_decay():
     calls = []
 
     class Counting(FusedAdam):

@@ -1,4 +1,4 @@
-"""NVIDIA's apex is told from the package of the same name by its optimizers."""
+"""NVIDIA's apex is distinguished from the package of the same name by its optimizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def install(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_nvidias_is_known_by_its_optimizers(install):
+def test_find_apex_with_nvidias_is_present(install):
     install(NVIDIA)
     apex = find_apex()
     assert apex.state == "present"
@@ -52,14 +52,14 @@ def test_nvidias_is_known_by_its_optimizers(install):
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_find_apex_with_another_project_of_that_name_says_so(install, kind):
+def test_find_apex_with_another_project_is_other(install, kind):
     install(OTHERS[kind])
     apex = find_apex()
     assert (apex.state, apex.fused_adam) == ("other", None)
     assert "is not NVIDIA's (apex on the package index is another project)" in apex.line(used=False)
 
 
-def test_none_is_told():
+def test_find_apex_without_a_package_is_absent():
     apex = find_apex(find=lambda name: None)
     assert apex.state == "absent"
     assert "not installed" in apex.line(used=False)
@@ -109,13 +109,13 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_its_norms_take_the_place_of_torchs(install, kind):
+def test_fuse_norms_match_torchs(install, kind):
     """Same names, same values; what they give is what torch's give."""
     install(NORMS)
     apex = find_apex()
     assert apex.line(used=True) == "apex: NVIDIA's; using FusedAdam, FusedLayerNorm and FusedRMSNorm"
     family, settings = FAMILIES[kind], AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
-    held, plain = (
+    store, plain = (
         ItemStore(
             ItemBuilder(sharding=ItemSharding(family=family), device=torch.device("cpu"), fused_norms=norms),
             OptimizerStates(settings),
@@ -125,21 +125,21 @@ def test_its_norms_take_the_place_of_torchs(install, kind):
     )
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     for item in ("layers.0.attention", "layers.0.mlp"):
-        for each in (held, plain):
+        for each in (store, plain):
             each.build(item)
-        fused, torchs = held.modules[item], plain.modules[item]
+        fused, torchs = store.modules[item], plain.modules[item]
         assert type(fused.norm).__name__ == kind
         assert list(parameters_of(item, fused)) == list(parameters_of(item, torchs))
         with torch.no_grad():
             fused.norm.weight.mul_(3.0)
             torchs.norm.weight.mul_(3.0)
         torch.testing.assert_close(fused(x), torchs(x))
-        again = held.export(item)
-        held.load_state(item, again)
-        torch.testing.assert_close(held.modules[item](x), torchs(x))
+        again = store.export(item)
+        store.load_state(item, again)
+        torch.testing.assert_close(store.modules[item](x), torchs(x))
 
 
-def test_an_apex_without_its_kernels_keeps_torchs_norms(install):
+def test_find_apex_without_kernels_keeps_torchs_norms(install):
     install(NVIDIA | {"normalization/__init__.py": "raise ImportError('fused_layer_norm_cuda')\n"})
     apex = find_apex()
     assert apex.fused_norms == {}

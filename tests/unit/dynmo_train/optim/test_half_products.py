@@ -35,20 +35,20 @@ def results(context, *, recompute=False):
     return [y.detach(), *grads, into, biased]
 
 
-def test_values_and_gradients_are_those_of_float16():
+def test_float32_matmuls_match_float16_values_and_gradients():
     own, plain = results(float32_matmuls(CPU, torch.float16)), results(nullcontext())
     assert {each.dtype for each in own} == {torch.float16}
     for one, other in zip(own, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_recomputing_gives_the_same_bits():
+def test_float32_matmuls_recomputed_are_the_same_bits():
     own = results(float32_matmuls(CPU, torch.float16))
     again = results(float32_matmuls(CPU, torch.float16), recompute=True)
     assert all(torch.equal(one, other) for one, other in zip(own, again, strict=True))
 
 
-def test_each_result_is_rounded_once():
+def test_float32_matmuls_round_each_result_once():
     x, weight = torch.randn(5, 300).half(), torch.randn(300, 7).half()
     with float32_matmuls(CPU, torch.float16):
         assert torch.equal(x @ weight, (x.float() @ weight.float()).half())
@@ -62,5 +62,5 @@ def test_each_result_is_rounded_once():
     ("device", "dtype", "compiled"),
     [("cuda", torch.float16, False), ("cpu", torch.bfloat16, False), ("cpu", torch.float16, True)],
 )
-def test_others_are_left_alone(device, dtype, compiled):
+def test_float32_matmuls_leave_other_operations(device, dtype, compiled):
     assert isinstance(float32_matmuls(torch.device(device), dtype, compiled=compiled), nullcontext)

@@ -36,7 +36,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_lengt
 
 
 @pytest.mark.parametrize("case", MEGATRON["cases"], ids=lambda case: str(list(case["flags"].values())[4:]))
-def test_schedules_of_megatrons_flags_are_megatrons_floats(case):
+def test_schedules_of_megatrons_flags_are_bit_identical(case):
     config = config_of(**SHAPE, data_path="none", micro_batch_size=1, **case["flags"])
     assert not validate(config, 1)
     rate, decay = learning_rate(config), weight_decay(config)
@@ -61,7 +61,7 @@ def test_learning_rate(style, expected):
     assert {step: round(rate.at(step), 12) for step in expected} == expected
 
 
-def test_the_frozen_front_grows_with_the_schedule():
+def test_freeze_schedule_grows_the_frozen_prefix():
     schedule = ((4, 1), (9, 2))
     assert frozen_items(FAMILY.items, schedule, 3) == ()
     assert frozen_items(FAMILY.items, schedule, 4) == ("embedding", "layers.0.attention", "layers.0.mlp")

@@ -13,24 +13,24 @@ DYNAMIC = LossScaling(initial=16.0, minimum=2.0, window=3, hysteresis=2)
 
 
 def scales(scaler, outcomes):
-    seen = []
+    scales = []
     for finite in outcomes:
         scaler.update(finite=finite)
-        seen.append(scaler.scale)
-    return seen
+        scales.append(scaler.scale)
+    return scales
 
 
-def test_the_scale_halves_after_the_hysteresis_and_doubles_after_the_window():
-    # By hand: the first overflow is forgiven, each one after it halves; three clean steps double and forgive anew.
+def test_loss_scaler_follows_hysteresis_and_window():
+    # By hand: the first overflow changes nothing, each later one halves; three clean steps double and reset the count.
     outcomes = [False, False, False, True, True, True, False, False]
     assert scales(LossScaler(DYNAMIC), outcomes) == [16, 8, 4, 4, 4, 8, 8, 4]
 
 
-def test_the_scale_never_falls_below_its_minimum():
+def test_loss_scaler_never_falls_below_its_minimum():
     assert scales(LossScaler(DYNAMIC), [False] * 8)[-1] == 2
 
 
-def test_a_constant_scale_and_none_never_change():
+def test_loss_scaler_constant_or_none_never_changes():
     constant = LossScaling(initial=128.0, minimum=1.0, window=0, hysteresis=1)
     assert scales(LossScaler(constant), [False, True] * 3) == [128.0] * 6
     assert scales(LossScaler(None), [False, True]) == [1.0, 1.0]
@@ -38,7 +38,7 @@ def test_a_constant_scale_and_none_never_change():
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_going_on_from_a_state_changes_nothing(at):
+def test_loss_scaler_load_state_continues(at):
     outcomes = [False, False, True, True, True, False, True, False]
     whole = LossScaler(DYNAMIC)
     expected = scales(whole, outcomes)
@@ -49,12 +49,12 @@ def test_going_on_from_a_state_changes_nothing(at):
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": "x", "clean_steps": 0, "overflows_left": 1}])
-def test_a_state_of_another_form_is_refused(state):
+def test_loss_scaler_load_state_refuses_other_fields(state):
     with pytest.raises(UsageError, match="loss scale"):
         LossScaler(DYNAMIC).load_state(state)
 
 
-def test_gradients_come_back_in_float32_and_accumulate_there():
+def test_compute_copies_accumulate_gradients_in_float32():
     torch.manual_seed(0)
     master = nn.Linear(6, 4)
     copies = ComputeCopies(master, torch.bfloat16)
@@ -74,7 +74,7 @@ def test_gradients_come_back_in_float32_and_accumulate_there():
     assert master.weight.dtype == torch.float32
 
 
-def test_copies_follow_their_masters_once_refreshed():
+def test_compute_copies_refresh_follows_the_masters():
     master = nn.Linear(2, 2)
     copies = ComputeCopies(master, torch.float16)
     x = torch.ones(1, 2, dtype=torch.float16)
@@ -86,7 +86,7 @@ def test_copies_follow_their_masters_once_refreshed():
     assert not torch.equal(copies(x), before)
 
 
-def test_unscaling_by_a_power_of_two_is_exact():
+def test_unscale_by_a_power_of_two_is_exact():
     gradient = torch.randn(100, generator=torch.Generator().manual_seed(1))
     scaled = gradient * 2.0**20
     unscale([scaled], 2.0**20)

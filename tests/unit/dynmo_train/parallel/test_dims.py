@@ -13,7 +13,7 @@ SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2
 
 
 @pytest.mark.parametrize("dims", SIZES, ids=str)
-def test_coordinates_and_ranks_are_inverse(dims):
+def test_parallel_dims_coordinates_and_ranks_are_inverse(dims):
     for rank in range(dims.size):
         at = dims.coordinates(rank)
         assert dims.rank_of(pipeline=at.pipeline, data=at.data, tensor=at.tensor) == rank
@@ -21,7 +21,7 @@ def test_coordinates_and_ranks_are_inverse(dims):
     assert dims.ranks() == tuple(range(dims.size))
 
 
-def test_megatrons_order():
+def test_parallel_dims_rank_order_is_megatrons():
     """The example of Megatron's initialize_model_parallel: 16 ranks, tensor 2, pipeline 4, so 2 replicas."""
     dims = ParallelDims(tensor=2, pipeline=4, data=2)
     assert dims.ranks(pipeline=0, data=0) == (0, 1)
@@ -29,17 +29,22 @@ def test_megatrons_order():
     assert dims.ranks(data=0, tensor=0) == (0, 4, 8, 12)
 
 
-def test_experts_are_shared_by_neighbouring_replicas():
+def test_parallel_dims_expert_ranks_are_neighbors():
     dims = ParallelDims(tensor=2, data=4, expert=2)
     assert dims.expert_ranks(0) == dims.expert_ranks(2) == (0, 2)
     assert dims.expert_ranks(5) == (5, 7)
 
 
-def test_a_worker_costs_what_its_dearest_rank_costs():
-    def told(busy, forward, weight):
+def test_merge_rank_costs_takes_the_maximum():
+    def cost(busy, forward, weight):
         return {"items": ["a", "b"], "busy_ns": busy, "forward_ns": forward, "backward_weight_ns": weight}
 
-    costs = [told(5, [1, 9], None), told(7, [3, 2], None), told(1, [4, 4], [1, 2]), told(2, [5, 3], [2, 1])]
+    costs = [
+        cost(5, [1, 9], None),
+        cost(7, [3, 2], None),
+        cost(1, [4, 4], [1, 2]),
+        cost(2, [5, 3], [2, 1]),
+    ]
     first, second = merge_rank_costs(ParallelDims(pipeline=2, data=2), costs)
-    assert first == told(7, [3, 9], None)
-    assert second == told(2, [5, 4], [2, 2])
+    assert first == cost(7, [3, 9], None)
+    assert second == cost(2, [5, 4], [2, 2])

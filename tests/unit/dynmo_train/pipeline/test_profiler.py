@@ -1,4 +1,4 @@
-"""The probe of a worker's items: what it must not keep."""
+"""The profiler must not keep the graph of a step alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Witness:
     """Lives as long as the graph that holds it."""
 
 
-class Seen(torch.autograd.Function):
+class Observed(torch.autograd.Function):
     """The identity, which holds a witness."""
 
     @staticmethod
@@ -29,14 +29,14 @@ class Seen(torch.autograd.Function):
         return grads[0], None
 
 
-def test_a_branch_that_no_loss_uses_does_not_keep_the_graph_of_a_sampled_step():
+def test_saved_tensors_of_an_unused_branch_free_the_graph():
     profiler = LayerProfiler(CpuClock(threads=1))
     profiler.begin_step(True, 1)
     witness = Witness()
     watched = weakref.ref(witness)
     x = torch.ones(8, requires_grad=True)
     with profiler.saved_tensors("layers.0", set):
-        hidden = Seen.apply(x, witness) * 2
+        hidden = Observed.apply(x, witness) * 2
         unused = hidden.exp()  # saves its own output for a backward that never runs
         loss = (hidden * hidden).sum()
     loss.backward()

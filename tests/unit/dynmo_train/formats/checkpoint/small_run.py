@@ -1,4 +1,4 @@
-"""A small run's state and its checkpoint, for the tests beside."""
+"""A small run's state and its checkpoint, for the tests in this folder."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ def report(name="layers.0.mlp.fc1.weight", **changes):
     return base | changes
 
 
-def test_parts_of_two_ranks_become_one_entry():
+def test_tensor_entries_of_two_ranks_are_merged():
     low, high = report(index=[[0, 2], [0, 2]]), report(index=[[2, 4], [0, 2]], file="b.safetensors")
     entry = tensor_entries([[high], [low]])["layers.0.mlp.fc1.weight"]
     assert entry["split_dim"] == 0
     assert [shard["file"] for shard in entry["shards"]] == ["a.safetensors", "b.safetensors"]
 
 
-def test_a_whole_tensor_is_not_split_and_names_are_in_layer_order():
+def test_tensor_entries_unsplit_are_in_layer_order():
     entries = tensor_entries([[report("layers.10.x"), report("layers.9.x")]])
     assert list(entries) == ["layers.9.x", "layers.10.x"]
     assert entries["layers.9.x"]["split_dim"] is None
@@ -41,7 +41,7 @@ def test_a_whole_tensor_is_not_split_and_names_are_in_layer_order():
         (report(role="buffer"), "the role"),
     ],
 )
-def test_reports_that_contradict_each_other_are_refused(second, message):
+def test_tensor_entries_contradicting_reports_are_refused(second, message):
     with pytest.raises(UsageError, match=message):
         tensor_entries([[report()], [second]])
 

@@ -24,7 +24,7 @@ def equal(left, right):
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
-def test_all_tensors_come_back(tmp_path):
+def test_load_returns_all_written_tensors(tmp_path):
     step_dir = small_run.save(tmp_path, 7)
     assert step_dir.name == "step-00000007"
     assert (tmp_path / "LATEST").read_text() == "step-00000007\n"
@@ -36,7 +36,7 @@ def test_all_tensors_come_back(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_files_are_as_safetensors_reads_them_and_as_the_manifest_says(tmp_path):
+def test_files_match_safetensors_and_manifest(tmp_path):
     step_dir = small_run.save(tmp_path, 1)
     manifest = open_checkpoint(step_dir).manifest
     state = small_run.state(1)
@@ -52,21 +52,21 @@ def test_files_are_as_safetensors_reads_them_and_as_the_manifest_says(tmp_path):
     [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8],
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (3,), (2, 3, 5)])
-def test_every_type_and_shape(tmp_path, dtype, shape):
+def test_write_shard_every_dtype_and_shape_round_trips(tmp_path, dtype, shape):
     tensors = dict(small_run.state(1))
     tensors["head.extra"] = ("buffer", (torch.rand(shape) * 3).to(dtype))
     checkpoint = open_checkpoint(small_run.save(tmp_path, 1, tensors))
     assert equal(checkpoint.load(["head.extra"])["head.extra"], tensors["head.extra"][1])
 
 
-def test_a_view_that_is_not_contiguous_is_written_in_its_order(tmp_path):
+def test_write_shard_of_a_strided_view_keeps_its_order(tmp_path):
     tensor = torch.arange(12.0).reshape(3, 4).T
     write_shard(tmp_path, "a.safetensors", {"x": tensor})
     with safe_open(tmp_path / "a.safetensors", framework="pt") as handle:
         assert torch.equal(handle.get_tensor("x"), tensor)
 
 
-def test_tied_names_read_what_they_are_tied_to(tmp_path):
+def test_load_of_a_tied_name_reads_its_owner(tmp_path):
     checkpoint = open_checkpoint(small_run.save(tmp_path, 1))
     word = small_run.state(1)
     loaded = checkpoint.load(["head.weight", "head.weight.exp_avg"])
@@ -76,7 +76,7 @@ def test_tied_names_read_what_they_are_tied_to(tmp_path):
     assert not checkpoint.has("head.bias")
 
 
-def test_shards_of_a_split_tensor_are_put_together(tmp_path):
+def test_load_of_a_split_tensor_concatenates_its_shards(tmp_path):
     state = small_run.state(1)
     name = "layers.0.mlp.fc1.weight"
     staging = new_staging(tmp_path, 1)
@@ -93,7 +93,7 @@ def test_shards_of_a_split_tensor_are_put_together(tmp_path):
     assert equal(checkpoint.load([name])[name], state[name][1])
 
 
-def test_an_altered_byte_is_found_and_names_file_and_tensor(tmp_path):
+def test_load_with_an_altered_byte_names_file_and_tensor(tmp_path):
     step_dir = small_run.save(tmp_path, 1)
     path = step_dir / "model-p001-t00.safetensors"
     payload = bytearray(path.read_bytes())
@@ -105,7 +105,7 @@ def test_an_altered_byte_is_found_and_names_file_and_tensor(tmp_path):
     assert checkpoint.load(["embedding.word.weight"])
 
 
-def test_a_truncated_file_is_refused(tmp_path):
+def test_load_of_a_truncated_file_is_refused(tmp_path):
     step_dir = small_run.save(tmp_path, 1)
     path = step_dir / "model-p000-t00.safetensors"
     os.truncate(path, path.stat().st_size - 1)
@@ -115,7 +115,7 @@ def test_a_truncated_file_is_refused(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_every_altered_byte_of_a_manifest_is_refused(tmp_path):
+def test_open_checkpoint_with_an_altered_manifest_is_refused(tmp_path):
     step_dir = small_run.save(tmp_path, 1)
     path = step_dir / "manifest.json"
     payload = path.read_bytes()
@@ -126,7 +126,7 @@ def test_every_altered_byte_of_a_manifest_is_refused(tmp_path):
             open_checkpoint(step_dir)
 
 
-def test_find_accepts_run_checkpoints_and_step(tmp_path):
+def test_find_checkpoint_accepts_run_checkpoints_and_step(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     older, newer = small_run.save(folder, 3), small_run.save(folder, 4)
@@ -138,20 +138,20 @@ def test_find_accepts_run_checkpoints_and_step(tmp_path):
     assert find_checkpoint(folder) == older
 
 
-def test_find_falls_back_from_a_broken_latest(tmp_path):
+def test_find_checkpoint_with_a_broken_latest_falls_back(tmp_path):
     older, newer = small_run.save(tmp_path, 3), small_run.save(tmp_path, 4)
     (newer / "optimizer-p000-t00.safetensors").unlink()
     assert find_checkpoint(tmp_path) == older
 
 
 @pytest.mark.parametrize("present", [True, False])
-def test_find_says_what_to_give(tmp_path, present):
+def test_find_checkpoint_without_any_lists_accepted_paths(tmp_path, present):
     path = tmp_path if present else tmp_path / "absent"
     with pytest.raises(CheckpointError, match="give a run directory"):
         find_checkpoint(path)
 
 
-def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
+def test_commit_of_the_same_step_replaces_it(tmp_path):
     small_run.save(tmp_path, 1)
     changed = small_run.state(99)
     step_dir = small_run.save(tmp_path, 1, changed)
@@ -159,7 +159,7 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000001"]
 
 
-def test_a_manifest_that_does_not_fit_leaves_the_older_checkpoint(tmp_path):
+def test_commit_with_an_invalid_manifest_keeps_the_older_one(tmp_path):
     older = small_run.save(tmp_path, 1)
     staging = new_staging(tmp_path, 2)
     reports = [small_run.write_rank(staging, "model-p000-t00.safetensors", {"elsewhere.x": ("buffer", torch.ones(2))})]
@@ -170,7 +170,7 @@ def test_a_manifest_that_does_not_fit_leaves_the_older_checkpoint(tmp_path):
     assert remove_stale_staging(tmp_path) == [staging.name]
 
 
-def test_a_file_with_other_tensors_than_reported_is_refused(tmp_path):
+def test_commit_with_unreported_tensors_is_refused(tmp_path):
     staging = new_staging(tmp_path, 2)
     write_shard(staging, "model-p000-t00.safetensors", {"head.a": torch.ones(2), "head.b": torch.ones(2)})
     report = small_run.write_rank(staging, "other.safetensors", {"head.a": ("buffer", torch.ones(2))})
@@ -180,7 +180,7 @@ def test_a_file_with_other_tensors_than_reported_is_refused(tmp_path):
         commit(tmp_path, 2, staging, manifest)
 
 
-def test_prune_keeps_the_newest(tmp_path):
+def test_prune_removes_all_but_the_newest(tmp_path):
     for step in (1, 2, 10):
         small_run.save(tmp_path, step)
     assert prune(tmp_path, 2) == ["step-00000001"]
@@ -196,7 +196,7 @@ def test_prune_keeps_what_latest_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "keep", "kept"),
+    ("steps", "keep", "remaining"),
     [
         ((1, 2, 8, 9, 3), 2, [2, 3]),  # 8 and 9 are of a branch that was abandoned at 2
         ((1, 2, 8, 9, 3), 4, [1, 2, 3, 9]),
@@ -204,14 +204,14 @@ def test_prune_keeps_what_latest_names(tmp_path):
         ((1, 4, 2, 6, 3, 9), 4, [1, 2, 3, 9]),  # abandoned twice
     ],
 )
-def test_prune_counts_the_active_branch_first(tmp_path, steps, keep, kept):
+def test_prune_counts_the_active_branch_first(tmp_path, steps, keep, remaining):
     for written, step in enumerate(steps):
         os.utime(small_run.save(tmp_path, step) / "manifest.json", ns=(written, written))
     prune(tmp_path, keep)
-    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == kept
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == remaining
 
 
-def test_an_unknown_tensor_and_an_unknown_type_are_refused(tmp_path):
+def test_unknown_tensor_and_unknown_dtype_are_refused(tmp_path):
     checkpoint = open_checkpoint(small_run.save(tmp_path, 1))
     with pytest.raises(CheckpointError, match="has no tensor nothing"):
         checkpoint.load(["nothing"])

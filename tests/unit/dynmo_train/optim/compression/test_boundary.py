@@ -33,13 +33,15 @@ def sent(made, gradients, scales=None):
         out = torch.empty_like(gradient)
         made.decode(made.encode("layers.1", "hidden", gradient * scale), out, "layers.1")
         arrived.append(out / scale)
-        kept = made._store.memories["layers.1"]
-        owed.append(next((kept[name][0].clone() for name in kept if name.endswith("error")), torch.zeros_like(out)))
+        memories = made._store.memories["layers.1"]
+        owed.append(
+            next((memories[name][0].clone() for name in memories if name.endswith("error")), torch.zeros_like(out))
+        )
     return torch.stack(arrived), torch.stack(owed)
 
 
 @pytest.mark.parametrize("scales", [None, [2.0 ** (at // 8) for at in range(MICROBATCHES)]])
-def test_nothing_is_lost_what_has_not_arrived_is_owed(scales):
+def test_boundary_codec_error_plus_received_is_sent(scales):
     """At every point: the sum of what arrived, and what is owed, is the sum of the gradients."""
     gradients = normal(1)
     arrived, owed = sent(codec(), gradients, scales)
@@ -47,7 +49,7 @@ def test_nothing_is_lost_what_has_not_arrived_is_owed(scales):
     assert owed[-1].norm() > gradients[-1].norm()
 
 
-def test_within_a_step_nothing_is_owed_from_the_last_one():
+def test_boundary_codec_within_step_resets_the_error():
     gradients = normal(8)
     made = codec(within_step=True)
     arrived, owed = sent(made, gradients)
@@ -62,7 +64,7 @@ def weight_error(activations, arrived, gradients):
     return wrong, float(wrong.norm() / torch.einsum("mni,mnj->ij", activations, gradients).norm())
 
 
-def test_the_error_of_a_weight_is_what_was_lost_against_the_change_of_the_activations():
+def test_boundary_codec_weight_error_is_error_times_change():
     activations, gradients = normal(2), normal(3)
     arrived, owed = sent(codec(), gradients)
     wrong, _ = weight_error(activations, arrived, gradients)
@@ -71,7 +73,7 @@ def test_the_error_of_a_weight_is_what_was_lost_against_the_change_of_the_activa
     torch.testing.assert_close(wrong, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_it_repairs_what_microbatches_have_in_common_and_nothing_else():
+def test_boundary_codec_feedback_corrects_the_common_part():
     gradients = normal(4) + normal(5)[0]
     common, apart = normal(6)[:1].expand(MICROBATCHES, -1, -1), normal(7)
 
@@ -83,7 +85,7 @@ def test_it_repairs_what_microbatches_have_in_common_and_nothing_else():
     assert off(apart, feedback=True) > off(apart, feedback=False)
 
 
-def test_the_check_tells_how_the_error_lies_to_the_change_of_the_activations():
+def test_boundary_stats_compare_error_and_activation_change():
     activations, gradients = normal(9), normal(10)
     settings = CompressionSettings(boundary_rank=2, feedback=True, check_error=True)
     made = BoundaryCodec(settings, SimpleNamespace(memories={}), 11, clock_for(CPU))
@@ -91,8 +93,8 @@ def test_the_check_tells_how_the_error_lies_to_the_change_of_the_activations():
     made.begin_step(1.0)
     for activation, gradient in zip(activations, gradients, strict=True):
         made.encode("layers.1", "hidden", gradient, activation)
-    told = made.stats["layers.1"].document(clock_for(CPU))
+    document = made.stats["layers.1"].document(clock_for(CPU))
     changes = activations[1:] - activations[:-1]
     cosines = torch.nn.functional.cosine_similarity(owed[:-1].flatten(1), changes.flatten(1))
-    assert told["error_change_cosine"] == pytest.approx(float(cosines.mean()), abs=1e-5)
-    assert told["activation_change_mean"] == pytest.approx(float(changes.mean()), abs=1e-6)
+    assert document["error_change_cosine"] == pytest.approx(float(cosines.mean()), abs=1e-5)
+    assert document["activation_change_mean"] == pytest.approx(float(changes.mean()), abs=1e-6)

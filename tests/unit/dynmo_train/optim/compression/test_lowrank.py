@@ -38,7 +38,7 @@ def approximation(matrix, rank, iterations):
     return out, left, right
 
 
-def test_shape_of_the_factors():
+def test_factor_shape_of_a_tensor():
     shape = FactorShape.of((8, 1024, 1920), 12)
     assert (shape.rows, shape.columns, shape.numel, shape.num_bytes) == (8192, 1920, 121_344, 485_376)
     assert FactorShape.of((2, 3, 5), 12).rank == 5
@@ -50,23 +50,23 @@ def test_shape_of_the_factors():
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e3, 1e5, 1e9])
-def test_rows_become_orthonormal_and_keep_their_span(condition):
+def test_orthonormalize_keeps_the_span(condition):
     spread = [condition ** (-at / 7) for at in range(8)]
     rows = with_spectrum(300, 8, spread).T.contiguous()
     before = rows.clone()
     orthonormalize(rows)
-    # In float32 the least rows are known the less exactly the smaller they are
+    # In float32, small rows have larger relative errors
     assert torch.allclose(rows @ rows.T, torch.eye(8), atol=1e-4 if condition < 1e5 else 2e-2)
     assert torch.allclose(before @ rows.T @ rows, before, atol=1e-5)
 
 
-def test_dependent_and_zero_rows_become_orthonormal_too():
+def test_orthonormalize_dependent_and_zero_rows():
     for rows in (torch.zeros(3, 40), random(1, 40).repeat(3, 1)):
         orthonormalize(rows)
         assert torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
 
 
-def test_what_is_not_finite_is_left_alone():
+def test_orthonormalize_leaves_nonfinite_rows():
     rows = random(3, 40)
     rows[1, 2] = float("inf")
     before = rows.clone()
@@ -74,15 +74,15 @@ def test_what_is_not_finite_is_left_alone():
     assert torch.equal(rows, before)
 
 
-def test_full_rank_is_exact_and_a_low_rank_matrix_too():
+def test_factorize_at_full_rank_is_exact():
     matrix = random(48, 20)
     assert torch.allclose(approximation(matrix, 20, 1)[0], matrix, atol=1e-5)
     low = with_spectrum(64, 32, [5.0, 2.0, 1.0])
     assert torch.allclose(approximation(low, 3, 1)[0], low, atol=1e-5)
 
 
-def test_warm_iterations_come_to_the_best_approximation():
-    """The least error at rank 4 is the norm of the other singular values (Eckart and Young)."""
+def test_factorize_repeated_converges_to_the_best_rank():
+    """The smallest error at rank 4 is the norm of the other singular values (Eckart and Young)."""
     values = [2.0**-at for at in range(12)]
     matrix = with_spectrum(100, 60, values)
     best = sum(value**2 for value in values[4:]) ** 0.5
@@ -91,7 +91,7 @@ def test_warm_iterations_come_to_the_best_approximation():
     assert warm == pytest.approx(best, rel=1e-3)
 
 
-def test_subtracting_leaves_what_the_factors_do_not_say():
+def test_subtract_product_leaves_the_error():
     matrix = random(30, 20)
     out, left, right = approximation(matrix, 4, 2)
     rest, half = matrix.clone(), matrix.clone()
@@ -103,14 +103,14 @@ def test_subtracting_leaves_what_the_factors_do_not_say():
     assert torch.allclose(left @ rest, torch.zeros(4, 20), atol=1e-5)
 
 
-def test_reconstruction_in_a_lower_precision():
+def test_reconstruct_to_a_lower_precision():
     _, left, right = approximation(random(30, 20), 4, 1)
     out = torch.empty(30, 20, dtype=torch.bfloat16)
     reconstruct(left, right, out)
     assert torch.equal(out, (left.T @ right).to(torch.bfloat16))
 
 
-def test_the_first_factor_depends_on_names_alone():
+def test_initial_factor_depends_on_names_only():
     shape = FactorShape.of((30, 20), 4)
     one, two, other = (initial_factor(shape, torch.device("cpu"), 7, name) for name in ("a", "a", "b"))
     assert torch.equal(one, two)
