@@ -42,3 +42,21 @@ def test_readme_table_has_every_command():
     single += ["finetune mnli", "finetune race", "tasks"]
     assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "ict", "t5")), *single])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []
+
+
+def options_of(command, name="dynmo-train"):
+    """(name of the command, option or argument) of all commands."""
+    for option in getattr(command, "params", ()):
+        yield name, option
+    for child, inner in getattr(command, "commands", {}).items():
+        yield from options_of(inner, f"{name} {child}")
+
+
+def test_help_of_every_option_has_at_most_12_words():
+    texts = {
+        (name, option.name): (getattr(option, "help", None) or "").partition(" [")[0]
+        for name, option in options_of(typer.main.get_command(app))
+        if option.name != "show_completion"  # of typer
+    }
+    assert len(texts) > 1000
+    assert {key: text for key, text in texts.items() if len(text.split()) > 12} == {}
