@@ -66,7 +66,7 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     if config.model.base_family == "ict":
         items = 2 * items if sublayer else 2 * items - 1
     if config.num_stages > items:
-        unit = "attentions and MLPs" if sublayer else "blocks"
+        unit = "attentions and MLPs" if sublayer else "block" if items == 3 else "blocks"
         yield conflict(
             "--pipeline-model-parallel-size",
             f"makes {config.num_stages} stages; must be at most the {items} layers of the model: embedding, {items - 2}"
