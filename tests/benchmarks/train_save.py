@@ -74,7 +74,7 @@ def main() -> None:
         for aside in (False, True):
             saved: list[SavedCheckpoint] = []
             saver = Checkpointer(
-                engine, folder / "checkpoints", aside=aside, on_saved=saved.append, on_failure=lambda *_: None
+                engine, folder / "checkpoints", async_save=aside, on_saved=saved.append, on_failure=lambda *_: None
             )
             for repeat in range(arguments.repeats):
                 saved.clear()
@@ -98,7 +98,7 @@ def main() -> None:
                     step += 1
                     saver.at_boundary()
                 way = "aside (--async-save)" if aside else "at the boundary"
-                stalled, whole = saved[0].stalled_s, saved[0].seconds
+                stalled, whole = saved[0].stalled_s, saved[0].duration_s
                 out(f"| {way} | {copied:.3f} | {stalled:.3f} | {stalled / copied:.2f} ")
                 out(f"| {whole:.2f} | {disk_s:.2f} | {disk_s / whole:.2f} |\n")
     finally:

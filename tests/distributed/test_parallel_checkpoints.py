@@ -169,13 +169,13 @@ def test_moves_after_a_resume_transfer_sharded_moments(tmp_path, settings):
 
 
 def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, int, list[str]]:
-    """Save aside; how many copies were prepared, how many the save used, and which of them had other memory."""
+    """Save asynchronously; numbers of allocated and of used buffers, and the names whose memory differs."""
     there = set_parallel_dims(world, layout.dims, 60)
     engine = engine_on(there, layout)
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
-    saving = Checkpointer(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)
+    saving = Checkpointer(engine, Path(folder), async_save=True, on_saved=lambda _: None, on_failure=lambda *_: None)
     saving.at_boundary()
-    saving._preparing.join()
+    saving._allocation.join()
     prepared = {name: copy.data_ptr() for name, copy in saving.buffers.tensors.items()}
     saving.save(facts(1))
     saving.wait()
