@@ -74,7 +74,7 @@ class PlasticityTrace:
 
 
 def slope(values: Sequence[float]) -> float:
-    """The slope of a linear fit (least squares) to equally spaced values: of 1, 3, 5 it is 2."""
+    """The slope of a linear regression over equally spaced values: of 1, 3, 5 it is 2."""
     middle = (len(values) - 1) / 2
     spread = sum((place - middle) ** 2 for place in range(len(values)))
     return sum((place - middle) * value for place, value in enumerate(values)) / spread

@@ -92,9 +92,9 @@ def test_technique_from_an_outside_package_acts_and_lowers_costs(tmp_path, data)
     assert (event["kind"], event["step"]) == ("dropped", 4)
     assert event["detail"] == {"items": ["layers.1.attention", "layers.1.mlp"]}
     names = [item["name"] for item in profile[0]["items"]]
-    kept, dropped = names.index("layers.0.mlp"), names.index("layers.1.mlp")
+    remaining, dropped = names.index("layers.0.mlp"), names.index("layers.1.mlp")
     for step in (line for line in profile if line["record"] == "step"):
-        assert step["activation_bytes"][kept] > 0
+        assert step["activation_bytes"][remaining] > 0
         assert (step["activation_bytes"][dropped] > 0) == (step["step"] <= 4)
     assert "dropped" in {line["kind"] for line in lines(tmp_path / "run" / "events.jsonl")}
     stored = json.loads((tmp_path / "run" / "run.json").read_text())

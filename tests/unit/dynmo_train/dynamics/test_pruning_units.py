@@ -82,7 +82,7 @@ def test_structured_pruning_equals_masked_layer_at_lower_cost(make, kind, units_
         assert units.kind == kind
         assert len(units.scores) == units_count
         apply(weakest(units, 0.5), structured)
-    # What the masked one adds of biases behind pruned rows meets pruned columns only.
+    # Biases of pruned rows in the masked module multiply pruned columns only.
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(2))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     y, expected = narrow(inputs[0]), masked(inputs[1])
@@ -93,10 +93,10 @@ def test_structured_pruning_equals_masked_layer_at_lower_cost(make, kind, units_
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
     for (name, ours), theirs in zip(narrow.named_parameters(), masked.parameters(), strict=True):
         owner = narrow.get_submodule(name.rpartition(".")[0])
-        kept = owner.mask if name.endswith("weight") and isinstance(owner, PrunableLinear) else 1.0
+        row_mask = owner.mask if name.endswith("weight") and isinstance(owner, PrunableLinear) else 1.0
         if name.endswith("bias") and isinstance(owner, PrunableLinear) and owner.rows is not None:
-            kept = owner.mask.any(1)
-        torch.testing.assert_close(ours.grad * kept, theirs.grad * kept, rtol=1e-4, atol=1e-4, msg=name)
+            row_mask = owner.mask.any(1)
+        torch.testing.assert_close(ours.grad * row_mask, theirs.grad * row_mask, rtol=1e-4, atol=1e-4, msg=name)
     counts = {}
     for label, module in (("narrow", narrow), ("whole", whole)):
         with FlopCounterMode(display=False) as counter:

@@ -19,14 +19,14 @@ def inputs(tokens: int = 24, batch: int = 2, heads: int = 3, width: int = 8):
     return [torch.randn(batch, heads, tokens, width, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def dense(q, k, v, seen, *, causal):
-    """All scores, then the mask: same bucket, not ahead, seen; 0 where nothing is seen."""
+def dense(q, k, v, key_mask, *, causal):
+    """All scores, then the mask: same bucket, causal, ``key_mask``; 0 for a query without any key."""
     rotation = SPARSE._rotation(q.shape[1], q.shape[3], q.device, training=False)
     mask = hash_directions(q, rotation)[..., :, None] == hash_directions(k, rotation)[..., None, :]
     if causal:
         mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
-    if seen is not None:
-        mask = mask & seen[:, None, None, :]
+    if key_mask is not None:
+        mask = mask & key_mask[:, None, None, :]
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1).nan_to_num(0.0)
     return weights @ v, mask
@@ -37,10 +37,10 @@ def dense(q, k, v, seen, *, causal):
 @pytest.mark.parametrize("padded", [True, False])
 def test_hashed_attention_equals_dense_attention_under_its_mask(causal, tokens, padded):
     q, k, v = inputs(tokens)
-    seen = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens - 1], [2]]) if padded else None
-    y = SPARSE.attend(q, k, v, seen, causal=causal, dropout=0.0, training=False)
+    key_mask = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens - 1], [2]]) if padded else None
+    y = SPARSE.attend(q, k, v, key_mask, causal=causal, dropout=0.0, training=False)
     copies = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    expected, mask = dense(*copies, seen, causal=causal)
+    expected, mask = dense(*copies, key_mask, causal=causal)
     if causal or padded:
         assert not mask.any(-1).all(), "some query sees nothing"
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
