@@ -58,7 +58,7 @@ def main() -> int:
     runs = comparison(work)
     logits = logits_difference(work / "balanced", work / "hf")
     static_ms, balanced_ms = runs["step_ms"]
-    settled = runs["settled_ms"]
+    steady = runs["steady_ms"]
     same = "identical, bit for bit" if runs["identical"] else f"DIFFERENT from step {runs['first_difference']}"
     rows = [
         ("documents in / out", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
@@ -71,8 +71,8 @@ def main() -> int:
             f"{static_ms:.0f} ms / {balanced_ms:.0f} ms: ratio {static_ms / balanced_ms:.2f}",
         ),
         (
-            f"  after step {runs['settled_from']}",
-            f"{settled[0]:.0f} ms / {settled[1]:.0f} ms: ratio {runs['ratio_settled']:.2f}",
+            f"  after step {runs['steady_from']}",
+            f"{steady[0]:.0f} ms / {steady[1]:.0f} ms: ratio {runs['ratio_steady']:.2f}",
         ),
         ("losses, static and balanced", same),
         ("logits against transformers", f"{logits:.1e} at most"),
