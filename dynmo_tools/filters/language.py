@@ -116,7 +116,7 @@ class LanguageDetector:
         return text[:10_000]
 
     def _only_letters_that_count(self, text: str) -> str:
-        """The text without Latin letters if other scripts have more than twice as many."""
+        """The text without Latin letters if letters of other scripts outnumber them two to one."""
         if text.isascii():
             return text
         latin = others = 0
@@ -192,7 +192,7 @@ class LanguageDetector:
 def _choices(draw: random.Random, items: Sequence[int], count: int) -> list[int]:
     """``[draw.choice(items) for _ in range(count)]``: the same draws in a third of the time.
 
-    ``choice`` draws as many bits as the length has, until they are a number below the length.
+    ``choice`` draws the bit length of the count repeatedly, until the number is below the count.
     """
     found: list[int] = []
     length = len(items)

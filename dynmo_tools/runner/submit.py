@@ -83,7 +83,7 @@ def dispatch_step(job: Job, step: Step, run: RunSettings, execution: Execution, 
 
 
 def _placeholder_manifest(job: Job, jobs: int) -> TaskManifest:
-    """The manifest of a job whose input does not exist yet: as many tasks as the array has jobs."""
+    """The manifest of a job whose input does not exist yet: one task per job of the array."""
     source = Source(path=job.inputs[0], size_bytes=UNKNOWN_BYTES, mtime_ns=0)
     return TaskManifest(digest="", sources=(source,), tasks=(Slice(path=job.inputs[0]),) * jobs)
 

@@ -3,7 +3,7 @@
 The target of a redirect is queued at its own host, so the rules of a host apply to it too.
 
 ``WINDOW`` URLs of the list are in memory, and ``HOSTS`` active hosts with their robots.txt. An active host that may be
-requested again precedes new hosts, so few hosts are active.
+requested again precedes new hosts, which limits the number of active hosts.
 """
 
 from __future__ import annotations
