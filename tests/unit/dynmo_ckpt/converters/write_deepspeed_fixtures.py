@@ -1,4 +1,4 @@
-"""Writes the fixtures of ``test_open_deepspeed_layer_files_and_modules.py`` with an installed DeepSpeed.
+"""Writes the fixtures of ``test_deepspeed.py`` with an installed DeepSpeed.
 
     python write_deepspeed_fixtures.py [CASE ...]
 
