@@ -123,7 +123,7 @@ def verify(
 
     Files without checksums, such as safetensors, are only read to their end; a message reports that.
     """
-    from ..errors import EXIT_DIFFERENCE
+    from ..io.errors import EXIT_DIFFERENCE
     from ..operations.verify import verify_checkpoint
 
     directory, findings, remarks = verify_checkpoint(path, step, level, tuple(ignore_config or ()))
@@ -173,7 +173,7 @@ def diff(
 
     Padding rows of the vocabulary are not compared. Where only one side has pruning masks, they are applied first.
     """
-    from ..errors import EXIT_DIFFERENCE
+    from ..io.errors import EXIT_DIFFERENCE
 
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
     found = _differences(left, right, roles, atol, ignore_config=ignore_config)

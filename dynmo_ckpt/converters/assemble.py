@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from .._common.document import Problem, envelope
-from ..errors import CorruptError, UnsupportedError, short_names
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from ..formats.checkpoint_rules import block_items
 from ..huggingface.models import hf_model
+from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..maps.name_map import Mapped, layout_of, load_map, model_ties, to_native
 from ..megatron.training_progress import in_manifest
 from ..native.checkpoint import NativeCheckpoint

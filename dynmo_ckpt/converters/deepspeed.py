@@ -22,8 +22,8 @@ from typing import Any
 
 from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..formats.choices import ReadOptions, WriteOptions
+from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
 from ..megatron.read import (

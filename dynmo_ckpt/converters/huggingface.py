@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from .._common.document import encode_json
-from ..errors import UnsupportedError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.files import (
     DTYPE_NAMES,
@@ -18,6 +17,7 @@ from ..huggingface.files import (
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan

@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptError
 from ..formats.choices import ReadOptions
+from ..io.errors import CorruptError
 from ..io.files import open_file
 from ..io.safetensors import StoredArray
 from ..native.checkpoint import NativeCheckpoint

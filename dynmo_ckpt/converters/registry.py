@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 from .._common.console import say
 from .._common.document import short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, NoOptimizerStateError
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
+from ..io.errors import CorruptError, NoOptimizerStateError
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
 from . import BUILTIN

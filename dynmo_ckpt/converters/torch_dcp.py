@@ -22,11 +22,11 @@ from typing import Any
 
 from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.files import read_config, read_generation_config
 from ..huggingface.models import ARCHITECTURES
 from ..huggingface.source_config import source_of
+from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
 from ..io.files import read_file
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args

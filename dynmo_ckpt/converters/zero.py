@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, UnsupportedError, short_name
+from ..io.errors import CorruptError, UnsupportedError, short_name
 from ..tensors.views import Tensor, concatenate
 from ..torch_save.pickles import OpaquePickle, TensorRef
 from ..torch_save.reader import TorchFile, open_torch

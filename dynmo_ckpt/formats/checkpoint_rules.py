@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .._common.document import Problem, short_repr
-from ..errors import short_name
+from ..io.errors import short_name
 
 Document = dict[str, Any]
 # Tensors with a row for each token id.

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import maps
 from .._common.document import parse_json, short_repr
-from ..errors import CorruptError, UnsupportedError, short_name, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 
 Config = Mapping[str, Any]
 

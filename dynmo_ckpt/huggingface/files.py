@@ -8,7 +8,7 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, UnsupportedError, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
 from ..maps.name_map import Mapped

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, UnsupportedError, short_names
+from ..io.errors import CorruptError, UnsupportedError, short_names
 from .config_keys import complete_config
 
 Config = Mapping[str, Any]

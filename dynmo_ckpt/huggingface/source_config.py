@@ -11,7 +11,7 @@ from typing import Any
 
 from .._common.document import encode_json, parse_json
 from .._common.errors import DynmoError
-from ..errors import CorruptError
+from ..io.errors import CorruptError
 from .config_keys import irrelevant_keys, key_table
 from .models import hf_model
 

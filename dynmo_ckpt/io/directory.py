@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .._common.console import human_bytes
 from .._common.errors import UsageError
-from ..errors import StorageError
+from .errors import StorageError
 
 
 def check_target(target: Path, source: Path, *, overwrite: bool, need_bytes: int) -> None:

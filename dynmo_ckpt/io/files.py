@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .._common.document import MAX_DOCUMENT_BYTES, DocumentError, UnreadableError, open_regular, read_bytes
-from ..errors import CorruptError
+from .errors import CorruptError
 
 
 def open_file(path: Path) -> BinaryIO:

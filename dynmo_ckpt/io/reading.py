@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._common.portable import read_into
-from ..errors import CorruptError, StorageError, short_name
 from .checks import Part, SourceChecks, altered_message, combine_parts
+from .errors import CorruptError, StorageError, short_name
 from .files import open_file
 from .safetensors import StoredArray
 

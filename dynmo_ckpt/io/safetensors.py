@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._common.document import parse_json, short_repr
-from ..errors import CorruptError, UnsupportedError, short_name
+from .errors import CorruptError, UnsupportedError, short_name
 from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}

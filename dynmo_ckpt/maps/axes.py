@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..errors import UnsupportedError, short_name
+from ..io.errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
 
 Axes = tuple[tuple[str, ...], ...]

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from .._common.document import parse_json
-from ..errors import UnsupportedError, short_name, short_names
+from ..io.errors import UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from .axes import Axes, expand, parse_axes, stored_shape
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from .. import maps
 from .._common.document import parse_json, short_repr
-from ..errors import UnsupportedError, short_names
 from ..huggingface.config_keys import irrelevant_keys, matches
+from ..io.errors import UnsupportedError, short_names
 from ..torch_save.pickles import Name, OpaquePickle
 
 Args = Mapping[str, Any]

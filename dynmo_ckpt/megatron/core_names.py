@@ -12,7 +12,7 @@ from importlib import resources
 
 from .. import maps
 from .._common.document import parse_json
-from ..errors import UnsupportedError, short_name
+from ..io.errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")

@@ -7,8 +7,8 @@ from typing import Any
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
-from ..errors import UnsupportedError
 from ..huggingface.models import RACE_CHOICES
+from ..io.errors import UnsupportedError
 from ..tensors.views import Tensor
 
 Args = Mapping[str, Any]

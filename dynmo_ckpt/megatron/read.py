@@ -30,8 +30,8 @@ from typing import Any
 
 from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, UnsupportedError, short_name, short_names
 from ..formats.choices import ReadOptions
+from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
 from ..maps.name_map import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_native
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef

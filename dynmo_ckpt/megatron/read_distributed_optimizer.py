@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptError, UnsupportedError
+from ..io.errors import CorruptError, UnsupportedError
 from ..tensors.views import Tensor, concatenate
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile, open_torch

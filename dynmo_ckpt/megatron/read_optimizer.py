@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name
+from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CorruptError, UnsupportedError, short_name
+from ..io.errors import CorruptError, UnsupportedError, short_name
 from ..io.reading import Reader, open_sources
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from ..tensors.copy_plan import OutputTensor, sources

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._common.document import encode_json
-from ..errors import UnsupportedError
+from ..io.errors import UnsupportedError
 from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, Writable

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from .._common.errors import UsageError
-from ..errors import UnsupportedError
+from ..io.errors import UnsupportedError
 from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import check_divisible

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import UnsupportedError, short_names
+from ..io.errors import UnsupportedError, short_names
 from ..maps.name_map import Layout, Mapped, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor

@@ -10,9 +10,9 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, short_name
 from ..formats.checkpoint import parse_manifest
 from ..formats.checkpoint_rules import VOCABULARY_ROWS
+from ..io.errors import CorruptError, short_name
 from ..io.files import read_file
 from ..io.safetensors import StoredArray, read_index
 from ..tensors.views import Piece, Tensor, as_tensor

@@ -15,9 +15,9 @@ from typing import Any
 from .. import __version__
 from .._common.document import envelope
 from .._common.errors import UsageError
-from ..errors import UnsupportedError
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
 from ..formats.checkpoint_rules import block_items, finest_items, model_blocks, model_items
+from ..io.errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor, SafetensorsFile, WrittenFile, safetensors_file
 from ..tensors.views import Tensor
 

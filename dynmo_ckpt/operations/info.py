@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .._common.console import human_bytes
-from ..errors import short_name
+from ..io.errors import short_name
 from ..io.safetensors import DTYPE_BYTES
 
 if TYPE_CHECKING:

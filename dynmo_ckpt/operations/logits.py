@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.errors import MissingExtraError
-from ..errors import CorruptError, UnsupportedError, short_names
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
+from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..native.checkpoint import NativeCheckpoint
 from .reference_model import Array, Ids, model_logits
 

@@ -17,8 +17,8 @@ from typing import Any
 from .._common.console import Tick, progress
 from .._common.crc32 import combine
 from ..converters.registry import detect, open_checkpoint
-from ..errors import CorruptError, short_name, short_names
 from ..formats.choices import Level, ReadOptions
+from ..io.errors import CorruptError, short_name, short_names
 from ..io.safetensors import Index, StoredArray, read_index
 from ..native.checkpoint import (
     STEP_NAME,

@@ -17,8 +17,8 @@ from .._common.checks import ENVELOPE, anything, mapping, obj, string
 from .._common.console import Format, emit, emit_json, emit_table, human_bytes, progress, say
 from .._common.document import Problem, WriterError, encode_json, envelope, parse_json
 from .._common.portable import peak_memory_bytes
-from ..errors import CorruptError, StorageError
 from ..io.directory import check_target, new_directory, write_synced
+from ..io.errors import CorruptError, StorageError
 from ..tensors.copy_plan import ExportPlan, Writable
 from ..tensors.execute import execute
 from ..tensors.tiled_copy import buffer_bytes

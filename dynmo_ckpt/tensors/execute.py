@@ -37,8 +37,8 @@ import numpy as np
 from .._common.console import Tick
 from .._common.crc32 import combine
 from .._common.portable import allocate, read_into
-from ..errors import CorruptError, StorageError, short_name
 from ..io.checks import Part, SourceChecks, altered_message
+from ..io.errors import CorruptError, StorageError, short_name
 from ..io.reading import Reader, Words, open_sources
 from ..io.safetensors import StoredArray
 from ..io.writeback import Writeback

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import UnsupportedError
+from ..io.errors import UnsupportedError
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 
 

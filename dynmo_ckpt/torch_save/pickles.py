@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from ..errors import CorruptError, UnsafePickleError, UnsupportedError, short_name
+from ..io.errors import CorruptError, UnsafePickleError, UnsupportedError, short_name
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",

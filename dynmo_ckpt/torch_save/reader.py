@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .._common.document import short_repr
-from ..errors import CorruptError, short_name
+from ..io.errors import CorruptError, short_name
 from ..io.files import open_file
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from ..tensors.views import Piece, Tensor, View

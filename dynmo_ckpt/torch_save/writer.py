@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.crc32 import combine
-from ..errors import UnsupportedError
+from ..io.errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor
 from .pickles import STORAGE_DTYPES, Name
 from .reader import open_torch

@@ -13,11 +13,11 @@ import torch
 from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.converters.registry import open_checkpoint
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.config_keys import complete_config, irrelevant_keys, key_table
 from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
 
 EIGHT = ReadOptions(make_vocab_size_divisible_by=8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynmo_ckpt.errors import CorruptError, short_name, short_names
+from dynmo_ckpt.io.errors import CorruptError, short_name, short_names
 from dynmo_ckpt.io.safetensors import encode_header, read_index
 
 

@@ -16,8 +16,8 @@ from dynmo_balance.inputs.model_config import from_config
 from dynmo_balance.schedules.registry import SCHEDULES, build_order
 from dynmo_ckpt.cli import app as ckpt_app
 from dynmo_ckpt.converters.assemble import model_from_config
-from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.errors import CorruptError
 from dynmo_tools.cli import app as prep_app
 from dynmo_train._common.errors import UsageError as TrainError
 from dynmo_train.cli import app as train_app

@@ -17,8 +17,8 @@ import pytest
 
 from dynmo_ckpt.converters.deepspeed import open_deepspeed
 from dynmo_ckpt.converters.registry import open_checkpoint
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"

@@ -5,8 +5,8 @@ import pytest
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.converters import BUILTIN
 from dynmo_ckpt.converters.registry import CheckpointFormat, detect, get_format, open_checkpoint
-from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.formats.choices import ReadOptions, WriteOptions
+from dynmo_ckpt.io.errors import CorruptError
 
 
 @pytest.mark.parametrize("name", BUILTIN)

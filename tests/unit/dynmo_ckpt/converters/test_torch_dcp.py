@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dynmo_ckpt.converters.registry import open_checkpoint
-from dynmo_ckpt.errors import CorruptError, NoOptimizerStateError, UnsafePickleError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.io.errors import CorruptError, NoOptimizerStateError, UnsafePickleError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 

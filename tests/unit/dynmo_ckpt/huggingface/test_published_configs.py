@@ -6,9 +6,9 @@ import pytest
 
 from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.converters.assemble import model_from_config
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.models import hf_model
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 GPT2 = {

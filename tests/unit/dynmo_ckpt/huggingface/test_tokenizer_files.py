@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.huggingface.files import tokenizer_files
+from dynmo_ckpt.io.errors import CorruptError
 
 DAMAGED = [b"[" * 2000, b"null", b"[]", b"", b"\xff", b'{"</s>":"x"}', b'{"</s>":true}', b'{"</s>":-1}', b'{"</s>":[]}']
 

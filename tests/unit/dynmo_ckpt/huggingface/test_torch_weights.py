@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dynmo_ckpt.errors import CorruptError, UnsafePickleError, UnsupportedError
 from dynmo_ckpt.huggingface.files import read_tensors
+from dynmo_ckpt.io.errors import CorruptError, UnsafePickleError, UnsupportedError
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save_file
 
-from dynmo_ckpt.errors import CorruptError
+from dynmo_ckpt.io.errors import CorruptError
 from dynmo_ckpt.io.safetensors import encode_header, read_index
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
 from dynmo_ckpt.maps.name_map import layout_of, load_map, to_foreign, to_native
 from dynmo_ckpt.tensors.views import as_tensor

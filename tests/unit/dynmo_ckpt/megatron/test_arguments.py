@@ -6,8 +6,8 @@ import types
 import pytest
 
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
+from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_values, read_args
 from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
 from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dynmo_ckpt.converters.registry import open_checkpoint
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.operations.reference_model import load_array
 from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.errors import UsageError
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources

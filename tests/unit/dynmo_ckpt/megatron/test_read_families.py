@@ -6,8 +6,8 @@ import pytest
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.converters.legacy_megatron import stage_layer_counts
 from dynmo_ckpt.converters.registry import open_checkpoint
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage

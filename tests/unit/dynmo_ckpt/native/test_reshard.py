@@ -9,8 +9,8 @@ import pytest
 
 from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.converters.native import plan_native_export
-from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.formats.choices import WriteOptions
+from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.native.reshard import layer_counts, partition_from_counts
 from dynmo_ckpt.operations.write import WriteSettings, write_export

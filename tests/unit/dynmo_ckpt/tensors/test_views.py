@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import read_index
 from dynmo_ckpt.maps.axes import expand, parse_axes, stored_shape
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, expected_crc32, safetensors_file

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynmo_ckpt.errors import CorruptError
+from dynmo_ckpt.io.errors import CorruptError
 from dynmo_ckpt.megatron.read import flatten
 from dynmo_ckpt.torch_save.reader import open_torch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dynmo_ckpt._common.errors import DynmoError
-from dynmo_ckpt.errors import CorruptError, UnsafePickleError
+from dynmo_ckpt.io.errors import CorruptError, UnsafePickleError
 from dynmo_ckpt.torch_save.pickles import OpaquePickle, TensorRef, load_pickle
 from dynmo_ckpt.torch_save.reader import open_torch
 

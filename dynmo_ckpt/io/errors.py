@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ._common.document import SHORT_CHARACTERS, short_repr
-from ._common.errors import DynmoError
+from .._common.document import SHORT_CHARACTERS, short_repr
+from .._common.errors import DynmoError
 
 EXIT_DIFFERENCE = 1
 
