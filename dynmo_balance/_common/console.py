@@ -45,7 +45,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def say(text: str = "") -> None:
+def print_message(text: str = "") -> None:
     """Print talk for a person on stderr; plain text, markup is not interpreted."""
     sys.stderr.write(_encodable(text) + "\n")
     sys.stderr.flush()
@@ -83,7 +83,7 @@ def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         for column, numeric in zip(columns, right, strict=True):
             table.add_column(column, justify="right" if numeric else "left")
         for row in rows:
-            table.add_row(*map(Text, row))  # plain text: a cell in brackets is no markup
+            table.add_row(*map(Text, row))  # as Text, so that rich does not read brackets in cells as markup
         Console(file=sys.stdout).print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
@@ -143,7 +143,7 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
         rate = state["done"] / (now - started)
         left = f", {(total - state['done']) / rate:.0f} s left" if total and rate else ""
         of = f"/{total:,.0f}" if total else ""
-        say(f"{label}: {state['done']:,.0f}{of} {unit} ({rate:,.1f} {unit}/s{left}) {note}".rstrip())
+        print_message(f"{label}: {state['done']:,.0f}{of} {unit} ({rate:,.1f} {unit}/s{left}) {note}".rstrip())
 
     yield tick_line
 
@@ -195,8 +195,8 @@ def version_text(prog: str) -> str:
     return " | ".join([f"{prog} {__version__}", f"distribution: {DISTRIBUTION}", f"python: {python}", *found])
 
 
-def _show_version(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _show_version(ctx: typer.Context, requested: bool) -> None:
+    if requested:
         emit(version_text(ctx.find_root().info_name or DISTRIBUTION))
         raise typer.Exit
 
@@ -234,10 +234,10 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
     except DynmoError as error:
         if os.environ.get("DYNMO_TRACEBACK") == "1":
             raise
-        say(f"{prog}: error: {error}")
+        print_message(f"{prog}: error: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        say(f"{prog}: interrupted")
+        print_message(f"{prog}: interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends

@@ -257,9 +257,9 @@ def envelope_problems(value: Any, format_name: str, version: int) -> list[Proble
         return [Problem("", "type", f"must be an object, is {type_name(value)}")]
     if value.get("format") != format_name:
         return [Problem("format", "format", f"must be {format_name!r}, is {short_repr(value.get('format'))}")]
-    met = value.get("version")
-    if isinstance(met, int) and met > version:
-        return [Problem("version", "version", f"is {met}; this program reads {format_name} up to version {version}")]
+    found = value.get("version")
+    if isinstance(found, int) and found > version:
+        return [Problem("version", "version", f"is {found}; this program reads {format_name} up to version {version}")]
     return []
 
 

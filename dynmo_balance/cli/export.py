@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import emit, say
+from .._common.console import emit, print_message
 from .._common.document import MAX_MICROBATCHES
 from .options import Target
 
@@ -40,5 +40,5 @@ def export(
     planned = header.microbatches if read.constraints is None else read.constraints.microbatches
     text = TARGETS[to.value](read, header, microbatches or planned, target_version)
     if read.workers != tuple(range(len(read.workers))):
-        say(f"pipeline ranks, in order, are the plan's workers {', '.join(map(str, read.workers))}")
+        print_message(f"pipeline ranks, in order, are the plan's workers {', '.join(map(str, read.workers))}")
     emit(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit_json, say
+from .._common.console import Format, emit_json, print_message
 from ..formats.plan import encode_plan
 from .options import (
     BalancerOption,
@@ -96,7 +96,7 @@ def partition(
     plan = _plan(loaded, proposal, base, balancer)
     if output is not None:
         write_whole(output, encode_plan(plan, str(output)))
-        say(f"wrote {output}")
+        print_message(f"wrote {output}")
     if output_format is Format.JSON:
         emit_json(to_document(plan))
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import Format, command_list, emit, emit_json, emit_table, progress, say
+from .._common.console import Format, command_list, emit, emit_json, emit_table, print_message, progress
 from .._common.document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
 from .options import (
     Dtype,
@@ -110,9 +110,9 @@ def build(
             if line["record"] == "step":
                 tick(1)
     write_profile(output, [line.encode() for line in lines])
-    say(f"wrote {output}: {len(header.items)} items, {spec.params:,} parameters, {script.steps} steps")
+    print_message(f"wrote {output}: {len(header.items)} items, {spec.params:,} parameters, {script.steps} steps")
     for part in spec.left_out:
-        say(f"without {part}, which transformers does not train either")
+        print_message(f"without {part}, which transformers does not train either")
 
 
 def _refuse_existing(output: Path) -> None:
@@ -234,4 +234,4 @@ def import_(
     model = costs_of_header(described, load_device(device), "float32")
     measured_plan = initial_plan(header, described) if plan is None else read_fitting_plan(plan, described)
     write_profile(output, import_lines(kind.value, measured, line, described, model, measured_plan).splitlines())
-    say(f"wrote {output}: {len(read_profile(output)[0].steps)} steps")
+    print_message(f"wrote {output}: {len(read_profile(output)[0].steps)} steps")

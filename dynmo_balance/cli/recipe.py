@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table, say
+from .._common.console import Format, emit, emit_json, emit_table, print_message
 from .._common.document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
 from .options import FormatOption
 
@@ -60,7 +60,9 @@ def recipe(
         if len(recipes) != 1:
             raise UsageError(f"--trace: needs exactly one recipe, got {len(recipes)}; name one")
         write_trace(trace, recipes[0], baseline_steps, technique_steps)
-        say(f"wrote {trace}: {baseline_steps} steps of the baseline, {technique_steps} of {recipes[0].technique}")
+        print_message(
+            f"wrote {trace}: {baseline_steps} steps of the baseline, {technique_steps} of {recipes[0].technique}"
+        )
         return
     if table:
         _print_gaps([measure_gap(one) for one in recipes], output_format)

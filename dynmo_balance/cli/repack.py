@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table, human_bytes, say
+from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
 from ..formats.plan import encode_plan
 from .options import (
     CostOptions,
@@ -69,7 +69,7 @@ def repack(
     small, plan = make_release_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
     if output is not None:
         write_whole(output, encode_plan(plan, str(output)))
-        say(f"wrote {output}")
+        print_message(f"wrote {output}")
     if not is_text:
         emit_json(to_document(plan))
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import MAX_STEPS
 
 
@@ -29,7 +29,9 @@ def report(
         loaded = load(run, window=window)
         problem = make_problem(loaded, ProblemOptions())
     except UsageError as error:
-        say(f"without timelines: {error}")
+        print_message(f"without timelines: {error}")
         problem = None
     write_whole(output, html(history, problem).encode())
-    say(f"wrote {output}: {len(history.steps)} steps, {len(history.plan_histories)} plans, {len(history.moves)} moves")
+    print_message(
+        f"wrote {output}: {len(history.steps)} steps, {len(history.plan_histories)} plans, {len(history.moves)} moves"
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, say
+from .._common.console import Format, emit, emit_json, print_message
 from .options import (
     ClockOptions,
     CompressionFlags,
@@ -104,7 +104,9 @@ def what_if(
     axes = dict(varied or ([] if is_compressed else [parse_vary("stages=1:8", AXES)]))
     is_dense = costs.at_step is None and bool(set(DYNAMIC) & axes.keys())
     loaded = costs.load(source, before_changes=is_dense)
-    say(f"costs: median of {loaded.costs.records} records, steps {loaded.costs.from_step} to {loaded.costs.to_step}")
+    print_message(
+        f"costs: median of {loaded.costs.records} records, steps {loaded.costs.from_step} to {loaded.costs.to_step}"
+    )
     grid = Grid(
         loaded.header,
         loaded.costs,

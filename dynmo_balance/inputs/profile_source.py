@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import DynmoError, UsageError
 from ..costs.analytic import costs_of_header
 from ..costs.cost_window import CostWindow, ItemCosts, speeds_of_items
@@ -142,7 +142,9 @@ def load(
             last = record
     if device is not None:
         if last is not None:
-            say(f"costs: computed for {device.name}, dense | measured costs ignored: {len(segment.steps)} steps")
+            print_message(
+                f"costs: computed for {device.name}, dense | measured costs ignored: {len(segment.steps)} steps"
+            )
         computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
         plan = initial_plan(path, header) if last is None else _active_plan(path, header, last)
         return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
@@ -166,5 +168,5 @@ def warn_of_units(path: Path, records: Sequence[Step]) -> bool:
     found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
     if found:
         more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""
-        say(f"warning: {profile_path(path)}: {found[0].path}: {found[0].message}{more}")
+        print_message(f"warning: {profile_path(path)}: {found[0].path}: {found[0].message}{more}")
     return bool(found)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import DynmoError
 from ..formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, plan_path, publish, read_plan
 from ..formats.profile import Header, Step
@@ -84,12 +84,12 @@ class Watcher:
         """
         news = self._tail.poll()
         if news.restarted:
-            say("the profile was replaced or truncated: starting from scratch")
+            print_message("the profile was replaced or truncated: starting from scratch")
             self._state = RunState(window_size=self._options.window)
             self._base, self._decided_at = None, -1
             self._published.clear()
         for problem in news.problems:
-            say(f"{self._profile}: skipped {problem}")
+            print_message(f"{self._profile}: skipped {problem}")
         overdue = False
         headers = sum(isinstance(record, Header) for record in news.records)
         for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
@@ -166,7 +166,7 @@ class Watcher:
             segment = self._state.header.segment if self._state.header is not None else 0
             plan = publish(self._plans, _with_segment(decision.plan, segment))
             written = f"; wrote plan {plan.plan_id}"
-        say(decision.line + written)
+        print_message(decision.line + written)
         return False
 
     def _find_base(self) -> Plan | None:
@@ -234,7 +234,7 @@ class Watcher:
 
     def _warn_once(self, text: str) -> None:
         if text != self._last_warning:
-            say(text)
+            print_message(text)
             self._last_warning = text
 
 
@@ -284,7 +284,7 @@ def watch(
         heartbeat: where to write heartbeats; None writes none.
     """
     watcher = Watcher(run, options, beat=heartbeat.beat) if heartbeat is not None else Watcher(run, options)
-    say(f"watching {run} | balancer: {options.balancer} | policy: {options.policy}")
+    print_message(f"watching {run} | balancer: {options.balancer} | policy: {options.policy}")
     is_child = os.getppid() == parent_pid
     while True:
         news = watcher.poll(decides=once)
@@ -293,7 +293,7 @@ def watch(
         if once:
             return
         if parent_pid is not None and not _is_alive(parent_pid, is_child):
-            say(f"process {parent_pid} has ended: exiting")
+            print_message(f"process {parent_pid} has ended: exiting")
             return
         if not news:
             time.sleep(poll_s)

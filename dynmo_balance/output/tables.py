@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from .._common.console import emit, emit_table, human_bytes, say
+from .._common.console import emit, emit_table, human_bytes, print_message
 from ..analysis.search import Search
 from ..analysis.what_if import NEUTRAL_DYNAMICS, Cell, Row
 from ..analysis.what_if_compression import CompressedRow
@@ -106,16 +106,16 @@ def log_search(found: Search, shown: int = 8) -> None:
     """Log the best results of a search on stderr, and their distance to the lower bound."""
     bounds = found.bounds
     for candidate in (found.best, *found.others[: shown - 1]):
-        say(
+        print_message(
             f"{candidate.label}: step {milliseconds(candidate.timeline.step_ns, 2)} ms,"
             f" {candidate.timeline.step_ns / bounds.step_ns:.3f} x the bound"
         )
-    say(
+    print_message(
         f"bound {milliseconds(bounds.step_ns, 2)} ms: work over workers {milliseconds(bounds.work_ns, 2)}, heaviest"
         f" unit {milliseconds(bounds.unit_ns, 2)}, path {milliseconds(bounds.path_ns, 2)}"
     )
     if found.assumed_split:
-        say("the profile does not split the backward pass: half of it is assumed to be the weight gradient")
+        print_message("the profile does not split the backward pass: half of it is assumed to be the weight gradient")
 
 
 def _cell_columns(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from .._common.console import Format, add_version, command_list, emit, emit_json, emit_table, progress, run_app, say
+from .._common.console import (
+    Format,
+    add_version,
+    command_list,
+    emit,
+    emit_json,
+    emit_table,
+    print_message,
+    progress,
+    run_app,
+)
 from ..formats.choices import AUTO, Dtype, Level, ReadOptions, ReplicaPolicy, WriteOptions
 from . import options
 from .megatron_tools import register
@@ -51,7 +61,7 @@ def info(
         directory, remarks = find_checkpoint(path, step)
         manifest = load_manifest(directory)
         for remark in remarks:
-            say(remark)
+            print_message(remark)
     else:
         read = ReadOptions(step=step, headers_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = open_and_report(path, found.name, read)
@@ -91,7 +101,7 @@ def formats(report: options.Report = Format.TEXT) -> None:
         shown = [[YES_NO.get(str(value), str(value)) for value in row.values()] for row in rows]
         emit_table("checkpoint formats", ("name", "reads", "writes", "package", "description"), shown)
     for failure in failures:
-        say(failure)
+        print_message(failure)
 
 
 @app.command()
@@ -128,7 +138,7 @@ def verify(
 
     directory, findings, remarks = verify_checkpoint(path, step, level, tuple(ignore_config or ()))
     for remark in remarks:
-        say(remark)
+        print_message(remark)
     if against is not None and not findings:
         differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step, ignore_config)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
@@ -156,7 +166,7 @@ def _logits(
 
     read = ReadOptions(step=step, ignore_config=tuple(ignore_config or ()))
     found = hf_difference(open_and_report(directory, AUTO, read), hf_directory)
-    say(f"logits of {found['tokens']} tokens differ by at most {found['max_abs']:.3g}")
+    print_message(f"logits of {found['tokens']} tokens differ by at most {found['max_abs']:.3g}")
     return found
 
 

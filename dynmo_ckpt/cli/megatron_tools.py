@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._common.console import Format, say
+from .._common.console import Format, print_message
 from .._common.document import MAX_JOBS, MAX_RANKS, MAX_SIZE, MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
@@ -100,7 +100,7 @@ def merge_partitions(
             "--load and --save: both are required (or -i and -o); give the checkpoint and the new directory"
         )
     if weight_data_type is not None:
-        say(f"-weight_data_type {weight_data_type}: ignored; weights keep their type")
+        print_message(f"-weight_data_type {weight_data_type}: ignored; weights keep their type")
     read = ReadOptions(
         vocab_size=_vocabulary(vocab_file),
         num_attention_heads=num_attention_heads,

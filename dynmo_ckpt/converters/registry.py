@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
@@ -144,7 +144,7 @@ def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeChec
     """As :func:`open_checkpoint`; prints the remarks."""
     checkpoint, remarks = open_checkpoint(source, name, options)
     for remark in remarks:
-        say(remark)
+        print_message(remark)
     return checkpoint
 
 

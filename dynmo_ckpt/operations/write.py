@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import __version__
 from .._common.checks import ENVELOPE, anything, mapping, obj, string
-from .._common.console import Format, emit, emit_json, emit_table, human_bytes, progress, say
+from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message, progress
 from .._common.document import Problem, WriterError, encode_json, envelope, parse_json
 from .._common.portable import peak_memory_bytes
 from ..io.directory import check_target, new_directory, write_synced
@@ -173,10 +173,10 @@ def _compare_logits(staging: Path, settings: WriteSettings) -> Mapping[str, Any]
         return None
     reason = settings.logits.skip_reason()
     if reason:
-        say(f"logits of input and output were not compared: {reason}")
+        print_message(f"logits of input and output were not compared: {reason}")
         return None
     found = settings.logits.compare(staging)
-    say(f"logits of input and output differ by at most {found['max_abs']:.3g} on {found['tokens']} tokens")
+    print_message(f"logits of input and output differ by at most {found['max_abs']:.3g} on {found['tokens']} tokens")
     return found
 
 
@@ -220,7 +220,7 @@ def _report(
         f"{verified}"
     )
     for name, value in plan.decisions.items():
-        say(f"  {name}: {value}")
+        print_message(f"  {name}: {value}")
 
 
 def peak_rss_bytes() -> int:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._common.console import Format, add_version, command_list, emit, emit_json, human_bytes, progress, run_app, say
+from .._common.console import (
+    Format,
+    add_version,
+    command_list,
+    emit,
+    emit_json,
+    human_bytes,
+    print_message,
+    progress,
+    run_app,
+)
 from .._common.document import MAX_JOBS
 from .._common.errors import DynmoError, UsageError
 from ..config.options import build, command, number, parameters
@@ -110,7 +120,7 @@ def _step_callback(step: Step) -> Callable[..., None]:
         with _report_os_errors():
             done = dispatch_step(job, step, run, _execution(run), sys.argv[1:])
             if done is not None:
-                (say if run.task_index is not None else emit)(done)
+                (print_message if run.task_index is not None else emit)(done)
                 return
             summary = run_job(job, step.phases_of(), _execution(run))
         if values["format_"] is Format.JSON:
@@ -118,9 +128,9 @@ def _step_callback(step: Step) -> Callable[..., None]:
         else:
             emit(_summary_line(summary))
         if summary.tally.num_rejected:
-            say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
+            print_message(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
         if summary.facts.get(MISSING_NAMES):
-            say(
+            print_message(
                 f"{step.name}: {summary.facts[MISSING_NAMES]:,} names of {job.settings.groups} are in no input; "
                 "use all inputs of find-duplicates and the same --id-key"
             )
@@ -241,7 +251,7 @@ def _pipeline_callback(
 
     run = build(RunSettings, values)
     text, source = recipe_text(recipe)
-    report = say if format_ is Format.JSON else emit
+    report = print_message if format_ is Format.JSON else emit
     recipe_ = parse_recipe(text, source, set_ or [])
     execution = _execution(run, rerun_changed=True)
     inputs = inputs_of(recipe_, input_ or [], work_dir)
@@ -250,7 +260,7 @@ def _pipeline_callback(
             recipe_, inputs, work_dir, _limits(run), step=step, run=run, execution=execution, argv=sys.argv[1:]
         )
         if done is not None:
-            (say if step is not None else emit)(done)
+            (print_message if step is not None else emit)(done)
             return
         document = run_pipeline(
             recipe_, inputs, work_dir, _limits(run), execution, lambda summary: report(_summary_line(summary))
@@ -548,6 +558,6 @@ def convert_indexed(
 def main() -> None:
     """Run the command line."""
     for message in name_conflicts(COMMAND_ORDER):
-        say(f"dynmo-prep: warning: {message}")
+        print_message(f"dynmo-prep: warning: {message}")
     sys.argv[1:] = expand_list_flags(from_classic_syntax(sys.argv[1:]))
     run_app(app, "dynmo-prep")

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import ESCAPED, MAX_TABLE_BYTES, DocumentError, parse_any_json
 from .._common.errors import DynmoError, UsageError
 from ..config.options import files_of, output_folders_of
@@ -157,7 +157,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
             return stored
         if not execution.rerun_changed:
             _refuse_other_run(job)
-        say(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
+        print_message(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
     _remove_run(job)
@@ -275,7 +275,7 @@ def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], exec
             (job.work / FAILED).unlink(missing_ok=True)  # not in run_subset: another subset may have failed
         except (KeyboardInterrupt, SystemExit):
             remove_temporary_files(job)  # a terminated worker may leave a file that it has not registered yet
-            say(f"{job.step}: stopped; completed tasks are saved; run the same command again to resume")
+            print_message(f"{job.step}: stopped; completed tasks are saved; run the same command again to resume")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
         summary = _summarize(job, manifest, markers, time.monotonic() - started, reused=finished_before)

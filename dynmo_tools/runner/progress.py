@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .._common.console import say
+from .._common.console import print_message
 from .task import Phase
 
 LINE_EVERY_S = 0.5
@@ -38,7 +38,7 @@ class _LogMeter:
 
     def resume(self, phase: Phase, done: int) -> None:
         if done and done < phase.tasks:
-            say(f"{self._label}: resumed: {done} of {phase.tasks} tasks of phase {phase.name} are complete")
+            print_message(f"{self._label}: resumed: {done} of {phase.tasks} tasks of phase {phase.name} are complete")
         if phase.reads:
             self._total -= self._total * done // phase.tasks
 
@@ -61,7 +61,7 @@ class _LogMeter:
         self._last_logged_documents = shown
         elapsed = max(time.monotonic() - self._started, 1e-9)
         rates = f"{self._documents / elapsed:.1f} docs/s, {self._bytes / elapsed / 1e6:.2f} MB/s"
-        say(f"Processed {shown} documents ({rates}).{left}")
+        print_message(f"Processed {shown} documents ({rates}).{left}")
 
 
 class _BarMeter:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import emit, say
+from .._common.console import emit, print_message
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
 from .cluster_options import DryRun, Exports, Gpus, JobName, LogFolder, NodeCount, Nproc
@@ -170,12 +170,12 @@ def launch_kubernetes(
         trainer=parse_version("--trainer-version", trainer_version),
     )
     if kind is ManifestKind.TRAINJOB and usable_save_s(job) < save_s:
-        say(
+        print_message(
             f"warning: --save-s {save_s}: Kubeflow Trainer {trainer_version} cannot change the grace period of pods;"
             f" the manifest has --save-s {usable_save_s(job)}. Use Trainer 2.3, or --kind pytorchjob"
         )
     text, requirements = _documents(kind, job, claim_size, storage_class, kubernetes_version)
-    emit(text.rstrip("\n")) if dry_run else say(apply(text, requirements))
+    emit(text.rstrip("\n")) if dry_run else print_message(apply(text, requirements))
 
 
 # Default hostfile of DeepSpeed's launcher.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import emit, say
+from .._common.console import emit, print_message
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
 from ..formats.os_errors import reason
@@ -72,7 +72,9 @@ def _write_and_submit(text: str, file: Path, scheduler: _Scheduler, *, dry_run: 
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {file}: {reason(error)}") from error
-    say(f"dynmo-train: submitted {submit_script(file, scheduler.command, by_stdin=scheduler.by_stdin)} ({file})")
+    print_message(
+        f"dynmo-train: submitted {submit_script(file, scheduler.command, by_stdin=scheduler.by_stdin)} ({file})"
+    )
 
 
 @launch.command("slurm", context_settings=COMMAND_LAST)

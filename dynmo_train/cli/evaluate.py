@@ -6,7 +6,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table, say
+from .._common.console import Format, emit, emit_json, emit_table, print_message
 from ..config.command import with_specs
 from ..config.evaluation import ClassifyConfig, HarnessConfig, InferenceConfig, LambadaConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
@@ -41,7 +41,7 @@ def _configs(task: type[Task], flags: dict[str, Any]) -> tuple[InferenceConfig, 
     need_torch()
     configs = values_of(InferenceConfig, flags), values_of(task, flags)
     for line in task_warnings(*configs) if is_rank0() else ():
-        say(f"warning: {line}")
+        print_message(f"warning: {line}")
     return configs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from .._common.console import command_list, say
+from .._common.console import command_list, print_message
 from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, read_config_file, resolve_checked
@@ -49,7 +49,7 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     try:
         options = _checked_values(flags)
         for line in task_warnings(options) if is_rank0() else ():
-            say(f"warning: {line}")
+            print_message(f"warning: {line}")
         samples = count_samples(task, options)
         epochs = options.epochs if options.epochs is not None else 3
         shape = _pretrained_shape(options, given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._common.console import Format, emit, emit_json, say
+from .._common.console import Format, emit, emit_json, print_message
 from .._common.document import MAX_DOCUMENT_BYTES
 from .._common.errors import UsageError
 from ..config.command import with_specs
@@ -49,7 +49,7 @@ def generate_text(
         texts = read_prompts(prompt, options)
     settings = generation_settings(options, unconditional=texts is not None and texts == [""] * len(texts))
     for line in task_warnings(config, options) if is_rank0() else ():
-        say(f"warning: {line}")
+        print_message(f"warning: {line}")
     from ..evaluation.model_checkpoint import evaluation_world
     from ..evaluation.text_generator import TextGenerator
 
@@ -96,14 +96,14 @@ def _report(completions: Sequence[Completion], file: str | None, report: Format)
     """Write completions to a file or standard output, and report samples with an error."""
     failed = [completion for completion in completions if completion.error is not None]
     if failed:
-        say(f"{len(failed)} of {len(completions)} samples failed; first error: {failed[0].error}")
+        print_message(f"{len(failed)} of {len(completions)} samples failed; first error: {failed[0].error}")
     if file is not None:
         lines = [json.dumps(completion.sample(), ensure_ascii=False) + "\n" for completion in completions]
         try:
             Path(file).write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--genfile {file}: cannot be written: {reason(error)}") from error
-        say(f"Wrote {len(completions)} sample{'' if len(completions) == 1 else 's'} to {file}")
+        print_message(f"Wrote {len(completions)} sample{'' if len(completions) == 1 else 's'} to {file}")
     elif report is Format.JSON:
         emit_json([completion.to_document() for completion in completions])
     else:
@@ -117,7 +117,7 @@ def _run_interactive(write: Any) -> None:
     is_terminal = sys.stdin.isatty()
     while True:
         if is_terminal:
-            say("prompt (Ctrl-D to exit):")
+            print_message("prompt (Ctrl-D to exit):")
         line = sys.stdin.readline()
         if not line:
             return
@@ -126,7 +126,7 @@ def _run_interactive(write: Any) -> None:
         try:
             emit("\n---\n".join(each.prompt + each.completion for each in write([line.rstrip("\n")])))
         except UsageError as error:
-            say(str(error))
+            print_message(str(error))
 
 
 def _read_stdin() -> str:
@@ -164,5 +164,5 @@ def read_prompts(given: list[str] | None, options: GenerateConfig) -> list[str]:
     blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
     if blank:
         shown = ", ".join(map(str, blank[:5])) + (", ..." if len(blank) > 5 else "")
-        say(f"{len(blank)} blank {'prompt' if len(blank) == 1 else 'prompts'} skipped: line {shown}")
+        print_message(f"{len(blank)} blank {'prompt' if len(blank) == 1 else 'prompts'} skipped: line {shown}")
     return [line for line in lines if line.strip()]

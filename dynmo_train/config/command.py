@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import DocumentError
 from .compat import translate
 from .extensions import base_family
@@ -110,5 +110,5 @@ class MegatronCommand(TyperCommand):
         if translation.problems:
             raise DocumentError("the command line", list(translation.problems))
         if translation.notes and os.environ.get("RANK", "0") == "0":
-            say(f"accepted for compatibility and ignored: {'; '.join(translation.notes)}")
+            print_message(f"accepted for compatibility and ignored: {'; '.join(translation.notes)}")
         return super().parse_args(ctx, list(translation.arguments))

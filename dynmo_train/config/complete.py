@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
 from .options import Facts, OptionSpec
@@ -46,7 +46,7 @@ def resolve_checked(
         raise DocumentError(error.source, [*error.problems, *hidden]) from error
     check(config, facts.world_size)
     if (warnings := effect_warnings(config)) and os.environ.get("RANK", "0") == "0":
-        say("\n  ".join(["warning: options without effect:", *warnings]))
+        print_message("\n  ".join(["warning: options without effect:", *warnings]))
     return config
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import Problem
 from .._common.errors import UsageError
 
@@ -134,7 +134,7 @@ def _usable(group: str, kind: type[Loaded]) -> dict[str, Loaded]:
             found[point.name] = _load_point(point, kind)
         except UsageError as error:
             if os.environ.get("RANK", "0") == "0":
-                say(f"warning: {error}")
+                print_message(f"warning: {error}")
     return found
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml
 from .._common.errors import UsageError
 from ..formats.input_text import read_input
@@ -212,7 +212,7 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[d
     if problems:
         raise DocumentError("the configuration", problems)
     if found.ignored and os.environ.get("RANK", "0") == "0":
-        say(f"{path}: ignored {', '.join(found.ignored)}")
+        print_message(f"{path}: ignored {', '.join(found.ignored)}")
     return dict(flags), dict(file) | values
 
 

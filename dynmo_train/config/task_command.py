@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
 from .compat import FLAGS, CompatFlag, becomes, ignored, refused, translate
@@ -110,7 +110,7 @@ class TaskCommand(TyperCommand):
         if dropped:
             notes.append(f"{', '.join(dropped)}: {_TRAINING_ONLY}")
         if notes and os.environ.get("RANK", "0") == "0":
-            say(f"accepted for compatibility and ignored: {'; '.join(notes)}")
+            print_message(f"accepted for compatibility and ignored: {'; '.join(notes)}")
         return super().parse_args(ctx, own)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import short_repr
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..config import Config
@@ -260,7 +260,7 @@ class FinetuneRun:
         last = config.training.train_iters if data is not None else 0
         if last and self.step >= last:
             if self.world.is_rank0:
-                say(complete_line(self.directory.path, self.step, f"--epochs gives {last:,}; raise --epochs"))
+                print_message(complete_line(self.directory.path, self.step, f"--epochs gives {last:,}; raise --epochs"))
             return EXIT_OK
         signals = BoundarySignals()
         if data is None:
@@ -273,11 +273,11 @@ class FinetuneRun:
         if self.checkpoints.failure is not None:
             raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
         if self.world.is_rank0:
-            say(f"run directory: {self.directory.path}")
+            print_message(f"run directory: {self.directory.path}")
             if signals.exit_code and self.step < last:
-                say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
+                print_message(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
             if self._is_not_finite(last):
-                say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
+                print_message(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
         if self._is_not_finite(last):
             return EXIT_NOT_FINITE
         return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.exit_code

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig, LambadaConfig
@@ -141,7 +141,9 @@ def evaluate_lambada(
         ),
     )
     if shortened and world.is_rank0:
-        say(f"{shortened} of {len(sequences)} passages exceed {longest} positions; their beginning is truncated")
+        print_message(
+            f"{shortened} of {len(sequences)} passages exceed {longest} positions; their beginning is truncated"
+        )
     hits = score_model(source, inference, world, sequences, longest).hits
     correct = [hit == len(each.tokens) - each.first_scored for hit, each in zip(hits, sequences, strict=True)]
     if task.predictions is not None and world.is_rank0:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import read_any_json
 from .._common.errors import DynmoError, MissingExtraError, UsageError
 from ..config.evaluation import HarnessConfig
@@ -118,7 +118,7 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
             *("--output_path", str(folder / "out")),
             *(("--limit", str(task.limit)) if task.limit is not None else ()),
         ]
-        say(f"lm-evaluation-harness: {', '.join(names)} on {model}")
+        print_message(f"lm-evaluation-harness: {', '.join(names)} on {model}")
         environment = os.environ | OFFLINE | {"HF_HOME": str(folder / "cache")}
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
 from ..config.extensions import base_family
@@ -121,7 +121,7 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
         world, lambda: first_valid_checkpoint(world, str(path), found, weights_only=True)
     )
     if faults and world.is_rank0:
-        say(f"warning: damaged checkpoint: {'; '.join(faults)}; using {directory} instead")
+        print_message(f"warning: damaged checkpoint: {'; '.join(faults)}; using {directory} instead")
     model_checkpoint = run_on_all_ranks(world, lambda: _read_model(directory, world.dims.tensor))
     require_same(world, checkpoint_facts(model_checkpoint.checkpoint))
     return model_checkpoint

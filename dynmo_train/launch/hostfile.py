@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import MAX_JOBS
 from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
 from ..formats.input_text import read_input
@@ -165,7 +165,7 @@ def host_command(job: HostJob, rank: int) -> list[str]:
 
 def _print_lines(lines: Iterable[str], prefix: str) -> None:
     for line in lines:
-        say(prefix + line.rstrip("\n"))
+        print_message(prefix + line.rstrip("\n"))
 
 
 def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
@@ -177,7 +177,7 @@ def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
         for rank, child in enumerate(children):
             if child.returncode == UNREACHABLE and rank not in unreachable:
                 unreachable.add(rank)
-                say(f"dynmo-train: error: connection to {job.hosts[rank].name} failed")
+                print_message(f"dynmo-train: error: connection to {job.hosts[rank].name} failed")
         if unreachable and (0 in unreachable or len(children) - len(unreachable) < job.min_nodes):
             for child in children:
                 if child.stdin is not None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..formats.os_errors import reason
 from ..formats.run import read_run, take_grow_request
@@ -95,9 +95,9 @@ def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
         messages = [usage_message(tails[failure.rank]) for failure in roots if failure.rank in tails]
         if all(messages):
             for message in dict.fromkeys(messages):
-                say(message)
+                print_message(message)
             return
-    say(f"dynmo-train: error: {failure_message(failures, tails)}")
+    print_message(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
 def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, tuple[str, ...]]:
@@ -162,7 +162,7 @@ class _Launcher:
         ] or own
         code = root_causes(failures)[0].code if failures else EXIT_FAILURE
         if lost:
-            say(f"dynmo-train: lost node {', '.join(map(str, lost))}")
+            print_message(f"dynmo-train: lost node {', '.join(map(str, lost))}")
         run_dir = self._run_dir()
         is_relaunch = code == EXIT_RELAUNCH and not lost
         if run_dir is None or (not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.max_restarts)):
@@ -218,7 +218,7 @@ class _Launcher:
         try:
             failures = run_worker_group(self._worker_group(current))
         except PeerFailureError as error:
-            say(f"dynmo-train: terminated the processes of node {self.launch.nodes.rank}: {error}")
+            print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.rank}: {error}")
             return []
         except SystemExit:
             self.rendezvous.leave(SIGNALED)
@@ -238,7 +238,7 @@ class _Launcher:
         decision = self._decide(current, failures)
         self.rendezvous.publish_decision(decision)
         if decision.restart:
-            say(f"dynmo-train: restarting from {self._run_dir()} | processes: {decision.processes}")
+            print_message(f"dynmo-train: restarting from {self._run_dir()} | processes: {decision.processes}")
         return decision
 
     def run(self) -> int:
@@ -257,7 +257,7 @@ class _Launcher:
                 return 0
             decision = self._next_decision(current, failures)
         if decision.message:
-            say(f"dynmo-train: error: {decision.message}")
+            print_message(f"dynmo-train: error: {decision.message}")
         if self.rendezvous.is_leader and self.launch.nodes.max_nodes > 1:
             time.sleep(RESTART_JOIN_S)  # other nodes read the decision
         self.rendezvous.leave(FINISHED)
@@ -294,5 +294,5 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
     try:
         return _Launcher(launch, Rendezvous(launch.nodes), launch_file, max_restarts).run()
     except RendezvousLostError as error:
-        say(f"dynmo-train: error: {error}")
+        print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

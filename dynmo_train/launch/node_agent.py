@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import DynmoError
 from .exit_status import Failure
 from .worker import GRACE_VARIABLE, LAUNCH_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, SHUTDOWN_FILE_VARIABLE
@@ -285,7 +285,7 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
     try:
         result = agent.run()
     except SignalException as received:
-        say(f"dynmo-train: {signal.Signals(received.sigval).name}: terminated | processes: {group.nproc}")
+        print_message(f"dynmo-train: {signal.Signals(received.sigval).name}: terminated | processes: {group.nproc}")
         raise SystemExit(128 + received.sigval) from received
     finally:
         for tail in active:

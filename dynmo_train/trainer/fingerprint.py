@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Config
@@ -63,7 +63,7 @@ def require_same(world: World, facts: Facts) -> None:
     summaries = all_gather_objects(world, [world.host, digest])
     if len({found for _, found in summaries}) == 1:
         if world.is_rank0 and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(facts)):
-            say(f"warning: {warning}")
+            print_message(f"warning: {warning}")
         return
     gathered = all_gather_objects(world, [world.host, dict(facts)])
     if is_reporting_rank(first=world.is_rank0):

@@ -32,7 +32,7 @@ from dataclasses import replace
 
 import torch
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from ..config import Config
 from ..data.gpt_dataset import TokenError
@@ -202,7 +202,7 @@ class Trainer:
             samples, iters = self.config.training.train_samples, self.config.training.train_iters
             flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
             rule = f"{flag} is {number:,}; give a larger {flag}"
-            say(complete_line(self.directory.path, self.step, rule))
+            print_message(complete_line(self.directory.path, self.step, rule))
         return EXIT_OK
 
     def _end(self, signals: BoundarySignals) -> int:
@@ -215,9 +215,9 @@ class Trainer:
             raise DynmoError(f"{problem}: free disk space, then {retry}")
         has_steps_left = self.step < self.config.training.train_iters
         if self.engine.world.is_rank0:
-            say(f"run directory: {self.directory.path}")
+            print_message(f"run directory: {self.directory.path}")
             if signals.exit_code and has_steps_left:
-                say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
+                print_message(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
         # The exit code of a signal has priority over that of a model that is not finite.
         if self._finite_check.is_refused and not (has_steps_left and (signals.exit_code or signals.relaunch)):
             return self._end_not_finite()
@@ -227,7 +227,7 @@ class Trainer:
         """End a run whose model is not finite; the exit code."""
         self._checkpointer.wait()
         if self.engine.world.is_rank0:
-            say(f"dynmo-train: error: {end_message(self.step, self._finite_check, self._last_saved)}")
+            print_message(f"dynmo-train: error: {end_message(self.step, self._finite_check, self._last_saved)}")
         return EXIT_NOT_FINITE
 
     def _is_due(self, interval: int | None) -> bool:
@@ -310,7 +310,7 @@ class Trainer:
 
     def _warn_without_test_data(self) -> None:
         if self.data.no_test is not None and self.engine.world.is_rank0:
-            say(f"warning: no evaluation on test data: {self.data.no_test}")
+            print_message(f"warning: no evaluation on test data: {self.data.no_test}")
 
     def _evaluate_on(self, split: Split, name: str, consumed: int, place: str) -> None:
         size, count = self.config.batch_sizes.final, self.config.training.eval_iters

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._common.console import say
+from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
 from ..data.batches import RunData, open_run_data
@@ -104,9 +104,9 @@ def setup_run(config: Config, world: World) -> InitialState:
     fused_adam = apex.fused_adam if on_cuda else None
     fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_rank0:
-        say(apex.line(used=fused_adam is not None))
+        print_message(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
-            say("--zero-stage 1 is executed as stage 2: gradients are sharded between steps too")
+            print_message("--zero-stage 1 is executed as stage 2: gradients are sharded between steps too")
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
     checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
@@ -211,7 +211,7 @@ def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> 
     if consumed == sizes.consumed_after(step):
         return config
     if world.is_rank0:
-        say(
+        print_message(
             f"the batch size has changed: {consumed:,} samples are consumed after {step:,} steps; training continues"
             f" with {sizes.at(consumed)} samples per step"
         )
@@ -271,7 +271,7 @@ def _engine(
     reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
     if world.is_rank0:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
-            say(f"warning: {line}")
+            print_message(f"warning: {line}")
     engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint))
     return engine
 

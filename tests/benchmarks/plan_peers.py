@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
-from dynmo_balance._common.console import emit, say
+from dynmo_balance._common.console import emit, print_message
 from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Header
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
@@ -111,7 +111,7 @@ def own_code() -> dict[str, Cutter]:
         try:
             found[name] = make(importlib.import_module(module))
         except ImportError as error:
-            say(f"{name}: left out, {error}")
+            print_message(f"{name}: left out, {error}")
 
     def times(problem: PartitionProblem) -> list[int]:
         return units(problem, problem.chain.work_ns)

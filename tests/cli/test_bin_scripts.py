@@ -91,7 +91,7 @@ def config_from(command, world, vocab_size):
 
 
 def split_launch(command):
-    """The words of a launcher, and the command behind ``--``."""
+    """The arguments of a launcher, and the command after ``--``."""
     if command[1] != "launch":
         return [], command
     at = command.index("--")
@@ -104,7 +104,7 @@ MACHINES = ("--nnodes", "16", "--node-rank", "0", "--master-addr", "localhost", 
 SLURM = ("--nodes", "128", "--gpus", "8", "--sbatch=--exclusive")
 BIG = {"rampup_batch_size": "16 16 5859375", "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16}
 ALL_OF_CC = {"inter_grad_comp_rank": 16, "grad_comp_rank": 128, "selective_grad_comp_way": "3", "emb_comm_opt": True}
-# Script: its words, what launches it, devices in all, and some of what its configuration then says.
+# Script: arguments, launcher, number of devices, and some values of the resulting configuration.
 TRAINING = {
     "pretrain_gpt.sh": ((), (), 1, {"global_batch_size": 8, "num_layers": 24, "fp16": True}),
     "pretrain_gpt_distributed.sh": ((), LOCAL_8, 8, {"global_batch_size": 64, "DDP_impl": "torch"}),
@@ -141,12 +141,12 @@ def test_a_training_script_starts_a_configuration_that_holds(place, name):
     words, launcher, world, expected = TRAINING[name]
     script(name, *words)
     (command,) = calls(place)
-    began, told = split_launch(command)
+    began, arguments = split_launch(command)
     assert began == [*launcher]
-    config = config_from(told, world, 30522 if "bert" in name or "t5" in name else 50257)
+    config = config_from(arguments, world, 30522 if "bert" in name or "t5" in name else 50257)
     values = {spec.name: getattr(getattr(config, spec.concern), spec.name) for spec in option_specs().values()}
     assert {key: values[key] for key in expected} == expected
-    # What a person adds goes before what the script says.
+    # Arguments of the user override those of the script.
     script(name, *words, "--data-path", "other", "--seed", "7")
     changed = config_from(split_launch(calls(place)[0])[1], world, 50257)
     assert (changed.data.data_path, changed.training.seed) == ("other", 7)
@@ -165,9 +165,9 @@ SCHEMES = {
 def test_the_schemes_of_optimus_cc(place, name):
     for size, layers in (("335M", 24), ("2.5B", 52), ("8.3B", 72)):
         script("ASPLOS23/tbl2_fig9_tbl4.sh", size, name, "--no-fp16", GPUS_PER_NODE="64", NNODES="1", CB_RANK="12")
-        launcher, told = split_launch(calls(place)[0])
+        launcher, arguments = split_launch(calls(place)[0])
         assert launcher == ["launch", "local", "--nproc", "64"]
-        config = config_from(told, 64, 50257)
+        config = config_from(arguments, 64, 50257)
         found = config.compression
         assert config.model.num_layers == layers
         assert SCHEMES[name] == (
@@ -188,11 +188,11 @@ def test_the_checks_of_optimus_cc(place):
         ("fig12.sh", "2.5B", "CB-LEP"): {"use_error_feedback": True, "check_comp_ratio": True},
         ("fig12.sh", "2.5B", "Baseline"): {"inter_grad_comp": False, "check_comp_ratio": False},
     }
-    for (name, *words), said in expected.items():
+    for (name, *words), values in expected.items():
         script(f"ASPLOS23/{name}", *words)
         config = config_from(split_launch(calls(place)[0])[1], 128, 50257)
         given = {**vars(config.compression), **vars(config.training)}
-        assert {key: given[key] for key in said} == said, name
+        assert {key: given[key] for key in values} == values, name
     script("ASPLOS23/fig14.sh", "--device", "cuda")
     assert calls(place) == [["python", str(BIN.parent / "tests/benchmarks/train_lowrank.py"), "--device", "cuda"]]
     for name in ("tbl2_fig9_tbl4", "fig10", "fig11", "fig12"):
@@ -209,11 +209,11 @@ def test_several_machines_and_other_launchers(place):
         *("--master-addr", "10.10.10.102", "--master-port", "6000"),
     ]
     script("ds_pretrain_gpt2.sh", HOSTFILE="hostfile", INCLUDE="10.10.10.102:4,5@10.10.10.105:4,5")
-    launcher, told = split_launch(calls(place)[0])
+    launcher, arguments = split_launch(calls(place)[0])
     assert launcher == [
         *("launch", "hostfile", "-H", "hostfile", "-i", "10.10.10.102:4,5@10.10.10.105:4,5", "--master-port", "6000"),
     ]
-    assert told[told.index("--zero-stage") + 1] == "0"
+    assert arguments[arguments.index("--zero-stage") + 1] == "0"
     script("pretrain_gpt_distributed.sh", DYNMO_LAUNCH="slurm --nodes 4 --gpus 8", WORLD_SIZE="8")
     assert split_launch(calls(place)[0])[0] == ["launch", "slurm", "--nodes", "4", "--gpus", "8", "--nproc", "8"]
     script("pretrain_gpt_distributed.sh", "--dry-run", NNODES="4")
@@ -229,11 +229,11 @@ def test_an_lsf_job_runs_an_experiment(place):
     script("ASPLOS23/lsf_job_submit.sub", code=1)
     where = {"EXPERIMENT": f"{BIN}/ASPLOS23/fig10.sh 335M CB", "IMAGE": "dynmo.sif", "MOUNT": "/data:/data"}
     script("ASPLOS23/lsf_job_submit.sub", **where)
-    launcher, told = split_launch(calls(place)[0])
+    launcher, arguments = split_launch(calls(place)[0])
     assert launcher == [
         *("launch", "lsf", "--in-job", "--gpus", "8", "--image", "dynmo.sif", "--mount", "/data:/data", "--nproc", "8"),
     ]
-    assert "--inter_grad_comp" in told
+    assert "--inter_grad_comp" in arguments
 
 
 def test_the_batch_scripts_of_the_aws_test_case(place):
@@ -247,20 +247,20 @@ def test_the_batch_scripts_of_the_aws_test_case(place):
     (command,) = calls(place)
     assert command[4:6] == [f"--container-image={place}/megatron-training.sqsh", "--container-mounts=/data:/data"]
     script("2.distributed-training.sbatch", MORE="--num-layers 8", DATA_PATH="/data")
-    launcher, told = split_launch(calls(place)[0])
+    launcher, arguments = split_launch(calls(place)[0])
     assert launcher == [
         *("launch", "slurm", "--in-job", "--nproc", "8", "--image", f"{place}/megatron-training.sqsh"),
         *("--mount", "/data:/data"),
     ]
-    config = config_from(told, 16, 50257)
+    config = config_from(arguments, 16, 50257)
     assert (config.model.num_layers, config.training.recompute_granularity) == (8, "selective")
     (place / "megatron-training.sqsh").unlink()
     for size, zero in (("7b", 0), ("13b", 1), ("70b", 1)):
         script("4.pre-train-llama2.sbatch", MODEL_SIZE=size)
-        launcher, told = split_launch(calls(place)[0])
+        launcher, arguments = split_launch(calls(place)[0])
         assert launcher == ["launch", "slurm", "--in-job", "--nproc", "8"]
-        assert ("--use-distributed-optimizer" in told) == bool(zero)
-        assert told[3:5] == ["--recipe", f"llama-2-{size}"]
+        assert ("--use-distributed-optimizer" in arguments) == bool(zero)
+        assert arguments[3:5] == ["--recipe", f"llama-2-{size}"]
     assert "MODEL_SIZE is 7b, 13b or 70b" in script("4.pre-train-llama2.sbatch", code=2, MODEL_SIZE="8b")
 
 
@@ -271,9 +271,9 @@ def test_tasks_and_checkpoints(place):
     assert "--strict-lambada" not in calls(place)[0]
     assert "set VALID_DATA" in script("evaluate_zeroshot_gpt.sh", code=1)
     script("finetune_mnli_distributed.sh", TRAIN_DATA="a.tsv b.tsv")
-    launcher, told = split_launch(calls(place)[0])
-    assert (launcher, told[1:3]) == (["launch", "local", "--nproc", "8"], ["finetune", "mnli"])
-    assert told[told.index("--train-data") + 1 : told.index("--valid-data")] == ["a.tsv", "b.tsv"]
+    launcher, arguments = split_launch(calls(place)[0])
+    assert (launcher, arguments[1:3]) == (["launch", "local", "--nproc", "8"], ["finetune", "mnli"])
+    assert arguments[arguments.index("--train-data") + 1 : arguments.index("--valid-data")] == ["a.tsv", "b.tsv"]
     script("finetune_race_distributed.sh", WORLD_SIZE="1")
     assert calls(place)[0][1:3] == ["finetune", "race"]
     script("merge_mp_bert.sh", CHECKPOINT_PATH="c")
@@ -286,19 +286,19 @@ def test_tasks_and_checkpoints(place):
 
 @pytest.fixture
 def server(tmp_path):
-    """A web server on loopback over the folder ``site``; ``asked`` are the paths that were asked for."""
+    """A web server on loopback over the folder ``site``; ``requests`` are the paths that were requests for."""
     (tmp_path / "site").mkdir()
-    asked = []
+    requests = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
-            asked.append(self.path)
+            requests.append(self.path)
 
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path / "site"))
     ) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}", tmp_path / "site", asked
+        yield f"http://127.0.0.1:{running.server_port}", tmp_path / "site", requests
         running.shutdown()
 
 
@@ -310,7 +310,7 @@ def pack(site, **members):
 
 
 def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
-    url, site, asked = server
+    url, site, requests = server
     total = pack(
         site, **{"latest_checkpointed_iteration.txt": "release", "release__mp_rank_00__model_optim_rng.pt": "x"}
     )
@@ -319,9 +319,9 @@ def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
     assert not list((place / "c").iterdir())
     assert "c: iteration release" in script("download_ckpt.sh", "c", **where)
     assert (place / "c/release/mp_rank_00/model_optim_rng.pt").read_text() == "x"
-    count = len(asked)
+    count = len(requests)
     assert "already has a checkpoint" in script("download_ckpt.sh", "c", **where)
-    assert len(asked) == count
+    assert len(requests) == count
     assert "cannot download" in script("download_ckpt.sh", "d", code=1, CKPT_URL=f"{url}/none")
     (site / "zip").write_bytes((site / "zip").read_bytes()[:-40])
     assert "damaged" in script("download_ckpt.sh", "e", code=1, CKPT_URL=f"file://{site}/zip")
@@ -329,7 +329,7 @@ def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
     assert "is not a checkpoint of Megatron" in script("download_ckpt.sh", "f", code=1, CKPT_URL=f"file://{site}/zip")
 
 
-def test_a_download_goes_on_where_it_stopped(place, tmp_path):
+def test_download_resumes_where_it_stopped(place, tmp_path):
     (tmp_path / "whole").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "got.part").write_bytes((bytes(range(256)) * 40)[:5000])
     total = hashlib.sha256((tmp_path / "whole").read_bytes()).hexdigest()
@@ -413,17 +413,17 @@ def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch
     made = filled(name, AWS | changes)
     worker = made[0]["spec"].get("pytorchReplicaSpecs", {}).get("Worker")
     command = (worker or made[0]["spec"])["template"]["spec"]["containers"][0]["command"]
-    told = command[command.index("--") + 1 :] if "--" in command else command
+    arguments = command[command.index("--") + 1 :] if "--" in command else command
     if name == "pytorchjob.yaml-template":
-        config = config_from(["dynmo-train", *told], 16, 50257)
+        config = config_from(["dynmo-train", *arguments], 16, 50257)
         assert (config.model.hidden_size, config.training.global_batch_size) == (4096, 288)
         for key, value in AWS.items():
             monkeypatch.setenv(key, value)
     more = [] if name == "pytorchjob.yaml-template" else ["--image", AWS["IMAGE_URI"]]
-    result = CliRunner().invoke(app, ["launch", "kubernetes", *words, *more, "--dry-run", "--", *told])
+    result = CliRunner().invoke(app, ["launch", "kubernetes", *words, *more, "--dry-run", "--", *arguments])
     assert result.exit_code == 0, result.output
     ours = list(yaml.safe_load_all(result.stdout))
-    if worker:  # the template has workers alone: a variable cannot say one less than another
+    if worker:  # the template has workers alone: a variable cannot be one less than another
         pods = ours[0]["spec"].pop("pytorchReplicaSpecs")
         pods["Worker"]["replicas"] += pods["Master"]["replicas"]
         shell = pods["Worker"]["template"]["spec"]["containers"][0]["command"]

@@ -153,7 +153,7 @@ def test_trainer_checkpoint_is_verified_and_converted(ckpt, tmp_path):
     ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
 
 
-def test_convert_existing_output_without_overwrite_is_kept(ckpt, checkpoint, tmp_path):
+def test_convert_existing_output_without_overwrite_is_unchanged(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("x")

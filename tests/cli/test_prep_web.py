@@ -155,7 +155,7 @@ def test_stopped_fetch_resumes_from_its_journal(prep, site, tmp_path):
     assert (code, "--overwrite" in err) == (2, True)
 
 
-def test_edited_output_is_kept_and_overwrite_keeps_the_journal(prep, site, tmp_path):
+def test_edited_output_is_unchanged_and_overwrite_keeps_the_journal(prep, site, tmp_path):
     server, base = site
     urls, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl"
     urls.write_text(f"{base}/page1\n")
@@ -201,7 +201,7 @@ PEAK = """
 import pathlib, sys
 from dynmo_tools import cli
 from dynmo_tools._common import console
-console.say("imports what a progress line needs, which only the longer run may print")
+console.print_message("imports what a progress line needs, which only the longer run may print")
 try:
     cli.main()
 except SystemExit as stop:

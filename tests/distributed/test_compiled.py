@@ -1,4 +1,4 @@
-"""Compiled items: placement and resuming change no bit, and what is compiled computes what the items say.
+"""Compiled items: placement and resuming change no bit, and compiled items compute the same as eager ones.
 
 Most of this runs on the backend that traces, differentiates and runs torch's own kernels: code for each item would take
 half a minute to build. It gives the bits of what is not compiled, dropout included.

@@ -160,7 +160,7 @@ def test_one_other_token_of_data_up_to_64_mib_is_detected(tmp_path):
 def warned_of(world, data: str, hosts: list[str]) -> list[str]:
     """What is printed where equal processes are on these hosts."""
     printed: list[str] = []
-    fingerprint.say = printed.append
+    fingerprint.print_message = printed.append
     require_same(replace(world, host=hosts[world.rank]), config_facts(config_of(**SIZES, data_path=data, lr=2e-3)))
     return printed
 

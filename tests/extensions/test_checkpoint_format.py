@@ -71,7 +71,7 @@ def test_outside_format_is_written_detected_and_read(installed, tmp_path):
         assert "no tensor differs" in run(installed, "diff", tmp_path / "in", tmp_path / name).stdout
 
 
-def test_outside_format_cast_and_changed_weights_are_seen(installed, tmp_path):
+def test_outside_format_cast_and_changed_weights_are_detected(installed, tmp_path):
     saved(tmp_path / "in")
     run(installed, "convert", tmp_path / "in", tmp_path / "half", "--to", "packed", "--dtype", "fp16")
     assert (

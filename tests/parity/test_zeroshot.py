@@ -22,14 +22,14 @@ ARTICLE = """
  = Robert the Builder =
 
  Robert ( born 1 @,@ 204 at N ) was a " builder " of walls . In the 1920s ' the walls ' of the well @-@ known
- town 's gate fell ; he wrote : " build again ! " , and [ as told ] 3 @.@ 5 km of them stood .
+ town 's gate fell ; he wrote : " build again ! " , and [ as planned ] 3 @.@ 5 km of them stood .
 
  = = Later years = =
 
  His brothers ' houses , { two } of them , stayed . Why ? Nobody 's known it at 20 \N{DEGREE SIGN} C .
 """
 PASSAGES = [
-    'She took the hammer, and went to the old wall. "Build it again," she said to Robert',
+    'She took the hammer, and went to the old wall. "Build it again," she called to Robert',
     "he looked at the gate of the town and saw that somebody had broken the gate",
     "all of the houses stayed, two of them at the well-known well",
     "walls and walls and walls and",
@@ -127,7 +127,7 @@ def test_detokenize_applies_every_rule():
         "= Robert the Builder =",
         "",
         "Robert (born 1,204 at N) was a \"builder\" of walls. In the 1920s'the walls' of the well-known",
-        'town\'s gate fell; he wrote: "build again!", and [as told] 3.5 km of them stood .',
+        'town\'s gate fell; he wrote: "build again!", and [as planned] 3.5 km of them stood .',
         "",
         "== Later years ==",
         "",

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..._common.console import say
+from ..._common.console import print_message
 from ..._common.document import complete_lines, parse_json, short_repr
 from ..._common.errors import UsageError
 from ...config import Config
@@ -165,7 +165,7 @@ def convert_to_native(
         cause = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
         remedy = "; --no-load-optim and --finetune load the weights without optimizer state" if with_optimizer else ""
         raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {cause}{remedy}")
-    say(f"{source} is {foreign_kind(source)}; dynmo-ckpt converted it into {target}")
+    print_message(f"{source} is {foreign_kind(source)}; dynmo-ckpt converted it into {target}")
     return target
 
 
@@ -176,11 +176,11 @@ def _candidates(config: Config, flag: str, path: Path, with_optimizer: bool) -> 
         multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
         found = convert_to_native(path, cache, multiple, with_optimizer=with_optimizer and not is_hugging_face(path))
         manifest = open_checkpoint(found).manifest
-        say(f"{flag} {path}: {_loaded_state(manifest, weights_only=config.run.finetune)}")
+        print_message(f"{flag} {path}: {_loaded_state(manifest, weights_only=config.run.finetune)}")
         return [str(found)]
     if not path.exists() or not has_native_checkpoint(path):
         _check_may_be_missing(config, flag, path)
-        say(f"warning: no checkpoint in {path}; training starts from the first step")
+        print_message(f"warning: no checkpoint in {path}; training starts from the first step")
         return []
     return [str(each) for each in list_checkpoints(path)]
 
@@ -309,8 +309,8 @@ def checkpoint_to_load(
     directory, damages = first_valid_checkpoint(world, place, found, weights_only=weights_only)
     if damages and world.is_rank0:
         for damage in damages:
-            say(f"warning: damaged checkpoint: {damage}")
-        say(f"warning: using {directory} instead; dynmo-ckpt verify --level full lists the damage")
+            print_message(f"warning: damaged checkpoint: {damage}")
+        print_message(f"warning: using {directory} instead; dynmo-ckpt verify --level full lists the damage")
     return replace(open_checkpoint(directory), skipped_checkpoints=damages)
 
 

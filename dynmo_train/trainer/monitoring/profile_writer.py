@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._common.console import say
+from ..._common.console import print_message
 from ...dynamics.technique import Event
 from ...formats.profile import (
     ItemInfo,
@@ -222,11 +222,11 @@ class RunLogger:
                 self._waiting[0]()
             except OSError as error:
                 if not had_waiting:
-                    say(f"warning: {self.run.path}: cannot write a line ({error}); lines wait in memory")
+                    print_message(f"warning: {self.run.path}: cannot write a line ({error}); lines wait in memory")
                 return
             self._waiting.popleft()
         if had_waiting:
-            say(f"{self.run.path}: wrote the lines that were waiting")
+            print_message(f"{self.run.path}: wrote the lines that were waiting")
 
     def log_profile_record(self, record: Mapping[str, Any]) -> None:
         """Append a record to the profile."""

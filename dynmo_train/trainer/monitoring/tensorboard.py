@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from ..._common.console import say
+from ..._common.console import print_message
 from ..._common.errors import UsageError
 from ...formats.os_errors import reason
 
@@ -118,7 +118,9 @@ class EventWriter:
             self._is_full = False
         except OSError as error:
             if not self._is_full:
-                say(f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are dropped")
+                print_message(
+                    f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are dropped"
+                )
             self._is_full = True
 
     def close(self) -> None:

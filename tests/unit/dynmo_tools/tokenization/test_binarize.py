@@ -53,7 +53,7 @@ def test_pack_with_keep_empty_keeps_empty_documents():
         ("One. Two! Three?", ["One.", "Two!", "Three?"]),
         ("Dr. Smith met Mr. Jones. They left.", ["Dr. Smith met Mr. Jones.", "They left."]),
         ("It costs 3.5 dollars. Cheap.", ["It costs 3.5 dollars.", "Cheap."]),
-        ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
+        ('He yelled "Go." Then he went.', ['He yelled "Go."', "Then he went."]),
         ("J. S. Bach wrote it. Yes.", ["J. S. Bach wrote it.", "Yes."]),
         ("See p. 5 of vol. 2. Done.", ["See p. 5 of vol. 2.", "Done."]),
         ("The U.S. economy grew. It did.", ["The U.S. economy grew.", "It did."]),

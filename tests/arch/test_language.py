@@ -1,0 +1,29 @@
+"""No tracked text uses the words that ``language.py`` lists, and no name is a pronoun, participle or metaphor."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.arch.language import all_findings, findings
+
+
+def test_tracked_text_uses_the_terms_of_the_field():
+    assert list(all_findings()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("# The planner reports a plan; training continues.", 0),
+        ("# It tells the plan.", 1),
+        ("# Training goes on beside it.", 2),
+        ("def f(told): ...", 2),
+        ("HeldItems = 1", 1),
+        ("class Report:\n    def __init__(self):\n        self.wanted = 1", 1),
+        (f"def test_{'x' * 66}(): ...", 1),
+        ("# The tensor is no longer used; there is no other.", 0),
+        ("# x is no tensor", 1),
+    ],
+)
+def test_language_finds_phrases_and_names(text, count):
+    assert len(list(findings("m.py", text))) == count
