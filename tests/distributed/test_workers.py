@@ -20,6 +20,7 @@ from dynmo_train.pipeline import pipeline_stage
 from dynmo_train.trainer import engine
 from tests.distributed import workers
 from tests.distributed.workers import run_workers
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.distributed
 SIZE = 2
@@ -123,12 +124,11 @@ def test_scenario_with_an_open_file_ends_its_pool(tmp_path):
 
 def test_workers_end_with_the_process_that_started_them():
     program = (
-        "import os, sys\nfrom workers import _Pool\nif __name__ == '__main__':\n    pool = _Pool(1)\n"
+        "import os, sys\nfrom tests.distributed.workers import _Pool\nif __name__ == '__main__':\n    pool = _Pool(1)\n"
         "    print(pool._processes[0].pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parent, stdout=-1, stderr=-1, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=-1, stderr=-1, text=True, timeout=600)
+    assert done.returncode == -9, done.stderr
     end = time.monotonic() + 600
     while Path(f"/proc/{done.stdout.strip()}").exists():
         assert time.monotonic() < end, "the worker outlives its parent"
