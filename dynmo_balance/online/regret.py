@@ -104,7 +104,7 @@ class RegretState:
         generation, records: of the trace at the last decision.
         candidates: for each forecast the partitions that it named, newest last.
         scores: for each forecast the decayed sum of the mean step in ns of its candidates.
-            regret_ns: cost of keeping the partition since the last move.
+        regret_ns: cost of keeping the partition since the last move.
         variance: of the regret, in ns^2.
         steps: number of steps in the regret.
     """
@@ -172,6 +172,8 @@ def forecast_work(works: Works, ahead_steps: float) -> list[int]:
         slope = (at[:, None] * (works - mean)).sum(axis=0) / spread
         noise = ((works - mean - at[:, None] * slope) ** 2).sum(axis=0) / (count - 2)
         certainty = slope**2 * spread / np.maximum(noise, 1.0)
+        # A slope that is not clearly above its noise becomes 0, because an extrapolated one would move layers by
+        # chance.
         slope = slope * np.maximum(0.0, 1 - SLOPE_CONFIDENCE / np.maximum(certainty, 1e-9))
         mean = np.maximum(0.05 * mean, mean + slope * ((count - 1) / 2 + ahead_steps))
     return [round(float(value)) for value in mean]
@@ -230,6 +232,7 @@ def update_regret(
         gain = staying - step_times(problem, fresh, history[max(0, len(history) - lag)])
         total_ns = after.regret_ns + float(gain.sum())
         variance = after.variance + len(gain) * float(gain.var())
+        # A negative sum is reset to 0: steps in which the active partition was better must not delay a later move.
         is_negative = total_ns < 0
         after = replace(
             after,

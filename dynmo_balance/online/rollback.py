@@ -86,6 +86,8 @@ def evaluate_last_move(
     works_before, works_after = _works(before, speeds_of), _works(after, speeds_of)
     if np.isnan(works_before).any() or np.isnan(works_after).any():
         return Feedback()
+    # What the model leaves out, such as overhead and communication, is a factor measured before the move. It applies to
+    # both partitions, so it cancels where they are compared.
     beyond_model = _times(before) / step_times(problem, works_before, previous.boundaries)
     ratio = float(beyond_model.mean())
     staying = ratio * step_times(problem, works_after, previous.boundaries)
@@ -94,6 +96,7 @@ def evaluate_last_move(
     mean_staying = float(staying.mean())
     error = math.hypot(_error(harm), _error(beyond_model) * mean_staying / ratio)
     limit = max(MIN_HARM * mean_staying, 3 * error)
+    # Harm that the model explains by changed costs is no reason for a rollback: the balancer decides on the same costs.
     if float(harm.mean()) > limit and float(unexplained.mean()) > limit:
         mean = float(_times(after).mean())
         reason = (

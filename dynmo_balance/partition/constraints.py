@@ -80,6 +80,7 @@ class Limits:
         end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
         if not self.static or self.fits(stage, begin, end):
             return end
+        # Memory grows with each unit, so bisection finds the last cut that fits.
         below, above = begin, end  # invariant: fits at ``below``, not at ``above``
         while above - below > 1:
             middle = (below + above) // 2
@@ -126,6 +127,7 @@ def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None)
                 f"item {chain.names[item]!r} is pinned to stage {stage}; there are stages 0 to {stages - 1}"
             )
         unit = bisect_right(chain.cuts, item) - 1
+        # The stages up to the pinned one begin at its unit at the latest; those after it begin behind the unit.
         for p in range(stage + 1):
             highest[p] = min(highest[p], unit)
         for p in range(stage + 1, stages + 1):

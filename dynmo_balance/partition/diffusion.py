@@ -41,6 +41,7 @@ def diffuse(problem: PartitionProblem) -> tuple[tuple[int, ...], int]:
                 begin, end = cuts[left], cuts[left + 2]
                 split = _split(limits, left, begin, end)
                 old = max(limits.time_ns(left, begin, cuts[left + 1]), limits.time_ns(left + 1, cuts[left + 1], end))
+                # An equally good split is not taken: rounds could alternate between two of them until ``MAX_ROUNDS``.
                 if max(limits.time_ns(left, begin, split), limits.time_ns(left + 1, split, end)) < old:
                     cuts[left + 1] = split
         if cuts == before:

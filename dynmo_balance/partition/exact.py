@@ -80,6 +80,8 @@ def greedy(limits: Limits, bottleneck: int) -> _Probe:
         begin, high = cuts[-1], limits.highest[stage + 1]
         end = min(limits.latest_end(stage, begin, limits.slots[stage].work_ns(bottleneck)), high)
         if end < high:
+            # Any bottleneck below ``longer`` ends this stage at the same cut. So the least such value over the stages
+            # is the next bottleneck that is worth a probe.
             longer = limits.time_ns(stage, begin, end + 1)
             if longer > bottleneck and (following is None or longer < following):
                 following = longer
@@ -106,6 +108,7 @@ def simple_lower_bound(limits: Limits) -> int:
 def _upper_bound(limits: Limits) -> int:
     """A bottleneck that some partition has if any exists; tight where only the work counts."""
     if is_work_only(limits):
+        # A greedy stage that cannot take its next unit has at least the mean load, so the stages reach the end.
         return limits.slots[0].time_ns(-(-limits.load[-1] // limits.stages) + limits.heaviest_unit_ns)
     return max(slot.time_ns(limits.load[-1]) for slot in limits.slots)
 
@@ -133,6 +136,8 @@ def _work_only_greedy(limits: Limits, bottleneck: int) -> _Probe:
     begin, cuts, following, done = 0, [0], whole + 1, load[0]
     left = limits.stages
     for high in highest[1:]:
+        # Most stages end within ``width`` cuts. A search there takes fewer steps than one over all cuts, which runs
+        # only where the end may lie outside.
         near = begin + width
         end = bisect_right(load, done + work, begin, near) - 1 if near < units else near
         if end >= near - 1:
@@ -170,6 +175,8 @@ def minimize_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
     low, high = simple_lower_bound(limits), ceiling
     best: tuple[int, ...] | None = None
     trial = low  # often already optimal
+    # Invariant: no partition has a bottleneck below ``low``, and ``best`` has the bottleneck ``high``. Both are values
+    # that a probe found, so the bisection ends with equality.
     while True:
         probe = _probe(limits, trial, plain, oversize)
         if probe.cuts is not None and probe.value is not None:
@@ -268,6 +275,7 @@ def minimize_moved_bytes(
         current: for each stage the units ``(x, y)`` that its worker has now, as cut indices.
     """
     floors = _floors(limits, bottleneck)
+    # Below every reachable score. Subtracting ``resident`` only lowers it, so an unreachable cut stays unreachable.
     nothing = -1 - resident[-1] * (limits.stages + 1)
     best, offset = [0], 0
     choices: list[tuple[int, list[int]]] = []
@@ -301,6 +309,8 @@ def _window_maxima(
     following = first = offset
     chosen = []
     for end in ends:
+        # The feasible begins of an end are those from ``first`` on. Load and memory grow with the end, so ``first``
+        # never moves back, and all ends together take linear time.
         while first < end and load[end] - load[first] > work:
             first += 1
         while limited and first < end and not limits.fits(stage, first, end):
@@ -311,6 +321,8 @@ def _window_maxima(
         while following <= newest:
             value = values[following - offset]
             if value > nothing:
+                # The values in the window decrease, so its front is the best begin. Of equal begins the latest remains,
+                # because it stays feasible for longest.
                 while window and values[window[-1] - offset] <= value:
                     window.pop()
                 window.append(following)

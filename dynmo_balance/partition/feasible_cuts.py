@@ -84,6 +84,8 @@ class OversizedUnits:
         limits = self._limits
         found = {unit for _, unit in self._loads[bisect_right(self._loads, (work, limits.units)) :]}
         cap = limits.slots[stage].memory_bytes
+        # The two maxima may belong to different units. Only if their sum exceeds the limit can a unit exceed it; then
+        # each unit is checked.
         if cap is not None and self._static + limits.in_flight[stage] * self._activation > cap:
             found.update(unit for unit in range(limits.units) if not limits.fits(stage, unit, unit + 1))
         return sorted(found)

@@ -71,6 +71,7 @@ class WorkerLoads:
         work = np.diff(load[cuts], axis=1)
         speeds = np.array([slot.speed_ppm for slot in self.limits.slots], dtype=np.int64)
         if not (speeds == SPEED_UNIT).all():
+            # ns times parts per million fit into int64 up to 9.2e12 ns, 2.5 hours of work in one microbatch.
             work = -(-work * SPEED_UNIT // speeds)
         return self._summed(work) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
 
@@ -135,6 +136,8 @@ def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int,
 
     def solve_best(candidates: Array) -> tuple[tuple[int, int, float], int]:
         excess_bytes, times = loads.excess_bytes(candidates), loads.times(candidates)
+        # Squares of ns overflow int64 above 3 s; they only break ties of the slowest worker, so float64 is precise
+        # enough.
         slowest, squares = times.max(axis=1), (times.astype(np.float64) ** 2).sum(axis=1)
         at = int(np.lexsort((squares, slowest, excess_bytes))[0])
         return (int(excess_bytes[at]), int(slowest[at]), float(squares[at])), at
@@ -170,6 +173,7 @@ def random_neighbors(random: np.random.Generator, limits: Limits, cuts: Sequence
 
 def _perturb(loads: WorkerLoads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
     """Cuts with a faster slowest worker, by random shifts; some that make it slower are accepted on the way."""
+    # A fixed seed: the same profile must give the same plan.
     random = np.random.default_rng(0)
 
     def worth(candidates: Array) -> Array:
@@ -185,6 +189,8 @@ def _perturb(loads: WorkerLoads, cuts: tuple[int, ...], bound: int) -> tuple[int
             break
         values = worth(pool)
         at = int(values.argmin())
+        # As in simulated annealing, a slower partition is accepted to leave a local minimum: by up to 10% in the
+        # beginning, by nothing in the end.
         if values[at] <= value * (1 + 0.1 * (1 - number / NUM_PERTURBATIONS) * random.random()):
             now, value = pool[at], int(values[at])
         if value < least:
@@ -205,6 +211,8 @@ def solve_interleaved(problem: PartitionProblem) -> Solution:
     loads = make_worker_loads(problem)
     limits = loads.limits
     bound = simple_lower_bound(replace(limits, slots=problem.slots))
+    # Memory limits hold for workers, not for stages. So one start ignores them, and the search reduces the excess
+    # first.
     starts = [minimize_bottleneck(replace(limits, static=(), activation=()))[1]]
     if problem.schedule in V_SCHEDULES and limits.units**2 * loads.workers <= MAX_TABLE_CELLS:
         bound, cuts = minimize_v_bottleneck(loads, bound)
@@ -314,6 +322,7 @@ def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[i
         came_from.append(first[best, 0])
         back = down[best, front]
         backs.append(back)
+    # Where the front that the workers have ends at the begin of their back, all units are assigned.
     middle = np.flatnonzero(back == front)
     if not len(middle):
         return None

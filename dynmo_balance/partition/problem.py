@@ -67,6 +67,8 @@ class WorkerSlot:
 
     def time_ns(self, work_ns: int) -> int:
         """The time in ns that work of ``work_ns`` (on a normal worker) takes here, rounded up."""
+        # ``//`` rounds down; negated twice it rounds up. Integers have no limit here, while a float loses single ns
+        # above 2^53.
         return -(-work_ns * SPEED_UNIT // self.speed_ppm)
 
     def work_ns(self, time_ns: int) -> int:
@@ -166,8 +168,10 @@ def with_ties_together(problem: PartitionProblem) -> PartitionProblem:
     cuts, pins = list(chain.cuts), list(problem.pins)
     for first, second in tied_pairs(chain.items):
         if problem.schedule in V_SCHEDULES and first == 0 and second == len(chain.items) - 1:
+            # In a V, one worker has the first and the last stage: two pins suffice, and no cut is lost.
             pins += [(first, 0), (second, last)]
         else:
+            # Without the cuts between them, the tied items are one unit, which no partition separates.
             cuts = [cut for cut in cuts if cut <= first or cut > second]
     units = len(cuts) - 1
     if units < problem.num_stages * problem.min_units:

@@ -111,6 +111,8 @@ class _ListSchedule:
         heapq.heappush(self.ready[self.lengths.positions[stage]], entry)
 
     def add_event(self, time: int, ends: bool, kind: int, stage: int, m: int) -> None:
+        # Events of the same time are ordered by this number, so the schedule does not depend on the tie-breaking of the
+        # heap.
         self.number += 1
         heapq.heappush(self.events, (time, self.number, ends, kind, stage, m))
 
@@ -120,6 +122,8 @@ class _ListSchedule:
         while ready:
             entry = heapq.heappop(ready)
             if entry[1] == FORWARD and self.in_flight[entry[2]] >= self.most:
+                # A forward pass above the memory limit is set aside, so that a backward pass behind it can start and
+                # free memory.
                 waiting.append(entry)
                 continue
             found = entry
@@ -174,6 +178,8 @@ def list_order(lengths: OperationTimes, microbatches: int, most_in_flight: int, 
     time = 0
     while run.events:
         time = run.events[0][0]
+        # All events of a time are applied before a worker starts: it then chooses among all operations that are ready
+        # at this time.
         touched = set()
         while run.events and run.events[0][0] == time:
             _, _, ends, kind, stage, m = heapq.heappop(run.events)

@@ -89,6 +89,7 @@ def _rows(order: Order) -> list[list[_Row]]:
     number = {op: at for at, op in enumerate((op for operations in order for op in operations), start=1)}
     split = any(op.kind is Kind.BACKWARD_INPUT for operations in order for op in operations)
     back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+    # Number 0 is the start of the step, which is before level 0.
     level: dict[int, int] = {0: -1}
     rows: list[list[_Row]] = []
     done = [0] * workers
@@ -149,6 +150,9 @@ def compile_order(order: Order) -> CompiledOrder:
     lifetime = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
     final = set(range(1, count + 1)).difference(o.before for row in rows for o in row)
     widest = max(map(len, rows))
+    # Row 0 is the start of the step and is never overwritten. The rows of a level are contiguous, so the last ones
+    # before the end of the ring may stay unused. With two spare levels, a row is still overwritten only after its last
+    # reader.
     ring = 1 + (lifetime + 2) * widest
     slot = [0] * (count + 1)
     free = 1
@@ -201,6 +205,7 @@ def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Ar
     sends = [problem.transfer_ns(item.boundary_bytes) for item in chain.items]
     ids = [problem.slot(stage).worker for stage in range(problem.num_stages)]
     apart = np.array([*(a != b for a, b in pairwise(ids)), False])[:, None]
+    # A stage that ends at ``end`` sends the output of item ``end - 1``; an empty stage passes on what it received.
     sent = np.array([problem.transfer_ns(0), *sends], dtype=np.int64)[end]
     return Costs(
         forward_ns=times(chain.costs.forward_ns),
@@ -243,6 +248,8 @@ def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Arr
     ends = np.zeros((plan.ring, count), dtype=np.int64)
     step = np.zeros(count, dtype=np.int64)
     for own, before, needs, pattern, last in plan.levels:
+        # ``after`` may be written in place: the ring is longer than any lifetime, so no level reads the rows that it
+        # writes.
         started, after, lag, run = ends[before], ends[own], lags[pattern], runs[pattern]
         if lag is None:
             np.maximum(started, ends[needs], out=after)
@@ -251,6 +258,7 @@ def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Arr
             np.maximum(started, after, out=after)
         after += lengths[pattern]
         if run is not None:
+            # A stage in the frozen front executes no backward pass: its end is that of the operation before it.
             np.copyto(after, started, where=~run)
         if last:
             np.maximum(step, after.max(axis=0), out=step)

@@ -157,6 +157,7 @@ class _Arrivals:
         self._input_done = [[-1] * microbatches for _ in stages]
         self._worker_of = worker_of
         self._link_free: dict[tuple[int, int], int] = {}
+        # The inputs of the first stage are available at the start: loading data is not part of the model.
         self._forward[0] = [0] * microbatches
 
     def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
@@ -194,6 +195,7 @@ class _Arrivals:
             self._forward[stage + 1][microbatch], free = self._send(stage, 1, self._stages[stage].send_ns, end)
             return free
         self._input_done[stage][microbatch] = end
+        # The frozen front receives no gradient, so its link stays free.
         if stage == 0 or not self._stages[stage - 1].has_backward:
             return end
         self._gradient[stage - 1][microbatch], free = self._send(stage, -1, self.gradient_ns(stage, microbatch), end)
@@ -252,6 +254,7 @@ def run(
             clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
             spans[worker].append(Span(stage, kind, microbatch, start, end))
+            # Only the worker that needs this output can become ready by it, so the work is linear in the operations.
             other = worker_of.get(stage + 1 if kind is Kind.FORWARD else stage - 1, worker)
             if other != worker:
                 waiting.append(other)

@@ -72,6 +72,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
         ends = [end + 2 * (replicas - 1) * size * 10**9 // rate for end, size in zip(ends, gradient, strict=True)]
     reduced = tuple(ends)
     for item in items:
+        # After the all-reduce over replicas: the copies of a tied weight add gradients that are already reduced.
         other = worker_of.get(item.tied_to or "")
         own = worker_of[item.name]
         if other is None:

@@ -64,7 +64,8 @@ def from_tensors(
     Args:
         directory: the input.
         model: the ``model`` of a manifest.
-        tensors: the parameters by name; a tied tensor is stored once.
+        tensors: the parameters by name, each with its whole shape (not a tensor-parallel slice); a tied tensor is
+            stored once.
         run_id: the name of the run.
         step: number of optimizer steps done.
 
@@ -98,7 +99,7 @@ def from_map(
         directory: the input.
         model: the ``model`` of a manifest.
         map_name: the table.
-        found: the tensors by foreign name.
+        found: the tensors by foreign name, each with its whole shape (not a tensor-parallel slice).
         drop: shell patterns of foreign names that are left out.
         run_id: the name of the run, after ``from-``.
         source: the ``source`` of the manifest.

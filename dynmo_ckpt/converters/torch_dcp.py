@@ -266,6 +266,9 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
 
     Optimizer tensors are left out. Meta's names become those of llama2.c, which has the same matrices.
 
+    Args:
+        tensors: the tensors of the state dict by name, of any shape; shapes do not change.
+
     Raises:
         UnsupportedError: no word embedding has a known name.
     """

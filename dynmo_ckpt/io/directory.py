@@ -45,14 +45,18 @@ def new_directory(target: Path) -> Iterator[Path]:
     """
     token = secrets.token_hex(4)
     target = target.resolve()
+    # Next to the target, and so on the same file system, where a rename is atomic.
     staging = target.with_name(f".{target.name}.tmp-{token}")
     previous = target.with_name(f".{target.name}.old-{token}")
     try:
         staging.mkdir(parents=True)
         yield staging
+        # The entries must be on disk before the rename that makes them visible; fsync of a file does not include them.
         for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
             sync_directory(directory)
         if target.exists():
+            # rename does not replace a directory with contents, so two renames are needed. Between them the target is
+            # missing; after an error there, _clean_up restores it.
             target.rename(previous)
         staging.rename(target)
         sync_directory(target.parent)

@@ -87,6 +87,7 @@ class Reader:
         """``count`` words from byte ``start`` of the stored array, valid until the next call."""
         words = self.buffer("block", count, itemsize)
         if self.cached != (array, start, count):
+            # Until the read succeeds: after an error, a partly filled buffer must not count as the block.
             self.cached = None
             self.read(array, start, words)
             self.cached = (array, start, count)
@@ -96,6 +97,8 @@ class Reader:
         if self.checks is None or array.crc32 is None:
             return
         part = self.open_parts.get(array)
+        # A CRC-32 continues over consecutive bytes only; a gap begins a new part, and the parts are combined at the
+        # end.
         if part is not None and part.end == start:
             self.open_parts[array] = Part(part.start, part.num_bytes + len(payload), zlib.crc32(payload, part.crc32))
             return

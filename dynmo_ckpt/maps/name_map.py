@@ -356,11 +356,13 @@ def to_native(
 
     Args:
         layout: of the model.
-        tensors: for each foreign name the tensors of all tensor-parallel ranks.
+        tensors: for each foreign name the tensors of all tensor-parallel ranks, in rank order; each has the shape of
+            its slice.
         ties: native name that is not stored -> name that is.
 
     Returns:
-        The native tensors, and pairs of foreign tensors that must be equal because the model ties them.
+        The native tensors with their whole shapes, and pairs of foreign tensors that must be equal because the model
+        ties them.
 
     Raises:
         UnsupportedError: as :func:`to_foreign`.

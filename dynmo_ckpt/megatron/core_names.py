@@ -42,7 +42,17 @@ def is_core(names: Iterable[str]) -> bool:
 
 
 def legacy_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under legacy Megatron's names, one for each layer; a name without a rule is unchanged."""
+    """The tensors under legacy Megatron's names, one for each layer; a name without a rule is unchanged.
+
+    Args:
+        tensors: by the names of Megatron Core; a tensor of a stack of layers has the shape ``[layers, ...]``.
+
+    Returns:
+        The tensors by legacy name, without the dimension of layers; extra state is left out.
+
+    Raises:
+        UnsupportedError: a stack without a dimension of layers.
+    """
     document = parse_json(resources.files(maps).joinpath("core_names.json").read_bytes())
     rules = [(re.compile(pattern), new) for pattern, new in document["rules"]]
 
@@ -70,6 +80,12 @@ def core_name(name: str) -> str:
 
 def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stacked tensors as one for each layer: ``decoder.layers.mlp...`` gives ``decoder.layers.0.mlp...``.
+
+    Args:
+        tensors: by name; a stacked one has the shape ``[layers, ...]``.
+
+    Returns:
+        The tensors by name; those of a stack have the shape ``[...]`` of one layer.
 
     Raises:
         UnsupportedError: a stack without a dimension of layers.

@@ -170,11 +170,12 @@ def assemble_state(
 
     Args:
         facts: what the files record apart from tensors.
-        state: for each kind (``master`` and the moments) the stages and numbers of layers, as for :func:`assemble`.
+        state: for each kind (``master`` and the moments) the stages and numbers of layers, as for :func:`assemble`;
+            a tensor of state has the shape of its weight.
         steps: the numbers of optimizer steps that the ranks record.
         options: how to read.
-        weights: the stored weights, with which the masters are compared: optimizer state is stored by position, so a
-            master that does not round to its weight belongs to another parameter.
+        weights: the stored weights, as for :func:`assemble`, with which the masters are compared: optimizer state is
+            stored by position, so a master that does not round to its weight belongs to another parameter.
 
     Raises:
         CorruptError: ranks with different numbers of steps, or masters that do not round to the weights.
@@ -232,7 +233,8 @@ def assemble(
     Args:
         facts: what the files record apart from tensors.
         stages: in layer order; for each canonical name, with global layer numbers, the tensors of all tensor-parallel
-            ranks.
+            ranks, in rank order. A split weight has the shape of its slice on each rank, a replicated one its whole
+            shape.
         layers: number of layers of ``encoder`` and ``decoder``.
         options: how to read.
 

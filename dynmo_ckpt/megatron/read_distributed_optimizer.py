@@ -110,6 +110,7 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
         known = _recorded_lengths(tree, number, dtype, buffer)
         for placed in _candidates(chunk, args, next(iter(lengths)), known):
             masters = _cut(flats["master"], placed, chunk)
+            # Several layouts may fit the lengths. Only the right one has masters that round to the weights.
             if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
                 break
         else:
@@ -151,6 +152,7 @@ def _candidates(
     recorded = args.get("ddp_bucket_size")
     sizes = [
         None,
+        # Megatron's default bucket size in elements.
         max(40_000_000, 1_000_000 * replicas),
         *([recorded] if isinstance(recorded, int) and recorded > 0 else []),
     ]

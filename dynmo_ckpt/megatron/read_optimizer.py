@@ -37,7 +37,7 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
 
     Args:
         file: the file.
-        chunks: the weights of each virtual chunk by canonical name.
+        chunks: the weights of each virtual chunk by canonical name, with the shapes of this tensor-parallel rank.
 
     Raises:
         NoOptimizerStateError: the file has no optimizer state.

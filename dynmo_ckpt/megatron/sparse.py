@@ -53,7 +53,11 @@ def densify(path: str, merged: Mapping[str, list[Tensor]]) -> DenseTensors:
 
     Args:
         path: the file, for messages.
-        merged: for each canonical name the tensors of all tensor-parallel ranks.
+        merged: for each canonical name the tensors of all tensor-parallel ranks. A sparse weight ``[rows, columns]``
+            is stored as CSR: values ``[nnz]``, column indices ``[nnz]`` and row offsets ``[rows + 1]``.
+
+    Returns:
+        All tensors, with dense weights ``[rows, columns]`` in place of sparse ones, and masks of the same shape.
 
     Raises:
         UnsupportedError: a sparse weight that tensor parallelism splits, or one of unknown width.
@@ -95,7 +99,11 @@ def _width(source: str, base: str, merged: Mapping[str, list[Tensor]]) -> int:
 
 
 def integers(tensor: Tensor) -> NDArray[Any]:
-    """A tensor of offsets or columns as an array; raises ``CorruptError`` where its type is not an integer type."""
+    """``tensor``, offsets or columns of any shape, as a flat array of its integer type.
+
+    Raises:
+        CorruptError: its type is not an integer type.
+    """
     output = OutputTensor(key="", shape=tensor.shape, content=tensor)
     if tensor.dtype not in _INTEGERS:
         raise CorruptError(f"indices have the type {tensor.dtype}; must be one of {', '.join(_INTEGERS)}")
@@ -129,6 +137,7 @@ def write_dense(
     steps = bounds[1:] - bounds[:-1]
     if rows < 1 or offsets[0] != 0 or (steps < 0).any() or offsets[-1] != count or len(columns) != count:
         raise CorruptError(f"{what}: {len(offsets)} row offsets do not fit {count} values and {len(columns)} columns")
+    # Checked in advance: numpy would count a negative index from the end of the row.
     if count and not (int(columns.min()) >= 0 and int(columns.max()) < width):
         raise CorruptError(f"{what}: a column index is {columns.max()}; the matrix has {width} columns")
     itemsize = DTYPE_BYTES[values.dtype]
@@ -144,6 +153,8 @@ def write_dense(
             shape = (end - begin, width)
             panel, mask_panel = np.zeros(shape, buffered.dtype), np.zeros(shape, np.uint8)
             panel[at], mask_panel[at] = buffered[: high - low], 1
+            # An assignment with equal indices keeps the last value only, so a repeated index leaves too few true
+            # elements.
             if int(mask_panel.sum()) != high - low:
                 raise CorruptError(f"{what}: a row has a column index twice")
             buffered = buffered[high - low :]
@@ -160,4 +171,5 @@ def _values(tensor: Tensor) -> Iterator[NDArray[Any]]:
     output = OutputTensor(key="", shape=tensor.shape, content=tensor)
     with open_sources(sources([output])) as files:
         for panel in panels(output, Reader(files)):
+            # The next panel reuses the buffer of this one.
             yield panel.reshape(-1).copy()

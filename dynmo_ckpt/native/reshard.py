@@ -121,7 +121,7 @@ def plan_native(
 
     Args:
         manifest: of the input.
-        tensors: the stored tensors by global name.
+        tensors: the stored tensors by global name, each with its whole shape as in the manifest.
         partition: the items of each stage, in layer order.
         tensor_parallel_size: number of tensor-parallel ranks.
         data_parallel_size: number of replicas; it is recorded only, each tensor is stored once.

@@ -194,6 +194,7 @@ def expected_crc32(tensor: OutputTensor) -> int | None:
     if tensor.mask is not None or tensor.cast is not None or not content.is_covered:
         return None
     strides = row_major(content.shape)
+    # In the order of their bytes, because a CRC-32 of a concatenation depends on the order.
     pieces = sorted(
         (sum(b * s for b, s in zip(piece.begin, strides, strict=True)), index)
         for index, piece in enumerate(content.pieces)

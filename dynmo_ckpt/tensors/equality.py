@@ -17,19 +17,19 @@ Numbers = NDArray[Any]
 
 
 def count_true(mask: Tensor) -> int:
-    """Number of true elements of a mask."""
+    """Number of true elements of ``mask``, a ``BOOL`` tensor of any shape."""
     output = OutputTensor(key="", shape=mask.shape, content=mask)
     with open_sources(sources([output])) as files:
         return sum(int(panel.sum()) for panel in panels(output, Reader(files)))
 
 
 def equal_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have the same type, and the same bytes in row-major order."""
+    """Whether ``left`` and ``right``, of any shape, have the same type, shape, and bytes in row-major order."""
     return left.dtype == right.dtype and rounds_to(left, right)
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """Whether ``wide``, rounded to the type of ``narrow``, is equal to ``narrow`` byte for byte."""
+    """Whether ``wide``, rounded to the type of ``narrow``, has the shape of ``narrow`` and equals it byte for byte."""
     if wide.shape != narrow.shape:
         return False
     cast = None if wide.dtype == narrow.dtype else narrow.dtype
@@ -41,7 +41,7 @@ def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
 
 
 def as_numbers(words: Words, dtype: str) -> Numbers:
-    """Raw words as a numpy array of numbers, given their type in safetensors; BF16 becomes float32."""
+    """``words`` of any shape as numbers of the same shape; ``dtype`` is as in safetensors, BF16 becomes float32."""
     if dtype == "BF16":
         return (words.astype(np.uint32) << 16).view(np.float32)
     kinds = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "BOOL": "u1", "U8": "u1"}
@@ -49,7 +49,7 @@ def as_numbers(words: Words, dtype: str) -> Numbers:
 
 
 def aligned(left: Iterator[Numbers], right: Iterator[Numbers]) -> Iterator[tuple[Numbers, Numbers]]:
-    """Two streams of flat arrays, cut at the same elements.
+    """Two streams ``left`` and ``right`` of flat arrays, cut at the same elements; ends with the shorter one.
 
     A panel is consumed before the next one is requested, because the next one reuses its buffer.
     """

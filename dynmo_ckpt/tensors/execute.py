@@ -116,11 +116,13 @@ def execute(
             inputs = stack.enter_context(open_sources(sources(t for file in files for t in file.tensors)))
             for file in files:
                 (directory / file.name).parent.mkdir(parents=True, exist_ok=True)
+            # "w+b": the written bytes are read back through the same descriptor.
             outputs = [stack.enter_context(open(directory / file.name, "w+b")).fileno() for file in files]
             pool = stack.enter_context(ThreadPoolExecutor(max_workers=jobs))
             queue = [job for file, output in zip(files, outputs, strict=True) for job in _jobs(file, output, directory)]
             release = sum(file.num_bytes for file in files) > CACHED_OUTPUT_BYTES
             checks = SourceChecks(array for job in queue for array in job.checked)
+            # A set of buffers for each thread, not for each tensor: memory stays bounded, and pages are reused.
             workers: SimpleQueue[_Worker] = SimpleQueue()
             for _ in range(jobs):
                 workers.put(_Worker(Reader(inputs, checks), checks, Writeback(release), verify))
@@ -190,6 +192,7 @@ def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Writte
     for tensor, offset, checksum in zip(file.tensors, file.offsets, checksums, strict=True):
         parts.append((offset, tensor.num_bytes, checksum))
     total = 0
+    # A combined CRC-32 depends on the order, so the parts are combined in the order of their bytes.
     for _, size, checksum in sorted(parts):
         total = combine(total, checksum, size)
     named = {tensor.key: checksum for tensor, checksum in zip(file.tensors, checksums, strict=True)}
@@ -209,6 +212,7 @@ class _TensorWriter:
     def step(self) -> bool:
         """Write the next panel; returns whether there was one."""
         reader = self.worker.reader
+        # The tensors of a group share the reader, so each sets its own mode before it reads.
         reader.check = self.job.expected is None and self.job.source is None
         panel: Words | None = next(self.panels, None)
         if panel is None:
@@ -231,6 +235,7 @@ class _TensorWriter:
             self.worker.checks.add(job.source[0], Part(job.source[1], job.tensor.num_bytes, got))
         reader.finish(job.checked)
         if job.expected is not None and got != job.expected:
+            # The source is read again, to distinguish an altered source from a faulty copy.
             _refuse_source(job.tensor, job.expected, reader)
         expected = self.sent_crc if self.computes_checksum else got if job.expected is None else job.expected
         if got != expected:
@@ -274,5 +279,6 @@ def _refuse_source(tensor: OutputTensor, expected: int, reader: Reader) -> None:
 def _write_all(descriptor: int, payload: bytes | memoryview, offset: int) -> None:
     view = memoryview(payload)
     while view:
+        # pwrite may write fewer bytes than requested.
         done = os.pwrite(descriptor, view, offset)
         view, offset = view[done:], offset + done

@@ -71,10 +71,14 @@ def cast(words: Words, source: str, target: str) -> Words:
         target: type of the result, as in safetensors.
     """
     is_bf16 = source == "BF16"
+    # A number beyond the range of the target becomes infinity, as in torch; numpy would warn.
     with np.errstate(over="ignore"):
         numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_bf16 else words.view(_NUMBERS[source])
         if target != "BF16":
             return numbers.astype(_NUMBERS[target]).view(f"u{DTYPE_BYTES[target]}")
+        # Round to nearest even: add just under half of the last kept bit, and one more if this bit is odd. The sum
+        # could turn a NaN into infinity, so a NaN keeps its upper bits and becomes quiet. F64 is rounded twice, through
+        # float32.
         wide = numbers.astype(np.float32).view(np.uint32)
         rounded = wide + 0x7FFF + ((wide >> 16) & 1)
         rounded = np.where(np.isnan(wide.view(np.float32)), wide | 0x400000, rounded)
@@ -120,11 +124,14 @@ def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> 
     itemsize = target.dtype.itemsize
     span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1
     begin = view.start * itemsize
+    # Contiguous on both sides: the bytes are read directly into the panel, without a copy.
     if span == target.size and target.flags.c_contiguous and _is_row_major(view):
         reader.read(view.array, begin, target)
         return
     strides = [stride * itemsize for stride in view.strides]
     low, high = _whole_rows(view, span)
+    # One read of the window is worth it if at least half of it is used, here or by the tensors that are written in turn
+    # from the same array.
     if high - low <= max(2, reader.sharing) * target.size:
         block = reader.block(view.array, low * itemsize, high - low, itemsize)[view.start - low :]
         transposed_copy(target, np.lib.stride_tricks.as_strided(block, view.shape, strides, writeable=False))

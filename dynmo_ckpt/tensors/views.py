@@ -116,6 +116,7 @@ class Tensor:
         for piece in self.pieces:
             (rows, width), view = piece.view.shape[dim : dim + 2], piece.view
             step, stride = view.strides[dim : dim + 2]
+            # Rows become one strided window only if they are complete and lie at a constant distance.
             joined = width == inner and step == inner * stride
             for row in range(1 if joined else rows):
                 begin = (piece.begin[dim] + row) * inner + piece.begin[dim + 1]
@@ -165,6 +166,7 @@ class Tensor:
 
     def zero_pad(self, dim: int, size: int) -> Tensor:
         """This tensor padded with zeros at the end to ``size`` along ``dim``."""
+        # No piece covers the padding, and elements in no piece are zero.
         return replace(self, shape=_splice(self.shape, dim, [size]))
 
 
@@ -176,6 +178,7 @@ def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, 
         return [((begin,), (end - begin,))]
     inner = math.prod(sizes[1:])
     low, high = -(-begin // inner), end // inner
+    # Begin and end lie within one row, which has no complete inner box.
     if low > high:
         rows = [(high, begin - high * inner, end - high * inner)]
     else:
@@ -196,6 +199,13 @@ def as_tensor(array: StoredArray) -> Tensor:
 
 def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate tensors along ``dim``.
+
+    Args:
+        tensors: at least one, with equal shapes except along ``dim``.
+        dim: index of the dimension, not negative.
+
+    Returns:
+        A tensor whose size along ``dim`` is the sum of theirs.
 
     Raises:
         UnsupportedError: the types or the other dimensions differ.

@@ -79,6 +79,7 @@ class TorchFile:
             dtype=ref.dtype,
             shape=(ref.num_elements,),
             offset=stored.offset,
+            # The recorded CRC-32 covers the complete entry, so it does not apply to a part of it.
             crc32=stored.crc32 if stored.num_bytes == size else None,
         )
 
@@ -179,6 +180,8 @@ def _data_offset(path: Path, handle: BinaryIO, info: zipfile.ZipInfo) -> int:
     header = handle.read(30)
     if len(header) < 30 or header[:4] != b"PK\3\4":
         raise CorruptError(f"{path}: the entry {short_name(info.filename)} has no header at byte {info.header_offset}")
+    # The local header has its own extra field, with which torch aligns storages. Its length differs from that in the
+    # central directory, so only the local header gives the begin of the data.
     begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
     begin += int.from_bytes(header[28:30], "little")
     if begin + info.file_size > handle.seek(0, io.SEEK_END):

@@ -186,11 +186,14 @@ class TorchSaveFile:
         members.append((f"{STEM}/version", 2, b"3\n"))
         entries, at = [], 0
         for name, size, payload in members:
+            # Headers here have 32-bit sizes; only the offsets in the central directory have a 64-bit form.
             if size >= ZIP32_LIMIT:
                 raise UnsupportedError(
                     f"{name}: a storage of {size:,} bytes exceeds the limit of the zip format; use more "
                     "tensor-parallel ranks"
                 )
+            # An extra field pads the header, so that each storage begins at a multiple of 64 bytes, as in files of
+            # torch.
             begin = at + _LOCAL_BYTES + len(name.encode()) + 4
             extra = 4 + (-begin % ALIGN_BYTES)
             entries.append(_Entry(name, size, at, extra, payload))
@@ -232,6 +235,7 @@ class TorchSaveFile:
             crc = next(storage_sums) if entry.payload is None else zlib.crc32(entry.payload)
             fields = struct.pack("<HHHHIII", 0, 0, 0, _DOS_DATE, crc, entry.num_bytes, entry.num_bytes)
             name = entry.name.encode()
+            # 0x4246, "FB", is the id that torch gives its padding field.
             padding = struct.pack("<HH", 0x4246, entry.extra_bytes - 4) + b"Z" * (entry.extra_bytes - 4)
             local = b"PK\3\4" + b"\0\0" + fields + struct.pack("<HH", len(name), entry.extra_bytes) + name + padding
             result.append((entry.header_offset, local))

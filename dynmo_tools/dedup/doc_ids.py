@@ -82,7 +82,9 @@ def repeated_digests(paths: Sequence[Path]) -> U64:
         digests[at : at + len(rows)] = rows["digest"]
         at += len(rows)
     digests.sort()
+    # Equal digests of different names only cost these names their brevity: they are then addressed by location.
     repeated: U64 = np.unique(digests[1:][digests[1:] == digests[:-1]])
+    # Without 0, the digest of documents without a name.
     return repeated[np.searchsorted(repeated, np.uint64(1)) :]
 
 

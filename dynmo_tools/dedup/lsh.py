@@ -48,6 +48,7 @@ def repeated(keys: U64, documents: I64) -> tuple[I64, I64]:
     shared[1:] |= same
     shared[:-1] |= same
     ordered, members = ordered[shared], documents[order[shared]]
+    # argsort is not stable. Sorted by key and number, the members do not depend on the algorithm of numpy.
     members = members[np.lexsort((members, ordered))]
     ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     bounds = np.concatenate([[0], ends, [len(ordered)]]) if len(ordered) else np.zeros(1, dtype=np.int64)
@@ -84,6 +85,8 @@ def buckets(
 
 def _spill(keys: U64, begin: int, spills: Sequence[IO[bytes]], bits: int) -> None:
     """Append keys and document numbers to the file of each key's first ``bits`` bits."""
+    # Keys are hashes, so ranges of their first bits have about equal sizes, and the files concatenated are ordered by
+    # key.
     part = (keys >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(part, kind="stable")
     rows = np.zeros(len(keys), dtype=KEYED)
@@ -181,6 +184,8 @@ def groups_in_range(
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1)).tolist()
     for begin, end in itertools.pairwise(bounds):
+        # Similar documents share several bands, which then have the same bucket. A dict keeps the order of the buckets;
+        # a set would not.
         distinct: dict[tuple[int, ...], None] = {}
         for at in order[begin:end].tolist():
             distinct[tuple(members[starts[at] : starts[at] + sizes[at]].tolist())] = None

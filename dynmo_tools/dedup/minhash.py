@@ -78,6 +78,7 @@ def joined_hashes(texts: Sequence[str], length: int) -> tuple[U32, npt.NDArray[n
     ends = np.cumsum(sizes)
     starts = ends - sizes
     keep = np.ones(len(points), dtype=np.bool_)
+    # The windows that begin at the last ``length - 1`` characters of a text extend into the next text.
     for back in range(1, length):
         last = ends - back
         keep[last[last >= starts]] = False
@@ -106,6 +107,7 @@ def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations)
     """
     a, b = perms
     signatures = np.full((len(counts), len(a)), EMPTY, dtype=np.uint32)
+    # Without documents that have no shingles: for an empty range, reduceat returns an element of the next document.
     filled = np.flatnonzero(counts)
     if not len(filled):
         return signatures
@@ -113,6 +115,7 @@ def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations)
     starts = (np.cumsum(counts) - counts)[filled]
     permuted = np.empty_like(joined)
     for column, (factor, addend) in enumerate(zip(a, b, strict=True)):
+        # uint32 arithmetic wraps around, which is the modulus 2^32 of the scheme. One buffer serves all permutations.
         np.multiply(joined, factor, out=permuted)
         permuted += addend
         signatures[filled, column] = np.minimum.reduceat(permuted, starts)
@@ -154,6 +157,8 @@ def band_keys(signatures: U32, band: int, num_bands: int) -> U64:
     rows = num_seeds // num_bands
     keys: U64 = np.zeros(len(signatures), dtype=np.uint64)
     for column in range(band * rows, (band + 1) * rows):
+        # Wraps around modulo 2^64. Each step is a bijection of the key, so equal bands only differ from others by
+        # collisions of 64 bits.
         keys *= np.uint64(0x9E3779B97F4A7C15)
         keys ^= keys >> np.uint64(29)
         keys += signatures[:, column]

@@ -35,6 +35,7 @@ def hash_windows(points: U32, length: int) -> U32:
     """
     count = len(points) - length + 1
     mixed: U64 = np.zeros(max(count, 0), dtype=np.uint64)
+    # uint64 arithmetic wraps around: the polynomial is one modulo 2^64.
     multiplier = np.uint64(_MULTIPLIER)
     for at in range(length):
         mixed *= multiplier
@@ -53,7 +54,15 @@ def hash_whole(points: U32) -> int:
 
 
 def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
-    """The distinct windows of ``length`` numbers below 4096, sorted, each packed into one uint64."""
+    """The distinct windows of neighboring numbers, sorted, each packed into one uint64.
+
+    Args:
+        numbers: ``[count]`` of any integer type, each below 4096.
+        length: numbers per window; at most 5, because each takes 12 of the 64 bits.
+
+    Returns:
+        ``[distinct windows]``, uint64.
+    """
     packed = _windows(numbers.astype(np.uint64), length)
     packed.sort()
     first = np.ones(len(packed), dtype=np.bool_)
@@ -93,6 +102,7 @@ class Alphabet:
         numbers = self._numbers[points]
         if not numbers.all():
             new = np.unique(points[numbers == 0])
+            # 0 stands for a character without a number, so 4095 numbers are available.
             if self._count + len(new) >= 1 << PACKED_BITS:
                 return None
             self._numbers[new] = np.arange(self._count + 1, self._count + 1 + len(new))

@@ -52,6 +52,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
 
     def _run(self, offset: int, count: int) -> Iterator[tuple[int, int, float]]:
         for begin in range(0, count, READ_PAIRS):
+            # pread does not move the file position, so all runs are read in turn from one descriptor.
             size = min(READ_PAIRS, count - begin) * PAIR.itemsize
             yield from np.frombuffer(os.pread(self._file.fileno(), size, offset + begin * PAIR.itemsize), PAIR).tolist()
 

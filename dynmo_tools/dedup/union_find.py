@@ -33,6 +33,7 @@ class UnionFind:
         root = index
         while (above := int(parents[root])) != root:
             root = above
+        # Path compression: each document on the way refers to the root directly.
         while (above := int(parents[index])) != root:
             parents[index], index = root, above
         return root
@@ -51,6 +52,8 @@ class UnionFind:
             second: document numbers ``[pairs]``.
         """
         parents = self.parents
+        # numpy applies ``minimum.at`` to roots of this moment. Where a root gets several smaller parents, only the
+        # smallest one remains, so the pairs are checked again until all have one root.
         while len(first):
             first, second = self._roots(first), self._roots(second)
             apart = first != second

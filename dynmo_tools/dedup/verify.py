@@ -135,6 +135,7 @@ def match_group(
         if all_pairs:
             yield from match_bucket(bucket, compared, threshold, rounds, _never_connected)
             continue
+        # All documents of the bucket are already in one group: no comparison changes the result.
         if len({sets.find(document) for document in bucket}) == 1:
             continue
         for pair in match_bucket(bucket, compared, threshold, rounds, sets.is_connected):

@@ -248,6 +248,7 @@ def _first_difference(found: IntColumn, expected: IntColumn) -> tuple[int, int, 
     theirs = np.zeros(0, dtype=np.int64)
     others = expected.blocks()
     for mine in found.blocks():
+        # The blocks of the two columns may have different sizes.
         while len(theirs) < len(mine):
             theirs = np.concatenate([theirs, next(others)])
         wrong = np.flatnonzero(mine != theirs[: len(mine)])
@@ -334,6 +335,7 @@ class IndexedReader:
     def __init__(self, prefix: Path) -> None:
         self.index = read_index(prefix)
         self._prefix = prefix
+        # np.memmap refuses an empty file.
         empty = self.index.num_tokens == 0
         self._tokens: npt.NDArray[Any] = (
             np.zeros(0, dtype=self.index.dtype)

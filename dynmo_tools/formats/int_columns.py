@@ -50,7 +50,7 @@ class IntColumn:
 
 
 def in_memory(values: npt.ArrayLike) -> IntColumn:
-    """A column of an array ``[count]``."""
+    """A column of ``values`` ``[count]``, which are converted to int64."""
     array = np.asarray(values, dtype=np.int64)
     return IntColumn(len(array), lambda: (array[at : at + BLOCK] for at in range(0, len(array), BLOCK)))
 
@@ -102,6 +102,7 @@ def arange(count: int) -> IntColumn:
 def exclusive_cumsum(column: IntColumn, scale: int = 1) -> IntColumn:
     """The sum of the elements before each one, times ``scale``."""
 
+    # int64: the sum over all sequences exceeds int32 in any large dataset, even where each length fits.
     def blocks() -> Iterator[Int64s]:
         before = 0
         for block in column.blocks():

@@ -20,6 +20,7 @@ def sweep_temporaries(path: Path) -> None:
     for path_ in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         with contextlib.suppress(ValueError, PermissionError):  # a foreign name, another user's process
             try:
+                # Signal 0 sends nothing; it only checks that the process exists.
                 os.kill(int(path_.name.rpartition("-")[2]), 0)
             except ProcessLookupError:
                 path_.unlink(missing_ok=True)
@@ -67,6 +68,7 @@ def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes
         with open(temporary, "wb", buffering=io.DEFAULT_BUFFER_SIZE * 64) as handle:
             yield handle
             handle.flush()
+            # Before the rename: after a power loss, the file has its old or its new contents, never a part.
             os.fsync(handle.fileno())
         if not _is_same(temporary, path):
             if not replace:

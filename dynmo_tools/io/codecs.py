@@ -106,6 +106,7 @@ class _ZstdReader(io.RawIOBase):
             pending = pending or self._handle.read(PIECE_BYTES)
             if not pending:
                 return False
+            # The default limit refuses frames of ``zstd --long=31``, which need a window of 2 GiB.
             self._decoder = self._module.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         else:
             pending = self._handle.read(PIECE_BYTES)

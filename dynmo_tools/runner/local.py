@@ -82,6 +82,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             WorkerDiedError: a worker died; the message has its task.
             TaskFailedError: a task failed.
         """
+        # Reversed, because ``pop`` takes from the end: tasks start in their order.
         queue = list(reversed(indices))
         while len(self._workers) < min(self._size, len(queue)):
             self._workers.append(_start_worker(self.job))
@@ -103,6 +104,7 @@ def _start_worker(job: Job) -> _Worker:
     process = context.Process(target=_worker_main, args=(theirs, job), daemon=True)
     with _hidden_main_module():
         process.start()
+    # With this end closed, recv raises EOFError when the worker dies; otherwise it would wait forever.
     theirs.close()
     return _Worker(process, ours)
 

@@ -18,6 +18,7 @@ from .task_manifest import TaskManifest
 def join_parts(task: Task, kind: str, output: Path) -> None:
     """Concatenate the slices' parts of one kind to ``output``; a single part is renamed instead of copied."""
     parts = [task.part(kind, index) for index in range(len(task.manifest.tasks))]
+    # A rename works within one file system only.
     if len(parts) == 1 and os.stat(parts[0]).st_dev == os.stat(output.parent).st_dev:
         task.rename_part(parts[0], output)
         return

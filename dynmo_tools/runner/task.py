@@ -176,6 +176,7 @@ class Task:
     ) -> Iterator[Row]:
         """The JSON objects of a slice, as ``rows``, but with lone surrogates let through; ``parse`` reads a line."""
         part = part or self.slice
+        # Line numbers count from the begin of a file, so they continue over slices of the same file.
         if part.path != self._source:
             self._source, self._lines_before = part.path, 0
         if part.path.suffix == ".parquet":
@@ -292,6 +293,7 @@ class _Output:
                 self.writer.close()
             if keep:
                 self._handle.flush()
+                # Before the rename: after a power loss, an output has its complete contents or does not exist.
                 os.fsync(self._handle.fileno())
         finally:
             with contextlib.suppress(OSError):
@@ -339,6 +341,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
             "its partial output was removed; free disk space or fix the error, and run the same command again"
         ) from error
     outputs = task.outputs()
+    # The marker is written last, when all renames are on disk: a marker implies its outputs.
     for folder in {Path(name).parent for name in outputs}:
         sync_folder(folder)
     fields = {

@@ -94,6 +94,7 @@ def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded
         ends: whether a sequence ends a document ``[sequences]``.
         eod: end-of-document id.
     """
+    # A bool counts 1: sequences that end a document become one token longer.
     lengths = encoded.lengths + ends
     ids = np.full(int(lengths.sum()), eod, dtype=np.int64)
     keep = np.ones(len(ids), dtype=np.bool_)
@@ -247,6 +248,7 @@ def join(task: Task) -> None:
             lengths=_numbers(task, lengths),
             documents=bounds(_numbers(task, documents)),
         )
+        # Outputs are renamed in the order of their creation: the sidecar before ``.idx``, which completes the dataset.
         sidecar = task.create(sidecar_path(prefix), plain=True)
         written = copy_pieces(encode_index(index), task.create(idx_path(prefix)))
         sidecar.write(encode_sidecar(_sidecar(task, results, number, written)))

@@ -74,7 +74,7 @@ class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
         size: number of used positions: one per symbol, and one separator before, between and after the words.
         first: token that begins at a position, or -1 ``[size]``, int32.
         last: token that ends at a position; undefined elsewhere ``[size]``, int32.
-        made: number of the merge that created the token at a position ``[size]``, int32.
+        merge_index: number of the merge that created the token at a position ``[size]``, int32.
         positions: space for lists of positions, int32.
         starts: first position of each word ``[words]``, int32.
         counts: occurrences of each word ``[words]``, int64.
@@ -182,6 +182,8 @@ class PairMerger:
                 pair, time = item >> _TIME_BITS & _PAIR_MASK, item & _TIME_MASK
                 count = self._counts[pair]
                 key = _key(count, pair)
+                # Counts in the heap are not updated when pairs are merged. An outdated entry returns to the heap with
+                # its current count.
                 if key != item >> _TIME_BITS:
                     heapq.heappush(self._heap, key << _TIME_BITS | time)
                 elif count >= min_frequency and key <= self._limit:
@@ -226,6 +228,7 @@ class PairMerger:
         for at in range(begin, begin + size, CHUNK):
             listed = words.positions.data[at : min(at + CHUNK, begin + size)]
             live = listed[words.first[listed] == token]
+            # Compacted in place: ``end`` never exceeds ``at``, so no position is overwritten before it is read.
             words.positions.data[end : end + len(live)] = live
             end += len(live)
             yield live
@@ -234,6 +237,7 @@ class PairMerger:
     def _positions_of_pair(self, left: int, right: int) -> Iterator[Ints]:
         """Positions where a pair begins, ascending; of three equal tokens, the first two positions."""
         words, span = self._words, self._spans[left]
+        # The shorter list is scanned: a rare neighbor makes the merge of a frequent token cheap.
         if self._sizes[left] <= self._sizes[right]:
             for positions in self._positions_of(left):
                 yield positions[words.first[positions + span] == right]
@@ -318,6 +322,7 @@ class PairMerger:
         self._merged.pop(pair, None)
         self._merged[pair] = None
         self._merge_number += 1
+        # Collected before the first replacement, which changes the merge numbers at the positions.
         in_words = self._affected_words(left, right, time) if pair in self._remade_pairs else None
         decreases: dict[int, int] = {}
         increases: dict[int, int] = {}
@@ -362,6 +367,7 @@ class PairMerger:
         ends = positions + (span + self._spans[right])
         weights = self._weights(positions)
         before, after = words.last[positions - 1], words.first[ends]
+        # The right token no longer begins at its position. The lists still have it and drop it when they are scanned.
         words.first[positions + span] = -1
         words.first[positions] = merge_index
         words.last[ends - 1] = merge_index
@@ -435,7 +441,7 @@ def _every_other(positions: Ints, span: int) -> Ints:
 
 
 def _sums(ids: Ints, weights: Ints, num_words: int) -> Iterator[tuple[int, int]]:
-    """Ids below ``many`` with the sums of their weights; if there are few ids, an id may be repeated."""
+    """Ids below ``num_words`` with the sums of their weights; if there are few ids, an id may be repeated."""
     if len(ids) > num_words // 4:
         sums = np.bincount(ids, weights=weights)  # floats are exact below 2 ** 53
         ids = np.flatnonzero(sums)

@@ -146,8 +146,10 @@ class WordCountWriter:
         """Write the table."""
         num_shards: list[dict[bytes, int]] = [{} for _ in range(self._num_shards)]
         while self._counted:
+            # popitem frees the entries of the table while the shards grow.
             piece, count = self._counted.popitem()
             for word in self._words_of(piece):
+                # CRC-32 is the same in every process; Python's hash of bytes is not.
                 shard = num_shards[zlib.crc32(word) % self._num_shards]
                 shard[word] = shard.get(word, 0) + count
         self._bytes = 0
