@@ -96,7 +96,7 @@ def evaluate_last_move(
     mean_staying = float(staying.mean())
     error = math.hypot(_error(harm), _error(beyond_model) * mean_staying / ratio)
     limit = max(MIN_HARM * mean_staying, 3 * error)
-    # Harm that the model explains by changed costs is no reason for a rollback: the balancer decides on the same costs.
+    # Harm that the model explains by changed costs needs no rollback: the balancer decides on the same costs.
     if float(harm.mean()) > limit and float(unexplained.mean()) > limit:
         mean = float(_times(after).mean())
         reason = (
