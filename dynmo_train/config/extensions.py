@@ -100,6 +100,7 @@ def _points(group: str) -> list[EntryPoint]:
     """The installed entry points of a group, sorted by name."""
     from importlib.metadata import entry_points
 
+    # Sorted: hosts may list installed packages in another order, and the hooks of techniques are called in this order.
     return sorted(entry_points(group=group), key=lambda point: point.name)
 
 

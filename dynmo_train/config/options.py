@@ -186,8 +186,10 @@ class OptionSpec:
 
     def convert(self, value: Any) -> tuple[Any, Problem | None]:
         """Convert a value to the type of the option, and check its choices and bounds."""
+        # TOML and JSON write 1 for 1.0.
         if self.kind is float and type(value) is int:
             value = float(value)
+        # Not ``isinstance``: a bool is an int in Python, and ``--num-layers true`` in a file must be an error.
         if type(value) is not self.kind:
             expected = _KIND_NAMES[self.kind]
             return None, Problem(self.flag, "type", f"must be {expected}, is {value!r}")

@@ -211,6 +211,7 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[d
     ]
     if problems:
         raise DocumentError("the configuration", problems)
+    # Every process resolves the configuration; one of them reports.
     if found.ignored and os.environ.get("RANK", "0") == "0":
         print_message(f"{path}: ignored {', '.join(found.ignored)}")
     return dict(flags), dict(file) | values
@@ -236,6 +237,7 @@ def resolve(
     """
     facts = facts or Facts()
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
+    # Later sources replace earlier ones: file, flags, then what the subcommand sets.
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
     given |= {name: given[other] for other, name in ALIASES.items() if other in given and name not in given}
@@ -273,6 +275,7 @@ def resolve(
 def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
     """Add derived values to ``values``, in order of declaration."""
     problems = []
+    # The order matters: a derived default reads options that are declared before it, derived ones included.
     for spec in option_specs().values():
         derive = spec.declaration.derive
         if spec.name in values or derive is None:

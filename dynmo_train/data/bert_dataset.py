@@ -32,7 +32,7 @@ def split_segments(
     """Split the sentences into two segments at a random sentence, and swap them with probability 1/2.
 
     Returns:
-        First segment, second segment, and whether they are swapped.
+        First segment, second segment, int64 ``[length]`` each, and whether they are swapped.
     """
     cut = int(random.randint(1, len(sentences))) if len(sentences) > 2 else 1
     first, second = np.concatenate(sentences[:cut]), np.concatenate(sentences[cut:])
@@ -89,7 +89,14 @@ class BertDataset:
         return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped."""
+        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped.
+
+        Args:
+            indices: sample numbers, ``[N]``.
+
+        Returns:
+            int64 ``[N, C]``.
+        """
         requested = np.asarray(indices, dtype=np.int64)
         rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length + 1), dtype=np.int64)
         for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
@@ -97,10 +104,11 @@ class BertDataset:
         return rows_NC
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``."""
+        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
         return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, row_C: Int64Array, index: int) -> None:
+        # One generator for all draws of a sample: the order of the draws below is a part of the data's definition.
         random = sample_random(self.seed, self.split_index, index)
         begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
         sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)

@@ -46,6 +46,8 @@ def blend(weights: Sequence[float], begin: int, end: int) -> tuple[Int64Array, I
         samples.append(candidates)
         times.append((candidates + 0.5) / weight)
     set_of, sample_of = np.concatenate(sets), np.concatenate(samples)
+    # The skipped samples are all among the first ``begin`` of the blend, because each ``first`` is a lower bound of its
+    # data set's count. Of equal times the data set that is first in the list comes first.
     order = np.lexsort((set_of, np.concatenate(times)))[begin - skipped : end - skipped]
     return set_of[order], sample_of[order]
 
@@ -68,7 +70,7 @@ class BlendedDataset:
         return self.length
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of samples with consecutive ascending indices, int64 ``[samples, columns]``."""
+        """Rows of several samples, int64 ``[n, columns]``; ``indices`` ``[n]`` are consecutive and ascending."""
         set_of, sample_of = self._locate(indices)
         rows: list[Int64Array] = []
         positions: list[Int64Array] = []
@@ -83,7 +85,7 @@ class BlendedDataset:
         return rows_NC
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; the indices are consecutive and ascending."""
+        """See ``Dataset``; ``indices`` ``[n]`` are consecutive and ascending."""
         set_of, sample_of = self._locate(indices)
         return [self.parts[number].token_ranges([sample])[0] for number, sample in zip(set_of, sample_of, strict=True)]
 

@@ -40,12 +40,16 @@ class GptDataset:
         return len(self.index.order)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Token ids of several samples, int64 ``[samples, seq_length + 1]``.
+        """Token ids of several samples, int64 ``[n, seq_length + 1]``.
+
+        Args:
+            indices: sample numbers, ``[n]``.
 
         Raises:
             TokenError: an id of the data set is not in the vocabulary.
         """
         index, source = self.index, self.source
+        # int64 before the product: positions in the stream exceed the uint32 of the stored order.
         starts_B = index.order[np.asarray(indices, dtype=np.int64)].astype(np.int64) * self.seq_length
         stream_BT = starts_B[:, None] + np.arange(self.seq_length + 1)
         piece_BT = np.searchsorted(index.ends, stream_BT, side="right")
@@ -61,7 +65,7 @@ class GptDataset:
         return tokens_BT
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; the last token of a sample is only a label."""
+        """See ``Dataset``; ``indices`` are sample numbers, ``[n]``. The last token of a sample is only a label."""
         return [self._ranges(int(self.index.order[index])) for index in np.asarray(indices, dtype=np.int64)]
 
     def _ranges(self, position: int) -> list[dict[str, Any]]:

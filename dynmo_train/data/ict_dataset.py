@@ -63,7 +63,11 @@ class IctDataset:
         return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each."""
+        """Rows of several samples, int64 ``[N, C]``: ``COLUMNS``, ``seq_length`` wide each.
+
+        Args:
+            indices: sample numbers, ``[N]``.
+        """
         requested = np.asarray(indices, dtype=np.int64)
         rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length), dtype=np.int64)
         for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
@@ -71,7 +75,7 @@ class IctDataset:
         return rows_NC
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``."""
+        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
         return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, columns_4T: Int64Array, index: int) -> None:

@@ -49,6 +49,7 @@ def cached_arrays(cache: Path | None, facts: Mapping[str, Any], build: Callable[
         _write(stem, built, facts)
     except OSError:
         return built
+    # Read back as a memory map, which the processes of a host share.
     return _read(stem) or built
 
 
@@ -68,6 +69,7 @@ def _write(stem: Path, arrays: Arrays, facts: Mapping[str, Any]) -> None:
         with open(f"{stem}-{name}{ending}", "wb") as handle:
             np.save(handle, array, allow_pickle=False)
         os.replace(f"{stem}-{name}{ending}", f"{stem}-{name}.npy")
+    # The JSON file comes last: readers look for it first, so they never find an index of which an array is missing.
     with open(f"{stem}{ending}", "w", encoding="utf-8") as handle:
         json.dump({**facts, "arrays": list(arrays)}, handle, indent=2)
     os.replace(f"{stem}{ending}", f"{stem}.json")

@@ -16,6 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def sample_random(seed: int, split_index: int, sample: int) -> np.random.RandomState:
     """The generator of one sample; ``RandomState`` is frozen by numpy's compatibility policy (NEP 19)."""
+    # Each word of the seed must fit in 32 bits, so a sample number is given as its low and its high word.
     return np.random.RandomState([seed % 2**32, split_index, sample % 2**32, sample >> 32])
 
 
@@ -23,8 +24,8 @@ def word_bounds(special_T: npt.NDArray[np.bool_], continues_T: npt.NDArray[np.bo
     """First and end position of each word, int64 ``[W]`` each.
 
     Args:
-        special_T: special tokens, which belong to no word.
-        continues_T: tokens that continue the word before them; all false makes each token a word.
+        special_T: bool ``[T]``, special tokens, which belong to no word.
+        continues_T: bool ``[T]``, tokens that continue the word before them; all false makes each token a word.
     """
     after_special = np.concatenate([[True], special_T[:-1]])
     starts = ~special_T & (~continues_T | after_special)
@@ -88,7 +89,14 @@ def masked_positions(
     continues_T: npt.NDArray[np.bool_],
     mask_prob: float,
 ) -> Int64Array:
-    """Positions of a BERT sample to mask, ascending int64: at least one, and a share ``mask_prob`` of all tokens."""
+    """Positions of a BERT sample to mask, ascending int64: at least one, and a share ``mask_prob`` of all tokens.
+
+    Args:
+        random: generator of the sample.
+        special_T: bool ``[T]``, special tokens, which are never masked.
+        continues_T: bool ``[T]``, tokens that continue the word before them.
+        mask_prob: share of the tokens to mask.
+    """
     begins, ends = word_bounds(special_T, continues_T)
     budget = max(1, round(len(special_T) * mask_prob))
     order = random.permutation(len(begins)).tolist()
@@ -110,7 +118,7 @@ def masked_spans(
 
     Args:
         random: generator of the sample.
-        continues_T: tokens that continue the word before them.
+        continues_T: bool ``[T]``, tokens that continue the word before them.
         mask_prob: share of the tokens to mask.
         max_spans: number of sentinel tokens.
         max_tokens: limit of the masked tokens plus one sentinel per span.

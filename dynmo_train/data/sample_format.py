@@ -32,13 +32,16 @@ class Dataset(Protocol):
         """Number of samples."""
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples, int64 ``[samples, columns]``."""
+        """Rows of several samples, int64 ``[n, columns]``; ``indices`` are sample numbers, ``[n]``."""
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
         """For each of several samples, the ranges of the data sets that it is made of.
 
         A range has ``prefix``, ``sequences`` (``[begin, end)``) and ``tokens`` (``[begin, end)``, counted from the
         first token of the ``.bin`` file).
+
+        Args:
+            indices: sample numbers, ``[n]``.
         """
 
 

@@ -76,11 +76,12 @@ def sequences_of(documents: IntArray, chosen: IntArray) -> IntArray:
     """Sequence numbers of the ``chosen`` documents, in that order, int32.
 
     Args:
-        documents: first sequence of each document, and the number of sequences at the end.
-        chosen: document numbers.
+        documents: first sequence of each document, and the number of sequences at the end, ``[documents + 1]``.
+        chosen: document numbers, ``[n]``.
     """
     begins = documents[chosen]
     counts = documents[chosen + 1] - begins
+    # One sequence per document is the usual case of causal models; it needs no arrays of positions.
     if (counts == 1).all():
         return begins.astype(np.int32)
     before = np.cumsum(counts) - counts
@@ -98,6 +99,7 @@ def stable_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex:
     order: list[IntArray] = []
     samples = epochs = 0
     while samples < max(1, spec.num_samples):
+        # Rounded up: the sample that spans the end of an epoch belongs to the epoch of its first token.
         after_epoch = -(-(epochs + 1) * tokens // spec.seq_length)
         order.append(samples + permutation(after_epoch - samples, spec.seed, spec.split_index, epochs, _SAMPLES))
         samples, epochs = after_epoch, epochs + 1
@@ -114,6 +116,7 @@ def stable_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex:
 
 def _leading_sequences(source: IndexedDataset, documents: IntArray, tokens: int) -> IntArray:
     """Sequences of the first documents that have at least ``tokens`` tokens together, or of all documents."""
+    # Few documents are enough, so the lengths of a whole epoch are not read.
     count = 64
     while True:
         sequences = sequences_of(source.documents, documents[:count])
@@ -135,6 +138,7 @@ def megatron_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex
     before_last = ((epochs - 1) * tokens - 1) // length if epochs > 1 else 0
     separate = epochs > 1 and spec.num_samples - before_last < int(0.8 * ((tokens - 1) // length))
     random = np.random.RandomState(spec.seed)
+    # The order of the calls of ``random`` is Megatron's: all documents first, then the samples.
     documents = [_shuffled_documents(spec, count, random) for count in ((epochs - 1, 1) if separate else (epochs,))]
     total = (epochs * tokens - 1) // length
     first = before_last if separate else total
@@ -152,6 +156,7 @@ def _shuffled_documents(spec: SampleIndexSpec, epochs: int, random: np.random.Ra
 
 
 def _make_index(source: IndexedDataset, pieces: IntArray, order: IntArray) -> SampleIndex:
+    # The stored lengths are int32; their sum over many epochs exceeds that.
     ends = np.cumsum(source.lengths[pieces], dtype=np.int64)
     small = order.size == 0 or int(order.max()) < 2**32
     return SampleIndex(pieces=pieces, ends=ends, order=order.astype(np.uint32) if small else order)

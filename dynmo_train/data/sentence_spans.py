@@ -64,7 +64,12 @@ class SentenceSpans:
         return len(self.begins)
 
     def token_ranges(self, source: IndexedDataset, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """The sentences of several samples, as ``Dataset.token_ranges`` returns them."""
+        """The sentences of several samples, as ``Dataset.token_ranges`` returns them.
+
+        Args:
+            source: the data set.
+            indices: sample numbers, ``[n]``.
+        """
         ranges = []
         for index in np.asarray(indices, dtype=np.int64):
             begin, end = int(self.begins[index]), int(self.ends[index])
@@ -104,12 +109,14 @@ def hashed_uniform(keys: Int64Array, *salt: int) -> npt.NDArray[np.float64]:
     Returns:
         float64 ``[n]``.
     """
+    # uint64 products wrap around without a warning in arrays; the constants are reduced as Python integers first.
     state = keys.astype(np.uint64)
     for each in (*salt, 0x5EED):
         state = state + np.uint64((each + 1) * 0x9E3779B97F4A7C15 % 2**64)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state = state ^ (state >> np.uint64(31))
+    # The 53 highest bits: float64 represents each of these numbers exactly, and none is rounded up to 1.
     return (state >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
@@ -160,6 +167,7 @@ def epoch_spans(
         empty = np.zeros(0, dtype=np.int64)
         return {"begins": empty, "ends": empty, "targets": empty}
     joined = [np.concatenate(parts) for parts in (begins, ends, targets)]
+    # Back to the order of the documents: the loop above lists the first span of each document, then the second ones.
     order = np.argsort(joined[0], kind="stable")
     return {
         "begins": joined[0][order] + first,

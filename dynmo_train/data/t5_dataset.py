@@ -34,7 +34,7 @@ def corrupt_spans(
     ``a b c d`` with the span ``b c`` and the sentinel ``X`` gives ``a X d`` and ``X b c``.
 
     Args:
-        tokens: the text, int64.
+        tokens: the text, int64 ``[n]``.
         spans: ``(begin, end)`` positions, ascending.
         sentinels: one id per span.
     """
@@ -82,7 +82,11 @@ class T5Dataset:
         return len(self.spans)
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``."""
+        """Rows of several samples, int64 ``[N, C]``: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``.
+
+        Args:
+            indices: sample numbers, ``[N]``.
+        """
         requested = np.asarray(indices, dtype=np.int64)
         rows_NC = np.zeros((len(requested), _num_columns(self.seq_length, self.decoder_seq_length)), dtype=np.int64)
         for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
@@ -90,7 +94,7 @@ class T5Dataset:
         return rows_NC
 
     def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``."""
+        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
         return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, row_C: Int64Array, index: int) -> None:
@@ -100,6 +104,7 @@ class T5Dataset:
         pad, bos, eos = self.vocabulary.special("pad", "begin", "end")
         tokens = np.concatenate(sentences)[: int(self.spans.targets[index])]
         continues = self.vocabulary.continues[tokens] if self.whole_words else np.zeros(len(tokens), dtype=np.bool_)
+        # One decoder position is reserved for the end token.
         masked = masked_spans(random, continues, self.mask_prob, len(self.sentinels), self.decoder_seq_length - 1)
         encoder, decoder = corrupt_spans(tokens, masked, self.sentinels)
         border = len(ENCODER_COLUMNS) * self.seq_length

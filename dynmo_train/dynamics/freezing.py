@@ -65,6 +65,7 @@ class LayerFreezing(Technique):
         due = frozen_items(self.items, self.schedule, step)
         if due == self.frozen_items:
             return None
+        # What is frozen is a function of the step: the same code runs here and after a restart.
         self.resume(step)
         later = [at for at, _ in self.schedule if at > step]
         return Event(

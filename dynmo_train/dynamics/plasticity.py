@@ -105,6 +105,7 @@ def similarity_distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tens
     """
 
     def similarities(x: torch.Tensor) -> torch.Tensor:
+        # The similarities of N rows are N x N values, so the number of rows is bounded.
         rows = x.flatten(0, -2)[:MAX_ROWS].float()
         return torch.nn.functional.normalize(rows @ rows.t(), dim=1)
 
@@ -168,6 +169,7 @@ class AdaptiveFreezing(LayerFreezing):
 
     def _recorder(self, name: str) -> Any:
         def record(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            # The hook of a recomputed or second microbatch finds the name, and records nothing.
             if name not in self._inputs:  # of the first microbatch alone
                 self._inputs[name] = tuple(
                     each.detach().float() if each.is_floating_point() else each for each in arguments
@@ -191,12 +193,14 @@ class AdaptiveFreezing(LayerFreezing):
         self._set_schedule()
         if self.trace.frozen_layers == before.frozen_layers:
             return None
+        # The next measured layer gets a copy of its own; moves and checkpoints need not carry this one any more.
         for name in measured:
             self.store.extras.pop(name, None)
         return super().after_step(step)
 
     def _plasticity(self, names: Sequence[str]) -> float:
         """The sum of the items' distances in list order, so that it is the same on every partition."""
+        # One entry per item, which only the rank of the item fills: sums over the pipeline add zeros, which is exact.
         distances = torch.zeros(len(names), dtype=torch.float64)
         for place, name in enumerate(names):
             if name in self._inputs:

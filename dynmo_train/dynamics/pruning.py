@@ -88,9 +88,9 @@ def kth_magnitude_bits(
     size of the model. The result is exact and does not depend on which worker holds which weight.
 
     Args:
-        weights: float32 tensors of this worker, of any shape.
+        weights: float32 tensors of this worker, ``[...]``, of any shape.
         rank: counts from 1.
-        total: sums an int64 tensor over all workers.
+        total: sums an int64 tensor ``[values]`` over all workers.
 
     Returns:
         The 31 bits of the magnitude as an integer.
@@ -99,7 +99,9 @@ def kth_magnitude_bits(
     for shift, size in DIGITS:
         counts = torch.zeros(size, dtype=torch.int64)
         for weight in weights:
+            # Without the sign bit: the magnitude. No arithmetic touches the values, so none of them is rounded.
             bits = weight.detach().reshape(-1).view(torch.int32) & 0x7FFFFFFF
+            # After the first round only values with the digits that were found so far are counted.
             if shift != DIGITS[0][0]:
                 above = shift + size.bit_length() - 1
                 bits = bits[(bits >> above) == (prefix >> above)]
@@ -182,6 +184,7 @@ class GradualPruning(Technique):
         counts = torch.zeros(2, dtype=torch.int64)
         for each, threshold in zip(units, thresholds, strict=True):
             scores = each.units.scores
+            # Compared as bits, like the threshold. Equal scores are pruned together: sparsity may exceed the target.
             keep = scores.view(torch.int32) > threshold
             if each.units.keeps_strongest and not bool(keep.any()):
                 keep[scores.argmax()] = True

@@ -67,6 +67,7 @@ def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
     """The units of an item, in module order."""
     if rule.mode == "structured":
         for part in module.modules():
+            # Products of pruned layers have fewer heads; a relative bias, tied over the layers, has a column for each.
             if isinstance(part, SelfAttention) and part.relative is None:
                 yield _heads(part)
             elif isinstance(part, FeedForward):

@@ -125,6 +125,7 @@ class Techniques:
     def __init__(
         self, builders: Mapping[str, TechniqueBuilder], *, family: ModelFamily, store: ItemStore, world: World
     ) -> None:
+        # A callable: techniques read the frozen items of later ones, and of later steps.
         context = TechniqueContext(family=family, store=store, world=world, frozen_items=lambda: self.frozen_items)
         self._by_name: dict[str, Technique] = {}
         for name, build in builders.items():
@@ -140,6 +141,7 @@ class Techniques:
     @property
     def frozen_items(self) -> tuple[str, ...]:
         """The longest frozen front of all techniques."""
+        # Each is a prefix of the layer list, so the longest one contains the others.
         return max((each.frozen_items for each in self), key=len, default=())
 
     def frozen_parameters(self) -> set[str]:

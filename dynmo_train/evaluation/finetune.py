@@ -239,6 +239,7 @@ class FinetuneRun:
         if resumed is not None:
             check_same_model(resumed, engine.family)
             step, consumed = int(resumed.manifest["step"]), int(resumed.manifest["consumed_train_samples"])
+            # Samples are addressed by step * batch, so another batch size would repeat or skip some.
             if consumed != step * self.batch:
                 raise UsageError(
                     f"--global-batch-size {self.batch}: must stay the same over a run, which consumed {consumed:,}"

@@ -150,11 +150,11 @@ class ForwardEngine:
         return metrics
 
     def receive(self, buffer: torch.Tensor, pipeline_rank: int) -> None:
-        """Receive into ``buffer`` from a pipeline rank of this replica; the sender has its shape and dtype."""
+        """Receive into ``buffer`` ``[...]`` from a pipeline rank of this replica; shapes and dtypes are equal."""
         dist.recv(buffer, src=self._global_rank(pipeline_rank))
 
     def send(self, tensor: torch.Tensor, pipeline_rank: int) -> None:
-        """Send to a pipeline rank of this replica without blocking."""
+        """Send ``tensor``, of any shape ``[...]``, to a pipeline rank of this replica without blocking."""
         # The memory of a tensor must stay allocated until it has been sent.
         self._sends = [(work, sent) for work, sent in self._sends if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
@@ -243,8 +243,10 @@ class _ItemLoader:
 
     def load(self, item: str) -> nn.Module:
         """Load one item without gradients; raises ``CheckpointError`` for a missing or damaged tensor."""
+        # On the meta device: initial weights would be drawn only to be replaced.
         module = self.builder.blueprint(item)
         weights = {name[len(item) + 1 :]: self._weight(name) for name in parameters_of(item, module)}
+        # ``assign``: parameters on the meta device have no memory to copy to, and tied weights must stay one tensor.
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
         for name, layer in masks_of(item, module).items():

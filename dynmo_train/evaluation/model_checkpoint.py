@@ -116,6 +116,7 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
             directory = convert_to_native(path, Path(inference.cache_dir) if inference.cache_dir else default_cache())
         return [str(checkpoint) for checkpoint in list_checkpoints(directory)]
 
+    # One rank lists: a checkpoint may be added or removed while the others look.
     found = broadcast_object(world, run_on_all_ranks(world, lambda: candidates() if world.is_rank0 else []))
     directory, faults = run_on_all_ranks(
         world, lambda: first_valid_checkpoint(world, str(path), found, weights_only=True)

@@ -63,6 +63,7 @@ def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Gene
     """
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
+    # The draw is on CPU: the generators of a GPU give other numbers for the same seed.
     scaled_V = logits_V.float() / sampling.temperature
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return int(torch.multinomial(scaled_V.softmax(0).cpu(), 1, generator=generator))
@@ -72,6 +73,7 @@ def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Gene
         sorted_V, ids_V = scaled_V.sort(descending=True, stable=True)
     probabilities_V = sorted_V.softmax(0)
     if sampling.top_p < 1.0:
+        # The probability before a token decides, so the token that crosses ``top_p`` stays, and at least one remains.
         before_V = probabilities_V.cumsum(0) - probabilities_V
         probabilities_V = probabilities_V.masked_fill(before_V >= sampling.top_p, 0.0)
     drawn = int(torch.multinomial(probabilities_V.cpu(), 1, generator=generator))

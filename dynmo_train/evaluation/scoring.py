@@ -117,6 +117,7 @@ def _batches(
     dims: ParallelDims, sequences: Sequence[ScoredSequence], numbers: Sequence[int], length: int, micro_batch: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
     """Batches of the numbered sequences, padded with samples that have no scored token."""
+    # The number of microbatches follows the layout, their contents do not: each has the next ``micro_batch`` samples.
     microbatches = microbatches_per_replica(dims, len(numbers), micro_batch)
     size = microbatches * micro_batch * dims.data
     for begin in range(0, len(numbers), size):
@@ -126,6 +127,7 @@ def _batches(
             sequence = sequences[number]
             end = sequence.length
             ids_NT[row, :end], labels_NT[row, :end] = sequence.tokens[:-1], sequence.tokens[1:]
+            # Label ``t`` is token ``t + 1``, so the first scored token is label ``first_scored - 1``.
             counts_NT[row, sequence.first_scored - 1 : end] = 1
         inputs = {"ids": ids_NT, "labels": labels_NT, "loss_mask": counts_NT}
         yield (

@@ -170,6 +170,7 @@ class TokenGenerator:
         """Decode several batches to their ends, one token of each batch per round."""
         batches = [_new_batch(group) for group in groups]
         while not all(batch.is_finished for batch in batches):
+            # All batches first enter the pipeline; only then does a stage wait for tokens. So the stages work at once.
             drawn = {number: self._step(batch) for number, batch in enumerate(batches) if not batch.is_finished}
             # The earlier stages block here until the last one has sampled.
             for number, tokens_B in drawn.items():
@@ -183,6 +184,7 @@ class TokenGenerator:
     def _step(self, batch: _Batch) -> torch.Tensor | None:
         """Run this stage on the batch's next tokens; the sampled tokens, int64 ``[B]``, on the last stage."""
         engine = self.engine
+        # The whole sequence is in ``ids_BT`` then, so the cache must be empty.
         if self.recompute:
             batch.cache.tokens = 0
             batch.cache.by_item.clear()
@@ -204,6 +206,7 @@ class TokenGenerator:
     def _append(self, batch: _Batch, drawn_B: torch.Tensor) -> None:
         """Append the sampled tokens to their sequences; they are read next."""
         for row, token in enumerate(drawn_B.tolist()):
+            # A finished sequence stays in its batch, so that all stages keep the same shapes; its tokens are discarded.
             if batch.reasons[row] is None:
                 request = batch.requests[row]
                 batch.new[row].append(token)

@@ -23,6 +23,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        # The gradient of ``loss`` does not depend on the later stages, so it is a constant and nothing is sent for it.
         return grads[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
 
 
@@ -30,10 +31,11 @@ def with_losses(x: torch.Tensor, losses: Iterable[torch.Tensor], scale: float) -
     """The identity of ``x``, whose backward also runs that of ``losses`` times ``scale``.
 
     Args:
-        x: the item's output, of any shape.
+        x: the item's output, ``[...]``, of any shape.
         losses: scalars, already weighted, as they are added to the loss of their microbatch.
         scale: factor on the loss of a microbatch before its backward (loss scale, and the share of the microbatch).
     """
+    # A frozen item, or one in evaluation, has losses without a graph; they are only logged.
     for loss in losses:
         if torch.is_grad_enabled() and loss.requires_grad:
             x = _WithLoss.apply(x, loss, scale)  # type: ignore[no-untyped-call]

@@ -69,12 +69,16 @@ class BertHead(Head):
         self.binary = PrunableLinear(width, 2, device) if shape.binary_head else None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The input of the vocabulary projection, ``[B, T, D]``."""
+        """The input of the vocabulary projection, ``[B, T, D]``, from the residual stream ``x_BTD`` ``[B, T, D]``."""
         words_BTD: torch.Tensor = self.dense_norm(F.gelu(self.dense(self.norm(x_BTD))))
         return words_BTD
 
     def order_logits(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Sentence-order logits ``[B, 2]`` from the first token of the normalized stream; None without that head."""
+        """Sentence-order logits ``[B, 2]``; None without that head.
+
+        Args:
+            x_BTD: the normalized stream, ``[B, T, D]``; only its first token is read.
+        """
         if self.pooler is None or self.binary is None:
             return None
         logits_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
@@ -90,11 +94,16 @@ class BertHead(Head):
         """The sum of both losses, and each as a metric.
 
         Args:
-            x_BTD: the last layer's output.
-            labels_BT: int64 original token ids; read where ``counts_BT`` is 1.
-            counts_BT: 1 where a token was masked.
-            order_B: int64, 1 where the segments are swapped.
+            x_BTD: the last layer's output, ``[B, T, D]``; with sequence parallelism this rank's tokens.
+            labels_BT: int64 ``[B, T]``, original token ids; read where ``counts_BT`` is 1.
+            counts_BT: int64 ``[B, T]``, 1 where a token was masked.
+            order_B: int64 ``[B]``, 1 where the segments are swapped; None leaves out this loss.
+
+        Returns:
+            The sum of both mean losses, a float32 scalar; metrics ``lm_loss`` and ``sop_loss``, scalars.
         """
+        # With sequence parallelism ``x_BTD`` may have this rank's tokens only; positions in ``counts_BT`` count all
+        # tokens. So the masked tokens are selected before the projection on a single tensor-parallel rank only.
         if self.region is None:
             words = super().forward(*self._counted(x_BTD, labels_BT, counts_BT))
             order_B2 = self.order_logits(self.norm(x_BTD[:, :1]))
@@ -111,6 +120,7 @@ class BertHead(Head):
         """The masked tokens as one sample: the other six of seven need no projection to the vocabulary."""
         counted = counts_BT.reshape(-1).nonzero()[:, 0]
         if not len(counted):
+            # One token with count 0: the loss is 0, and every weight of the head still gets a gradient.
             return x_BTD[:, :1], labels_BT[:, :1], counts_BT[:, :1]
         x_ND = x_BTD.flatten(0, 1).index_select(0, counted)
         labels, counts = (each.reshape(-1).index_select(0, counted) for each in (labels_BT, counts_BT))

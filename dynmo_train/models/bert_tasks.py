@@ -50,7 +50,11 @@ class BertTaskHead(nn.Module):
         self.dropout, self.choices = shape.hidden_dropout, head.num_classes
 
     def logits(self, x_RTD: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, C]`` from the last layer's output ``[R, T, D]``; the rows of a sample are consecutive."""
+        """Logits ``[B, C]`` from the last layer's output ``x_RTD`` ``[R, T, D]``; the rows of a sample are consecutive.
+
+        Raises:
+            ValueError: the head has neither a classification nor a multiple-choice layer.
+        """
         pooled_RD = torch.tanh(self.pooler(self.norm(x_RTD[:, 0])))
         pooled_RD = F.dropout(pooled_RD, self.dropout, self.training)
         if self.multichoice is not None:
@@ -65,10 +69,14 @@ class BertTaskHead(nn.Module):
         """Mean cross-entropy over the samples with a label; accuracy and hits as metrics.
 
         Args:
-            x_RTD: the last layer's output.
-            labels_B: int64 class of each sample; ``NO_LABEL`` samples count for nothing.
+            x_RTD: the last layer's output, ``[R, T, D]``.
+            labels_B: int64 ``[B]``, class of each sample; ``NO_LABEL`` samples count for nothing.
+
+        Returns:
+            The loss, a float32 scalar; metrics ``accuracy``, a scalar, and ``hits``, float32 ``[B]``, 0 or 1.
         """
         logits_BC = self.logits(x_RTD).float()
+        # Samples that only fill a batch have no label. ``reduction="mean"`` is NaN where no other is in a microbatch.
         counted = (labels_B != NO_LABEL).sum().clamp(min=1)
         loss = F.cross_entropy(logits_BC, labels_B, ignore_index=NO_LABEL, reduction="sum") / counted
         hits_B = (logits_BC.argmax(1) == labels_B).float()

@@ -65,14 +65,15 @@ class Embedding(nn.Module):
         """Sum of the word, position and token-type embeddings, ``[B, T, D]``.
 
         Args:
-            ids_BT: int64 token ids.
-            types_BT: int64 token types, where the model has them.
+            ids_BT: int64 token ids, ``[B, T]``.
+            types_BT: int64 token types, ``[B, T]``, where the model has them.
             past: position of the first token, or the positions of all, int64 ``[B, T]``.
         """
         x_BTD: torch.Tensor
         if self.pending is None or not self.word.weight.requires_grad:
             x_BTD = self.word(ids_BT)
         else:
+            # A dense gradient of the table in every microbatch would be mostly zeros; see ``embedding_grad``.
             x_BTD = look_up(self.word.weight, ids_BT, self.pending)
         if self.position is not None:
             if not isinstance(past, torch.Tensor):
@@ -83,7 +84,7 @@ class Embedding(nn.Module):
         return x_BTD
 
     def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """``embed`` from position 0, with dropout: ``[B, T]`` to ``[B, T, D]``."""
+        """``embed`` from position 0, with dropout: ``ids_BT`` and ``types_BT``, int64 ``[B, T]``, to ``[B, T, D]``."""
         return F.dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
 
 
@@ -143,13 +144,14 @@ class SelfAttention(nn.Module):
         """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]``.
 
         Args:
-            x_BTD: the residual stream.
+            x_BTD: the residual stream, ``[B, T, D]``.
             past: position of the first token; for tokens that are not consecutive their positions, int64 ``[B, T]``.
             cos_sin: precomputed rotation of :meth:`Rotary.cos_sin`; ``past`` is then ignored.
         """
         per, K = self.queries_per_group, self.head_width
         rows_BTR = self.qkv(self.norm(x_BTD))
         B, T, _ = rows_BTR.shape  # of all tokens, where the stream is cut along them
+        # The number of groups is read off the weight: a tensor-parallel slice has fewer of them.
         grouped = rows_BTR.view(B, T, -1, per + 2, K)
         if per == 1:
             q, k, v = (part.transpose(1, 2) for part in grouped.unbind(3))
@@ -167,9 +169,9 @@ class SelfAttention(nn.Module):
         """The sublayer's output ``[B, T, D]`` before residual and dropout.
 
         Args:
-            q_BHTK: queries.
-            k_BGSK: keys.
-            v_BGSK: values.
+            q_BHTK: queries, ``[B, H, T, K]``.
+            k_BGSK: keys, ``[B, G, S, K]``.
+            v_BGSK: values, ``[B, G, S, K]``.
             mask: bool or additive float, broadcastable to ``[B, H, T, S]``; true where a key is attended to.
             causal: whether to apply the causal mask; ``mask`` must then be None.
         """
@@ -190,9 +192,12 @@ class SelfAttention(nn.Module):
         """Apply the sublayer with its residual.
 
         Args:
-            x_BTD: the residual stream.
-            key_mask_BS: bool, true for tokens that may be attended to; None means all.
+            x_BTD: the residual stream, ``[B, T, D]``.
+            key_mask_BS: bool ``[B, S]``, true for tokens that may be attended to; None means all.
             positions: int64 ``[B, T]``, where the tokens are a selection from longer sequences; None means 0, 1, 2, ...
+
+        Returns:
+            The residual stream after the sublayer, ``[B, T, D]``.
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
         if self.sparse is not None:
@@ -204,6 +209,7 @@ class SelfAttention(nn.Module):
             return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
+        # scaled_dot_product_attention accepts a mask or ``is_causal``, so the bias contains the causal mask as well.
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
         return x_BTD + F.dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
@@ -214,7 +220,7 @@ class SelfAttention(nn.Module):
         """Process new tokens after those whose keys and values are ``past``.
 
         Args:
-            x_BTD: the residual stream of the new tokens.
+            x_BTD: the residual stream of the new tokens, ``[B, T, D]``.
             past: keys and values ``[B, G, S, K]`` of the tokens before; None where there are none.
             positions: int64 ``[B, T]`` of the new tokens, where this item skips some tokens of a sequence.
 
@@ -226,6 +232,7 @@ class SelfAttention(nn.Module):
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         tokens = q.shape[2]
+        # Not ``is_causal``: torch aligns its causal mask to the first key, and here the last query is the last key.
         mask_TS = torch.ones(tokens, before + tokens, dtype=torch.bool, device=x_BTD.device).tril(before)
         return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
 
@@ -235,11 +242,14 @@ class SelfAttention(nn.Module):
         """Process new tokens after those in ``kv_cache``, and append their keys and values in place.
 
         Args:
-            x_BTD: the residual stream of the new tokens.
+            x_BTD: the residual stream of the new tokens, ``[B, T, D]``.
             kv_cache: keys and values of the tokens before.
             mask: bool ``[..., T, S]`` over all tokens including the new ones, true where a key is attended to; None is
                 causal for several new tokens in an empty cache, else all.
             cos_sin: rotation of the new tokens; None without rotary positions.
+
+        Returns:
+            The residual stream of the new tokens after the sublayer, ``[B, T, D]``.
         """
         q, k, v = self.project(x_BTD, cos_sin=cos_sin)
         B, H, T, K = q.shape
@@ -257,7 +267,10 @@ class SelfAttention(nn.Module):
 
 
 class KVCache:
-    """Keys and values ``[B, G, S, K]`` of up to ``tokens`` tokens; the memory is allocated once."""
+    """Keys and values ``[B, G, S, K]`` of up to ``tokens`` tokens; the memory is allocated once.
+
+    Concatenation would copy all earlier keys and values for each new token.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self.used = tokens, 0
@@ -265,7 +278,15 @@ class KVCache:
         self._values: torch.Tensor | None = None
 
     def extend(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> KeysValues:
-        """Append keys and values of new tokens; returns those of all tokens as views."""
+        """Append keys and values of new tokens.
+
+        Args:
+            k_BGTK: keys of the new tokens, ``[B, G, T, K]``.
+            v_BGTK: values of the new tokens, ``[B, G, T, K]``.
+
+        Returns:
+            Keys and values of all tokens, ``[B, G, S, K]`` each; views, which the next call does not change.
+        """
         if self._keys is None or self._values is None:
             B, groups, _, K = k_BGTK.shape
             self._keys = k_BGTK.new_empty(B, groups, self._tokens, K)
@@ -303,7 +324,16 @@ class CrossAttention(nn.Module):
         self.dropout, self.attention_dropout = dropout, attention_dropout
 
     def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, key_mask_BS: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual; ``key_mask_BS`` is true for memory tokens that may be attended to."""
+        """Apply the sublayer with its residual.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``.
+            memory_BSD: the encoder's output, ``[B, S, D]``.
+            key_mask_BS: bool ``[B, S]``, true for memory tokens that may be attended to.
+
+        Returns:
+            The residual stream after the sublayer, ``[B, T, D]``.
+        """
         q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
         keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
         k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
@@ -329,13 +359,13 @@ class FeedForward(nn.Module):
         self.fc2 = PrunableLinear(inner, width, device, bias=bias)
 
     def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply to the last dimension, ``[..., D]`` to ``[..., D]``, without norm and residual."""
+        """Apply to the last dimension of ``x``, ``[..., D]`` to ``[..., D]``, without norm and residual."""
         inner = self._activation(self.gate(x)) * self.up(x) if self.gated else self._activation(self.fc1(x))
         y: torch.Tensor = self.fc2(inner)
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``transform``."""
+        """``transform`` of ``x`` ``[..., D]``."""
         return self.transform(x)
 
 
@@ -357,7 +387,7 @@ class Mlp(FeedForward):
         self.norm, self.dropout = norm, dropout
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual."""
+        """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``."""
         return x_BTD + F.dropout(self.transform(self.norm(x_BTD)), self.dropout, self.training)
 
 
@@ -398,12 +428,16 @@ class Head(nn.Module):
         self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The input of the projection, ``[B, T, D]``."""
+        """The input of the projection, ``[B, T, D]``, from the residual stream ``x_BTD`` ``[B, T, D]``."""
         x_BTD = self.norm(x_BTD)
         return x_BTD if self.scale == 1.0 else x_BTD * self.scale
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, T, V]`` over the true vocabulary; where it is sharded, every rank gets all of them."""
+        """Logits ``[B, T, V]`` over the true vocabulary; where it is sharded, every rank gets all of them.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``.
+        """
         if self.region is not None:
             cut_BTV = F.linear(self.region.enter(self.features(x_BTD)), self.weight, self.bias)
             return self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary]
@@ -419,7 +453,13 @@ class Head(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The mean cross-entropy of the microbatch, a scalar, over the tokens that count (default: all)."""
+        """The mean cross-entropy of the microbatch, a scalar, over the tokens that count.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``; with sequence parallelism this rank's tokens.
+            labels_BT: int64 ``[B, T]``, ids of the next tokens; of all tokens on every rank.
+            counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
+        """
         features_BTD = self.features(x_BTD)
         if self.region is not None:
             losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
@@ -428,7 +468,12 @@ class Head(nn.Module):
 
 
 def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
-    """Mean of the losses of tokens whose count is 1 (default: all); 0 where none is."""
+    """Mean of the losses of tokens whose count is 1; 0 where none is.
+
+    Args:
+        losses: float32 ``[B * T]``.
+        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
+    """
     if counts_BT is None:
         return losses.mean()
     counts = counts_BT.reshape(-1).to(losses.dtype)

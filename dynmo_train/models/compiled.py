@@ -24,6 +24,7 @@ BLOCKS = (Embedding, SelfAttention, CrossAttention, Mlp)
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether an item is one that :func:`compile_item` compiles."""
+    # Not ``isinstance``: subclasses, such as items that run on active tokens, have shapes that depend on the data.
     plain = type(module) in BLOCKS and "forward" not in vars(module)
     return plain and not (isinstance(module, SelfAttention) and module.sparse is not None)
 

@@ -37,6 +37,7 @@ class _Gradients:
 
     def add(self, rows: slice, x_PD: torch.Tensor, weight_VD: torch.Tensor, logits_PV: torch.Tensor) -> None:
         """Accumulate from the gradient of a chunk's logits, float32 ``[P, V]``."""
+        # The products run in the compute dtype; the sums over chunks are float32.
         low_PV = logits_PV.to(x_PD.dtype)
         if self.x_ND is not None:
             torch.mm(low_PV, weight_VD, out=self.x_ND[rows])
@@ -82,6 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.addmm(bias_V, x_PD, weight_VD.t(), out=logits_PV)
             logits_PV = logits_PV.float()
             top_P1 = logits_PV.amax(-1, keepdim=True)
+            # The label's logit is read before the logits are overwritten by their exponentials.
             chosen_P1 = logits_PV.gather(1, labels_P1)
             logits_PV.sub_(top_P1).exp_()
             sums_P1 = logits_PV.sum(-1, keepdim=True)
@@ -134,11 +136,11 @@ def linear_cross_entropy(
     backward: ``[N, D]`` and ``[V, D]`` values instead of ``[N, V]``.
 
     Args:
-        x_ND: input of the projection.
-        weight_RD: weight; rows from ``vocabulary`` on are padding.
-        bias_R: bias, or None.
-        labels_N: int64 token ids below ``vocabulary``.
-        weights_N: float32 weight of each token's loss.
+        x_ND: input of the projection, ``[N, D]``.
+        weight_RD: weight ``[R, D]``; rows from ``vocabulary`` on are padding.
+        bias_R: bias ``[R]``, or None.
+        labels_N: int64 token ids below ``vocabulary``, ``[N]``.
+        weights_N: float32 weight of each token's loss, ``[N]``.
         vocabulary: number of true token ids V.
         piece: tokens of a chunk.
 
@@ -159,7 +161,19 @@ def mean_linear_cross_entropy(
     counts_BT: torch.Tensor | None,
     vocabulary: int,
 ) -> torch.Tensor:
-    """The mean over the tokens whose count is 1 (None means all); 0 where there is none."""
+    """The mean over the tokens whose count is 1; 0 where there is none.
+
+    Args:
+        x_BTD: input of the projection, ``[B, T, D]``.
+        weight_RD: weight ``[R, D]``; rows from ``vocabulary`` on are padding.
+        bias_R: bias ``[R]``, or None.
+        labels_BT: int64 token ids below ``vocabulary``, ``[B, T]``.
+        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
+        vocabulary: number of true token ids V.
+
+    Returns:
+        A float32 scalar.
+    """
     x_ND, labels_N = x_BTD.flatten(0, -2), labels_BT.reshape(-1)
     if counts_BT is None:
         weights_N = torch.full((len(labels_N),), 1.0 / len(labels_N), device=x_ND.device)

@@ -70,10 +70,10 @@ class Exit(nn.Module):
         """Decide which tokens exit, and compute the exit's loss.
 
         Args:
-            before_BCD: the stream before the item.
-            after_BCD: the stream after the item.
-            labels_BC: int64 token ids; None computes no loss.
-            real_BC: bool, false for padding entries.
+            before_BCD: the stream before the item, ``[B, C, D]``.
+            after_BCD: the stream after the item, ``[B, C, D]``.
+            labels_BC: int64 token ids, ``[B, C]``; None computes no loss.
+            real_BC: bool ``[B, C]``, false for padding entries.
 
         Returns:
             Which tokens exit, bool ``[B, C]``, and the mean loss of the real tokens, a float32 scalar, unweighted; it
@@ -81,6 +81,7 @@ class Exit(nn.Module):
         """
         wants_loss = labels_BC is not None and self.training
         loss = after_BCD.new_zeros((), dtype=torch.float32)
+        # Detached: which tokens exit is a decision, which has no gradient.
         confidence_BC = F.cosine_similarity(before_BCD.detach().float(), after_BCD.detach().float(), dim=-1)
         if wants_loss or self.settings.measure == "softmax":
             logits_BCV = self.head.logits(after_BCD).float()  # type: ignore[operator]
@@ -95,7 +96,7 @@ class Exit(nn.Module):
 
 
 def active_tokens(exited_BT: torch.Tensor) -> TokenSelection:
-    """The tokens that have not exited; ``exited_BT`` is 1 where a token has."""
+    """The tokens that have not exited; ``exited_BT`` ``[B, T]`` is 1 where a token has."""
     return select_tokens(exited_BT == 0)
 
 
@@ -111,7 +112,7 @@ class ActiveTokens(nn.Module):
     active_inputs: tuple[str, ...]
 
     def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | ItemOutput:
-        """The item's own forward, on the given tokens."""
+        """The item's own forward, on the given tokens ``x_BTD`` ``[B, T, D]``; ``given`` are its batch tensors."""
         result: torch.Tensor | ItemOutput = super().forward(x_BTD, *given)
         return result
 
@@ -119,8 +120,12 @@ class ActiveTokens(nn.Module):
         """Apply the item to the active tokens and its exit to the result.
 
         Args:
-            x_BTD: the residual stream.
+            x_BTD: the residual stream, ``[B, T, D]``.
             *arguments: ``exited_BT`` if ``reads_exited``, then the batch tensors of ``active_inputs``, ``[B, T]``.
+
+        Returns:
+            The stream ``[B, T, D]``. An item with an exit adds the loss ``exit``, and ``exited`` ``[B, T]`` as a
+            further value.
         """
         exited_BT = arguments[0] if self.reads_exited else None
         given = dict(zip(self.active_inputs, arguments[int(self.reads_exited) :], strict=True))
@@ -145,8 +150,10 @@ class ActiveTokens(nn.Module):
         if not isinstance(exit_, Exit):
             return ItemOutput(output, metrics=inner.metrics, losses=inner.losses)
         if exited_BT is None or selected is None:
+            # The first exit of the model: no earlier item wrote this value, and all tokens are active.
             exited_BT = x_BTD.new_zeros(x_BTD.shape[:2])
             selected = select_tokens(exited_BT == 0)
+        # Entries of padding are tokens that have exited before. They do not exit again, so the sum stays 0 or 1.
         leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, selected.real_BC)
         exited_BT = exited_BT.scatter_add(1, selected.index_BC, leaves_BC.to(exited_BT.dtype))
         return ItemOutput(

@@ -28,7 +28,7 @@ class PendingRows:
     """Gradients of a table by token, not yet added to its ``grad``.
 
     Args:
-        table_VD: the parameter.
+        table_VD: the parameter, ``[V, D]``.
         most: maximum number of collected tokens; above it all are added to ``grad``.
     """
 
@@ -40,7 +40,12 @@ class PendingRows:
         self.anchor = torch.zeros((), device=table_VD.device, requires_grad=True)
 
     def add(self, ids_N: torch.Tensor, gradient_ND: torch.Tensor) -> None:
-        """Collect the gradients of a microbatch: int64 ids and, in the type of the table, one row per token."""
+        """Collect the gradients of a microbatch.
+
+        Args:
+            ids_N: int64 token ids, ``[N]``.
+            gradient_ND: one row per token, ``[N, D]``, in the dtype of the table.
+        """
         self._parts.append((ids_N, gradient_ND))
         self._tokens += len(ids_N)
         if self._tokens > self._most:
@@ -51,6 +56,7 @@ class PendingRows:
         """Add the collected gradients to the table's ``grad``."""
         parts, self._parts, self._tokens = self._parts, [], 0
         for ids_N, gradient_ND in parts:
+            # torch's own backward of an embedding, on the rows that occur: it adds the tokens of a row in their order.
             found_U, places_N = torch.unique(ids_N, return_inverse=True)
             sums_UD = torch.ops.aten.embedding_dense_backward(gradient_ND, places_N, len(found_U), -1, False)
             if self._table_VD.grad is None:
@@ -76,6 +82,13 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(table_VD: torch.Tensor, ids_BT: torch.Tensor, pending: PendingRows) -> torch.Tensor:
-    """Rows of ``table_VD``, ``[B, T, D]``; their gradients go to ``pending``."""
+    """Rows of a table, ``[B, T, D]``; their gradients go to ``pending``.
+
+    Args:
+        table_VD: the parameter, ``[V, D]``.
+        ids_BT: int64 token ids, ``[B, T]``.
+        pending: collects the gradients.
+    """
+    # The table is detached: autograd would otherwise allocate its dense gradient in each microbatch.
     rows: torch.Tensor = _LookUp.apply(pending.anchor, table_VD.detach(), ids_BT, pending)  # type: ignore[no-untyped-call]
     return rows

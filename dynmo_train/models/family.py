@@ -271,6 +271,8 @@ def initialise(
         if parameter.dim() < 2:
             continue
         full = f"{name}.{child}"
+        # A generator of its own for each parameter, on CPU: the values do not depend on which items a rank builds, on
+        # their order, or on the device.
         generator = torch.Generator().manual_seed(stable_seed(seed, "initial", ties.get(full, full)))
         drawn = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():

@@ -23,7 +23,12 @@ from ..parallel.seeding import stable_seed
 
 
 def hash_directions(x_BHTK: torch.Tensor, rotation_HKR: torch.Tensor) -> torch.Tensor:
-    """The bucket of each vector, int64 ``[B, H, T]``, 0 to 2R - 1: the nearest of R random axes and their opposites."""
+    """The bucket of each vector, int64 ``[B, H, T]``, 0 to 2R - 1: the nearest of R random axes and their opposites.
+
+    Args:
+        x_BHTK: queries or keys, ``[B, H, T, K]``.
+        rotation_HKR: random axes of each head, float32 ``[H, K, R]``.
+    """
     along_BHTR = torch.einsum("bhtk,hkr->bhtr", x_BHTK.detach().float(), rotation_HKR)
     return torch.cat([along_BHTR, -along_BHTR], dim=-1).argmax(-1)
 
@@ -71,6 +76,7 @@ class HashMask:
         from torch.nn.attention.flex_attention import BlockMask
 
         counts = self.blocks_PQJ.sum(-1, dtype=torch.int32).view(batch, heads, -1)
+        # FlexAttention wants the numbers of the computed blocks first in each row; a stable sort keeps them ascending.
         first = torch.argsort(self.blocks_PQJ.logical_not().to(torch.uint8), dim=-1, stable=True).to(torch.int32)
 
         def mask_mod(b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
@@ -86,9 +92,9 @@ def hash_mask(
     """Sort by bucket and position, and find the blocks that contain a query and a key of the same bucket.
 
     Args:
-        q_bucket_PT: int64 bucket of each query by position; T is a multiple of ``block``.
-        k_bucket_PT: the same of the keys.
-        key_mask_PT: bool by position, false for keys that no query may attend to.
+        q_bucket_PT: int64 bucket of each query by position, ``[P, T]``; T is a multiple of ``block``.
+        k_bucket_PT: int64 bucket of each key by position, ``[P, T]``.
+        key_mask_PT: bool by position, ``[P, T]``, false for keys that no query may attend to.
         block: rows and columns of a block.
         causal: whether a query attends to earlier keys and its own only.
     """
@@ -97,10 +103,12 @@ def hash_mask(
     q_sorted, q_order = q_bucket_PT.sort(dim=1, stable=True)
     k_sorted, k_order = k_bucket_PT.sort(dim=1, stable=True)
     q_blocks, k_blocks = q_sorted.view(P, -1, block), k_sorted.view(P, -1, block)
+    # Rows are sorted, so the buckets of a block are a range: first to last row. Two ranges are compared, not all pairs.
     overlaps = (q_blocks[:, :, None, 0] <= k_blocks[:, None, :, -1]) & (
         k_blocks[:, None, :, 0] <= q_blocks[:, :, None, -1]
     )
     if causal:
+        # A block of keys that are all later than the last query of a block has no allowed score.
         latest_PQ = q_order.view(P, -1, block).amax(-1)
         earliest_PJ = k_order.view(P, -1, block).amin(-1)
         overlaps = overlaps & (earliest_PJ[:, None, :] <= latest_PQ[:, :, None])
@@ -124,9 +132,9 @@ def attend_by_gather(
     Block rows with the same number of blocks are computed together, so that no other block is computed.
 
     Args:
-        q_PTK: sorted queries.
-        k_PTK: sorted keys.
-        v_PTK: sorted values.
+        q_PTK: sorted queries, ``[P, T, K]``.
+        k_PTK: sorted keys, ``[P, T, K]``.
+        v_PTK: sorted values, ``[P, T, K]``.
         mask: which scores exist.
         dropout: dropout probability of the attention weights.
     """
@@ -139,6 +147,7 @@ def attend_by_gather(
     done: list[torch.Tensor] = []
     where: list[torch.Tensor] = []
     for count in counts.unique().tolist():
+        # Grouped by number of blocks, so that no row is padded: one product per number that occurs.
         rows_G = (counts == count).nonzero()[:, 0]
         where.append(rows_G)
         if count == 0:
@@ -190,6 +199,7 @@ class HashedAttention:
         if training:
             return torch.randn(shape, device=device)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "buckets", self.name))
+        # The axes of all heads are drawn on CPU, so that they do not depend on the tensor-parallel size.
         whole = torch.randn((heads * self.parts, *shape[1:]), generator=generator)
         return whole.chunk(self.parts)[self.part].to(device)
 
@@ -202,7 +212,15 @@ class HashedAttention:
         causal: bool,
         training: bool,
     ) -> HashMask:
-        """The mask of these queries and keys; draws the axes."""
+        """The mask of these queries and keys; draws the axes.
+
+        Args:
+            q_BHTK: queries, ``[B, H, T, K]``.
+            k_BHTK: keys, ``[B, H, T, K]``.
+            key_mask_BT: bool ``[B, T]``, true for keys that may be attended to; None means all.
+            causal: whether a query attends to earlier keys and its own only.
+            training: whether the axes are drawn from the item's random numbers.
+        """
         B, H, T, K = q_BHTK.shape
         rotation_HKR = self._rotation(H, K, q_BHTK.device, training)
         extra = -T % self.block
@@ -230,6 +248,15 @@ class HashedAttention:
         """Attention of each query to the keys of its bucket, ``[B, H, T, K]``; 0 where there is none.
 
         FlexAttention runs on CUDA where no attention weight is dropped (it has no dropout, and no backward on CPU).
+
+        Args:
+            q_BHTK: queries, ``[B, H, T, K]``.
+            k_BHTK: keys, ``[B, H, T, K]``.
+            v_BHTK: values, ``[B, H, T, K]``.
+            key_mask_BT: bool ``[B, T]``, true for keys that may be attended to; None means all.
+            causal: whether a query attends to earlier keys and its own only.
+            dropout: dropout probability of the attention weights.
+            training: whether the axes are drawn from the item's random numbers.
         """
         B, H, T, K = q_BHTK.shape
         mask = self.mask(q_BHTK, k_BHTK, key_mask_BT, causal=causal, training=training)

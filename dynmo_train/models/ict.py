@@ -75,7 +75,7 @@ class TowerEmbedding(Embedding):
     """BERT's embedding with token type 0: the towers have one segment."""
 
     def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """Ids ``[B, T]`` to ``[B, T, D]``."""
+        """``ids_BT``, int64 ``[B, T]``, to ``[B, T, D]``; ``types_BT`` is 0 everywhere by default."""
         return super().forward(ids_BT, torch.zeros_like(ids_BT) if types_BT is None else types_BT)
 
 
@@ -89,12 +89,12 @@ class Pooler(nn.Module):
         self.projection = PrunableLinear(shape.hidden_size, width, device) if width else None
 
     def embed(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The text embeddings, ``[B, P]``, from the stream ``[B, T, D]``."""
+        """The text embeddings, ``[B, P]``, from the stream ``x_BTD`` ``[B, T, D]``."""
         first_BD: torch.Tensor = self.norm(x_BTD[:, 0])
         return first_BD if self.projection is None else self.projection(first_BD)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """``embed``."""
+        """``embed`` of the stream ``x_BTD`` ``[B, T, D]``."""
         return self.embed(x_BTD)
 
 
@@ -111,15 +111,29 @@ class RetrievalHead(Pooler):
         self.replicas: ReplicaGather | None = None
 
     def scores(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> torch.Tensor:
-        """Inner products of queries (rows) and blocks (columns) of all replicas, ``[N, N]`` in float32."""
+        """Inner products of queries (rows) and blocks (columns) of all replicas, ``[N, N]`` in float32.
+
+        Args:
+            context_BTD: the context tower's stream of this replica's blocks, ``[B, T, D]``.
+            query_BP: embeddings of this replica's queries, ``[B, P]``.
+        """
         context_BP = self.embed(context_BTD)
         if self.replicas is not None:
             query_BP, context_BP = self.replicas.gather(query_BP), self.replicas.gather(context_BP)
         return query_BP.float() @ context_BP.float().t() * self.scale
 
     def forward(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> ItemOutput:  # type: ignore[override] # a loss
-        """The mean cross-entropy over the queries; accuracies in percent as figures."""
+        """The mean cross-entropy over the queries; accuracies in percent as metrics.
+
+        Args:
+            context_BTD: the context tower's stream of this replica's blocks, ``[B, T, D]``.
+            query_BP: embeddings of this replica's queries, ``[B, P]``.
+
+        Returns:
+            The loss, a float32 scalar, and the metrics ``topK_acc``, scalars in percent.
+        """
         scores_NN = self.scores(context_BTD, query_BP)
+        # Queries and blocks are gathered in the same order, so the block of query ``n`` is column ``n``.
         labels = torch.arange(len(scores_NN), device=scores_NN.device)
         better = (scores_NN > scores_NN.diagonal()[:, None]).sum(1)
         metrics = {f"top{k}_acc": 100.0 * (better < k).float().mean() for k in self.top_k}

@@ -67,15 +67,20 @@ class Decoder:
     ) -> None:
         self.max_tokens = max_tokens
         self.items = tuple(family.items if items is None else items)
+        # In evaluation mode, routers use their causal rule. The rules of training read all tokens of a sample.
         self.modules = {item.name: modules[item.name].eval() for item in self.items}
         attentions = (module for module in self.modules.values() if isinstance(module, SelfAttention))
         self._rotary = next((module.rotary for module in attentions if module.rotary is not None), None)
 
     @torch.inference_mode()
     def read(self, ids_BT: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Process int64 token ids after the cached ones; returns the logits of the last token, ``[B, V]`` float32.
+        """Process token ids after the cached ones; returns the logits of the last token, ``[B, V]`` float32.
 
-        The cache grows by T. Later items skip tokens that exit.
+        Later items skip tokens that exit.
+
+        Args:
+            ids_BT: int64 token ids, ``[B, T]``.
+            cache: of all items; grows by T tokens.
         """
         exited_BT = torch.zeros(ids_BT.shape, device=ids_BT.device)
         return self.run(ids_BT, exited_BT, cache)[0]
@@ -86,7 +91,7 @@ class Decoder:
 
         Args:
             x: token ids ``[B, T]`` in the first stage, else the stream ``[B, T, D]``.
-            exited_BT: 1 where a token has exited before this stage.
+            exited_BT: ``[B, T]``, 1 where a token has exited before this stage.
             cache: of this stage; grows by T tokens.
 
         Returns:
@@ -172,13 +177,19 @@ def is_ragged_safe(family: ModelFamily) -> bool:
 
 
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
-    """Logits of the last token, float32 ``[B, V]``; where the vocabulary is sharded, gathered on every rank."""
+    """Logits of the last token, float32 ``[B, V]``; where the vocabulary is sharded, gathered on every rank.
+
+    Args:
+        head: the model's head.
+        x_BTD: the residual stream, ``[B, T, D]``.
+    """
     if head.region is None:
         return head.logits(x_BTD[:, -1:])[:, 0].float()
     weight_VD, bias_V, _ = head.local_rows()
     rows = head.weight.shape[0]
     own_BV = x_BTD.new_zeros(len(x_BTD), rows, dtype=torch.float32)
     own_BV[:, : len(weight_VD)] = F.linear(head.features(x_BTD[:, -1]), weight_VD, bias_V).float()
+    # Each row is nonzero on one rank, so the sum over ranks is exact.
     whole_VB = own_BV.new_zeros(rows * head.region.size, len(x_BTD))
     whole_VB[head.region.rank * rows : (head.region.rank + 1) * rows] = own_BV.t()
     return head.region.all_reduce(whole_VB)[: head.vocabulary].t().contiguous()

@@ -36,7 +36,7 @@ class ItemSpec:
     """One item of the layer list, at the finest granularity.
 
     An item's module is called with the values that it reads and then with its inputs, in this order, and returns the
-    value that it writes, or that and figures as ``ItemOutput``.
+    value that it writes, or that and metrics as ``ItemOutput``.
 
     Attributes:
         name: unique and permanent; names of parameters extend it (``layers.7.mlp`` has ``layers.7.mlp.fc1.weight``).
@@ -47,7 +47,7 @@ class ItemSpec:
         reads: names of the values of earlier items that it reads; it transforms the first one.
         writes: name of its value; a later item that writes the same name overwrites it.
         inputs: names of the batch tensors that it reads.
-        figures: names and lengths of the figures that it reports for each microbatch.
+        metrics: names and lengths of the metrics that it reports for each microbatch.
         side: names of further values, without gradient, that it writes as ``ItemOutput.side``.
     """
 
@@ -67,8 +67,8 @@ class ItemOutput(NamedTuple):
     """The return value of an item that has metrics, losses or further values.
 
     Attributes:
-        output: its value.
-        figures: by name, scalars or vectors.
+        output: its value, ``[...]``.
+        metrics: by name, scalars or vectors.
         losses: weighted scalars that are added to the loss of the microbatch. Their gradient enters at the item's
             output, so the item depends on neither the number of microbatches nor the loss scale.
         side: further values, without gradient.
@@ -81,7 +81,7 @@ class ItemOutput(NamedTuple):
 
 
 def output_of(result: torch.Tensor | ItemOutput) -> torch.Tensor:
-    """An item's value, without the figures."""
+    """An item's value ``[...]``, without its metrics: ``result`` itself where it is a tensor."""
     return result.output if isinstance(result, ItemOutput) else result
 
 
@@ -137,6 +137,7 @@ def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
     overwritten: set[str] = set()
     needed: set[str] = set()
     for item in items[index:]:
+        # A value that is overwritten before it is read need not cross the boundary.
         needed.update(name for name in item.reads if name not in overwritten)
         overwritten.update((item.writes, *item.side))
     return tuple(name for name in written if name in needed)

@@ -33,12 +33,12 @@ class CsrPattern:
     """Positions of the nonzeros of a weight ``[O, I]``, for products with it and with its transpose.
 
     Attributes:
-        rows: row pointers of the weight, ``[O + 1]``.
-        columns: column of each nonzero, ``[nnz]``.
-        flat: position of each nonzero in the flattened weight, ``[nnz]``.
-        rows_t: row pointers of the transpose, ``[I + 1]``.
-        columns_t: column of each nonzero of the transpose, ``[nnz]``.
-        order_t: position in ``flat`` of each nonzero of the transpose, ``[nnz]``.
+        rows: row pointers of the weight, int32 ``[O + 1]``.
+        columns: column of each nonzero, int32 ``[nnz]``.
+        flat: position of each nonzero in the flattened weight, int64 ``[nnz]``.
+        rows_t: row pointers of the transpose, int32 ``[I + 1]``.
+        columns_t: column of each nonzero of the transpose, int32 ``[nnz]``.
+        order_t: position in ``flat`` of each nonzero of the transpose, int64 ``[nnz]``.
     """
 
     rows: torch.Tensor
@@ -50,7 +50,8 @@ class CsrPattern:
 
 
 def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
-    """Build the pattern of a boolean mask ``[O, I]``, true where a weight is kept."""
+    """Build the pattern of a mask ``mask_OI``, bool ``[O, I]``, true where a weight is kept."""
+    # ``nonzero`` lists rows in order. A stable sort by column keeps rows ascending: CSR of the transpose wants that.
     row, column = mask_OI.nonzero(as_tuple=True)
     order_t = torch.argsort(column, stable=True)
 
@@ -96,6 +97,7 @@ class _CsrLinear(torch.autograd.Function):
             )
             grad_x = (transposed @ grad_ON).t().contiguous()
         if ctx.needs_input_grad[1]:
+            # Only the nonzeros of the product are computed; the gradient is dense, as the optimizer expects it.
             places = torch.sparse_csr_tensor(
                 pattern.rows, pattern.columns, torch.zeros_like(values), ctx.shape, check_invariants=False
             )
@@ -126,7 +128,7 @@ class _MaskedLinear(torch.autograd.Function):
 
 
 def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
-    """The weight ``[O, I]`` in the format ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
+    """The weight ``weight_OI`` ``[O, I]`` in the format ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
     if form == BLOCK:
         return weight_OI.to_sparse_bsr((BLOCK_SIZE, BLOCK_SIZE))
     from torch.sparse import to_sparse_semi_structured
@@ -158,6 +160,7 @@ class PrunableLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
         self.outputs = outputs
+        # Not persistent: the item store saves masks with their items, under the name of the weight.
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
         self.rows: torch.Tensor | None = None
@@ -181,7 +184,7 @@ class PrunableLinear(nn.Module):
         The item store has zeroed the weight already: with FSDP it has the rows of it that this module does not.
 
         Args:
-            mask_OI: bool, true for weights that remain.
+            mask_OI: bool ``[O, I]``, true for weights that remain.
             table: thresholds of the sparse formats.
         """
         self.mask = mask_OI
@@ -202,12 +205,14 @@ class PrunableLinear(nn.Module):
             x = self.enter(x)
         if self.leave is None:
             return self._product(x, self.bias)
+        # The bias is replicated: added before the sum over ranks, it would count once per rank.
         y = self.leave(self._product(x, None))
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.rows is not None or self.columns is not None:
             return self._narrow(x, bias)
+        # An expert may have no token; the sparse products are not called with empty inputs.
         if not x.numel():
             return F.linear(x, self.weight, bias)
         if self._pattern is not None:
@@ -230,6 +235,7 @@ class PrunableLinear(nn.Module):
         return F.linear(x, weight, bias)
 
     def _csr(self, x_NI: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
+        # Gathered once a step, for all microbatches and for recomputation; ``weights_changed`` discards it.
         if self._values is None:
             self._values = self.weight.detach().view(-1)[pattern.flat].float()
         # CSR products exist in float32 only; the casts do nothing there.

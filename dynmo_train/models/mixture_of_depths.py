@@ -77,6 +77,7 @@ class RoutedBlock(nn.Module):
 
     def _through(self, selected: TokenSelection, x_BTD: torch.Tensor, scores_BT: torch.Tensor, y: Any) -> torch.Tensor:
         """The stream with the block's update of the selected tokens, weighted by their scores."""
+        # The weight is what trains the router on the model's loss: the selection itself has no gradient.
         x_BCD = selected.take(x_BTD)
         weight_BC1 = selected.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
         return selected.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
@@ -100,10 +101,13 @@ class RoutedBlock(nn.Module):
         """Apply the block.
 
         Args:
-            x_BTD: the residual stream; the active tokens only, where others have exited before.
-            key_mask_BT: bool, true for tokens that may be attended to; None means all.
+            x_BTD: the residual stream ``[B, T, D]``; the active tokens only, where others have exited before.
+            key_mask_BT: bool ``[B, T]``, true for tokens that may be attended to; None means all.
             positions: int64 ``[B, T]``, positions of these tokens in their samples; None means 0, 1, 2, ...
             real: bool ``[B, T]``, false for padding entries; None means that there are none.
+
+        Returns:
+            The stream ``[B, T, D]``; the weighted loss ``router``; the metrics ``METRICS`` and those of the MLP.
         """
         scores_BT = self._scores(x_BTD)
         real_BT = torch.ones_like(scores_BT, dtype=torch.bool) if real is None else real
@@ -136,13 +140,14 @@ class RoutedBlock(nn.Module):
         """Process new tokens in generation: those of positive score go through the block.
 
         Args:
-            x_BTD: the residual stream of the new tokens.
+            x_BTD: the residual stream of the new tokens, ``[B, T, D]``.
             past: what this returned for the tokens before, one cache per sample; None where there are none.
-            positions_BT: int64 positions of the new tokens.
+            positions_BT: int64 ``[B, T]``, positions of the new tokens.
 
         Returns:
             The stream ``[B, T, D]``, and the caches of all tokens.
         """
+        # By sample: each selects another number of tokens, so the lengths of the caches differ.
         rows, caches = [], []
         for sample, x_1TD in enumerate(x_BTD.split(1)):
             before = None if past is None else past[sample]

@@ -120,7 +120,7 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
     The result is a function of the microbatch alone; ties go to the lower expert and the earlier token.
 
     Args:
-        logits_NE: the router's output.
+        logits_NE: the router's output, ``[N, E]``.
         moe: number of experts per token, capacity and routing.
         balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
             the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
@@ -151,6 +151,7 @@ def _within_capacity(
     expert_M: torch.Tensor, weights_M: torch.Tensor, chosen_E: torch.Tensor, capacity: int
 ) -> torch.Tensor:
     """Whether each slot is among the ``capacity`` slots of largest weight of its expert, bool ``[M]``."""
+    # Two stable sorts: by weight, then by expert. So each expert's slots are consecutive, the largest weight first.
     by_weight_M = weights_M.argsort(descending=True, stable=True)
     order_M = by_weight_M[expert_M[by_weight_M].argsort(stable=True)]
     begins_E = chosen_E.cumsum(0) - chosen_E
@@ -166,7 +167,12 @@ class Experts(nn.ModuleDict):
     dispatcher: TokenDispatcher | None = None
 
     def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Apply each expert to its rows of ``[M, D]``: ``counts[e]`` consecutive rows for expert ``e``."""
+        """Apply each expert to its rows; returns ``[M, D]``.
+
+        Args:
+            sorted_MD: rows sorted by expert, ``[M, D]``.
+            counts: number of consecutive rows of each expert, ``E`` integers.
+        """
         if self.dispatcher is not None:
             return self.dispatcher.run(sorted_MD, counts, self._apply_own)
         return self._apply_own(sorted_MD, counts)
@@ -229,7 +235,11 @@ class MoeMlp(nn.Module):
         return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), torch.bincount(token_M, minlength=len(x_ND))
 
     def forward(self, x_BTD: torch.Tensor) -> ItemOutput:
-        """Apply the sublayer with its residual."""
+        """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``.
+
+        Returns:
+            The stream ``[B, T, D]``; the weighted losses ``load_balancing`` and ``z``; the metrics of ``MoeShape``.
+        """
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
         logits_NE = self.router(x_ND)

@@ -18,6 +18,10 @@ SINKHORN_ROUNDS = 8
 def expert_choice(probabilities_NE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each expert chooses its ``ceil(N top_k / E)`` likeliest tokens (Zhou et al. 2022, arXiv:2202.09368, section 3.2).
 
+    Args:
+        probabilities_NE: softmax of the router's logits, ``[N, E]``.
+        top_k: mean number of experts per token.
+
     Returns:
         int64 tokens ``[E, C]`` and their probabilities ``[E, C]``, with gradient.
     """
@@ -29,6 +33,10 @@ def expert_choice(probabilities_NE: torch.Tensor, top_k: int) -> tuple[torch.Ten
 
 def sinkhorn(logits_NE: torch.Tensor, rounds: int = SINKHORN_ROUNDS) -> torch.Tensor:
     """Logits normalized to nearly equal loads of the experts (Clark et al. 2022, arXiv:2202.01169, section 3.1).
+
+    Args:
+        logits_NE: the router's output, ``[N, E]``, on any device.
+        rounds: number of normalizations of columns and rows.
 
     Returns:
         float64 ``[N, E]`` on CPU: the log of a matrix whose rows sum to 1 and whose columns sum nearly to N/E.
@@ -47,12 +55,16 @@ def balanced_assignment(logits_NE: torch.Tensor) -> torch.Tensor:
     The assignment of BASE layers (Lewis et al. 2021, arXiv:2103.16716, section 2.1), with Sinkhorn's matrix instead of
     the auction's prices. It is made exact in rounds: each unassigned token requests the likeliest expert with remaining
     capacity, and each expert accepts the likeliest requests up to its capacity.
+
+    Args:
+        logits_NE: the router's output, ``[N, E]``, on any device; the assignment has no gradient.
     """
     plan_NE = sinkhorn(logits_NE)
     tokens, experts = plan_NE.shape
     capacity = [math.ceil(tokens / experts)] * experts
     assigned_N = torch.full((tokens,), -1, dtype=torch.int64)
     waiting = torch.arange(tokens)
+    # Ends: the total capacity is at least the number of tokens, and each round fills an expert or assigns all.
     while waiting.numel():
         full = torch.tensor([slots == 0 for slots in capacity])
         best = plan_NE[waiting].masked_fill(full, float("-inf")).max(1)

@@ -49,18 +49,35 @@ class Rotary(nn.Module):
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys; ``past`` is the first position, or int64 positions ``[B, T]``."""
+        """Rotate queries and keys; the results have their shapes.
+
+        Args:
+            q_BHTK: queries, ``[B, H, T, K]``.
+            k_BGTK: keys, ``[B, G, T, K]``.
+            past: position of the first token, or the positions of all, int64 ``[B, T]``.
+        """
         return self.apply_rotary(q_BHTK, k_BGTK, self.cos_sin(past, q_BHTK.shape[2], q_BHTK.device, q_BHTK.dtype))
 
     def cos_sin(
         self, past: int | torch.Tensor, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of the tokens' angles, the same for every layer: ``[T, K]``, or ``[B, 1, T, K]``."""
+        """Cosine and sine of the tokens' angles, the same for every layer.
+
+        Args:
+            past: position of the first token, or the positions of all, int64 ``[B, T]``.
+            tokens: number of tokens T; unused where ``past`` is a tensor.
+            device: device of the result.
+            dtype: dtype of the result.
+
+        Returns:
+            ``[T, K]`` each, or ``[B, 1, T, K]`` where ``past`` is a tensor.
+        """
         frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
         if isinstance(past, torch.Tensor):
             positions = past[:, None].to(torch.float32)
         else:
             positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
+        # In float32 up to here: bfloat16 has 8 significant bits, and cannot represent positions above 256.
         angles = positions[..., None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -69,7 +86,13 @@ class Rotary(nn.Module):
     def apply_rotary(
         q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys rotated by the angles of :meth:`cos_sin`."""
+        """Queries and keys rotated by the angles of :meth:`cos_sin`.
+
+        Args:
+            q_BHTK: queries, ``[B, H, T, K]``.
+            k_BGTK: keys, ``[B, G, T, K]``.
+            cos_sin: cosine and sine, broadcastable to ``[B, H, T, K]``.
+        """
         cosine, sine = cos_sin
 
         def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +131,14 @@ class RelativeBias(nn.Module):
         self.max_distance = max_distance
 
     def scores(self, tokens: int, keys: int, key_mask: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
-        """The bias, ``[1 or B, H, T, S]``: minus infinity where ``key_mask`` (bool) is false."""
+        """The bias, ``[1 or B, H, T, S]``: minus infinity where a key must not be attended to.
+
+        Args:
+            tokens: number of queries T.
+            keys: number of keys S.
+            key_mask: bool, broadcastable to ``[B, H, T, S]``, true for keys that may be attended to; None means all.
+            causal: whether later keys are masked as well.
+        """
         buckets_TS = relative_buckets(tokens, keys, self.weight.shape[0], self.max_distance, causal=causal)
         bias = self.weight[buckets_TS.to(self.weight.device)].permute(2, 0, 1)[None]
         if causal:

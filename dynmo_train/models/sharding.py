@@ -43,7 +43,7 @@ class CutEmbedding(nn.Module):
         self.weight, self._region = weight_VD, region
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up int64 ids ``[...]``: ``[..., D]``."""
+        """Look up ``ids``, int64 ``[...]``: ``[..., D]``."""
         rows = self.weight.shape[0]
         local = ids - self._region.rank * rows
         elsewhere = (local < 0) | (local >= rows)
@@ -52,7 +52,10 @@ class CutEmbedding(nn.Module):
 
 
 def cut_tensor(tensor: torch.Tensor, dim: int | None, region: TensorRegion | None) -> torch.Tensor:
-    """This rank's slice of a tensor along ``dim``, a view; the tensor itself where it is replicated."""
+    """This rank's slice of ``tensor``, of any shape ``[...]``, along ``dim``; a view.
+
+    Where the tensor is replicated (``region`` or ``dim`` is None) it is returned itself.
+    """
     if region is None or dim is None:
         return tensor
     part = tensor.shape[dim] // region.size
@@ -90,6 +93,7 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
         for name, dim in dims.items():
             if dim is not None:
                 whole = getattr(child, name)
+                # A copy: a view would keep the whole tensor of all ranks in memory.
                 setattr(
                     child,
                     name,

@@ -40,7 +40,12 @@ class SparseTable:
         return self.thresholds.get(f"{rule} {outputs}x{inputs}", self.thresholds.get(rule, 2.0))
 
     def form(self, mask_OI: torch.Tensor, device_type: str) -> str:
-        """The format for a mask ``[O, I]``: the first of block, CSR and 2:4 that fits and is faster, else dense."""
+        """The format of a product: the first of block, CSR and 2:4 that fits and is faster, else dense.
+
+        Args:
+            mask_OI: bool ``[O, I]``, true for weights that remain.
+            device_type: ``cpu`` or ``cuda``.
+        """
         outputs, inputs = mask_OI.shape
         sparsity = 1.0 - int(mask_OI.sum()) / mask_OI.numel()
         if device_type == "cpu":
@@ -52,7 +57,7 @@ class SparseTable:
 
 
 def is_semi_structured(mask_OI: torch.Tensor) -> bool:
-    """Whether at most two of every four weights in a row remain, in a shape that GPUs support."""
+    """Whether at most two of every four weights in a row of ``mask_OI`` ``[O, I]`` remain, in a shape of the GPU."""
     outputs, inputs = mask_OI.shape
     if outputs % 32 or inputs % 64:
         return False
@@ -60,7 +65,7 @@ def is_semi_structured(mask_OI: torch.Tensor) -> bool:
 
 
 def is_in_blocks(mask_OI: torch.Tensor, size: int = BLOCK_SIZE) -> bool:
-    """Whether each block of ``size`` x ``size`` weights is pruned as a whole or not at all."""
+    """Whether each block of ``size`` x ``size`` weights of ``mask_OI`` ``[O, I]`` is pruned as a whole or not."""
     outputs, inputs = mask_OI.shape
     if outputs % size or inputs % size:
         return False
@@ -70,7 +75,7 @@ def is_in_blocks(mask_OI: torch.Tensor, size: int = BLOCK_SIZE) -> bool:
 
 
 def unpruned_lines(mask_OI: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(rows, columns) that remain under a mask of whole rows and columns; None where all of them remain."""
+    """(rows, columns), int64 ``[n]``, that remain under ``mask_OI`` ``[O, I]``; None where all of them remain."""
     rows, columns = mask_OI.any(1), mask_OI.any(0)
     return (
         None if bool(rows.all()) else rows.nonzero()[:, 0],

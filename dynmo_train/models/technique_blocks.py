@@ -124,6 +124,7 @@ class DynamicFamily:
             elif item.kind == "attention":
                 listed.append(replace(item, name=item.layer, kind="layer", metrics=mixture_of_depths.METRICS))
             else:
+                # The MLP of a routed block: it is a part of the item of its attention.
                 block = listed[-1]
                 listed[-1] = replace(block, metrics=(*item.metrics, *block.metrics))
         return tuple(self._with_exits(listed))
@@ -135,6 +136,7 @@ class DynamicFamily:
         changed: list[ItemSpec] = []
         for item in listed:
             number = block_of(item)
+            # Before the first exit all tokens are active, so no mask crosses those boundaries.
             if number is not None and number > exits.layers[0]:
                 item = replace(item, reads=(*item.reads, EXITED))
             if number in exits.layers and item.kind in ("mlp", "layer"):

@@ -26,6 +26,7 @@ class ScoringHead(Head):
     """A model's head that returns, per sample, the sum of its tokens' losses and the number of correct predictions."""
 
     def __init__(self, head: Head) -> None:
+        # Not ``Head.__init__``, which would allocate a second weight of the whole vocabulary.
         nn.Module.__init__(self)
         self.norm, self.weight, self.bias = head.norm, head.weight, head.bias
         self.vocabulary, self.scale, self.region = head.vocabulary, head.scale, head.region
@@ -33,9 +34,17 @@ class ScoringHead(Head):
     def forward(  # type: ignore[override] # returns more than a loss
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor
     ) -> ItemOutput:
-        """Figures ``losses`` (nats) and ``hits`` of each sample, ``[B]``, over the tokens whose count is 1.
+        """Score each sample over the tokens whose count is 1.
 
-        A token is a hit where its logit is the greatest, of equal ones the first. The output is the sum of all losses.
+        A token is a hit where its logit is the greatest, of equal ones the first.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``.
+            labels_BT: int64 ids of the next tokens, ``[B, T]``.
+            counts_BT: ``[B, T]``, 1 where a token counts, else 0.
+
+        Returns:
+            The sum of all losses, a float32 scalar; metrics ``losses`` (nats) and ``hits``, float64 ``[B]``.
         """
         counted_N = counts_BT.reshape(-1).nonzero()[:, 0]
         x_ND = x_BTD.flatten(0, 1).index_select(0, counted_N)
@@ -71,6 +80,7 @@ def _scores(
     real = logits_PV.shape[1]
     local_P = labels_P - first
     here_P = (local_P >= 0) & (local_P < real)
+    # The lowest value: a rank that has only padding takes part in the reductions below, and never wins them.
     nothing_P = logits_PV.new_full(labels_P.shape, torch.finfo(torch.float32).min)
     own_P = logits_PV.amax(1) if real else nothing_P.clone()
     best_P = own_P if region is None else region.all_reduce(own_P.clone(), dist.ReduceOp.MAX)

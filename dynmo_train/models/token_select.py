@@ -23,18 +23,20 @@ class TokenSelection:
     real_BC: torch.Tensor
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The selected tokens of ``[B, T]`` or ``[B, T, D]``: ``[B, C]`` or ``[B, C, D]``."""
+        """The selected tokens of ``x``: of ``[B, T]`` or ``[B, T, D]``, ``[B, C]`` or ``[B, C, D]``."""
         index = self.index_BC if x.dim() == 2 else self.index_BC[..., None].expand(-1, -1, x.shape[-1])
         return x.gather(1, index)
 
     def put(self, x_BTD: torch.Tensor, y_BCD: torch.Tensor) -> torch.Tensor:
-        """``x_BTD`` with the selected tokens replaced by those of ``y_BCD``."""
+        """``x_BTD`` ``[B, T, D]`` with the selected tokens replaced by those of ``y_BCD`` ``[B, C, D]``."""
+        # Entries of padding write their own value back: no position occurs twice, so the scatter is
+        # deterministic.
         updated_BCD = torch.where(self.real_BC[..., None], y_BCD, self.take(x_BTD))
         return x_BTD.scatter(1, self.index_BC[..., None].expand_as(updated_BCD), updated_BCD)
 
 
 def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
-    """Select the tokens where ``keep_BT`` (bool) is true; C is the maximum of 1 and their largest number in a sample.
+    """Select the tokens where ``keep_BT``, bool ``[B, T]``, is true; C is their largest number in a sample, at least 1.
 
     Without any token one padding entry remains, so that the weights that process it still get gradients, of zero.
     """
@@ -47,7 +49,7 @@ def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
 
 
 def select_top(scores_BT: torch.Tensor, count: int) -> TokenSelection:
-    """Select the ``count`` highest scores of each sample, in token order; of equal scores the earlier."""
+    """Select the ``count`` highest of ``scores_BT`` ``[B, T]`` in each sample, in token order; of equals the first."""
     order_BT = torch.argsort(scores_BT, dim=1, descending=True, stable=True)
     index_BC = order_BT[:, :count].sort(dim=1).values
     return TokenSelection(index_BC=index_BC, real_BC=torch.ones_like(index_BC, dtype=torch.bool))

@@ -61,6 +61,8 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     sublayer = config.balance.granularity == "sublayer"
     items = layers * (2 if sublayer else 1) + 2
+    # The decoder adds its embedding and its blocks. Encoder norm and pooler are items of their own at the granularity
+    # ``sublayer``, else a part of the last block before them. The towers of an ICT share the head.
     if config.model.base_family == "t5":
         items += config.model.decoder_num_layers * (3 if sublayer else 1) + (2 if sublayer else 1)
     if config.model.base_family == "ict":
