@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from ..models.layer_list import BoundaryShape, ModelFamily
     from .schema import Config
 
+# Balancers of dynmo-plan, which runs as a process of its own; further ones are entry points of BALANCER_GROUP.
+BALANCERS = (
+    *("exact", "time", "parameters", "uniform"),
+    *("deepspeed", "deepspeed_param", "deepspeed_static", "diffusion", "diffusion_param"),
+)
+BALANCER_GROUP = "dynmo_balance.balancers"
 TECHNIQUE_GROUP, FAMILY_GROUP, OPTION_GROUP = "dynmo_train.techniques", "dynmo_train.families", "dynmo_train.options"
 
 # Techniques in the order in which their hooks are called. The options of these are in ``config/techniques.py``, so that
@@ -196,3 +202,8 @@ def family_spec(name: str) -> FamilySpec:
 def base_family(name: str) -> str:
     """The built-in family whose samples, defaults and option rules a family has; a built-in family's is itself."""
     return name if name in FAMILIES else family_spec(name).like
+
+
+def balancer_names() -> tuple[str, ...]:
+    """The balancers that the planner can use: its own and those of installed packages, none of which is loaded."""
+    return (*BALANCERS, *(point.name for point in _points(BALANCER_GROUP)))

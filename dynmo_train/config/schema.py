@@ -43,17 +43,6 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
-Balancer = Literal[
-    "exact",
-    "time",
-    "parameters",
-    "uniform",
-    "deepspeed",
-    "deepspeed_param",
-    "deepspeed_static",
-    "diffusion",
-    "diffusion_param",
-]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
 Options = TypeVar("Options")
 
@@ -348,7 +337,9 @@ class BalanceConfig:
     granularity: Granularity = option(
         "Unit of placement: whole blocks, or attention and MLP separately.", default="layer"
     )
-    balancer: Balancer = option("Partitioning algorithm of the planner.", default="exact")
+    balancer: str = option(
+        "Partitioning algorithm of the planner; `dynmo-plan partition --help` lists them.", default="exact"
+    )
     balance_policy: BalancePolicy = option("Policy that decides when to migrate.", default="threshold")
     balance_min_gain: float = option(
         "Minimum predicted gain of a migration, as a fraction of step time.",

@@ -96,3 +96,17 @@ def test_help_does_not_import_outside_packages(tmp_path):
         "faulty_balancer.py": "raise SystemExit(9)",
     }
     assert dynmo_plan(install(tmp_path / "site", files), "partition", "--help")[0] == 0
+
+
+def test_trainer_accepts_the_balancer_of_an_installed_package_only(tmp_path):
+    options = "pretrain gpt --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9 --lr 1"
+    options += " --train-iters 1 --micro-batch-size 1 --data-path none --dry-run --dry-run-processes 2 --balance online"
+    site = install_section("A balancer", tmp_path / "site")
+    outputs = []
+    for folder in (site, tmp_path / "empty"):
+        command = [sys.executable, "-m", "dynmo_train", *options.split(), "--balancer", "activations"]
+        done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+        outputs.append((done.returncode, done.stderr))
+    assert outputs[0][0] == 0, outputs[0][1]
+    assert outputs[1][0] == 2
+    assert "--balancer: is 'activations'; must be one of exact, time," in outputs[1][1]

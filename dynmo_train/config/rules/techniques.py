@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..._common.document import Problem
 from ..._common.errors import UsageError
+from ..extensions import balancer_names
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -122,6 +123,11 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance", "offline requires --plan FILE")
     if balance.balance_lockstep and balance.balance != "online":
         yield conflict("--balance-lockstep", f"requires --balance online, is {balance.balance}")
+    internal = balance.balance == "online" and balance.planner == "internal"
+    if internal and balance.balancer not in (known := balancer_names()):
+        yield conflict(
+            "--balancer", f"is {balance.balancer!r}; must be one of {', '.join(known)}, or install its package"
+        )
     values = {"--pack-to": balance.pack_to, "--min-throughput-fraction": balance.min_throughput_fraction}
     for flag, value in values.items():
         if value is not None and (balance.balance != "online" or balance.planner != "internal"):
