@@ -35,7 +35,7 @@ class AdamWSettings:
 
     @staticmethod
     def decays(parameter: torch.Tensor) -> bool:
-        """Whether a parameter has weight decay: it has two dimensions or more."""
+        """Whether ``parameter``, of any shape, has weight decay: it has two dimensions or more."""
         return parameter.dim() >= 2
 
 
@@ -43,7 +43,12 @@ class ItemOptimizer(Protocol):
     """The optimizer of one item. A parameter has state from its first update on."""
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every parameter that has a gradient, and drop the gradients."""
+        """Update every parameter that has a gradient, and drop the gradients.
+
+        Args:
+            lr: Learning rate.
+            weight_decay: Of matrices; vectors have none.
+        """
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the live moments by name, float32 in the parameter's shape; empty without state."""
@@ -52,7 +57,13 @@ class ItemOptimizer(Protocol):
         """Return the number of updates; 0 without state."""
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Continue from this state; takes ownership of the tensors."""
+        """Continue a parameter from this state.
+
+        Args:
+            parameter: Parameter of the item.
+            steps: Number of its updates.
+            moments: ``exp_avg`` and ``exp_avg_sq``, float32 in the parameter's shape, on its device; not copied.
+        """
 
     def drop_state(self, parameter: nn.Parameter) -> None:
         """Drop the state of a parameter."""
@@ -62,6 +73,7 @@ class TorchAdamW:
     """``torch.optim.AdamW`` in its fused form."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
+        # lr=0.0: learning rate and weight decay are set in every step.
         by_decay: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_decay.setdefault(settings.decays(parameter), []).append(parameter)
@@ -90,7 +102,8 @@ class TorchAdamW:
         return int(self._optimizer.state.get(parameter, {}).get("step", 0))
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """See ``ItemOptimizer``."""
+        """See ``ItemOptimizer``; ``moments`` have the shape of ``parameter``."""
+        # The fused kernel reads the count on the device of the parameter, as float32.
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         self._optimizer.state[parameter] = {"step": count, **moments}
 
@@ -129,6 +142,7 @@ class FusedAdamW:
         groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
             groups.setdefault((self._settings.decays(parameter), self.steps(parameter)), []).append(parameter)
+        # apex counts updates by group, and its kernel uses that count for the bias correction of all members.
         self._optimizer.param_groups = [
             {
                 **self._optimizer.defaults,
@@ -154,7 +168,7 @@ class FusedAdamW:
         return self._steps.get(parameter, 0)
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """See ``ItemOptimizer``."""
+        """See ``ItemOptimizer``; ``moments`` have the shape of ``parameter``."""
         self._optimizer.state[parameter] = dict(moments)
         self._steps[parameter] = steps
 

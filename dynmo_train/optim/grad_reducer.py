@@ -100,6 +100,7 @@ class GradientReducer:
             return
         for item in self._store.modules:
             self.item_is_final(item)
+        # All second collectives start before the first of them is awaited, so that they overlap.
         for reductions in self._started.values():
             for reduction in reductions:
                 reduction.advance()
@@ -133,6 +134,8 @@ class GradientReducer:
 def _all_reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Reduction]:
     if not parameters or group is None:
         return []
+    # One buffer per item. An all-reduce may add in an order that depends on an element's offset, so that a buffer that
+    # followed the stages would give other bits on another partition.
     flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
     work = dist.all_reduce(flat, group=group, async_op=True)
     return [_Bucket(parameters=parameters, flat=flat, work=work)]

@@ -69,6 +69,8 @@ def add_tied_gradients(
         gradients = {name: here[name].grad for name in local}
         gradients |= _swap(gradients, here[local[0]], ranks, world)
         total: torch.Tensor | None = None
+        # Every rank adds in the order of the layer list, whichever of the summands it has received: float addition is
+        # not associative.
         for name in members:
             total = _sum(total, gradients[name])
         set_tied_gradients(store, here, local, total)
@@ -77,11 +79,19 @@ def add_tied_gradients(
 def set_tied_gradients(
     store: ItemStore, parameters: Mapping[str, torch.Tensor], local: Sequence[str], total: torch.Tensor | None
 ) -> None:
-    """Set ``grad`` of the local copies of a tied weight to the total; an alias has none, its owner is updated."""
+    """Set ``grad`` of the local copies of a tied weight to the total; an alias has none, its owner is updated.
+
+    Args:
+        store: Local items.
+        parameters: Global name -> local parameter.
+        local: Names of the local copies.
+        total: Sum of the gradients, in the shape of each copy; None where no copy has a gradient.
+    """
     for name in local:
         if total is None or store.optimizers.is_alias(name):
             parameters[name].grad = None
         else:
+            # Copies: clipping scales each ``grad`` in place, and would scale a shared one twice.
             parameters[name].grad = total if name == local[0] else total.clone()
 
 
@@ -119,6 +129,7 @@ def exchange_presence(local: Mapping[str, bool], ranks: Mapping[str, int], world
         world: Processes of the run.
     """
     peers = _global_ranks(ranks, world)
+    # Peers must know before the exchange whether to expect a gradient: a frozen copy has none.
     flags = [torch.tensor([int(present)], dtype=torch.int64, device=world.device) for present in local.values()]
     theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in peers}
     sent = [(peer, flag) for peer in sorted(set(peers.values())) for flag in flags]
@@ -134,8 +145,8 @@ def exchange(
     """Send and receive tensors concurrently; both sides of a pair list theirs in the same order.
 
     Args:
-        sent: (global rank, tensor) to send.
-        received: (global rank, tensor) to receive into.
+        sent: (global rank, tensor) to send, of any shape.
+        received: (global rank, tensor) to receive into, contiguous, in the shape and dtype that the other side sends.
         group: Process group of all ranks.
     """
     # gloo announces that a receive is ready over the stream that carries the other direction's data. Receives are
@@ -156,6 +167,7 @@ def add_token_gradients(store: ItemStore) -> None:
     if region is None or not region.sequence:
         return
     for item, module in store.modules.items():
+        # These run on the gathered tokens, identically on all ranks: their gradients are complete.
         if needs_whole_stream(module):
             continue
         local = store.local_parameters(item).items()
@@ -198,6 +210,7 @@ def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str
             norms += [torch.linalg.vector_norm(part) for part in parts.values()]
             cells += [(index_of[item], column) for column in parts]
     if norms:
+        # One copy for all norms: reading each one would wait for the device for every parameter.
         stacked = torch.stack(norms).to("cpu", torch.float64).square()
         for (index, column), square in zip(cells, stacked.tolist(), strict=True):
             squares[index, column] += square
@@ -205,6 +218,7 @@ def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str
     # sums all ranks but one contribute zero to each cell, so their order does not matter.
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
     squares = sum_over(world.groups.expert if store.sharding.fsdp is None else world.groups.data, squares)
+    # In Python floats and list order: a tensor's sum may add in another order for another length.
     total = 0.0
     for row in squares.tolist():
         total += sum(row)
@@ -225,6 +239,7 @@ def clip_gradients(store: ItemStore, norm: float, max_norm: float) -> None:
     """Scale all gradients by ``max_norm / norm`` where the norm is above ``max_norm``; 0 never clips."""
     if max_norm <= 0 or norm <= max_norm:
         return
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_ and Megatron.
     scale = max_norm / (norm + 1e-6)
     for _, _, parameter in store.parameters():
         if parameter.grad is not None:

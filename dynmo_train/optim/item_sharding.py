@@ -48,7 +48,15 @@ class ItemSharding:
         return None if self.region is None else self.family.split_dim(parameter_of(tensor_name))
 
     def local_slice(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a global tensor, as a view."""
+        """Return this process's part of a global tensor, as a view.
+
+        Args:
+            tensor_name: Global name.
+            tensor: Global tensor ``[rows, ...]``.
+
+        Returns:
+            ``[n, ...]``: cut along :meth:`split_dim`, and unless it is a mask to ZeRO's rows.
+        """
         part = cut_tensor(tensor, self.split_dim(tensor_name), self.region)
         return part if role_of(tensor_name) == "mask" else self.local_rows(tensor_name, part)
 
@@ -57,8 +65,8 @@ class ItemSharding:
 
         Args:
             tensor_name: Global name.
-            stored: Global tensor of a checkpoint. A tensor with vocabulary rows has the true number of rows, or in
-                older checkpoints a padded one; it is padded here to the number of rows of this run.
+            stored: Global tensor of a checkpoint, ``[rows, ...]``. A tensor with vocabulary rows has the true number of
+                rows, or in older checkpoints a padded one; it is padded here to the number of rows of this run.
         """
         if has_vocabulary_rows(parameter_of(tensor_name)):
             rows = vocabulary_rows(self.family)
@@ -72,11 +80,20 @@ class ItemSharding:
         return self.dispatcher is not None and is_of_expert(tensor_name)
 
     def local_rows(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ZeRO's rows of this process of a tensor of its replica, as a view."""
+        """Return ZeRO's rows ``[n, ...]`` of this process of ``tensor`` ``[rows, ...]`` of its replica, as a view."""
         return tensor if self.fsdp is None else self.fsdp.rows(tensor, expert_local=self.is_expert_local(tensor_name))
 
     def gather_rows(self, tensor_name: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the replica's tensor of ``num_rows`` rows; a collective over all replicas that share the rows."""
+        """Return the replica's tensor; a collective over all replicas that share the rows.
+
+        Args:
+            tensor_name: Global name.
+            rows: Local rows, ``[n, ...]``.
+            num_rows: Number of rows of the result.
+
+        Returns:
+            ``[num_rows, ...]``.
+        """
         if self.fsdp is None:
             return rows
         return self.fsdp.gather_rows(rows, num_rows, expert_local=self.is_expert_local(tensor_name))

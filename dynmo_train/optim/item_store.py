@@ -80,6 +80,7 @@ class OptimizerStates:
         for copy, owner in ties.items():
             if copy in self._parameters and owner in self._parameters and copy not in self._owners:
                 item, parameter = self._parameters[copy]
+                # ``data``, not the Parameter object: modules and optimizers keep their references.
                 parameter.data = self._parameters[owner][1].data
                 self._by_item[item].drop_state(parameter)
                 self._owners[copy] = owner
@@ -90,6 +91,7 @@ class OptimizerStates:
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update every parameter that has a gradient, and drop the gradients."""
+        # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
             self._parameters[copy][1].grad = None
         for optimizer in self._by_item.values():
@@ -106,7 +108,13 @@ class OptimizerStates:
         return self._by_item[item].steps(parameter)
 
     def load(self, parameter_name: str, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Continue a parameter from this state; takes ownership of the tensors."""
+        """Continue a parameter from this state.
+
+        Args:
+            parameter_name: Global name.
+            steps: Number of updates.
+            moments: ``exp_avg`` and ``exp_avg_sq``, float32 in the parameter's local shape; not copied.
+        """
         item, parameter = self._parameters[parameter_name]
         self._by_item[item].load_state(parameter, steps, moments)
 
@@ -222,6 +230,7 @@ class ItemStore:
         """
         self.optimizers.step(lr, weight_decay)
         for item, module in self.modules.items():
+            # A sparse form of a weight is a copy of its values, which the update has changed.
             for layer in masks_of(item, module).values():
                 layer.weights_changed()
 
@@ -274,11 +283,13 @@ class ItemStore:
         Raises:
             KeyError: A parameter is missing in ``state``.
         """
+        # From the meta device: initial weights would cost time, and memory next to those that arrive.
         module = self.blueprint(item).to_empty(device=self.device)
         self.register(item, module)
         local = self._local[item]
         with torch.no_grad():
             for name, parameter in local.items():
+                # With ZeRO the rows stay in place: FSDP2's parameters in the module share their memory.
                 if owned and self.sharding.fsdp is None:
                     parameter.data = state.tensors[name]
                 else:
@@ -312,6 +323,7 @@ class ItemStore:
         rows = self.sharding.local_rows(name, mask)
         with torch.no_grad():
             parameter.mul_(rows)
+        # AdamW would move a pruned weight away from zero as long as its moments are not zero.
         for moment in self.optimizers.moments(name).values():
             moment.mul_(rows)
         layer.set_mask(mask, self._sparse)

@@ -90,6 +90,7 @@ class LossScaler:
             return
         if not finite:
             self._clean = 0
+            # As in Megatron, a halving does not reset the count: each further overflow halves the scale again.
             self._overflows_left -= 1
             if self._overflows_left <= 0:
                 self.scale = max(self.scale / 2, settings.minimum)
@@ -137,7 +138,12 @@ class _ThroughCast(torch.autograd.Function):
 
 
 def cast_forward(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Return ``copy``, whose gradient goes to ``master`` in the dtype of ``master``."""
+    """Return ``copy``, whose gradient goes to ``master`` in the dtype of ``master``.
+
+    Args:
+        master: Parameter in float32, of any shape.
+        copy: Its values in the dtype of the arithmetic, of the same shape.
+    """
     through: torch.Tensor = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
     return through
 
@@ -160,6 +166,7 @@ class ComputeCopies:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the item on the copies."""
+        # One cast per step, but a new autograd node per call, because each microbatch has its own graph.
         used: dict[str, torch.Tensor] = {}
         for name, master in self.module.named_parameters():
             copy = self._copies.get(name)
@@ -170,7 +177,7 @@ class ComputeCopies:
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Divide gradients by the loss scale, in place; exact where it is a power of two."""
+    """Divide ``gradients``, float32 of any shape, by the loss scale in place; exact where it is a power of two."""
     if scale != 1.0:
         for gradient in gradients:
             gradient.mul_(1.0 / scale)
@@ -201,6 +208,7 @@ def _narrow(value: Any) -> Any:
 class _FloatProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Not DTensor and other subclasses, which have a dispatch of their own.
         is_product = func in _SAME_TYPE or func in _INTO or func is _ATTENTION
         if not is_product or args[0].dtype != torch.float16 or not all(type(each) in _PLAIN for each in args[:2]):
             return func(*args, **kwargs)
@@ -210,6 +218,7 @@ class _FloatProducts(TorchDispatchMode):
             return into.copy_(_INTO[func](*wide, **rest))
         result = func(*wide, **tree_map(_wide, kwargs))
         if func is _ATTENTION:
+            # The backward reads logsumexp in float32.
             output, logsumexp = result
             return output.half(), logsumexp
         return tree_map(_narrow, result)

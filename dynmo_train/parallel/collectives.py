@@ -43,13 +43,19 @@ def reduce_scatter_rows(
 
 
 class ReplicaGather:
-    """Gathers rows over the data-parallel replicas, for losses that compare all samples of a microbatch."""
+    """Gathers rows over the data-parallel replicas, for losses that compare all samples of a microbatch.
+
+    Args:
+        group: Data-parallel ranks.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
 
     def gather(self, local_BP: torch.Tensor) -> torch.Tensor:
-        """Concatenate the rows of all replicas in their order: ``[B, P]`` becomes ``[N, P]``, N = size * B.
+        """Concatenate the rows ``local_BP`` of all replicas in their order: ``[B, P]`` to ``[N, P]``, N = size * B.
 
         Every replica computes the same from the result, so each already has the gradient of its own rows. It is
         multiplied by the number of replicas, because gradients of replicas are summed and their losses averaged.

@@ -33,6 +33,7 @@ def run_on_all_ranks(world: World, make: Callable[[], Result]) -> Result:
         UsageError: ``make`` failed on a rank; on ranks that report, with the distinct messages of all ranks.
         SystemExit: The same on the other ranks, with the same exit code.
     """
+    # No rank raises before all have answered: the others would wait in their next collective until its timeout.
     result, problem = _attempt(make)
     _end_together(world, problem)
     if result is None:

@@ -48,6 +48,7 @@ class CudaClock:
 
     def elapsed_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
         """Return the nanoseconds between two completed events."""
+        # torch returns milliseconds.
         return int(begin.elapsed_time(end) * 1e6)
 
 

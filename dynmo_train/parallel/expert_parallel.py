@@ -49,6 +49,7 @@ class TokenDispatcher:
         Returns:
             The results in the order of ``sorted_MD``, ``[M, D]``.
         """
+        # On the CPU: the sizes of the exchange of tokens have to be known on the host, without waiting for the device.
         sent = torch.tensor(counts, dtype=torch.int64).view(self.size, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -59,6 +60,7 @@ class TokenDispatcher:
         by_source = arrived_RD.split(received.reshape(-1).tolist())
         by_expert_RD = torch.cat([by_source[source * len(experts) + e] for e in experts for source in range(self.size)])
         done = apply(by_expert_RD, received.sum(0).tolist()).split(received.t().reshape(-1).tolist())
+        # The inverse order, so that the second exchange returns each row to its source, sorted by expert as before.
         back_RD = torch.cat([done[e * self.size + source] for source in range(self.size) for e in experts])
         return self._exchange(back_RD, received_counts, sent_counts)
 

@@ -30,6 +30,7 @@ class _ShardingGroup:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, world: World) -> None:
         self.rank, self.size = rank, size
+        # A process may be the only replica with its experts; FSDP2 needs a group of one then.
         self.group = group or dist.new_group([world.rank], use_local_synchronization=True)
         self.mesh = DeviceMesh.from_group(self.group, world.device.type)
 
@@ -61,6 +62,7 @@ class FsdpSharding:
             self._expert_replicas = _ShardingGroup(world.groups.expert_data, rank, size, world)
         self._reshard = reshard
         casts = compute != torch.float32
+        # Reductions stay in float32, as those of plain replicas: their gradients are float32 sums, too.
         self._policy = MixedPrecisionPolicy(
             param_dtype=compute if casts else None,
             reduce_dtype=torch.float32 if casts else None,
@@ -84,6 +86,7 @@ class FsdpSharding:
         Returns:
             The local rows of its parameters by name, as plain parameters that share memory with the module's.
         """
+        # Experts first: the module then shards only the parameters that are not sharded yet.
         for part, group in [(each, self._expert_replicas) for each in experts] + [(module, self._replicas)]:
             if any(True for _ in part.parameters()):
                 fully_shard(part, mesh=group.mesh, reshard_after_forward=self._reshard, mp_policy=self._policy)
@@ -95,6 +98,8 @@ class FsdpSharding:
         return {name: nn.Parameter(_local_rows(parameter).detach()) for name, parameter in module.named_parameters()}
 
     def _defer_reduction(self, module: FSDPModule) -> None:
+        # Until :meth:`reduce`, a backward only adds to the unsharded gradient. A reduce-scatter per microbatch would
+        # add in another order than plain replicas do, and give other bits.
         module.set_requires_gradient_sync(False)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self._reshard)
@@ -131,7 +136,15 @@ class FsdpSharding:
                 part.reshard()
 
     def rows(self, tensor: torch.Tensor, *, expert_local: bool = False) -> torch.Tensor:
-        """Return the local rows of a replica's tensor, as a view."""
+        """Return the local rows of a replica's tensor, as a view.
+
+        Args:
+            tensor: Tensor of the replica, ``[num_rows, ...]``.
+            expert_local: Whether the tensor belongs to an expert.
+
+        Returns:
+            ``[n, ...]`` with n = ceil(num_rows / replicas); fewer rows, or none, on the last replicas.
+        """
         group = self._group(expert_local)
         return row_chunks(tensor, group.size)[group.rank]
 
@@ -142,9 +155,13 @@ class FsdpSharding:
             rows: Local rows, ``[n, ...]``.
             num_rows: Number of rows of the result.
             expert_local: Whether the tensor belongs to an expert.
+
+        Returns:
+            ``[num_rows, ...]``.
         """
         group = self._group(expert_local)
         chunk = -(-num_rows // group.size)
+        # The collective needs the same number of rows from each replica.
         padded = rows.new_zeros((chunk, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         gathered = rows.new_empty((chunk * group.size, *rows.shape[1:]))
@@ -166,7 +183,16 @@ def accumulate_sharded_grads(module: nn.Module) -> None:
 
 
 def row_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
-    """Split the rows as FSDP2 does: equal chunks, the last ones shorter or empty."""
+    """Split the rows as FSDP2 does: equal chunks, the last ones shorter or empty.
+
+    Args:
+        tensor: ``[rows, ...]``.
+        num_chunks: Number of chunks.
+
+    Returns:
+        ``num_chunks`` views ``[n, ...]``, n = ceil(rows / num_chunks) or less.
+    """
+    # torch.chunk returns fewer chunks where the rows do not suffice.
     chunks = list(torch.chunk(tensor, num_chunks, dim=0))
     return chunks + [tensor[:0]] * (num_chunks - len(chunks))
 

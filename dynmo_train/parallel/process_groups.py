@@ -121,6 +121,10 @@ class World:
 def check_device(name: str, processes: int = 1) -> None:
     """Check that ``--device cuda`` has a device for each of this machine's processes.
 
+    Args:
+        name: Value of ``--device``.
+        processes: Number of processes on this machine.
+
     Raises:
         UsageError: It has not.
     """
@@ -156,8 +160,10 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
     device = torch.device("cuda", local_rank) if device_name == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Both: JSON documents, counts and losses are CPU tensors on GPU machines, too, so that NCCL is not needed for them.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
+    # A single process without a launcher needs no port, which another run on this machine could have taken.
     if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -168,6 +174,11 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
 
 def set_parallel_dims(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
     """Return the world with other parallel dimensions and new process groups; a collective.
+
+    Args:
+        world: Processes of the run.
+        dims: Parallel dimensions.
+        timeout_s: Timeout of collectives, in seconds.
 
     Raises:
         UsageError: ``dims`` do not match the number of processes.
@@ -212,6 +223,8 @@ def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout
         members = tuple(ranks)
         if len(members) == 1 and not alone:
             return None
+        # Local synchronization: only members take part, so that each process creates just its own groups. Two axes with
+        # the same ranks share one group.
         if members not in made:
             made[members] = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
         return made[members]
@@ -227,6 +240,8 @@ def destroy_world() -> None:
 
 def all_gather_objects(world: World, document: Any) -> list[Any]:
     """Return the JSON documents of all ranks, in rank order, on every rank; a collective."""
+    # JSON, not torch's all_gather_object, which unpickles what it receives. An all-gather needs equal shapes, so that
+    # all buffers have the longest length.
     payload = json.dumps(document).encode()
     length = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros_like(length) for _ in range(world.size)]
@@ -253,14 +268,19 @@ def broadcast_object(world: World, document: Any) -> Any:
 
 
 def sum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over a group in place and return it; None is a group of this process only."""
+    """Sum ``values``, of any shape, over a group in place and return it; None is a group of this process only."""
     if group is not None:
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
     return values
 
 
 def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return a group's tensors of one shape, in rank order; None is a group of this process only."""
+    """Return the ``values`` of each rank of a group, of one shape, in rank order.
+
+    Args:
+        group: Process group; None is a group of this process only.
+        values: This rank's tensor, of any shape; the same shape and dtype on every rank.
+    """
     if group is None:
         return [values]
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
@@ -269,17 +289,23 @@ def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[t
 
 
 def sum_over_pipeline(world: World, values: torch.Tensor) -> torch.Tensor:
-    """Sum a CPU tensor over the pipeline ranks in place; exact where all but one contribute zero."""
+    """Sum ``values``, a CPU tensor of any shape, over the pipeline ranks in place and return it.
+
+    Exact where all ranks but one contribute zero to each element.
+    """
     return sum_over(world.groups.pipeline, values)
 
 
 def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
-    """Sum integers over the ranks of one replica in place."""
+    """Sum ``counts``, integers of any shape, over the ranks of one replica in place and return them."""
     return sum_over(world.groups.model, counts)
 
 
 def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
-    """Sum a CPU tensor over the replicas, in their order, so that the bits do not depend on the partition."""
+    """Return the sum of ``value``, a CPU tensor of any shape, over the replicas, added in their order.
+
+    An all-reduce may add in an order that depends on the group; this order is fixed, and so are the bits.
+    """
     total = torch.zeros_like(value)
     for part in gather_over(world.groups.data, value):
         total += part

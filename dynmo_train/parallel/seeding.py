@@ -16,6 +16,8 @@ import torch
 
 def stable_seed(*parts: int | str) -> int:
     """Return a 63-bit hash of ``parts`` that is the same in every process, on every machine, in every version."""
+    # Not Python's hash(), which differs by process. A separator, so that ("a", "bc") and ("ab", "c") differ; 63 bits,
+    # because a seed is a signed 64-bit integer.
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

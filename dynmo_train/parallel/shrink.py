@@ -28,6 +28,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
     """
     staying = [position for position in range(world.dims.pipeline) if position not in leaving]
     before = world.groups
+    # A process that exits earlier would break the connections of collectives that others have not completed.
     dist.barrier(group=before.world)
     if world.pipeline_rank in leaving:
         return None

@@ -51,19 +51,31 @@ class TensorRegion:
         self._outside = self._inside = -1
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Enter a region: return the input of a column-parallel product, ``[B, T, ...]`` with all tokens."""
+        """Enter a region: return the input of a column-parallel product, ``[B, T, ...]`` with all tokens.
+
+        Args:
+            x: ``[B, T, ...]``, equal on all ranks; with sequence parallelism this rank's tokens,
+                ``[B, T / size, ...]``.
+        """
         self.seed_inside()
         entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """Leave a region: return the sum of the ranks' products ``[B, T, ...]``, or this rank's tokens of it."""
+        """Leave a region: return the sum of the ranks' products.
+
+        Args:
+            partial: Product of this rank's slice, ``[B, T, ...]``; not changed.
+
+        Returns:
+            ``[B, T, ...]``, equal on all ranks; with sequence parallelism this rank's tokens, ``[B, T / size, ...]``.
+        """
         left: torch.Tensor = _Leave.apply(partial, self)  # type: ignore[no-untyped-call]
         self._seed_outside()
         return left
 
     def local_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """With sequence parallelism: return this rank's tokens of ``[..., T, D]``; else ``x``."""
+        """With sequence parallelism: return this rank's tokens of ``x`` ``[..., T, D]``, as a view; else ``x``."""
         if not self.sequence:
             return x
         part = x.shape[-2] // self.size
@@ -74,22 +86,45 @@ class TensorRegion:
         return TensorRegion(self.group, self.rank, self.size, self._device, sequence=False)
 
     def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Gather the tokens of all ranks, for work that all ranks then do identically."""
+        """Gather the tokens of all ranks, for work that all ranks then do identically.
+
+        Args:
+            x: This rank's tokens, ``[B, T / size, D]``.
+
+        Returns:
+            ``[B, T, D]``. Its gradient is equal on all ranks, so that each keeps its own part without a reduction.
+        """
         whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
     def scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of activations that are identical on all ranks."""
+        """Return this rank's tokens of activations that are identical on all ranks.
+
+        Args:
+            x: All tokens, ``[B, T, D]``.
+
+        Returns:
+            ``[B, T / size, D]``.
+        """
         cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
         return cut
 
     def gather_vocabulary(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' columns ``[..., V]``, for work that all ranks then do identically."""
+        """Concatenate the ranks' columns of ``x``, for work that all ranks then do identically.
+
+        Args:
+            x: This rank's columns, ``[..., V]``.
+
+        Returns:
+            ``[..., size * V]``.
+        """
         whole: torch.Tensor = _GatherColumns.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
     def seed_inside(self) -> None:
         """Seed the default generator by rank, until :meth:`leave`."""
+        # ``initial_seed`` is the last seed that was set: equal to ``_inside`` where another product of this region has
+        # already entered it. Seeding again would give both the same random numbers.
         generator = default_generator(self._device)
         now = generator.initial_seed()
         if now != self._inside:
@@ -97,32 +132,35 @@ class TensorRegion:
             generator.manual_seed(self._inside)
 
     def _seed_outside(self) -> None:
+        # A new seed, not the state before the region, which would repeat the numbers drawn there. It is derived from
+        # the seed before the region, because the one inside differs by rank. A sliced embedding has no enter.
         generator = default_generator(self._device)
         now = generator.initial_seed()
         before = self._outside if now == self._inside else now
         generator.manual_seed(stable_seed(before, "outside", self.rank if self.sequence else 0))
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce the ranks' tensors in place and return the result; ``x`` is contiguous."""
+        """Reduce the ranks' tensors in place and return the result; ``x`` is contiguous, of any shape."""
         dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' tokens: ``[B, T / size, ...]`` becomes ``[B, T, ...]``."""
+        """Concatenate the ranks' tokens ``x``: ``[B, T / size, ...]`` becomes ``[B, T, ...]``."""
+        # The collectives concatenate along the first dimension, hence the transposition.
         own = x.transpose(0, TOKENS_DIM).contiguous()
         whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
         all_gather_rows(whole, own, self.group)
         return whole.transpose(0, TOKENS_DIM).contiguous()
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' columns: ``[..., V / size]`` becomes ``[..., V]``."""
+        """Concatenate the ranks' columns ``x``: ``[..., V / size]`` becomes ``[..., V]``."""
         columns = x.movedim(-1, 0).contiguous()
         whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
         all_gather_rows(whole, columns, self.group)
         return whole.movedim(0, -1)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' ``[B, T, ...]`` and return this rank's tokens of the sum, ``[B, T / size, ...]``."""
+        """Sum the ranks' ``x`` ``[B, T, ...]`` and return this rank's tokens of the sum, ``[B, T / size, ...]``."""
         whole = x.transpose(0, TOKENS_DIM).contiguous()
         own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         reduce_scatter_rows(own, whole, self.group)
@@ -158,6 +196,7 @@ class _Leave(torch.autograd.Function):
         ctx.region = region
         if region.sequence:
             return region.scatter_tokens(partial)
+        # The all-reduce is in place: a copy, so that it does not change a tensor that autograd may have saved.
         return region.all_reduce(partial.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -170,6 +209,7 @@ class _Leave(torch.autograd.Function):
 class _GatherStream(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        # Unlike at the start of a region, the ranks' gradients are the same, and must not be summed.
         ctx.region = region
         return region.gather_tokens(x)
 
@@ -212,13 +252,16 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, first: int, region: TensorRegion
     ) -> torch.Tensor:
+        # A rank that has only padding rows (no columns) takes part in the collectives without changing their results.
         rows, columns = logits_NV.shape
         largest_N = logits_NV.amax(dim=1) if columns else logits_NV.new_full((rows,), torch.finfo(logits_NV.dtype).min)
         region.all_reduce(largest_N, dist.ReduceOp.MAX)
+        # Without the largest logit exp() overflows; it has to be that of all ranks, so that their sums add up.
         softmax_NV = (logits_NV - largest_N[:, None]).exp_()
         local_N = labels_N - first
         here_N = (local_N >= 0) & (local_N < columns)
         local_N = local_N.masked_fill(~here_N, 0)
+        # Denominators, and logits of the labels (zero on the ranks without the label's row), in one all-reduce.
         sums_2N = logits_NV.new_zeros((2, rows))
         sums_2N[0] = softmax_NV.sum(dim=1)
         if columns:
@@ -232,6 +275,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        # d(-log softmax[label]) / d logits = softmax - onehot(label); each rank has its own columns of it.
         softmax_NV, local_N, here_N = ctx.saved_tensors
         grad_NV = softmax_NV * grads[0][:, None]
         if grad_NV.shape[1]:
@@ -251,10 +295,10 @@ def token_losses(
     """Return the cross-entropy of each token, float32 ``[B * T]``; no rank has the logits of the whole vocabulary.
 
     Args:
-        x_BTD: Features; with sequence parallelism this rank's tokens.
-        weight_VD: This rank's rows of the output weight; padding rows do not take part.
-        bias_V: This rank's rows of the bias; None without bias.
-        labels_BT: Labels of all tokens, int64.
+        x_BTD: Features, ``[B, T, D]``; with sequence parallelism this rank's tokens, ``[B, T / size, D]``.
+        weight_VD: This rank's rows of the output weight, ``[V, D]``; padding rows do not take part.
+        bias_V: This rank's rows of the bias, ``[V]``; None without bias.
+        labels_BT: Labels of all tokens, int64 ``[B, T]``.
         vocabulary: Number of rows over all ranks without padding.
         region: Tensor-parallel ranks.
     """

@@ -24,7 +24,9 @@ class EmulatedProfiler(LayerProfiler):
     """
 
     def __init__(self, trace: EmulationTrace) -> None:
+        # Wall clock: CPU time does not advance while a thread sleeps.
         super().__init__(CpuClock(0))
+        # Backward times are slept at the marks, so that every step needs them.
         self.always_marks = True
         self.trace = trace
         self._times: Mapping[str, ItemTimes] = trace.at(1)
@@ -42,6 +44,7 @@ class EmulatedProfiler(LayerProfiler):
 
     def _take(self, duration_ns: float) -> None:
         """Extend the current operation by this time; an item that is late shortens the sleep of the next one."""
+        # A deadline instead of a duration: late wake-ups do not add up over the items of an operation.
         self._due_ns += round(duration_ns)
         sleep_until(self._due_ns)
 
@@ -65,6 +68,7 @@ class EmulatedProfiler(LayerProfiler):
         self._stage_names, self._reached, self._full = names, len(names), full
         with super().backward(names, full=full):
             yield
+            # The items before the first mark: an input that requires no grad has none.
             self._take_down_to(0)
 
     def gradient_reached(self, position: int) -> None:

@@ -117,6 +117,7 @@ def _times(
     whole = record.get("backward_ns")
     for at in range(len(names)):
         if whole is not None and whole[at] is not None:
+            # Halves that add up to the whole for odd numbers, too; the trace has no split of its own.
             known["backward_weight_ns"][at] = whole[at] // 2
             known["backward_input_ns"][at] = whole[at] - whole[at] // 2
         for field, values in known.items():

@@ -48,6 +48,7 @@ def compressed_microbatches(
     """
     every = frozenset(range(microbatches))
     compressed: dict[int, frozenset[int]] = {}
+    # From last to first: a stage without items needs the choice of the stage behind it.
     for stage in range(len(partition.stages) - 1, 0, -1):
         crosses_ranks = partition.stage_ranks[stage] != partition.stage_ranks[stage - 1]
         chosen = (every if epilogue is None else epilogue.get(stage - 1, every)) if crosses_ranks else frozenset()

@@ -17,6 +17,7 @@ def sample_hashes(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
     arrays = [tensor.cpu().contiguous().numpy() for name, tensor in sorted(inputs.items()) if name != "labels"]
     hashes = [
+        # 63 bits, so that the hash is a non-negative int64.
         int.from_bytes(hashlib.blake2b(b"".join(row.tobytes() for row in rows), digest_size=8).digest(), "little") >> 1
         for rows in zip(*arrays, strict=True)
     ]
@@ -60,6 +61,7 @@ class FrozenPrefixCache:
         """
         for index, key in enumerate(keys.tolist()):
             if (stage, key) not in self._rows:
+                # A view of the row would keep the outputs of the whole microbatch alive.
                 row = {name: value[index].clone() for name, value in values.items()}
                 self._rows[stage, key] = row
                 self.num_bytes += _bytes_of(row)

@@ -100,16 +100,21 @@ def move_items(store: ItemStore, before: Partition, after: Partition, world: Wor
         after: Partition to reach.
         world: Processes of the run.
 
+    Returns:
+        The moves, their bytes, and the duration in ns on this rank.
+
     Raises:
         MoveError: On every rank, where an announcement or a checksum is wrong; the old partition stays active.
     """
     started = time.perf_counter_ns()
     moves = moves_between(before, after)
+    # Live tensors, not copies: nothing updates them until the commit, and a failed move leaves them as they are.
     leaving = {move.item: store.export(move.item) for move in moves if move.source == world.pipeline_rank}
     offered = [
         {"item": item, "tensors": entries_of(state.tensors), "steps": dict(state.steps)}
         for item, state in leaving.items()
     ]
+    # Data- and tensor-parallel ranks of a pipeline rank have other parts: each exchanges with its own peers only.
     gathered = all_gather_objects(world, offered)
     offers = [gathered[world.peer(rank)] for rank in range(world.dims.pipeline)]
     announced = {one["item"]: one for of_rank in offers for one in of_rank}
@@ -122,6 +127,7 @@ def move_items(store: ItemStore, before: Partition, after: Partition, world: Wor
     }
     _check_outcome(store, after, received, expected, world)
 
+    # From here on all ranks commit. Items that leave are dropped first, so that their memory is free for the others.
     for move in moves:
         if move.source == world.pipeline_rank:
             store.drop(move.item)
@@ -163,6 +169,7 @@ def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world:
                     (piece, torch.empty(size_of(piece), dtype=torch.uint8, device=world.device))
                     for piece in pieces_of(entries)
                 ]
+            # Not raised here: the other ranks are in the collective below, and would wait for this one.
             except (RuntimeError, MemoryError) as error:
                 first = str(error).partition("\n")[0]
                 size = f"{size_of(entries):,} bytes for {move.item}"
@@ -200,6 +207,7 @@ def _exchange(
     each = len(works) == len(operations)  # NCCL returns one work for all operations
     if not each:
         _wait(works)
+    # Checksums are computed while the transfers run: sends only read their blocks, and each receive is awaited alone.
     sent = {item: 0 for item, _ in outgoing}
     for item, block in outgoing:
         sent[item] = crc_after(block, sent[item])
@@ -234,6 +242,7 @@ def _check_outcome(
 
 
 def _raise_if_any(problem: str | None, world: World, phase: str) -> None:
+    # One integer where all is well, which is the usual case; texts are gathered only after a failure.
     if all_agree(world, problem is None):
         return
     problems = [each for each in all_gather_objects(world, problem) if each]
@@ -241,7 +250,11 @@ def _raise_if_any(problem: str | None, world: World, phase: str) -> None:
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the announcement of an item's tensors: name, dtype, shape and bytes of each, in order."""
+    """Return the announcement of an item's tensors: name, dtype, shape and bytes of each, in order.
+
+    Args:
+        tensors: Name -> tensor, of any shape and dtype.
+    """
     return [
         {
             "name": name,
@@ -276,7 +289,12 @@ def size_of(piece: Sequence[Entry]) -> int:
 
 
 def to_send(piece: Sequence[Entry], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of a piece, uint8: a view of a single contiguous tensor, else a copy."""
+    """Return the bytes of a piece, uint8 ``[bytes]``: a view of a single contiguous tensor, else a copy.
+
+    Args:
+        piece: Announced entries.
+        tensors: Name -> tensor of the item, of any shape and dtype.
+    """
     raw = [tensors[entry["name"]].detach().contiguous().reshape(-1).view(torch.uint8) for entry in piece]
     return raw[0] if len(raw) == 1 else torch.cat(raw)
 
@@ -286,13 +304,17 @@ def tensors_in(piece: Sequence[Entry], block: torch.Tensor) -> dict[str, torch.T
 
     Args:
         piece: Announced entries.
-        block: Received bytes, uint8.
+        block: Received bytes, uint8 ``[bytes]``.
+
+    Returns:
+        Name -> tensor in the announced dtype and shape; the only tensor of a piece is a view of ``block``.
     """
     tensors: dict[str, torch.Tensor] = {}
     begin = 0
     for entry in piece:
         part = block[begin : begin + entry["bytes"]]
         begin += entry["bytes"]
+        # A view would keep the whole block alive, and its offset may be unaligned for the dtype.
         owned = part if len(piece) == 1 else part.clone()
         dtype: torch.dtype = getattr(torch, entry["dtype"])
         tensors[entry["name"]] = owned.view(dtype).reshape(entry["shape"])
@@ -300,5 +322,5 @@ def tensors_in(piece: Sequence[Entry], block: torch.Tensor) -> dict[str, torch.T
 
 
 def crc_after(block: torch.Tensor, crc: int) -> int:
-    """Continue the CRC-32 ``crc`` with a block of bytes, uint8."""
+    """Continue the CRC-32 ``crc`` with the bytes of ``block``, uint8 ``[bytes]``."""
     return zlib.crc32(block.cpu().numpy().data, crc)

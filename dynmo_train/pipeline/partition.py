@@ -103,6 +103,7 @@ def uniform_partition(
     for index, item in enumerate(items):
         # An item outside of the layers (a norm, the decoder's embedding of a T5) stays with the item before it.
         stage_of[index] = stage_of_layer.get(item.layer, stage_of[index - 1] if index else 0)
+    # The head follows the last layer that exists, which is in an earlier stage where there are more stages than layers.
     stage_of[-1] = stages - 1
     split = tuple(tuple(item.name for item, at in zip(items, stage_of, strict=True) if at == s) for s in range(stages))
     return Partition.v_shaped(split, num_ranks) if v_shaped else Partition.looped(split, num_ranks)
@@ -136,6 +137,7 @@ def frozen_prefix(stages: Sequence[Sequence[str]], frozen: Sequence[str]) -> lis
     frozen_items = set(frozen)
     counts: list[int] = []
     in_prefix = True
+    # A frozen item behind a trained one still needs a backward: the flag is never set again.
     for names in stages:
         count = 0
         for name in names:

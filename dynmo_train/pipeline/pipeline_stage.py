@@ -115,13 +115,14 @@ class StageModule(nn.Module):
         """Run one microbatch.
 
         Args:
-            received: The values of ``input_names``.
+            received: The values of ``input_names``, each in its shape of the ``BoundaryShape``.
             microbatch: Global microbatch index, int64 ``[1]``, on CPU.
             batch: The microbatch's part of the batch's tensors, at least those in ``batch_names``.
 
         Returns:
             The value of ``output_names``, or a tuple of several; at the last stage the loss, a scalar.
         """
+        # The index is on the CPU: reading it does not wait for the device.
         index = int(microbatch)
         values = dict(zip(self.input_names, received, strict=True))
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
@@ -141,6 +142,7 @@ class StageModule(nn.Module):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
                 values.update(result.side)
                 self._record_metrics(spec.name, result.metrics)
+            # Once the last frozen item has run, all values that the frozen items write are final.
             if position == self.frozen - 1 and keys is not None:
                 self._cache_outputs(keys, values)
         outputs = tuple(_without_view(values[name]) for name in self.output_names)
@@ -169,6 +171,7 @@ class StageModule(nn.Module):
                 output: torch.Tensor | ItemOutput = module(*inputs)
             return output
 
+        # No graph is recorded (frozen prefix, evaluation): nothing is saved that could be recomputed or counted.
         if not torch.is_grad_enabled():
             return run(*arguments)
         if self.recompute:
@@ -213,6 +216,7 @@ def save_products(saved_bytes: list[int]) -> Any:
         if operation not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not ctx.is_recompute:
+            # The last two operands of both: mm(left, right), addmm(bias, left, right).
             left, right = inputs[-2:]
             saved_bytes.append(left.shape[0] * right.shape[1] * left.element_size())
         return CheckpointPolicy.MUST_SAVE
@@ -303,6 +307,7 @@ class ItemStage(PipelineStage):
         # All items must read the one value with a gradient first: weights on no path from it cannot be left to W.
         one_path = all(spec.reads[:1] == self._values_with_gradient for spec in module.specs)
         self._can_split = can_split and len(self._values_with_gradient) == 1 and one_path
+        # torch reads an entry of ``bwd_cache`` for each microbatch, also where no gradient is sent.
         self._no_gradients = (None,) * len(module.input_names)
         self._on_gradients_final = on_gradients_final
         self._split_cases: dict[int, BackwardCase] = {}
@@ -356,6 +361,7 @@ class ItemStage(PipelineStage):
         if self._codec is not None:
             for factors, gradient in received:
                 self._codec.decode(factors, gradient, self._boundaries[1])
+        # Without items the gradient passes through unchanged; compressing it again would lose more of it.
         if received and not self.module.names:
             self._forwarded_factors[bwd_chunk_id] = [factors for factors, _ in received]
         return super()._retrieve_recv_grads(bwd_chunk_id)
@@ -394,7 +400,12 @@ class ItemStage(PipelineStage):
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradients from the next stage on the same rank; none in an evaluation, as above."""
+        """Take the gradients from the next stage on the same rank; none in an evaluation, as above.
+
+        Args:
+            next_stage_bwd_outputs: Gradient of each output of this stage, in the shape of that output, or None.
+            mb_index: Microbatch of the step, from 0.
+        """
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -422,7 +433,14 @@ class ItemStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward of one microbatch, B or I of the schedule; see :class:`BackwardCase`."""
+        """Run the backward of one microbatch, B or I of the schedule; see :class:`BackwardCase`.
+
+        Args:
+            bwd_chunk_id: Microbatch of the step, from 0.
+            loss: The microbatch's part of the step's loss, a scalar, at the last stage; None at the others.
+            full_backward: False at I, where weight gradients may be left to W.
+            last_backward: Whether this is the last backward of the stage in the step.
+        """
         case = self._backward_case(full_backward=full_backward)
         if case is BackwardCase.NONE:
             return
@@ -430,6 +448,7 @@ class ItemStage(PipelineStage):
             self._split_cases[bwd_chunk_id] = case
         with self.module.profiler.busy():
             if case is BackwardCase.FROZEN:
+                # torch removes the entry in its own backward, which does not run here.
                 self.fwd_cache.pop(bwd_chunk_id)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             elif case is BackwardCase.DEFERRED:
@@ -450,7 +469,12 @@ class ItemStage(PipelineStage):
         self.bwd_cache[bwd_chunk_id] = self._no_gradients
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run what :meth:`backward_one_chunk` has left over, W of the schedule; see :class:`BackwardCase`."""
+        """Run what :meth:`backward_one_chunk` has left over, W of the schedule; see :class:`BackwardCase`.
+
+        Args:
+            bwd_chunk_id: Microbatch of the step, from 0.
+            last_backward: Whether this is the last backward of the stage in the step.
+        """
         case = self._split_cases.pop(bwd_chunk_id, BackwardCase.NONE)
         if case in (BackwardCase.NONE, BackwardCase.FROZEN):
             return
@@ -465,6 +489,7 @@ class ItemStage(PipelineStage):
                 self.dw_runner.pop(bwd_chunk_id)
                 _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
                 self._weight_gradients(groups)
+                # A backward of the weights alone does not run the hooks in which FSDP2 adds to its float32 sums.
                 for layer in self.module.layers:
                     accumulate_sharded_grads(layer)
             if last_backward:
@@ -476,6 +501,8 @@ class ItemStage(PipelineStage):
         for position, layer in enumerate(self.module.layers):
             owner.update(dict.fromkeys(map(id, layer.parameters()), position))
         positions_of = [sorted({owner[id(node.variable)] for node in group["params"]}) for group in groups]
+        # torch merges groups that share an intermediate node, so that a group can have parameters of several items; its
+        # time is counted for the first of them.
         groups_of_item = Counter(positions[0] for positions in positions_of)
         for group, positions in zip(groups, positions_of, strict=True):
             first = positions[0]
@@ -491,11 +518,13 @@ class ItemStage(PipelineStage):
             return
         with self.module.profiler.listening(self._announce_final):
             yield
+        # Items before the last mark that was reached: the first item has a mark only if its input requires grad.
         self._announce_final(0)
 
     def _announce_final(self, position: int) -> None:
         """Announce the items from ``position`` on."""
         if self._on_gradients_final is not None:
+            # From last to first, the order in which a backward completes them; a name may be announced again.
             for name in reversed(self.module.names[position:]):
                 self._on_gradients_final(name)
 

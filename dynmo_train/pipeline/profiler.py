@@ -31,6 +31,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, profiler: LayerProfiler, position: int) -> torch.Tensor:
         ctx.profiler, ctx.position = profiler, position
+        # A view, not a copy: a mark costs no memory, and the values have the same bits.
         return x.view_as(x)
 
     @staticmethod
@@ -161,6 +162,8 @@ class LayerProfiler:
         if self._last_mark is None:
             return
         last_position, begin = self._last_mark
+        # Without this the end of a backward would count twice: the mark of the first item, where there is one, has
+        # already closed the last interval.
         if position >= last_position:
             return
         now = self.clock.stamp()
@@ -175,6 +178,7 @@ class LayerProfiler:
             name: Name of the item.
             ignored: Returns data pointers of storages that are not counted (parameters); called within the forward.
         """
+        # The first microbatch of the step stands for all, because the hooks cost time.
         if not self.sampling or name in self._activation_bytes:
             yield
             return
@@ -183,6 +187,7 @@ class LayerProfiler:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            # Read within the forward: with ZeRO the gathered parameters have storage only then.
             pointers.update(() if pointers else ignored())
             if storage is not None and storage.data_ptr() not in pointers:
                 sizes[storage.data_ptr()] = storage.nbytes()
@@ -237,6 +242,7 @@ def merge_rank_costs(dims: ParallelDims, costs: Sequence[dict[str, Any]]) -> lis
         measured = [costs[rank] for rank in dims.ranks(pipeline=pipeline_rank)]
         largest: dict[str, Any] = {"items": measured[0]["items"]}
         for field_name in measured[0].keys() - {"items"}:
+            # The slowest rank decides: its data- and tensor-parallel peers wait for it in their collectives.
             values = [one[field_name] for one in measured if one[field_name] is not None]
             if not values:
                 largest[field_name] = None

@@ -130,6 +130,7 @@ class Pipeline:
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
         cache = None if config.frozen_cache_bytes is None else FrozenPrefixCache(config.frozen_cache_bytes)
+        # The marks announce which gradients are final, also in steps that are not measured.
         profiler.always_marks = profiler.always_marks or on_gradients_final is not None
         stages: list[ItemStage] = []
         for number in partition.stages_of_rank(world.pipeline_rank):
@@ -188,6 +189,7 @@ class Pipeline:
             end = begin + len(partition.stages[number])
             sends = compressed.get(number, frozenset()) if stage.sends_gradients else frozenset()
             stage.set_compressed((names[begin], [*names, ""][end]), sends, compressed.get(number + 1, frozenset()))
+            # A memory belongs to the item behind its boundary; without a boundary there, its error is out of date.
             if sends:
                 used.add(names[begin])
         codec.keep_only(used)
@@ -207,6 +209,9 @@ class Pipeline:
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
+        Args:
+            batch: Samples of this replica.
+
         Returns:
             The replica's part of the step's loss, a float64 scalar on CPU, on the last pipeline rank; zero elsewhere.
         """
@@ -224,6 +229,7 @@ class Pipeline:
         device = self.world.device
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._batch_names}
+        # torch splits every keyword along dimension 0, so that each microbatch gets its own global index.
         keywords["microbatch"] = torch.arange(first, first + self.config.microbatches)
         if training and any(module.cache is not None for module in self.modules):
             keywords[SAMPLES] = sample_hashes(batch.inputs)
@@ -234,12 +240,18 @@ class Pipeline:
         with float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None):
             run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
+        # One copy for all microbatches: a copy per loss would wait for the device each time. The sum is in float64, in
+        # the order of the microbatches.
         if self.has_last:
             total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
     def metrics_of(self, item: str) -> dict[str, list[torch.Tensor]]:
-        """Return the metrics of one item in the last step: name -> one tensor per microbatch; empty if not local."""
+        """Return the metrics of one item in the last step; empty if the item is not local.
+
+        Returns:
+            Name -> one tensor per microbatch, in the shape in which the item reports it.
+        """
         return next((dict(module.metrics[item]) for module in self.modules if item in module.metrics), {})
 
     def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -257,6 +269,7 @@ def _schedule(
     # scale_grads=False: the loss is already divided by the number of microbatches of all replicas.
     loss = microbatch_loss(total_microbatches, loss_scale)
     if config.schedule in SINGLE:
+        # torch's 1F1B requires at least one microbatch per stage.
         is_short = config.microbatches < stages[0].num_stages
         return SINGLE["gpipe" if is_short else config.schedule](
             stages[0], config.microbatches, loss_fn=loss, scale_grads=False
@@ -277,6 +290,7 @@ def _custom(
     table: dict[int, list[_Action | None]] = {
         rank: [_Action.from_str(word) for word in line.split()] for rank, line in enumerate(operations)
     }
+    # torch has no error type of its own for an order that cannot run.
     try:
         schedule._prepare_schedule_with_comms(table)
     except (AssertionError, RuntimeError, ValueError) as error:

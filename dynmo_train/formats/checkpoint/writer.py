@@ -73,10 +73,13 @@ def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tens
     Args:
         directory: Staging directory.
         filename: Name of the file.
-        tensors: Key -> tensor, on any device.
+        tensors: Key -> tensor, of any shape, on any device.
 
     Returns:
         Key -> CRC-32 of the tensor's raw little-endian bytes, as 8 hexadecimal digits.
+
+    Raises:
+        UsageError: The format lacks the dtype of a tensor.
     """
     types = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
     order = sorted(tensors, key=lambda key: -DTYPE_BYTES[types[key]])
@@ -132,6 +135,8 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
     write_whole(staging / "manifest.json", seal(document))
     for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
         _sync_directory(directory)
+    # A directory cannot be replaced in one rename. An old checkpoint of the same step is renamed first; a crash between
+    # the two renames leaves the older steps, and the staged files are removed at the next start.
     target = checkpoints_dir / step_name(step)
     replaced = checkpoints_dir / f".{target.name}.old-{secrets.token_hex(4)}"
     if target.exists():
@@ -143,6 +148,7 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
             replaced.rename(target)
         raise
     _sync_directory(checkpoints_dir)
+    # After the directory is on disk: ``LATEST`` never names a checkpoint that a power failure can remove.
     write_whole(checkpoints_dir / "LATEST", f"{target.name}\n".encode())
     _sync_directory(checkpoints_dir)
     if replaced.exists():

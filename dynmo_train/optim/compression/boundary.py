@@ -86,7 +86,7 @@ class BoundaryCodec:
             del self._store.memories[item][name]
 
     def empty(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Allocate the flat float32 factors of a gradient of ``shape``."""
+        """Allocate the factors of a gradient of ``shape``, flat float32 ``[(N + D) * R]``."""
         return torch.empty(FactorShape.of(shape, self._rank).numel, device=device)
 
     def encode(
@@ -98,10 +98,10 @@ class BoundaryCodec:
             item: Item behind the boundary.
             value: Name of the value that crosses it.
             gradient: ``[..., D]``, any float dtype; not changed.
-            activation: What crossed the boundary in the forward, for the statistics.
+            activation: What crossed the boundary in the forward, in the gradient's shape, for the statistics.
 
         Returns:
-            Both factors in one flat float32 tensor.
+            Both factors in one tensor, flat float32 ``[(N + D) * R]``.
         """
         begin = self._clock.stamp()
         shape = FactorShape.of(gradient.shape, self._rank)
@@ -125,6 +125,7 @@ class BoundaryCodec:
                 subtract_product(matrix_ND, left_RN, right_RD)
             stats.add_error(matrix_ND, activation)
             self._measure_change(item, value, matrix_ND, activation)
+        # The matrix is the memory of the error itself: it is stored without the loss scale.
         if self.settings.feedback and self._loss_scale != 1.0:
             matrix_ND.mul_(1.0 / self._loss_scale)
         return flat
@@ -152,6 +153,7 @@ class BoundaryCodec:
     def _memory(self, item: str, value: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return a memory; None where there is none of this shape."""
         memory = self._store.memories.get(item, {}).get(memory_name(item, "boundary", value, kind))
+        # The first dimension, of size 1, is this process's place in the tensor of all processes in a checkpoint.
         return None if memory is None or memory.shape[1:] != shape else memory[0]
 
     def _set_memory(self, item: str, value: str, kind: str, memory: torch.Tensor) -> torch.Tensor:
@@ -162,8 +164,8 @@ class BoundaryCodec:
         """Decompress a gradient.
 
         Args:
-            flat: Both factors, as :meth:`encode` returns them.
-            out: Receives the gradient, ``[..., D]``.
+            flat: Both factors, flat float32 ``[(N + D) * R]``, as :meth:`encode` returns them.
+            out: Receives the gradient, ``[..., D]`` of any float dtype, contiguous.
             item: Item behind the boundary, for the statistics.
         """
         begin = self._clock.stamp()

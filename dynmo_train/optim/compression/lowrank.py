@@ -128,12 +128,12 @@ def factorize(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Te
 
 
 def reconstruct(left_RN: torch.Tensor, right_RD: torch.Tensor, out_ND: torch.Tensor) -> None:
-    """Write ``P Q^T`` to ``out_ND``, ``[N, D]`` of any dtype.
+    """Write ``P Q^T`` to ``out_ND``.
 
     Args:
-        left_RN: P, transposed, float32.
-        right_RD: Q, transposed, float32.
-        out_ND: Receives the product.
+        left_RN: P, transposed, float32 ``[R, N]``.
+        right_RD: Q, transposed, float32 ``[R, D]``.
+        out_ND: Receives the product, ``[N, D]`` of any float dtype.
     """
     if out_ND.dtype == left_RN.dtype:
         torch.mm(left_RN.T, right_RD, out=out_ND)
@@ -144,5 +144,12 @@ def reconstruct(left_RN: torch.Tensor, right_RD: torch.Tensor, out_ND: torch.Ten
 def subtract_product(
     matrix_ND: torch.Tensor, left_RN: torch.Tensor, right_RD: torch.Tensor, share: float = 1.0
 ) -> None:
-    """Subtract ``share * P Q^T`` from a float32 matrix ``[N, D]`` in place, which leaves the compression error."""
+    """Subtract ``share * P Q^T`` from a matrix in place, which leaves the compression error.
+
+    Args:
+        matrix_ND: float32, ``[N, D]``.
+        left_RN: P, transposed, float32 ``[R, N]``.
+        right_RD: Q, transposed, float32 ``[R, D]``.
+        share: Factor of the product; one over the number of replicas that share the error.
+    """
     matrix_ND.addmm_(left_RN.T, right_RD, alpha=-share)

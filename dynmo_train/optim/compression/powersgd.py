@@ -129,7 +129,10 @@ class ReplicaCodec:
         return chosen and self._step > self.settings.replica_warmup_steps
 
     def shape_of(self, parameter: torch.Tensor) -> FactorShape | None:
-        """Return the shape of a parameter as rows by the rest; None for a vector or where factors are not smaller."""
+        """Return the shape of ``parameter`` ``[N, ...]`` as N rows by the rest.
+
+        None for a vector, and where the factors are not smaller.
+        """
         if parameter.dim() < 2:
             return None
         shape = FactorShape.of((parameter.shape[0], parameter[0].numel()), self._rank)
@@ -190,9 +193,11 @@ class ReplicaCodec:
             subtract_product(each.matrix_ND, each.left_RN, each.right_RD, 1.0 / self._world.dims.data)
             if self._loss_scale != 1.0:
                 each.matrix_ND.mul_(1.0 / self._loss_scale)
+        # ``view`` below needs contiguous memory, so that the product is written to the gradient itself.
         if not gradient.is_contiguous():
             gradient = each.parameter.grad = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         reconstruct(each.left_RN, each.right_RD, gradient.view(each.shape.rows, each.shape.columns))
+        # A copy: a view would keep the factors of the whole item alive.
         self._memories(item)[self._name(item, each.name, FACTOR)] = each.right_RD.clone()[None]
 
     def drop_nonfinite(self) -> None:
@@ -220,6 +225,7 @@ class ReplicaCodec:
         if parameter.grad is None:
             raise ValueError(f"{name} has no gradient")
         mask = self._mask(item, name)
+        # Pruned entries must not use up the rank of the factors.
         if mask is not None:
             parameter.grad.mul_(mask)
         if not self.settings.feedback:

@@ -34,18 +34,34 @@ class BoundaryStats:
     change_means: list[float] = field(default_factory=list)
 
     def add_sent(self, gradient: torch.Tensor, flat: torch.Tensor, interval: Interval) -> None:
-        """Count a microbatch that was compressed from ``gradient`` to ``flat``."""
+        """Count a microbatch that was compressed.
+
+        Args:
+            gradient: ``[..., D]``, any float dtype.
+            flat: Its factors, flat float32 ``[(N + D) * R]``.
+            interval: Stamps before and after the compression.
+        """
         self.uncompressed_bytes += gradient.nbytes
         self.sent_bytes += flat.nbytes
         self.compress.append(interval)
 
     def add_received(self, gradient: torch.Tensor, interval: Interval) -> None:
-        """Count a microbatch that was decompressed to ``gradient``."""
+        """Count a microbatch that was decompressed.
+
+        Args:
+            gradient: Result, ``[..., D]``.
+            interval: Stamps before and after the decompression.
+        """
         self.decompressed_bytes += gradient.nbytes
         self.decompress.append(interval)
 
     def add_error(self, error_ND: torch.Tensor, activation: torch.Tensor) -> None:
-        """Compare the compression error of a microbatch with its activation (both of the same number of elements)."""
+        """Compare the compression error of a microbatch with its activation.
+
+        Args:
+            error_ND: float32, ``[N, D]``.
+            activation: ``[..., D]`` with N * D elements, any float dtype.
+        """
         error, other = error_ND.reshape(-1), activation.detach().reshape(-1).float()
         self.cosines.append(_cosine(error, other))
         self.error_means.append(float(error.mean()))
@@ -55,6 +71,10 @@ class BoundaryStats:
         """Compare the error of a microbatch with the change of the activation to the next microbatch.
 
         Where the error is added to the next microbatch, the gradient of a weight is off by the product of the two.
+
+        Args:
+            error_ND: float32, ``[N, D]``.
+            change: Difference of the activations, float32 ``[..., D]`` with N * D elements.
         """
         self.change_cosines.append(_cosine(error_ND.reshape(-1), change.reshape(-1)))
         self.change_means.append(float(change.mean()))

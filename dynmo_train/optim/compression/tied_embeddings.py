@@ -91,6 +91,7 @@ def _fused_sum(
     for rank, (first, last) in pieces.items():
         if rank != world.rank:
             sent += [(rank, flats[name][first:last]) for name in adding if name in flats]
+    # Over all processes: these replicas on several pipeline ranks have no group of their own.
     exchange(_nonempty(sent, world), _nonempty(received, world), world.groups.world)
     total = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     total[begin:end] = _ordered_sum([_ordered_sum([parts[n, d] for d in range(dims.data)]) for n in adding])
