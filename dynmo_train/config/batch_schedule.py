@@ -45,6 +45,7 @@ class BatchSizes:
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
         """The number of consumed samples after ``steps`` more steps."""
+        # Step by step only during the ramp-up; afterwards all steps have the same size.
         done = 0
         while done < steps and self.increment and consumed <= self.ramp_samples:
             consumed, done = consumed + self.at(consumed), done + 1

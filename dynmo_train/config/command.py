@@ -62,6 +62,7 @@ def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], C
         def command(**values: Any) -> None:
             function(**values)
 
+        # typer reads the signature and the annotations, not the code, to find the parameters.
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command

@@ -31,6 +31,10 @@ def split_segments(
 ) -> tuple[Int64Array, Int64Array, bool]:
     """Split the sentences into two segments at a random sentence, and swap them with probability 1/2.
 
+    Args:
+        random: generator of the sample.
+        sentences: token ids of each sentence, int64 ``[length]``; at least two sentences.
+
     Returns:
         First segment, second segment, int64 ``[length]`` each, and whether they are swapped.
     """
@@ -44,7 +48,17 @@ def split_segments(
 def truncate_segments(
     random: np.random.RandomState, first: Int64Array, second: Int64Array, max_tokens: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Drop tokens until both segments have ``max_tokens`` together: of the longer one, from a random end."""
+    """Drop tokens until both segments have ``max_tokens`` together: of the longer one, from a random end.
+
+    Args:
+        random: generator of the sample.
+        first: token ids of the first segment, int64 ``[length]``.
+        second: token ids of the second segment, int64 ``[length]``.
+        max_tokens: maximum number of tokens of both segments.
+
+    Returns:
+        Both segments, shortened; slices of the arguments.
+    """
     excess = len(first) + len(second) - max_tokens
     if excess <= 0:
         return first, second
@@ -144,7 +158,14 @@ class BertDataset:
 
 
 def bert_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
-    """``COLUMNS`` as tensors ``[N, T]``, and ``order`` ``[N]``: 1 where the segments are swapped; int64, masks bool."""
+    """Split rows into the tensors that the model reads.
+
+    Args:
+        rows_NC: rows of :meth:`BertDataset.batch`, int64 ``[N, C]``.
+
+    Returns:
+        ``COLUMNS``, ``[N, T]``, and ``order``, ``[N]``, 1 where the segments are swapped; int64, attention mask bool.
+    """
     return {**columns_to_tensors(rows_NC[:, :-1], COLUMNS), "order": torch.from_numpy(rows_NC[:, -1].copy())}
 
 

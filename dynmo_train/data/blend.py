@@ -53,7 +53,12 @@ def blend(weights: Sequence[float], begin: int, end: int) -> tuple[Int64Array, I
 
 
 def samples_per_dataset(weights: Sequence[float], count: int) -> list[int]:
-    """Upper bound of the samples of each data set among the first ``count`` of the blend."""
+    """Upper bound of the samples of each data set among the first ``count`` of the blend.
+
+    Args:
+        weights: positive, in any scale.
+        count: number of samples of the blend.
+    """
     total = math.fsum(weights)
     return [math.ceil(weight / total * count) + _margin(weights) for weight in weights]
 

@@ -135,7 +135,7 @@ def _builder(config: Config) -> SplitBuilder:
 
 
 def causal_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
-    """``ids`` and the next tokens as ``labels``, int64 ``[N, C - 1]``, from rows of token ids ``[N, C]``."""
+    """``ids`` and the next tokens as ``labels``, int64 ``[N, C - 1]``, from token ids ``rows_NC``, int64 ``[N, C]``."""
     tokens = torch.from_numpy(rows_NC)
     return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 

@@ -108,7 +108,7 @@ class IctDataset:
 
 
 def ict_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
-    """``COLUMNS`` as tensors ``[N, T]``: ids int64, attention masks bool."""
+    """``COLUMNS`` as tensors ``[N, T]`` from ``rows_NC``, int64 ``[N, C]``: ids int64, attention masks bool."""
     return columns_to_tensors(rows_NC, COLUMNS)
 
 

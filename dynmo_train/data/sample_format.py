@@ -113,7 +113,15 @@ def split_bounds(num_documents: int, shares: tuple[float, float, float]) -> tupl
 
 
 def columns_to_tensors(rows_NC: Int64Array, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Split rows of ``len(names)`` equally wide columns; masks become bool, all else stays int64: ``[N, T]`` each."""
+    """Split rows of ``len(names)`` equally wide columns.
+
+    Args:
+        rows_NC: int64 ``[N, C]``; C is T times the number of names.
+        names: names of the tensors, in the order of the columns.
+
+    Returns:
+        Name -> tensor ``[N, T]``: attention masks bool, all others int64.
+    """
     columns = torch.from_numpy(rows_NC.reshape(len(rows_NC), len(names), -1))
     tensors = {name: columns[:, position].contiguous() for position, name in enumerate(names)}
     return {name: each.bool() if name.endswith("attention_mask") else each for name, each in tensors.items()}

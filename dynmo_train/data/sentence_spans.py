@@ -82,6 +82,12 @@ class SentenceSpans:
 def sentence_tokens(source: IndexedDataset, begin: int, end: int, vocab_size: int) -> list[Int64Array]:
     """Token ids of the sequences ``[begin, end)``, int64 ``[length]`` each.
 
+    Args:
+        source: the data set.
+        begin: first sequence.
+        end: sequence after the last.
+        vocab_size: upper bound of the token ids.
+
     Raises:
         UsageError: an id is not below ``vocab_size``.
     """

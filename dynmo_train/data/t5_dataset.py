@@ -123,7 +123,15 @@ def _num_columns(seq_length: int, decoder_seq_length: int) -> int:
 
 
 def t5_tensors(rows_NC: Int64Array, seq_length: int) -> dict[str, torch.Tensor]:
-    """``ENCODER_COLUMNS`` ``[N, T]`` and ``DECODER_COLUMNS`` ``[N, U]``, int64; the attention mask is bool."""
+    """Split rows into the tensors that the model reads.
+
+    Args:
+        rows_NC: rows of :meth:`T5Dataset.batch`, int64 ``[N, C]``.
+        seq_length: tokens of the encoder T.
+
+    Returns:
+        ``ENCODER_COLUMNS``, ``[N, T]``, and ``DECODER_COLUMNS``, ``[N, U]``; int64, the attention mask bool.
+    """
     border = len(ENCODER_COLUMNS) * seq_length
     return columns_to_tensors(rows_NC[:, :border], ENCODER_COLUMNS) | columns_to_tensors(
         rows_NC[:, border:], DECODER_COLUMNS

@@ -78,6 +78,7 @@ def measure_accuracy(engine: SampleScorer, sets: Sequence[PairData], *, micro_ba
                 step=step,
                 microbatches=microbatches,
             )
+            # Samples of padding have no label, so they are never a hit.
             correct += int(engine.score(batch, (HITS,))[HITS].sum())
         counts.append((data.name, correct, len(data)))
     return TaskAccuracy(counts=tuple(counts))

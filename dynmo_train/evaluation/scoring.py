@@ -72,7 +72,13 @@ def padded_length(length: int, longest: int) -> int:
 
 
 def microbatches_per_replica(dims: ParallelDims, samples: int, micro_batch: int) -> int:
-    """Microbatches of a batch on each replica: enough to fill the pipeline, and no more than ``samples`` need."""
+    """Microbatches of a batch on each replica: enough to fill the pipeline, and no more than ``samples`` need.
+
+    Args:
+        dims: the parallel sizes.
+        samples: number of samples to evaluate, over all replicas.
+        micro_batch: samples per microbatch.
+    """
     limit = MICROBATCHES_PER_STAGE * dims.pipeline if dims.pipeline > 1 else 1
     return min(limit, -(-samples // (micro_batch * dims.data)))
 
@@ -84,7 +90,19 @@ def score_model(
     sequences: Sequence[ScoredSequence],
     longest: int,
 ) -> Scores:
-    """Load a causal model and score sequences of at most ``longest`` tokens; all ranks call this."""
+    """Load a causal model and score sequences; all ranks call this.
+
+    Args:
+        source: the checkpoint.
+        inference: the model's dtype, and samples per microbatch.
+        world: the process groups.
+        sequences: what to score.
+        longest: maximum number of tokens that the model reads of a sequence.
+
+    Raises:
+        UsageError: the model cannot be partitioned over these ranks.
+        CheckpointError: a tensor is missing or damaged.
+    """
     engine = load_forward_engine(source, inference, world, tokens=longest, wrap=ScoringFamily)
     return score(engine, sequences, longest=longest, micro_batch=inference.micro_batch_size)
 

@@ -34,6 +34,9 @@ def with_losses(x: torch.Tensor, losses: Iterable[torch.Tensor], scale: float) -
         x: the item's output, ``[...]``, of any shape.
         losses: scalars, already weighted, as they are added to the loss of their microbatch.
         scale: factor on the loss of a microbatch before its backward (loss scale, and the share of the microbatch).
+
+    Returns:
+        ``x`` with the same shape and values.
     """
     # A frozen item, or one in evaluation, has losses without a graph; they are only logged.
     for loss in losses:

@@ -39,7 +39,16 @@ GATED = ("swiglu", "geglu")
 
 
 class Embedding(nn.Module):
-    """Tables of tokens and, where a model has them, positions and token types: ids ``[B, T]`` to ``[B, T, D]``."""
+    """Tables of tokens and, where a model has them, positions and token types: ids ``[B, T]`` to ``[B, T, D]``.
+
+    Args:
+        vocabulary: rows of the word table, padding included.
+        width: model width D.
+        device: where the parameters are created.
+        positions: rows of the position table; 0 means no table.
+        tokentypes: rows of the token-type table; 0 means no table.
+        dropout: dropout probability of the output.
+    """
 
     def __init__(
         self,
@@ -270,6 +279,12 @@ class KVCache:
     """Keys and values ``[B, G, S, K]`` of up to ``tokens`` tokens; the memory is allocated once.
 
     Concatenation would copy all earlier keys and values for each new token.
+
+    Args:
+        tokens: maximum number of tokens of a sequence.
+
+    Attributes:
+        used: number of tokens so far, S.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -298,7 +313,19 @@ class KVCache:
 
 
 class CrossAttention(nn.Module):
-    """``x + dense(attention(query(norm(x)), key_value(memory)))``; the rows of ``key_value`` are ``[H, 2, K]``."""
+    """``x + dense(attention(query(norm(x)), key_value(memory)))``; the rows of ``key_value`` are ``[H, 2, K]``.
+
+    Args:
+        width: model width D.
+        heads: heads H.
+        norm: normalization before the sublayer; the memory is not normalized here.
+        device: where the parameters are created.
+        head_width: K; None means D / H.
+        bias: whether the linear layers have biases.
+        scaled: whether scores are divided by the square root of K (T5's are not).
+        dropout: dropout probability of the output.
+        attention_dropout: dropout probability of the attention weights.
+    """
 
     def __init__(
         self,
@@ -346,7 +373,15 @@ class CrossAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``fc2(activation(fc1(x)))``, or with a gated activation ``fc2(activation(gate(x)) * up(x))`` (Shazeer 2020)."""
+    """``fc2(activation(fc1(x)))``, or with a gated activation ``fc2(activation(gate(x)) * up(x))`` (Shazeer 2020).
+
+    Args:
+        width: model width D.
+        inner: width F inside the MLP.
+        activation: a key of ``ACTIVATIONS``.
+        device: where the parameters are created.
+        bias: whether the linear layers have biases.
+    """
 
     def __init__(self, *, width: int, inner: int, activation: str, device: torch.device, bias: bool = True) -> None:
         super().__init__()
@@ -370,7 +405,17 @@ class FeedForward(nn.Module):
 
 
 class Mlp(FeedForward):
-    """``x + transform(norm(x))``."""
+    """``x + transform(norm(x))``.
+
+    Args:
+        width: model width D.
+        inner: width F inside the MLP.
+        activation: a key of ``ACTIVATIONS``.
+        norm: normalization before the sublayer.
+        device: where the parameters are created.
+        bias: whether the linear layers have biases.
+        dropout: dropout probability of the output.
+    """
 
     def __init__(
         self,

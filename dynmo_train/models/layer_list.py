@@ -129,7 +129,14 @@ class BoundaryShape:
 def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
     """The values that cross a boundary before item ``index``: written before it, and read by it or later items.
 
-    They are in list order. After the last item it is the value that the last item writes.
+    After the last item it is the value that the last item writes.
+
+    Args:
+        items: the layer list.
+        index: index of an item, or the number of items.
+
+    Returns:
+        Names of the values, in list order; send and receive of a boundary follow this order.
     """
     if index == len(items):
         return (items[-1].writes,)
@@ -144,7 +151,13 @@ def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
 
 
 def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str, bool]:
-    """Value written before item ``index`` -> whether its gradient is needed, with the first ``frozen`` items frozen."""
+    """Value written before item ``index`` -> whether its gradient is needed, with the first ``frozen`` items frozen.
+
+    Args:
+        items: the layer list.
+        index: index of an item.
+        frozen: number of items at the front that do not train.
+    """
     trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
     return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
 

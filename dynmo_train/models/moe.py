@@ -190,7 +190,18 @@ class Experts(nn.ModuleDict):
 
 
 class MoeMlp(nn.Module):
-    """``x + weighted sum of the chosen experts of norm(x)``, with auxiliary losses and the experts' loads."""
+    """``x + weighted sum of the chosen experts of norm(x)``, with auxiliary losses and the experts' loads.
+
+    Args:
+        moe: number of experts, routing and losses.
+        width: model width D.
+        inner: width inside each expert.
+        activation: a key of ``blocks.ACTIVATIONS``.
+        norm: normalization before the sublayer.
+        device: where the parameters are created.
+        bias: whether the experts' linear layers have biases; the router has none.
+        dropout: dropout probability of the output.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,13 @@ def rotary_frequencies(
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding; the two halves of a head are the coordinates of the planes. No parameters."""
+    """Rotary position embedding; the two halves of a head are the coordinates of the planes. No parameters.
+
+    Args:
+        head_width: K, even.
+        base: base of the geometric series of wavelengths.
+        scaling: see :func:`rotary_frequencies`.
+    """
 
     def __init__(self, head_width: int, base: float, scaling: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -107,6 +113,13 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
 
     Half of a direction's buckets are single distances; the others grow logarithmically up to ``max_distance``. Without
     ``causal`` half of the buckets are for later keys.
+
+    Args:
+        tokens: number of queries T.
+        keys: number of keys S.
+        buckets: number of buckets, of both directions together.
+        max_distance: distance in tokens from which all keys share the last bucket of their direction.
+        causal: whether no query attends to later keys.
     """
     distance = torch.arange(keys)[None, :] - torch.arange(tokens)[:, None]
     offset = torch.zeros_like(distance)
@@ -123,7 +136,14 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
 
 
 class RelativeBias(nn.Module):
-    """A learned bias of the attention scores by bucket of distance and head, ``weight [buckets, H]``."""
+    """A learned bias of the attention scores by bucket of distance and head, ``weight [buckets, H]``.
+
+    Args:
+        buckets: number of buckets.
+        heads: heads H.
+        max_distance: distance in tokens from which all keys share a bucket.
+        device: where the parameter is created.
+    """
 
     def __init__(self, buckets: int, heads: int, max_distance: int, device: torch.device) -> None:
         super().__init__()
