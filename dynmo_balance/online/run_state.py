@@ -91,6 +91,7 @@ class RunState:
 
     def _step(self, step: Step) -> None:
         self.last_step = step.step
+        # A later step shows that the run no longer waits for an answer.
         if self.requested_step is not None and step.step > self.requested_step:
             self.requested_step = None
         self._activate(step.plan_id)

@@ -76,6 +76,7 @@ class _PlacementSearch:
         self.problem = replace(problem, schedule=CUSTOM, layout=layout, current=None)
         self.positions = np.array(problem.chain.cuts, dtype=np.int64)
         self.loads: WorkerLoads = make_worker_loads(problem)
+        # A fixed seed: the same profile must give the same plan.
         self.random = np.random.default_rng(0)
         most = problem.microbatches
         workers = len(problem.slots)
@@ -87,6 +88,7 @@ class _PlacementSearch:
         """The best list schedule for these cuts that fits the memory; None if none fits."""
         boundaries = [self.problem.chain.cuts[cut] for cut in cuts]
         lengths = operation_times(self.problem, boundaries)
+        # From the largest number in flight: fewer microbatches make longer bubbles, and only memory requires them.
         for cap in self.caps:
             made = [list_order(lengths, self.problem.microbatches, cap, rule) for rule in self.rules]
             fitting = [(step, at) for at, (order, step) in enumerate(made) if self._fits(order, cuts)]
@@ -101,6 +103,7 @@ class _PlacementSearch:
     def _fits(self, order: Order, cuts: Sequence[int]) -> bool:
         if not self.limited:
             return True
+        # The order decides how many microbatches are in flight, so the memory is computed anew for each order.
         loads = make_worker_loads(replace(self.problem, order=order))
         return int(loads.excess_bytes(np.array([cuts], dtype=np.int64))[0]) == 0
 
@@ -121,6 +124,7 @@ class _PlacementSearch:
         found = []
         loads = make_worker_loads(now.problem)
         ranked = np.argsort(steps, kind="stable")
+        # Half of the trials are drawn from further back: with an order of its own, such a partition may be the best.
         drawn = self.random.integers(NUM_TRIALS // 2, max(NUM_TRIALS, len(ranked) // 10), NUM_TRIALS // 2)
         for at in (*ranked[: NUM_TRIALS // 2], *(ranked[min(d, len(ranked) - 1)] for d in drawn)):
             same = pool[at : at + 1]

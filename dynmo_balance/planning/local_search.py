@@ -36,6 +36,7 @@ def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int
         others = others[loads.excess_bytes(others) == 0]
         times = step_times(problem, positions[others]) if len(others) else []
         found = min(times, default=best)
+        # Only a strictly shorter step is taken, so the search cannot alternate between equal partitions.
         if found >= best:
             break
         best, cuts = found, others[times.index(found)]

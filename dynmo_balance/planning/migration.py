@@ -37,6 +37,7 @@ def migration(
     )
     links: Counter[tuple[int, int]] = Counter()
     for move in moves:
+        # By direction: both directions of a link transfer at the same time.
         links[move.from_worker, move.to_worker] += move.bytes
     largest = max(links.values(), default=0)
     transfer = largest * 1_000_000_000 // bandwidth if bandwidth else 0

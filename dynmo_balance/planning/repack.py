@@ -94,6 +94,7 @@ def with_workers(problem: PartitionProblem, count: int) -> PartitionProblem:
     if count < len(fixed):
         raise UsageError(f"{count} workers: {len(fixed)} workers cannot be released; keep at least {len(fixed)}")
     slots = tuple(problem.slots[at] for at in _remaining(problem, count))
+    # The current spans belong to the stages of the former number of workers.
     return replace(problem, slots=slots, current=None)
 
 

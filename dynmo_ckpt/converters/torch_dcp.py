@@ -207,6 +207,7 @@ def _tensor(
             )
         pieces += [Piece(begin, piece.view) for piece in part.pieces]
     tensor = Tensor(dtype, shape, tuple(pieces))
+    # is_covered compares numbers of elements only: an overlap could hide a gap of the same size.
     if not tensor.is_covered or _overlap(pieces):
         raise CorruptError(f"{source}: its chunks must cover the tensor exactly once")
     return tensor
@@ -245,6 +246,7 @@ def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
     """The tensor that ``torch.save`` wrote at a place of a file."""
     source = f"{directory / METADATA}: {short_name(name)}"
     path, begin, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    # The path is from an untrusted file and must not lead out of the directory.
     if not isinstance(path, str) or "/" in path or path in ("", ".", "..") or path.startswith("."):
         raise CorruptError(
             f"{source}: is stored in {short_repr(path)}; it must be a plain file name in the same directory"

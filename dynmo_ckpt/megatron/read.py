@@ -340,6 +340,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
     tree = file.tree
     if not isinstance(tree, dict):
         raise CorruptError(f"{file.path}: has no dictionary")
+    # By number, because "model10" sorts before "model2".
     keys = ["model"] if "model" in tree else sorted((k for k in tree if re.fullmatch(r"model\d+", str(k))), key=_number)
     if not keys:
         raise CorruptError(f"{file.path}: has no key 'model'; it has {short_repr(sorted(map(str, tree)))}")

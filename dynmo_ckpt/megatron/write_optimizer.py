@@ -77,6 +77,7 @@ def optimizer_tree(
     state: dict[int, Any] = {}
     described, masters = [], []
     for members, weight_decay in zip(groups, (decay, 0.0), strict=True):
+        # Numbers continue over both groups, as in the state dict of a torch optimizer.
         numbers = list(range(len(state), len(state) + len(members)))
         described.append({"params": numbers, **group(weight_decay)})
         for number, (name, weight) in zip(numbers, members, strict=True):

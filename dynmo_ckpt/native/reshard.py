@@ -21,7 +21,8 @@ from ..io.errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor, SafetensorsFile, WrittenFile, safetensors_file
 from ..tensors.views import Tensor
 
-# The dimension of a parameter that tensor parallelism splits, by the end of its name.
+# The dimension of a parameter that tensor parallelism splits, by the end of its name. As in Megatron, column-parallel
+# layers split their rows (0) and row-parallel layers their columns (1). Other parameters are on every rank.
 SPLIT_DIMS = {
     "attention.qkv.weight": 0,
     "attention.qkv.bias": 0,
@@ -207,6 +208,7 @@ def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> l
     while math.prod(tensor.shape[:at]) < outer or tensor.shape[at] == 1:
         at += 1
     size, each = tensor.shape[at], shape[dim] // tensor.shape[at]
+    # An entry of this axis is ``each`` rows of the stored tensor, such as those of a head. They stay together.
     if size % ranks and each > 1:
         raise UnsupportedError(
             f"{size} groups of rows cannot be split over {ranks} tensor-parallel ranks; choose a divisor"

@@ -54,6 +54,7 @@ def _copy_by_kernel(target: IO[bytes], sources: Sequence[IO[bytes]]) -> None:
             while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
                 pass
         except (OSError, AttributeError):  # not on this system, or not between these file systems
+            # The kernel has moved both file positions, so this continues where it stopped.
             shutil.copyfileobj(source, target, BUFFER_BYTES)
             target.flush()
 
@@ -93,6 +94,7 @@ def _reserve(descriptor: int, begin: int, size: int) -> None:
 
 def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[int], first: int) -> None:
     """Copy every ``THREADS``-th chunk of the output, starting with chunk ``first``."""
+    # O_DIRECT requires aligned memory, offsets and sizes; an anonymous mapping begins at a page.
     with mmap.mmap(-1, CHUNK_BYTES) as memory, memoryview(memory) as view:
         for begin in range(ends[0] + first * CHUNK_BYTES, ends[-1], THREADS * CHUNK_BYTES):
             size = min(CHUNK_BYTES, ends[-1] - begin)

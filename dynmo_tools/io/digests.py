@@ -83,6 +83,7 @@ class DigestSet:
         digests, hashes = bytearray(), array("q")
         for text in texts:
             digests += digest_of(_payload(text))
+            # Python salts hash() per process. The flags are used in this process only.
             hashes.append(hash(text))
         halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
         order = np.lexsort((halves[:, 1], halves[:, 0]))

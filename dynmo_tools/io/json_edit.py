@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from .._common.errors import DynmoError
 
 SPACE = b" \t\r\n"
+# Possessive quantifiers never backtrack, so long white space in a hostile row costs linear time only.
 _KEY_BEGIN = re.compile(rb'[{,][ \t\r\n]*+"')
 _COLON = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _NUMBER_OR_NAME = re.compile(rb'[^][{}" \t\r\n,]++')
@@ -34,6 +35,7 @@ def _string_end(raw: bytes, begin: int) -> int:
         first = at
         while raw[first - 1] == _BACKSLASH:
             first -= 1
+        # A quote after an odd number of backslashes is escaped and does not end the string.
         if (at - first) % 2 == 0:
             return at + 1
     raise _unparsed(begin)

@@ -173,6 +173,7 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
             if part.begin:
                 handle.seek(part.begin)
             for line in split_lines(handle, part.begin, limit_bytes):
+                # A line belongs to the slice in which it starts; its end may lie in the next one.
                 if part.end is not None and line.offset >= part.end:
                     return
                 done = line.offset
@@ -248,6 +249,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     orjson = _orjson()
     try:
         value = orjson.loads(raw)
+        # The number of brackets bounds the depth and is counted fast; only a row above the limit is traversed.
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
             raise BadLineError("json")
     except orjson.JSONDecodeError:

@@ -139,6 +139,7 @@ def lock_work_folder(work: Path, *, shared: bool = False) -> Iterator[Callable[[
             ) from error
         yield lambda operation: fcntl.flock(descriptor, operation)
     finally:
+        # Closing releases the lock. So does the end of the process, however it ends: no lock remains after a kill.
         os.close(descriptor)
 
 
@@ -346,6 +347,8 @@ def run_subset(
     with lock_work_folder(job.work, shared=True) as convert:
         manifest = _manifest_of_other_subsets(job)
         if manifest is None:
+            # Between the two locks another subset may have stored the manifest; open_manifest then returns the stored
+            # one.
             convert(fcntl.LOCK_EX)
             manifest = open_manifest(job, execution)
             for name in SUBSET_FOLDERS:

@@ -101,6 +101,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 def _start_worker(job: Job) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
+    # A daemon is terminated when its parent exits, so no worker outlives a failed run.
     process = context.Process(target=_worker_main, args=(theirs, job), daemon=True)
     with _hidden_main_module():
         process.start()

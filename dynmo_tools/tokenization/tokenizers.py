@@ -169,6 +169,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = library.Tokenizer.from_str(definition.text)
         except Exception as error:
             raise UsageError(f"{definition.source}: the tokenizers library cannot read it: {error}") from error
+        # A tokenizer.json may enable both for inference; a dataset needs every id and no padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.num_ids = definition.num_ids
