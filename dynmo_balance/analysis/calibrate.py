@@ -84,6 +84,7 @@ def samples_of(segment: Segment, plans: dict[int, Plan], min_records: int = 3) -
         if costs is None:
             continue
         plan = plans[plan_id]
+        # The costs are as measured on these workers, so they already contain the speeds.
         slots: tuple[WorkerSlot, ...] = tuple(replace(by_id[worker], speed_ppm=1_000_000) for worker in plan.workers)
         problem = PartitionProblem(
             chain=chain_of(header, costs),
@@ -129,6 +130,7 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> flo
             a, x, fx = x, y, fy
             y = a + GOLDEN * (b - a)
             fy = function(y)
+    # The lower end is compared too, because golden section only approaches it, and an overhead of 0 is common.
     return min((low, x, y), key=function)
 
 
@@ -153,6 +155,7 @@ def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
         found = _fit_constant(samples, found, lambda c, v: replace(c, overhead_ns=round(v)), 0, most)
         if fit_link:
             found = _fit_constant(samples, found, lambda c, v: replace(c, latency_ns=round(v)), 0, most)
+            # By its logarithm, from 1 MB/s to 10 TB/s: errors of a bandwidth are relative.
             found = _fit_constant(samples, found, lambda c, v: replace(c, bandwidth_bytes_per_s=round(10**v)), 6, 13)
     return found
 

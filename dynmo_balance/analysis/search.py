@@ -79,6 +79,7 @@ def _problems(
     known: set[tuple[int, ...]] = set()
     for granularity in granularities:
         chain = chain_of(header, problem.chain.costs, granularity)
+        # A model may permit the same cuts at both granularities; they are searched once.
         if chain.cuts in known:
             continue
         known.add(chain.cuts)

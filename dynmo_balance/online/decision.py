@@ -172,9 +172,11 @@ def find_packing(problem: PartitionProblem, options: WatchOptions) -> Packing | 
     """The release of workers that the options permit with the current costs; None if there is none."""
     if options.pack_to is None and options.min_throughput_fraction is None:
         return None
+    # With ``pack_to`` alone, any throughput is accepted; the share must be above 0.
     keep = options.min_throughput_fraction if options.min_throughput_fraction is not None else 1e-9
     found = repack_table(problem, keep)
     count = max(found.balanced.workers, options.pack_to or 1)
+    # ``rows[i]`` is the step on ``i + 1`` workers.
     chosen = next((row for row in found.rows[count - 1 :] if row.step_ns is not None), None)
     if chosen is None or chosen.step_ns is None or chosen.workers >= len(problem.slots):
         return None

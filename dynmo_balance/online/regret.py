@@ -229,6 +229,7 @@ def update_regret(
     )
     if before.candidates[best]:
         history = before.candidates[best]
+        # This candidate was named before the new records existed, so the gain is measured out of sample.
         gain = staying - step_times(problem, fresh, history[max(0, len(history) - lag)])
         total_ns = after.regret_ns + float(gain.sum())
         variance = after.variance + len(gain) * float(gain.var())

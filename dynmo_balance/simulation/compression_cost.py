@@ -133,6 +133,7 @@ def compressed_costs(
     if rank is None:
         return tuple(costs)
     rows, columns = compression.rows, compression.columns
+    # The rank of a matrix is at most its smaller dimension.
     rank = min(rank, rows, columns)
     size = factor_bytes(compression)
     compressed = compressed_microbatches(problem, problem.operations, epilogue_only=compression.epilogue_only)

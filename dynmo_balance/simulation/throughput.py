@@ -87,6 +87,7 @@ def forecast_step(
         dtype=dtype,
         tensor_parallel=header.tensor_parallel_size,
     )
+    # ``step_flops`` counts the microbatches of the profile, which a simulation may change.
     flops = step_flops(header, header_works(header, shape), shape) * problem.microbatches / header.microbatches
     devices = len(problem.slots) * header.tensor_parallel_size
     is_known = device is not None and problem.chain.costs.records == 0

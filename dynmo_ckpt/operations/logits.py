@@ -99,6 +99,7 @@ class LogitsCheck:
         scale = max(1.0, float(np.abs(before[0]).max()))
         exact_head = model["family"] != "bert" or model["activation"] == "gelu" or model.get("task_head")
         limit = scale * (ATOL if exact_head else HEAD_GELU_ATOL)
+        # Not ``>``: a difference of NaN must be refused as well.
         if not found["max_abs"] <= limit:
             raise UnsupportedError(
                 f"the logits of input and output differ by {found['max_abs']:.3g}; the limit is {limit:.3g}. The "

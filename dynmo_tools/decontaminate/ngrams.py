@@ -134,12 +134,15 @@ class NgramFinder:
 
     def _candidates(self, words: Sequence[str]) -> dict[int, npt.NDArray[np.bool_]]:
         """For each length of the dictionary, the words at which an n-gram may start, ``[words - length + 1]``."""
+        # Words that are not in the dictionary have the number 0, which no n-gram of it contains.
         found_numbers = map(self._numbers.get, words, itertools.repeat(0))
         numbers = np.fromiter(found_numbers, dtype=np.uint64, count=len(words))
         found = {}
         longest = min(self._lengths[-1], len(words)) if self._lengths else 0
         mixed = np.zeros(len(words), dtype=np.uint64)
         for length in range(1, longest + 1):
+            # The polynomial of ``_values``, extended by one word: one pass serves all lengths. Products wrap around in
+            # 64 bits.
             mixed = (mixed[: len(words) - length + 1] + numbers[length - 1 :]) * MULTIPLIER
             mixed ^= mixed >> np.uint64(32)
             if length in self._maps:

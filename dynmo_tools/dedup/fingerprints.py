@@ -86,6 +86,7 @@ def load_part(folder: Path, settings: MatchSettings) -> SignaturePart:
 def save_parts(parts: Sequence[SignaturePart], folder: Path, settings: MatchSettings) -> None:
     """Save the documents of all parts as one folder; the header is written last."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Without a header, an interrupted save is not mistaken for a complete folder.
     (folder / "header.json").unlink(missing_ok=True)
     for kind in (SIGNATURES, TEXTS, NAMES):
         with open(folder / kind, "wb") as target:

@@ -50,6 +50,7 @@ def scatter(task: Task) -> None:
     """Task function: write one slice as runs of documents of one bucket."""
     settings: ShuffleSettings = task.job.settings
     count = num_buckets(task.manifest)
+    # A generator for each task: the draws do not depend on the order in which workers run the tasks.
     draws = _draws(np.random.default_rng([settings.seed, SCATTER_STREAM, task.index]), count)
     writer = task.create(task.part("scattered.jsonl"))
     runs: list[list[int]] = [[] for _ in range(count)]  # of each bucket: begin, bytes, begin, bytes, ...

@@ -65,6 +65,7 @@ def next_stream(path: Path, offset: int) -> int | None:
             if found := STREAM.search(buffer):
                 return offset + found.start()
             offset += max(len(buffer) - length + 1, 0)
+            # A header may extend over two pieces.
             buffer = buffer[-length + 1 :]
     return None
 
@@ -131,6 +132,7 @@ def _raw_pages(pieces: Iterator[Piece], *, whole: bool) -> Iterator[bytes]:
         while True:
             begin = buffer.find(OPEN, at)
             if begin < 0:
+                # A tag may extend over two pieces.
                 at = max(at, len(buffer) - TAIL_BYTES)
                 break
             if begin >= num_own:

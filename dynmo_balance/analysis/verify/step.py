@@ -32,6 +32,7 @@ class PlanWorker:
 
     def time_ns(self, work_ns: int) -> int:
         """The time in ns that work of a normal worker takes here, rounded up."""
+        # Not ``WorkerSlot.time_ns``: a fault in a formula of the planner must not hide itself here.
         whole, rest = divmod(work_ns * SPEED_UNIT, self.speed_ppm)
         return whole + bool(rest)
 
