@@ -48,17 +48,34 @@ class CompatFlag:
 
 
 def becomes(*arguments: str, values: int | None = 0, drop_values: bool = False) -> CompatFlag:
-    """A flag with a counterpart in this package."""
+    """A flag with a counterpart in this package.
+
+    Args:
+        *arguments: what the flag becomes; its values follow.
+        values: number of values; None: all words before the next flag.
+        drop_values: whether ``arguments`` already contain the value.
+    """
     return CompatFlag(kind="becomes", arguments=arguments, num_values=values, drop_values=drop_values)
 
 
 def ignored(reason: str, values: int | None = 0, *families: str) -> CompatFlag:
-    """A flag that is accepted for compatibility and ignored."""
+    """A flag that is accepted for compatibility and ignored.
+
+    Args:
+        reason: why it is ignored.
+        values: number of values; None: all words before the next flag.
+        *families: model families that accept the flag; none: all.
+    """
     return CompatFlag(kind="ignored", reason=reason, num_values=values, families=families)
 
 
 def refused(remedy: str, values: int | None = 0) -> CompatFlag:
-    """A flag that is an error."""
+    """A flag that is an error.
+
+    Args:
+        remedy: what to write instead.
+        values: number of values; None: all words before the next flag.
+    """
     return CompatFlag(kind="refused", reason=remedy, num_values=values)
 
 

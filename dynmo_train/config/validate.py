@@ -35,7 +35,11 @@ def validate(config: Config, world_size: int) -> list[Problem]:
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise ``DocumentError`` (exit code 2) with all conflicts between options."""
+    """Check all rules over several options, for a run of ``world_size`` processes.
+
+    Raises:
+        DocumentError: options conflict (exit code 2); reports all conflicts.
+    """
     problems = validate(config, world_size)
     if problems:
         raise DocumentError("the configuration", problems)

@@ -28,7 +28,13 @@ class Batch:
     tokens: int | None = None
 
     def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
-        """The contiguous shard of one replica, which has ``microbatches`` microbatches."""
+        """The contiguous shard of one replica.
+
+        Args:
+            replica: data-parallel rank.
+            replicas: number of data-parallel ranks; divides the number of samples.
+            microbatches: microbatches of a replica.
+        """
         return replace(
             self,
             inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},

@@ -60,6 +60,11 @@ class RunData:
 
         After the last complete batch the first one follows again.
 
+        Args:
+            split: which split.
+            consumed: samples of the split that were consumed before.
+            step: step of the run; it seeds random numbers.
+
         Raises:
             UsageError: the run has no data for the split.
         """

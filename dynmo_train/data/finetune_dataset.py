@@ -250,6 +250,7 @@ def build_pairs(task: str, path: str, tokenizer: Tokenizer, length: int) -> Pair
     examples = task_format.read(Path(path))
     vocabulary = make_vocabulary("the tokenizer", tokenizer.vocabulary(), tokenizer.vocab_size)
     cls, sep, pad = vocabulary.special("cls", "sep", "pad")
+    # RACE repeats an article for each choice of each question.
     cache: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:

@@ -15,7 +15,13 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def sample_random(seed: int, split_index: int, sample: int) -> np.random.RandomState:
-    """The generator of one sample; ``RandomState`` is frozen by numpy's compatibility policy (NEP 19)."""
+    """The generator of one sample; ``RandomState`` is frozen by numpy's compatibility policy (NEP 19).
+
+    Args:
+        seed: seed of the run.
+        split_index: number of the split.
+        sample: number of the sample.
+    """
     # Each word of the seed must fit in 32 bits, so a sample number is given as its low and its high word.
     return np.random.RandomState([seed % 2**32, split_index, sample % 2**32, sample >> 32])
 

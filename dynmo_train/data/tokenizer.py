@@ -115,7 +115,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def open_tokenizer(named: TokenizerFiles) -> Tokenizer:
-    """Read the tokenizer of some files; raises as :func:`load_tokenizer`."""
+    """Read the tokenizer of some files.
+
+    Raises:
+        UsageError: a file does not exist, or is not of its kind.
+        MissingExtraError: the library of the tokenizer is not installed.
+    """
     for path in named.files.values():
         if not path.is_file():
             raise UsageError(f"no tokenizer at {path}; {named.kind} reads {', '.join(FOLDER_NAMES[named.kind])}")

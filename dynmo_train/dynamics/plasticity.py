@@ -81,7 +81,13 @@ def slope(values: Sequence[float]) -> float:
 
 
 def observe(trace: PlasticityTrace, value: float, rule: PlasticityRule) -> PlasticityTrace:
-    """The trace after one more measurement; when patience runs out, an empty trace of the next layer."""
+    """The trace after one more measurement; when patience runs out, an empty trace of the next layer.
+
+    Args:
+        trace: the measurements so far.
+        value: plasticity of the layer, a distance of at least 0.
+        rule: when the layer is frozen.
+    """
     values = (*trace.values, value)[-rule.window :]
     if len(values) < rule.window:
         return replace(trace, values=values)

@@ -24,7 +24,14 @@ NEVER = 2.0
 
 
 def mask_with(sparsity: float, outputs: int, inputs: int, form: str) -> torch.Tensor:
-    """A random mask ``[outputs, inputs]`` of about this sparsity that ``form`` accepts; deterministic."""
+    """A random mask, bool ``[outputs, inputs]``, of about this sparsity that ``form`` accepts; deterministic.
+
+    Args:
+        sparsity: fraction of zeros, 0 to 1; ``2:4`` always has half.
+        outputs: rows of the weight; with ``block`` a multiple of 32.
+        inputs: columns of the weight; with ``block`` a multiple of 32, with ``2:4`` of 4.
+        form: format of the product.
+    """
     generator = torch.Generator().manual_seed(1)
     if form == BLOCK:
         blocks = torch.rand(outputs // BLOCK_SIZE, inputs // BLOCK_SIZE, generator=generator) >= sparsity
@@ -46,6 +53,7 @@ def min_time_s(run: Callable[[], None], repeats: int, device: torch.device) -> f
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
+    # Without the first run, which allocates memory, gathers the sparse values and selects kernels.
     return min(times[1:])
 
 
@@ -65,7 +73,15 @@ def threshold_of(times: Sequence[tuple[float, float]], dense_s: float) -> float:
 
 
 def measure(outputs: int, inputs: int, rows: int, device: torch.device, repeats: int) -> Iterator[tuple[str, float]]:
-    """Rules and thresholds for one weight shape, from forward and both gradients of ``rows`` input rows."""
+    """Rules and thresholds for one weight shape, from the times of the forward and both gradients.
+
+    Args:
+        outputs: rows of the weight.
+        inputs: columns of the weight.
+        rows: rows of the input, i.e. tokens of a microbatch.
+        device: where to measure; float32 on CPU, bfloat16 on CUDA.
+        repeats: timed runs per product, of which the fastest counts.
+    """
     forms = (CSR,) if device.type == "cpu" else (CSR, BLOCK, SEMI_STRUCTURED)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
@@ -98,7 +114,14 @@ def measure(outputs: int, inputs: int, rows: int, device: torch.device, repeats:
 
 
 def tune(shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, *, repeats: int = 7) -> dict[str, float]:
-    """The table of a model: a rule for each weight shape; other shapes use the rule's highest threshold."""
+    """The table of a model: a rule for each weight shape; other shapes use the rule's highest threshold.
+
+    Args:
+        shapes: (outputs, inputs) of each weight.
+        rows: rows of the input, i.e. tokens of a microbatch.
+        device: where to measure.
+        repeats: timed runs per product.
+    """
     table = {
         rule: value for outputs, inputs in shapes for rule, value in measure(outputs, inputs, rows, device, repeats)
     }
@@ -108,7 +131,12 @@ def tune(shapes: Sequence[tuple[int, int]], rows: int, device: torch.device, *, 
 
 
 def model_shapes(width: int, inner: int) -> list[tuple[int, int]]:
-    """Weight shapes of a block as (outputs, inputs): query-key-value, attention output, MLP in and out."""
+    """Weight shapes of a block as (outputs, inputs): query-key-value, attention output, MLP in and out.
+
+    Args:
+        width: model width D.
+        inner: width F inside the MLP.
+    """
     return list(dict.fromkeys([(3 * width, width), (width, width), (inner, width), (width, inner)]))
 
 

@@ -256,7 +256,11 @@ class FinetuneRun:
         return 0
 
     def run(self) -> int:
-        """Run the remaining steps, evaluate after each epoch, save at the end; returns the exit code."""
+        """Run the remaining steps, evaluate after each epoch, save at the end; returns the exit code.
+
+        Raises:
+            DynmoError: the last checkpoint could not be written.
+        """
         config, data = self.config, self.train_data
         last = config.training.train_iters if data is not None else 0
         if last and self.step >= last:
@@ -337,7 +341,7 @@ class FinetuneRun:
         self.checkpoints.at_boundary()
 
     def measure(self, epoch: int) -> None:
-        """Log and record the accuracy on the validation sets."""
+        """Log and record the accuracy on the validation sets after ``epoch`` epochs."""
         result = measure_accuracy(
             self.engine, self.valid_data, micro_batch=self.config.training.micro_batch_size, step=self.step
         )

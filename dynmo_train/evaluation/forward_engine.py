@@ -154,7 +154,12 @@ class ForwardEngine:
         dist.recv(buffer, src=self._global_rank(pipeline_rank))
 
     def send(self, tensor: torch.Tensor, pipeline_rank: int) -> None:
-        """Send ``tensor``, of any shape ``[...]``, to a pipeline rank of this replica without blocking."""
+        """Send without blocking.
+
+        Args:
+            tensor: of any shape ``[...]``; the receiver has a buffer of its shape and dtype.
+            pipeline_rank: the receiver, in this replica.
+        """
         # The memory of a tensor must stay allocated until it has been sent.
         self._sends = [(work, sent) for work, sent in self._sends if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()

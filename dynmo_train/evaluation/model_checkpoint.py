@@ -49,7 +49,7 @@ class ModelCheckpoint:
         return dict(self.checkpoint.manifest["model"])
 
     def window_length(self, seq_length: int | None) -> int:
-        """Tokens of a sample: ``--seq-length``, by default all positions of the model.
+        """Tokens of a sample: ``seq_length`` (``--seq-length``), by default all positions of the model.
 
         Raises:
             UsageError: the model has fewer positions.

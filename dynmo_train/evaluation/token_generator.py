@@ -63,7 +63,13 @@ class StopCondition:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def finish_reason(self, prompt: Sequence[int], new: Sequence[int], max_new_tokens: int) -> str | None:
-        """Why a sequence ends after these new tokens; None where it continues."""
+        """Why a sequence ends after these new tokens; None where it continues.
+
+        Args:
+            prompt: token ids of the prompt.
+            new: token ids generated so far.
+            max_new_tokens: limit of new tokens.
+        """
         if new and new[-1] == self.eod:
             return "end"
         if self.stop and self.decode is not None and new:

@@ -146,6 +146,7 @@ class ActiveTokens(nn.Module):
         y_BCD = output_of(result)
         output = y_BCD if selected is None else selected.put(x_BTD, y_BCD)
         inner = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
+        # ``_modules``, because ``nn.Module.__getattr__`` raises where an item has no exit.
         exit_ = self._modules.get("exit")
         if not isinstance(exit_, Exit):
             return ItemOutput(output, metrics=inner.metrics, losses=inner.losses)

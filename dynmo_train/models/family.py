@@ -214,7 +214,17 @@ def chain_items(
     mlp_metrics: tuple[tuple[str, int], ...] = (),
     head_metrics: tuple[tuple[str, int], ...] = (),
 ) -> tuple[ItemSpec, ...]:
-    """The items of one stream, in order; every item may begin a stage. Keywords name the batch tensors of each kind."""
+    """The items of one stream, in order; every item may begin a stage.
+
+    Args:
+        num_layers: number of blocks.
+        tied: whether the head has a copy of the word table.
+        embedding_inputs: names of the batch tensors that the embedding reads.
+        attention_inputs: names of the batch tensors that every attention reads.
+        head_inputs: names of the batch tensors that the head reads.
+        mlp_metrics: names and lengths of the metrics of every MLP.
+        head_metrics: names and lengths of the metrics of the head.
+    """
     items = [
         ItemSpec(
             name="embedding", layer="embedding", kind="embedding", cut_before=True, reads=(), inputs=embedding_inputs

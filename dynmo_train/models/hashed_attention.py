@@ -72,7 +72,7 @@ class HashMask:
         return same & self.key_mask_PT[p, key]
 
     def flex_mask(self, batch: int, heads: int) -> Any:
-        """The same mask for ``torch.nn.attention.flex_attention``."""
+        """The same mask for ``torch.nn.attention.flex_attention``; ``batch`` is B, ``heads`` is H, with P = B*H."""
         from torch.nn.attention.flex_attention import BlockMask
 
         counts = self.blocks_PQJ.sum(-1, dtype=torch.int32).view(batch, heads, -1)

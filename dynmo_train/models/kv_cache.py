@@ -121,6 +121,7 @@ class Decoder:
         steps_T = torch.arange(past, past + new, device=device)
         positions: int | torch.Tensor = past
         mask = None
+        # Several new tokens after cached ones need a mask of their own: torch aligns ``is_causal`` to the first key.
         if past and new > 1:
             mask = torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past)
         if cache.padding is None:

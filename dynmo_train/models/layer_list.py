@@ -97,7 +97,14 @@ class BoundaryShape:
 
     @classmethod
     def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
-        """The boundary of a model with one residual stream ``[B, T, D]``."""
+        """The boundary of a model with one residual stream ``[B, T, D]``.
+
+        Args:
+            batch: samples of a microbatch B.
+            tokens: tokens of a sample T.
+            width: model width D.
+            dtype: compute dtype.
+        """
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
 
     @property
@@ -225,7 +232,11 @@ def has_vocabulary_rows(parameter_name: str) -> bool:
 
 
 def vocabulary_rows(family: ModelFamily, *, padded: bool = False) -> int:
-    """The vocabulary size of a family, or with ``padded`` the rows of its tables on this layout."""
+    """The vocabulary size of a family, or with ``padded`` the rows of its tables on this layout.
+
+    Raises:
+        TypeError: the family's manifest has no vocabulary size.
+    """
     rows = family.manifest()["padded_vocab_size" if padded else "vocab_size"]
     if not isinstance(rows, int):
         raise TypeError(f"{type(family).__name__} states no vocabulary size: {rows!r}")
