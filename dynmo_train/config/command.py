@@ -81,9 +81,11 @@ class MegatronCommand(TyperCommand):
 
         def collect(**flags: Any) -> None: ...
 
+        # A command of its own, because typer makes click options from a signature only.
         extension = typer.Typer(add_completion=False)
         extension.command()(with_specs(installed_specs().values())(collect))
         known = {parameter.name for parameter in self.params}
+        # The context may be made more than once for a command; its options are added once.
         self.params += [option for option in typer.main.get_command(extension).params if option.name not in known]
         return super().make_context(info_name, args, parent, **extra)
 

@@ -78,6 +78,7 @@ class RunData:
 
     def _batch(self, data: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
         rows_NC = data.batch(range(begin, begin + size))
+        # A curriculum reads the beginning of each sample; one more token is the label of the last one.
         if tokens is not None:
             rows_NC = rows_NC[:, : tokens + 1]
         micro_batch = self.config.training.micro_batch_size
@@ -195,6 +196,7 @@ def open_run_data(config: Config, step: int = 0, consumed: int = 0) -> RunData:
     Raises:
         UsageError: a data set cannot be used, or has too few samples.
     """
+    # Splits share a data set, which is memory-mapped once.
     opened: dict[str, IndexedDataset] = {}
 
     def open_one(prefix: str) -> IndexedDataset:

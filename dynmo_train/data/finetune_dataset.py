@@ -181,6 +181,7 @@ def pair_tokens(
     """
     tokens = [cls, *first, sep, *second]
     types = [0] * (len(first) + 2) + [1] * len(second)
+    # The separator is added after the cut: a row always ends with one, as in Megatron.
     tokens, types = [*tokens[: length - 1], sep], [*types[: length - 1], 1]
     rows = np.zeros((3, length), np.int64)
     rows[0] = rows[1] = pad

@@ -52,6 +52,7 @@ class GptDataset:
         # int64 before the product: positions in the stream exceed the uint32 of the stored order.
         starts_B = index.order[np.asarray(indices, dtype=np.int64)].astype(np.int64) * self.seq_length
         stream_BT = starts_B[:, None] + np.arange(self.seq_length + 1)
+        # ``right``: a token at the end of a piece belongs to the next piece, and pieces without tokens are skipped.
         piece_BT = np.searchsorted(index.ends, stream_BT, side="right")
         sequence_BT = index.pieces[piece_BT]
         after_BT = source.starts[sequence_BT] + source.lengths[sequence_BT]

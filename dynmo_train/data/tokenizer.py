@@ -266,6 +266,7 @@ def read_vocab_size(values: Mapping[str, Any]) -> int | None:
     if named is None:
         return None
     extra = values.get("vocab_extra_ids") or 0
+    # T5's own vocabulary has the sentinels already.
     if extra and "<extra_id_0>" in open_tokenizer(named).vocabulary():
         extra = 0
     return _size(named) + extra

@@ -80,6 +80,7 @@ def make_vocabulary(source: str, ids: Mapping[str, int], size: int) -> Vocabular
     continues = np.zeros(size, dtype=np.bool_)
     if any(token.startswith(CONTINUATION_PREFIX) for token in ids):
         marked: Sequence[int] = [number for token, number in ids.items() if token.startswith(CONTINUATION_PREFIX)]
+    # Special tokens have no mark of a beginning either, but they continue no word.
     elif any(token.startswith(WORD_PREFIXES) for token in ids):
         special = {name for names in NAMES.values() for name in names}
         marked = [

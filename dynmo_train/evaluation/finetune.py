@@ -77,6 +77,7 @@ class EpochOrder:
 
     def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if epoch not in self._orders:
+            # Steps read epochs in order, so one permutation is enough.
             self._orders.clear()
             random = np.random.default_rng(stable_seed(self.seed, "epoch", epoch))
             self._orders[epoch] = random.permutation(self.samples)

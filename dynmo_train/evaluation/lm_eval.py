@@ -111,6 +111,7 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
         local = [write_task(name, rows[name], folder, harness / "tasks") for name in names]
         command = [
             *(sys.executable, "-m", "lm_eval"),
+            # Newer releases of the harness have subcommands.
             *(("run",) if (harness / "_cli").is_dir() else ()),
             *("--model", "hf", "--model_args", f"pretrained={model},dtype={task.dtype}"),
             *("--tasks", ",".join(local), "--include_path", str(folder)),

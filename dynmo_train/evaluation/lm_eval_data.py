@@ -167,6 +167,7 @@ def write_task(task: str, rows: Sequence[Row], folder: Path, harness_tasks: Path
     spec = TASKS[task]
     data, name = folder / f"{task}.jsonl", f"local_{task}"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    # Keys that are null here replace those of the included description, which name a data set on the network.
     lines = [
         f"include: {json.dumps(str(harness_tasks / spec.yaml))}",
         f"task: {name}",

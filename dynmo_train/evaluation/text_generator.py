@@ -136,6 +136,7 @@ class TextGenerator:
         gathered = all_gather_objects(self.world, [[list(each.ids), each.finish_reason] for each in local])
         results: dict[int, GeneratedTokens] = {}
         for index in range(replicas):
+            # All pipeline and tensor ranks of a replica have the same tokens; one of them is read.
             rank = self.world.dims.rank_of(pipeline=0, data=index, tensor=0)
             for number, (ids, reason) in zip(range(index, len(requests), replicas), gathered[rank], strict=True):
                 results[number] = GeneratedTokens(ids=tuple(ids), finish_reason=reason)
@@ -188,6 +189,7 @@ class TextGenerator:
         max_new_tokens = min(self.settings.max_new_tokens, self.positions + 1 - len(ids))
         if limit is not None:
             max_new_tokens = min(max_new_tokens, limit - len(ids))
+        # By prompt and sample: a draw depends neither on the batch nor on the replica that continues the prompt.
         seed = stable_seed(self.settings.seed, number, sample)
         return GenerationRequest(ids=tuple(ids), max_new_tokens=max_new_tokens, seed=seed)
 

@@ -205,6 +205,7 @@ class TokenGenerator:
         if engine.leaving:
             return None
         drawn_B = next_tokens(x, self.sampling, batch.generators)
+        # To all stages: each of them must know when a sequence ends, and the first one reads the tokens next.
         for pipeline_rank in range(self._stages - 1):
             engine.send(drawn_B, pipeline_rank)
         return drawn_B
@@ -228,6 +229,7 @@ def _new_batch(requests: Sequence[GenerationRequest]) -> _Batch:
     ids_BT = torch.zeros(len(requests), longest, dtype=torch.int64)
     for row, request in enumerate(requests):
         ids_BT[row, int(padding_B[row]) :] = torch.tensor(request.ids)
+    # The memory of keys and values is allocated once, for the longest sequence of the batch.
     capacity = longest + max(request.max_new_tokens for request in requests)
     return _Batch(
         requests=requests,
