@@ -43,6 +43,7 @@ class _Spans:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events: list[Event] = []
+        # By start, the longest first: nested calls lie within an interval that is already present and are skipped.
         for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
             if not self.events or event["ts"] >= self.events[-1]["ts"] + self.events[-1]["dur"]:
                 self.events.append(event)

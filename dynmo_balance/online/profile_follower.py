@@ -113,6 +113,7 @@ class ProfileFollower:
                 return TailUpdate()
             file = self._file
             status = os.fstat(file.fd)  # renamed; its writer may continue it until it starts the next one
+        # Only when the new file has contents: until then the writer may still append to the old one.
         rotated = not file.same_file(status) and status.st_size > 0
         if not rotated:
             status = status if file.same_file(status) else os.fstat(file.fd)

@@ -76,7 +76,14 @@ class WorkerLoads:
         return self._summed(work) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
 
     def excess_bytes(self, cuts: Array) -> Array:
-        """The bytes above the workers' memory limits, summed over workers: ``[candidates]``."""
+        """The bytes above the workers' memory limits, summed over workers.
+
+        Args:
+            cuts: ``[candidates, stages + 1]`` cut indices.
+
+        Returns:
+            ``[candidates]``.
+        """
         over = np.zeros(len(cuts), dtype=np.int64)
         if not self.limits.static:
             return over
@@ -109,6 +116,12 @@ def make_worker_loads(problem: PartitionProblem) -> WorkerLoads:
 def neighbors(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
     """All permitted partitions with one cut shifted by up to ``reach``, or (``runs``) a run of neighboring cuts by one.
 
+    Args:
+        limits: the constraints.
+        cuts: ``[stages + 1]`` cut indices.
+        runs: whether to shift runs of neighboring cuts as well.
+        reach: maximum shift of a single cut, in units.
+
     Returns:
         ``[candidates, stages + 1]`` cut indices; memory limits are not checked.
     """
@@ -125,7 +138,15 @@ def neighbors(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: 
 
 
 def is_permitted(limits: Limits, cuts: Array) -> npt.NDArray[np.bool_]:
-    """Whether each of the partitions ``[candidates, stages + 1]`` satisfies pins and minimum units."""
+    """Whether partitions satisfy pins and minimum units.
+
+    Args:
+        limits: the constraints.
+        cuts: ``[candidates, stages + 1]`` cut indices.
+
+    Returns:
+        ``[candidates]``.
+    """
     low, high = np.array(limits.lowest), np.array(limits.highest)
     inside = ((cuts >= low) & (cuts <= high)).all(axis=1)
     return np.asarray(inside & (np.diff(cuts, axis=1) >= limits.min_units).all(axis=1))
@@ -156,7 +177,16 @@ def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int,
 
 
 def random_neighbors(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
-    """Permitted partitions near ``cuts``, drawn at random: up to three runs of neighboring cuts shifted."""
+    """Permitted partitions near ``cuts``, drawn at random: up to three runs of neighboring cuts shifted.
+
+    Args:
+        random: the generator.
+        limits: the constraints.
+        cuts: ``[stages + 1]`` cut indices.
+
+    Returns:
+        ``[candidates, stages + 1]`` distinct cut indices; memory limits are not checked.
+    """
     stages = len(cuts) - 1
     found = np.repeat(np.array([cuts], dtype=np.int64), NUM_NEIGHBORS, axis=0)
     index = np.arange(stages + 1)[None, :]

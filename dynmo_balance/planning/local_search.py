@@ -44,7 +44,13 @@ def minimize_step(problem: PartitionProblem, solution: Solution, max_rounds: int
 
 
 def with_new_cuts(problem: PartitionProblem, solution: Solution, cuts: Array | Sequence[int]) -> Solution:
-    """The solution with other cuts, and the certificate of these."""
+    """The solution with other cuts, and the certificate of these.
+
+    Args:
+        problem: the chain and the workers.
+        solution: has the lower bound.
+        cuts: ``[stages + 1]`` cut indices.
+    """
     loads = make_worker_loads(problem)
     bottleneck = int(loads.times(np.array([cuts], dtype=np.int64)).max())
     return replace(

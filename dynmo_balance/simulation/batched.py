@@ -221,13 +221,31 @@ def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Ar
 def step_times(
     problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0
 ) -> list[int]:
-    """The simulated step in ns of each candidate's boundaries, ``[candidates, stages + 1]`` item positions."""
+    """Simulate partitions given by their boundaries.
+
+    Args:
+        problem: chain, workers and schedule.
+        candidates: ``[candidates, stages + 1]`` item positions.
+        overhead_ns: time in ns added to every operation.
+
+    Returns:
+        The step in ns of each candidate.
+    """
     found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
     return [int(value) for value in found]
 
 
 def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> Array:
-    """The simulated step in ns of each candidate, ``[candidates]``, from the costs of its stages."""
+    """Simulate partitions under the schedule or the order of a problem.
+
+    Args:
+        problem: schedule, workers and microbatches.
+        costs: of the stages, ``[stages, candidates]`` each.
+        overhead_ns: time in ns added to every operation.
+
+    Returns:
+        The step in ns of each candidate, ``[candidates]`` int64.
+    """
     if problem.order is not None:
         return run_compiled(compile_order(problem.order), costs, overhead_ns)
     plan = compile_schedule(problem.schedule, len(problem.slots), problem.virtual_stages, problem.microbatches)
@@ -235,7 +253,16 @@ def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> A
 
 
 def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Array:
-    """The simulated step in ns of each candidate, ``[candidates]``, under a compiled order of operations."""
+    """Simulate partitions under a compiled order of operations.
+
+    Args:
+        plan: the levels of the order.
+        costs: of the stages, ``[stages, candidates]`` each.
+        overhead_ns: time in ns added to every operation.
+
+    Returns:
+        The step in ns of each candidate, ``[candidates]`` int64.
+    """
     count = costs.forward_ns.shape[1]
     first, second = costs.backward_input_ns, costs.backward_weight_ns
     durations = np.stack([costs.forward_ns, first + second, first, second]) + overhead_ns

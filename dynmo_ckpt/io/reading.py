@@ -77,7 +77,7 @@ class Reader:
         return memory[: count * itemsize].view(f"u{itemsize}")
 
     def read(self, array: StoredArray, start: int, words: Words) -> None:
-        """Fill a contiguous array of words from byte ``start`` of the stored array."""
+        """Fill ``words``, a contiguous array of any shape, from byte ``start`` of the stored ``array``."""
         payload = words.reshape(-1).view(np.uint8).data
         self.files.read(array, array.offset + start, payload)
         if self.check:

@@ -125,6 +125,7 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
 def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     width = args.get("kv_channels") or hidden // heads
+    # The matrix has a row block for each query head, and two, key and value, for each group.
     groups = (qkv_rows // width - heads) // 2
     # Megatron-DeepSpeed records the groups under another name, and has no flag.
     recorded = (

@@ -92,6 +92,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
             with np.errstate(invalid="ignore"):
                 gap = np.abs(one.astype(np.float64) - other.astype(np.float64))
             same = (one == other) | (np.isnan(one) & np.isnan(other))
+            # Negated, because the gap to a NaN is NaN: such an element differs.
             far = ~same & ~(gap <= atol)
             count += int(far.sum())
             if far.any():

@@ -221,6 +221,7 @@ class _Model:
     def experts(self, name: str, x_TD: Array) -> Array:
         """The top-k experts of each token, weighted by their renormalized probabilities."""
         scores_TE = self.linear(f"{name}.router", x_TD)
+        # Without the maximum, exp could overflow; the factor cancels in the division below.
         weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
         order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
         np.put_along_axis(weights_TE, order_TE[:, self.model["moe_top_k"] :], 0, axis=-1)

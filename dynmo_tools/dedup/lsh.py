@@ -61,10 +61,13 @@ def buckets(
     """The buckets of one band by key, as from ``repeated``, for one range of keys at a time.
 
     Args:
-        blocks: keys of all documents, in consecutive blocks.
+        blocks: keys of all documents, in consecutive blocks ``[documents]``, uint64.
         count: number of documents.
         folder: folder of temporary files, for more than ``max_keys`` keys.
         max_keys: approximate number of keys that are sorted in memory, about 26 bytes each.
+
+    Yields:
+        Members ``[members]`` and sizes ``[buckets]`` of the buckets of one range, int64.
     """
     if count <= max_keys:
         keys: U64 = np.concatenate([np.zeros(0, dtype=np.uint64), *blocks])

@@ -52,7 +52,7 @@ def permutations(num_seeds: int, seed: int) -> Permutations:
 
 
 def premix(hashes: U32) -> U32:
-    """The 32-bit finalizer of MurmurHash3; the scheme applies it to each hash before the permutations."""
+    """The 32-bit finalizer of MurmurHash3 on ``hashes`` ``[hashes]``, which the scheme applies before permutations."""
     mixed = hashes ^ (hashes >> np.uint32(16))
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)
@@ -123,7 +123,16 @@ def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations)
 
 
 def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
-    """Compute the signatures ``[documents, num_seeds]``, uint32, of texts, in blocks that fit into the CPU cache."""
+    """Compute the signatures of texts, in blocks that fit into the CPU cache.
+
+    Args:
+        texts: the documents.
+        length: characters per shingle.
+        perms: result of ``permutations``, two arrays ``[num_seeds]``.
+
+    Returns:
+        ``[documents, num_seeds]``, uint32.
+    """
     blocks: list[U32] = []
     waiting: list[str] = []
     size = 0

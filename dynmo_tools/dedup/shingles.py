@@ -49,7 +49,7 @@ def hash_windows(points: U32, length: int) -> U32:
 
 
 def hash_whole(points: U32) -> int:
-    """A 32-bit hash of a text shorter than a shingle; its length is hashed too."""
+    """A 32-bit hash of ``points`` ``[characters]``, a text shorter than a shingle; its length is hashed too."""
     return int(hash_windows(np.concatenate([np.asarray([len(points)], dtype=np.uint32), points]), len(points) + 1)[0])
 
 
@@ -130,7 +130,7 @@ def jaccard_index(common: int, first: int, second: int, divisor: str) -> float:
 
 
 def num_common(first: U64, second: U64) -> int:
-    """The number of common elements of two sorted arrays of distinct numbers."""
+    """The number of common elements of ``first`` and ``second``, sorted arrays of distinct numbers ``[numbers]``."""
     if len(first) == len(second) and np.array_equal(first, second):
         return len(first)
     both = np.concatenate([first, second])

@@ -219,7 +219,7 @@ def _agree(first: Tokenizer, second: Tokenizer, texts: Sequence[str]) -> bool:
 
 
 def same_ids(first: Encoded, second: Encoded) -> bool:
-    """Whether two batches are equal."""
+    """Whether the batches ``first`` and ``second`` have equal ids ``[tokens]`` and lengths ``[texts]``."""
     return np.array_equal(first.ids, second.ids) and np.array_equal(first.lengths, second.lengths)
 
 

@@ -131,6 +131,7 @@ class Fetcher:
             if reason == "stopped":
                 host.robots = None
                 raise
+            # A status of 4xx means that there is no robots.txt; then everything is allowed (RFC 9309, 2.3.1.3).
             if not reason.startswith("4"):
                 host.unreachable = reason if reason in UNREACHABLE else f"robots {reason}"
         host.robots.parse(lines)
@@ -293,6 +294,7 @@ def fetch_all(
             finally:
                 frontier.release(host)
             if row is not None and row.get("failed") != "stopped":
+                # One row at a time: the rows of two threads must not mix.
                 with written:
                     append_line(journal, {"number": request.number, **row})
                     tick(1, "")
