@@ -46,7 +46,7 @@ class WindowScore:
     score: float = 0.0
 
     def measured(self, problem: PartitionProblem, fresh: Works) -> WindowScore:
-        """The window with its partition measured on ``fresh``, the work in the new records ``[records, items]`` in ns."""
+        """The window with its partition measured on ``fresh``, work in ns of the new records ``[records, items]``."""
         mean = float(step_times(problem, fresh, self.follows).mean())
         return replace(self, score=DECAY * self.score + mean + self.due_ns / len(fresh), due_ns=0.0)
 

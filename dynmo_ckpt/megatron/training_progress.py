@@ -115,10 +115,10 @@ def _iteration_loss_scale(state: Mapping[Any, Any], number: Number) -> dict[str,
     scale, done, last, window = (number(fields.get(name)) for name in names)
     if done is None or last is None or not window:
         return {}
-    # The scale grows after each window without overflow, so only the steps of the current window count.
     hysteresis = number(fields.get("cur_hysteresis"))
     return {
         "scale": scale,
+        # The scale grows after each window without overflow, so only the steps of the current window count.
         "clean_steps": int(done - last - 1) % int(window),
         "overflows_left": 1 if hysteresis is None else hysteresis,
     }

@@ -91,8 +91,7 @@ def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entri
         name = core_name(each.name)
         match = LAYER.match(name)
         stacked = LAYER.sub("decoder.layers.", name)
-        # Megatron-core stacks a weight of all layers in one tensor; each layer is a chunk of it, so nothing is copied
-        # twice.
+        # Megatron-core stacks a weight of all layers in one tensor. Each layer is written as a chunk of it.
         begin = (int(match[1]), *(0 for _ in each.shape)) if match else tuple(0 for _ in each.shape)
         shape = (1, *each.shape) if match else each.shape
         cast = None if dtype == each.content.dtype else dtype
