@@ -108,6 +108,7 @@ def _array_problems(
     if len(lengths):
         if int(lengths.min()) < 0:
             problems.append(Problem("lengths", "range", f"sequence {int(lengths.argmin())} has a negative length"))
+        # int64: a data set can have more than 2**31 tokens, and the lengths are int32.
         ends = lengths.cumsum(dtype=np.int64) * item_bytes
         begins = ends - lengths.astype(np.int64) * item_bytes
         if (pointers != begins).any():
@@ -196,6 +197,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
     if arrays is None or problems:
         raise DocumentError(str(index_path), problems)
     whole = bin_bytes // dtype.itemsize
+    # An empty file cannot be memory-mapped.
     tokens = np.memmap(bin_path, dtype=dtype, mode="r", shape=(whole,)) if whole else np.zeros(0, dtype)
     return IndexedDataset(
         prefix=prefix, tokens=tokens, lengths=lengths, starts=pointers // dtype.itemsize, documents=documents

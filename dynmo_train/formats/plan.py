@@ -279,5 +279,6 @@ def write_plan(plans: Path, document: Mapping[str, Any]) -> Path:
     path = plan_path(plans, document["plan_id"])
     with own_document():
         parse_plan(document, str(path))
+    # Exclusive: the planner may have taken the same number meanwhile.
     write_whole(path, encode_json(document), exclusive=True)
     return path

@@ -238,6 +238,7 @@ def end_with_stdin() -> None:
     """Send SIGTERM to this process when its standard input closes, because the connection is lost."""
 
     def wait() -> None:
+        # ssh forwards no signals; the end of its standard input is the only sign that the connection is gone.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)

@@ -208,6 +208,7 @@ class _Launcher:
         failures = [Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures]
         code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if lost else 0)
         self.rendezvous.publish_decision(Decision(restart=False, code=code))
+        # The store ends with this process; other nodes first read the decision.
         if code:
             time.sleep(RESTART_JOIN_S)
         self.rendezvous.leave(FINISHED)
@@ -278,6 +279,7 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
     except OSError as error:
         raise UsageError(f"cannot create the log folder {launch.log_dir}: {reason(error)}") from error
     launch_file = launch.log_dir / "run_dir"
+    # Of an earlier launch with the same log folder; a restart would resume its run.
     if launch.nodes.rank == 0:
         launch_file.unlink(missing_ok=True)
     os.environ.update(

@@ -1,6 +1,6 @@
 """Run the processes of one round on this node with torch's elastic agent.
 
-The agent is subclassed in three log_paths: membership comes from :class:`~.rendezvous.Rendezvous`, there is no exit
+The agent is overridden in three places: membership comes from :class:`~.rendezvous.Rendezvous`, there is no exit
 barrier, so that nodes with released ranks can leave, and shutdown waits for processes that save a checkpoint.
 """
 
@@ -188,6 +188,7 @@ def _rendezvous_handler(group: WorkerGroupConfig) -> type:
 
         def num_nodes_waiting(self) -> int:
             """Called at every check of the processes, which may exit within the grace period."""
+            # Zero waiting nodes: torch would restart the workers for a positive number. The raise ends the round.
             reason = group.failure_reason()
             if reason is None:
                 return 0
@@ -290,6 +291,7 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
     finally:
         for tail in active:
             tail.finish()
+        # torch replaces the handlers when it starts the workers, and does not restore them.
         for number, handler in handlers.items():
             signal.signal(number, handler)
         group.shutdown_file.unlink(missing_ok=True)

@@ -213,6 +213,7 @@ class Rendezvous:
         nodes = self.nodes
         last_beats: dict[int, tuple[int, float]] = {}
         try:
+            # A connection of its own: a request that blocks in the main thread would delay heartbeats.
             connection = TCPStore(
                 nodes.host, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s)
             )
@@ -228,6 +229,7 @@ class Rendezvous:
                         continue
                     if store.check([f"{number}/result/{node}"]):
                         self._observations.results.add((number, node))
+                    # Adding zero reads the counter. Only whether it changes counts, because clocks of nodes differ.
                     count = store.add(f"heartbeat/{node}", 0)
                     if node not in last_beats or last_beats[node][0] != count:
                         last_beats[node] = (count, now)
@@ -242,6 +244,7 @@ class Rendezvous:
         try:
             if self._observations.store_lost:
                 raise RuntimeError("an earlier request failed")
+            # Node 0 has the store in its own process: no link to it can break.
             return action() if self.is_leader else _call_with_timeout(action, self.nodes.node_timeout_s)
         except RuntimeError as error:
             self._observations.store_lost = True
@@ -346,7 +349,7 @@ class Rendezvous:
         raise DynmoError(f"node 0 opened no round for node {rank} within {self.nodes.join_timeout_s:g} s")
 
     def _failed_nodes(self) -> set[int]:
-        """NodeConfig that reported a result, because processes of this round failed."""
+        """Nodes that reported a result, because processes of this round failed."""
         return {node for number, node in self._observations.results if number == self._number}
 
     def failure_reason(self) -> str | None:
@@ -373,7 +376,14 @@ class Rendezvous:
         self._set(f"{self._number}/result/{result.node}", asdict(result))
 
     def collect_results(self, wait_s: float) -> tuple[list[NodeResult], list[int]]:
-        """On node 0, the results of the members and the lost nodes, after at most ``wait_s`` seconds."""
+        """On node 0, the results of the members and the lost nodes.
+
+        Args:
+            wait_s: maximum time to wait for results, in seconds.
+
+        Raises:
+            RendezvousLostError: the store does not answer.
+        """
 
         def missing() -> set[int]:
             reported = {node for node in self._members if self._has(f"{self._number}/result/{node}")}
@@ -393,7 +403,14 @@ class Rendezvous:
         self._set(f"{self._number}/decision", asdict(decision))
 
     def wait_for_decision(self, wait_s: float) -> Decision:
-        """The decision of node 0; raises ``RendezvousLostError`` after ``wait_s`` seconds."""
+        """The decision of node 0.
+
+        Args:
+            wait_s: maximum time to wait, in seconds.
+
+        Raises:
+            RendezvousLostError: node 0 published no decision in time.
+        """
         key = f"{self._number}/decision"
         if not self._wait(lambda: self._has(key), wait_s):
             raise RendezvousLostError(f"node 0 published no decision within {wait_s:g} s; launch again")

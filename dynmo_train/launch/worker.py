@@ -43,6 +43,7 @@ def watch_launcher(environment: Mapping[str, str]) -> None:
     shutdown_file = Path(path) if (path := environment.get(SHUTDOWN_FILE_VARIABLE)) else None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    # Written by Python's C handler as soon as a signal arrives, also while the main thread is in a collective.
     signal.set_wakeup_fd(writer)
     launcher = int(environment[LAUNCHER_PID_VARIABLE])
     threading.Thread(target=_watch, args=(reader, launcher, grace_s, save_s, shutdown_file), daemon=True).start()
@@ -55,12 +56,14 @@ def _watch(reader: int, launcher: int, grace_s: float, save_s: float, shutdown_f
         numbers = [number for number in os.read(reader, 64) if number in _ENDING_SIGNALS] if ready else []
         if numbers and not received:
             received, since = numbers[0], time.monotonic()
+        # A process whose parent has ended gets another parent. SIGKILL of the launcher sends no signal to this process.
         if os.getppid() != launcher:
             time.sleep(grace_s)
             os._exit(128 + (received or signal.SIGHUP))
         if received:
             may_save = shutdown_file is not None and shutdown_file.exists()
             if time.monotonic() - since >= (max(grace_s, save_s) if may_save else grace_s):
+                # Not sys.exit: the main thread, which would have to handle it, is blocked.
                 os._exit(128 + received)
 
 

@@ -25,6 +25,9 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         world: Processes of the run.
         leaving: Pipeline ranks to release.
         timeout_s: Timeout of collectives of the remaining processes, in seconds.
+
+    Returns:
+        The smaller world, with new ranks in the old order; None on released processes.
     """
     staying = [position for position in range(world.dims.pipeline) if position not in leaving]
     before = world.groups

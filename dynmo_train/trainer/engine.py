@@ -12,14 +12,14 @@ One call of ``train_step`` passes through these objects::
     gradients in float32
       | Technique.after_backward
       | GradientReducer.finish           sum over replicas, overlapped with the backward where possible
-      | add_token_gradients              rows of word tables that were collected by token
+      | add_token_gradients              sequence parallelism: sum over the tensor-parallel ranks
       | add_tied_gradients               sum over the copies of a tied weight
       | frozen items and pruned weights  lose their gradients
       | unscale                          divide by the loss scale
       | Technique.before_optimizer_step
       v
     gradient_norm, mean loss             equal on all ranks, bit for bit
-      |-- both finite: clip_gradients -> ItemStore.update (AdamW) -> advance the learning-rate schedule
+      |-- both finite: clip_gradients -> ItemStore.step (AdamW) -> advance the learning-rate schedule
       `-- else:        drop the gradients; weights, moments and schedule stay
       v
     LossScaler.update, item metrics, costs -> StepResult
@@ -363,11 +363,13 @@ class Engine:
             self.advanced_samples += advance
         else:
             self.item_store.zero_grad()
+            # Error feedback would add the infinities of this step to the gradients of the next one.
             for codec in (self._codec, self._replica_codec):
                 if codec is not None:
                     codec.drop_nonfinite()
         self.scaler.update(finite=updated)
         metrics = self._metrics()
+        # Before the costs are gathered, which only a profiled step does.
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
         costs = None
@@ -392,6 +394,7 @@ class Engine:
         if not self.settings.compression.checks:
             return {}
         if self.world.device.type == "cuda":
+            # CUDA events can be read only after the device has reached them.
             torch.cuda.synchronize(self.world.device)
         boundaries = self._codec.stats if self._codec is not None else {}
         replicas = self._replica_codec.stats if self._replica_codec is not None else {}
@@ -440,6 +443,7 @@ class Engine:
         if not declared:
             return {}
         here = self.pipeline().metrics()
+        # The declared metrics are the same on all ranks; an item that is not local adds zeros to the sum.
         parts = [
             here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
             for item, name, length in declared
@@ -453,6 +457,7 @@ class Engine:
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":
+            # The profiler reads its CUDA events below.
             torch.cuda.synchronize(self.world.device)
             peak = int(torch.cuda.max_memory_allocated(self.world.device))
         else:
@@ -497,6 +502,7 @@ class Engine:
         pipeline.evaluate(part)
         reported = pipeline.metrics_of(self._item_names[-1])
         samples = len(part.inputs[self.family.items[-1].inputs[0]])
+        # Zeros on all pipeline ranks but the last one make the sum below exact.
         own = torch.zeros(len(names), samples, dtype=torch.float64)
         if reported:
             own = torch.stack([torch.cat(reported[name]).to("cpu", torch.float64) for name in names])

@@ -59,6 +59,7 @@ def require_same(world: World, facts: Facts) -> None:
         UsageError: on reporting ranks, with a table of the differences.
         SystemExit: on the other ranks, with the same exit code.
     """
+    # Digests first: the facts of all ranks are long, and rarely differ.
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
     summaries = all_gather_objects(world, [world.host, digest])
     if len({found for _, found in summaries}) == 1:
@@ -169,6 +170,7 @@ def source_digest() -> str:
     """A digest of the modules of the package, which distinguishes commits of the same version."""
     folder = Path(__file__).parents[1]  # the package
     digest = hashlib.sha256()
+    # Name and size before the bytes, so that bytes cannot move from one file to the next unnoticed.
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())

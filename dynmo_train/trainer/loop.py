@@ -2,7 +2,7 @@
 
 One iteration of ``Trainer.train``, on every rank::
 
-    Samples.training -> Engine.train_step -> StepResult
+    data.train_batch -> Engine.train_step -> StepResult
                               |                 |-> profile.jsonl, metrics.jsonl     RunLogger
                               |                 |-> iteration line, TensorBoard      TrainingLog
                               |                 `-> skipped update: report or end    FiniteCheck
@@ -178,6 +178,7 @@ class Trainer:
                 if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
                     self._evaluate_validation()
                 plan = self._controller.at_boundary(self.step) if self._controller is not None and not is_last else None
+                # A released rank is not in the world any more: it must not call the collectives below.
                 if plan is not None and plan.is_released:
                     return EXIT_OK
                 if plan is not None:
@@ -185,9 +186,11 @@ class Trainer:
                 self._choose_compression(plan)
                 self._checkpointer.at_boundary()
                 relaunch = not is_last and self._is_resize_requested()
+                # A signal that arrived during the evaluation or the move above counts at this boundary.
                 signals = signal_handler.at_boundary(self.engine.world, relaunch=relaunch)
                 if self._is_due(training.exit_interval):
                     signals = replace(signals, exit=True)
+                # Every term is equal on all ranks: counts of steps, or reduced by ``at_boundary``.
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._save()
                 if signals.exit and not is_last:
@@ -243,14 +246,17 @@ class Trainer:
 
     def _is_resize_requested(self) -> bool:
         world = self.engine.world
+        # Rank 0 alone reads the file, which other ranks could find in another state; the signals carry its answer.
         return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
     def _train_step(self) -> None:
         self.step += 1
         batch = self._batch = self.data.train_batch(self.consumed_samples, self.step)
         size = self.config.batch_sizes.at(self.consumed_samples)
+        # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
         result = self.engine.train_step(batch, sampled=is_sampled, advance=size)
+        # Also the samples of a skipped update, which does not advance the learning-rate schedule.
         before, self.consumed_samples = self.consumed_samples, self.consumed_samples + size
         self._log_step(result, size, batch.tokens or self.config.model.seq_length)
         problem = self._finite_check.after_step(self.step, result)
@@ -301,6 +307,7 @@ class Trainer:
     def _evaluate_validation(self) -> None:
         if self.data.valid is not None:
             self._evaluate_on("valid", "validation", self.consumed_valid_samples, f"iteration {self.step}")
+            # Each evaluation reads the next samples; the count is saved, so that a resumed run continues after them.
             self.consumed_valid_samples += self.config.training.eval_iters * self.config.batch_sizes.final
 
     def _evaluate_test(self) -> None:

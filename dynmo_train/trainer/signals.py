@@ -123,6 +123,7 @@ class DistributedSignalHandler:
         relaunch = relaunch or received["relaunch"]
         local = [save, received["terminate"], received["interrupt"], is_over_time, relaunch]
         flags = torch.tensor(local, dtype=torch.int64)
+        # The maximum: one rank that has received a signal is enough.
         if world.size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.world)
         save, terminate, interrupt, is_over_time, relaunch = (bool(flag) for flag in flags.tolist())

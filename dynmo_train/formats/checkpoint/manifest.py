@@ -61,6 +61,7 @@ def tensor_entries(reports: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, 
         shard = {"file": report["file"], "key": report["key"], "index": index, "crc32": report["crc32"]}
         entry["shards"].append(shard)
     for name, entry in entries.items():
+        # Sorted below, so that the reader can concatenate the shards as they are listed.
         entry["split_dim"] = _split_dim(name, entry)
         entry["shards"].sort(key=lambda shard: shard["index"])
     return dict(sorted(entries.items(), key=lambda item: _natural(item[0])))

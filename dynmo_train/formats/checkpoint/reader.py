@@ -225,6 +225,7 @@ def _read_tensor(handle: BinaryIO, place: Place, crc32: str, where: str) -> torc
     import torch
 
     tensor = torch.empty(place.shape, dtype=getattr(torch, TORCH_NAMES[place.dtype]))
+    # Read into the tensor's own memory: no second copy of its bytes.
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     handle.seek(place.begin)
     if handle.readinto(view) != place.end - place.begin:  # type: ignore[attr-defined]

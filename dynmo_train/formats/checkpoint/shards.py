@@ -81,6 +81,7 @@ def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
     places = {key: _place(key, value, header_end) for key, value in header.items() if key != "__metadata__"}
+    # Without gaps and overlaps, every byte after the header belongs to one tensor and is covered by its checksum.
     at = header_end
     for key, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
         if place.begin != at:

@@ -2,7 +2,7 @@
 
 Writing, on every rank::
 
-    ItemStore.export_whole(item)           with ZeRO the shards are gathered on the replicas that write
+    ItemStore.export_unsharded(item)       with ZeRO the shards are gathered on the replicas that write
       | _shard_files                       model-*, optimizer-*: the first replica of each shard writes
       | _compression_memory_files          memory-*: every rank writes its own
       v
@@ -170,8 +170,10 @@ class PendingSave:
                 staging = str(new_staging(checkpoints_dir, metadata.step))
             except OSError as error:
                 self._problem = f"rank {world.rank}: {error}"
+        # None on all ranks where rank 0 has failed: they continue to ``finish``, which raises on all of them.
         staging = broadcast_object(world, staging)
         self._staging = None if staging is None else Path(staging)
+        # On every replica: with ZeRO the export is a collective, also for those that write nothing.
         states = {item: engine.item_store.export_unsharded(item) for item in engine.local_names}
         # Replicas are equal except for the experts that are sharded over them: the first replicas write.
         is_writer = world.data_rank < world.dims.expert
@@ -228,6 +230,7 @@ class PendingSave:
             DynmoError: on every rank, if a rank could not write its shards. The previous checkpoint stays in place,
                 and the files of this one are removed.
         """
+        # Up to two threads one after the other: this rank's writes, and on rank 0 the commit that ``_gather`` starts.
         for gathered in (self._is_gathered, True):
             if self._thread is not None:
                 self._thread.join()
@@ -339,6 +342,8 @@ def _shard_files(
         for name, tensor in list(tensors.items()):
             shape, index = whole_shape(tensor.shape, store.sharding.split_dim(name), store.sharding.region)
             if has_vocabulary_rows(parameter_of(name)):
+                # Padding depends on the tensor-parallel size and is not stored: a rank that has only padding writes
+                # no shard of this tensor.
                 begin, end = (min(row, vocabulary) for row in index[0])
                 shape[0], index[0] = vocabulary, [begin, end]
                 tensors[name] = tensor[: end - begin]
@@ -390,6 +395,7 @@ def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, A
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
+    # Tensor-parallel ranks have the same parameters and steps, but each its own slice of a mask.
     if engine.world.tensor_rank != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
     named = [

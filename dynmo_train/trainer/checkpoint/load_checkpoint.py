@@ -300,6 +300,7 @@ def checkpoint_to_load(
             found = _candidates(config, flag, Path(place), with_optimizer)
         except UsageError as error:
             problem = str(error)
+    # The error travels with the result: rank 0 alone must not leave before a collective of all ranks.
     found, problem = broadcast_object(world, [found, problem])
     if problem is not None:
         raise CheckpointError(problem)
@@ -345,6 +346,9 @@ def tower_reader(
         family: the model of two towers.
         store: item store of this rank.
         device: device of the tensors.
+
+    Returns:
+        Item name -> state of the item: parameters in their local shapes, without optimizer state.
     """
 
     def read(item: str) -> ItemState:
@@ -355,6 +359,7 @@ def tower_reader(
             if source is not None:
                 tensors[name] = store.sharding.local_from_checkpoint(name, checkpoint.load([source])[source]).to(device)
                 continue
+            # The head has the projection of the second tower: it is copied from the first one, not drawn again.
             if item == "head":
                 first = f"{QUERY}.pooler"
                 twin = parameters_of(first, family.build(first, torch.device("cpu")))

@@ -229,6 +229,7 @@ def worker_peaks(
         else:
             peak = model + gradients - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
             peak += _buffers(family, boundary, stages, len(simulation["stages"]), microbatches)
+        # At the end of a step all gradients exist, and no activations.
         peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:
             # At the end of a step each bucket of the reduction is a copy of its gradients.

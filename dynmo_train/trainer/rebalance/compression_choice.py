@@ -133,6 +133,7 @@ class CompressionChoice:
         command = program_path("dynmo-plan")
         if command is None:
             return self._all_workers("dynmo-plan is not installed next to dynmo-train")
+        # Files, not pipes: nobody reads while the process runs, and a full pipe would block it.
         stdout, stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
         process = subprocess.Popen(
             [command, "simulate", str(self._run), *simulate_arguments(self._engine.settings.compression, self._device)],

@@ -133,6 +133,7 @@ class PlanController:
         started = time.perf_counter_ns()
         ids = world.worker_ids
         released = [position for position, worker in enumerate(ids) if worker in chosen["released"]]
+        # A save in progress contains collectives of all ranks, which a released rank could not complete.
         if released:
             self._finish_saves()
         try:
@@ -179,6 +180,7 @@ class PlanController:
         chosen: Plan | None = None
         # Listed once: a plan that is written after this line is left to the next boundary.
         listed = [plan_id for plan_id in plan_ids(self.plans) if plan_id > self._newest_id]
+        # Newest first: a newer valid plan has been made from later costs.
         for plan_id in sorted(set(listed) - self._refused, reverse=True):
             plan = self._read(plan_id, step)
             if plan is None:
@@ -225,6 +227,7 @@ class PlanController:
             for plan_id in plan_ids(self.plans):
                 if plan_id > self._newest_id and self._is_answer(plan_id, step):
                     return
+            # The planner has no restarts left: no plan will come.
             if self._planner is not None and self._planner.pid is None:
                 return
             time.sleep(POLL_S)
@@ -236,6 +239,7 @@ class PlanController:
     def _is_answer(self, plan_id: int, step: int) -> bool:
         try:
             return read_plan(plan_path(self.plans, plan_id)).read_to_step >= step
+        # Invalid plans do not end the wait; ``_choose`` refuses them afterwards.
         except DocumentError:
             return False
 

@@ -68,6 +68,7 @@ class PlannerProcess:
             process_group=0,  # Ctrl-C in a terminal must not end the planner before the trainer has saved
         )
         if self._process.stdout is not None:
+            # The trainer reads at step boundaries, and must not wait for a planner that hangs.
             os.set_blocking(self._process.stdout.fileno(), False)
         self._silent_since, self.has_beaten = self._now(), False
         # The planner is off the critical path: it yields a shared core to the trainer.
