@@ -238,7 +238,18 @@ def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
 def costs_of_header(
     header: Header, device: Device, dtype: str, recompute: str = "none", *, fused_attention: bool = False
 ) -> ItemCosts:
-    """The costs of the items of a profile without measurements, for a dry run."""
+    """The costs of the items of a profile without measurements, for a dry run.
+
+    Args:
+        header: of the profile.
+        device: rates in operations, bytes and ns.
+        dtype: of matrix products.
+        recompute: ``none``, ``selective`` or ``full``.
+        fused_attention: whether scores stay out of memory.
+
+    Raises:
+        UsageError: the device has no rate for the dtype, the recomputation is unknown, or an ``x_`` value is invalid.
+    """
     shape = Shape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,

@@ -44,7 +44,17 @@ class SparsityModel:
 
 
 def pruned_costs(header: Header, costs: ItemCosts, sparsity: float, model: SparsityModel) -> ItemCosts:
-    """The costs with every block at this sparsity; ``costs`` are the dense ones."""
+    """The costs with every block at this sparsity.
+
+    Args:
+        header: of the profile.
+        costs: the dense ones.
+        sparsity: share of the weights that are zero, in ``[0, 1)``.
+        model: of the cost of sparse products.
+
+    Raises:
+        UsageError: the sparsity is out of range.
+    """
     if not 0 <= sparsity < 1:
         raise UsageError(f"sparsity must be within [0, 1), is {sparsity}")
     factor = model.factor(sparsity)

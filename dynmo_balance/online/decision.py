@@ -65,7 +65,14 @@ class Decision:
 
 
 def problem_of(header: Header, state: RunState, base: Plan, options: WatchOptions) -> PartitionProblem | None:
-    """The problem to partition now, on the workers of the base plan; None while items are not sampled."""
+    """The problem to partition now, on the workers of the base plan; None while items are not sampled.
+
+    Args:
+        header: of the segment.
+        state: of the run; its window has the costs.
+        base: the active plan.
+        options: granularity, memory limit in bytes and minimum number of units per stage.
+    """
     costs = state.window.costs(speeds_of_items(header, base.owner))
     if costs is None:
         return None

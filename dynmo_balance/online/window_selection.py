@@ -53,7 +53,15 @@ class WindowScore:
     def decided(
         self, problem: PartitionProblem, past: Works, proposed: Boundaries, *, min_gain: float, pause_ns: float
     ) -> WindowScore:
-        """The window after it has compared a proposed partition on its own past, ``[records, items]``."""
+        """The window after it has compared a proposed partition with its own, on its own past.
+
+        Args:
+            problem: on the active workers.
+            past: work in ns, ``[records, items]``.
+            proposed: boundaries of the other partition.
+            min_gain: minimum gain of a change, as a share of the step time.
+            pause_ns: cost of a change.
+        """
         if not self.follows:
             return replace(self, follows=proposed)
         now, then = (float(step_times(problem, past, each).mean()) for each in (self.follows, proposed))

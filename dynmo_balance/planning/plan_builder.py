@@ -59,6 +59,12 @@ def current_spans(
 ) -> tuple[tuple[int, int], ...] | None:
     """For each stage the item range ``(begin, end)`` that its worker has in a plan.
 
+    Args:
+        plan: the plan.
+        slots: the workers of the stages.
+        virtual_stages: stages per worker.
+        schedule: name of the schedule, which places the stages on the workers.
+
     Returns:
         one range per stage; None if the plan has another number of stages per worker.
     """

@@ -131,7 +131,21 @@ def make_release_plan(
     reference: str,
     base_pause_ns: int | None = None,
 ) -> tuple[Proposal, Plan]:
-    """The plan that moves all items to the remaining workers and releases the others."""
+    """The plan that moves all items to the remaining workers and releases the others.
+
+    Args:
+        header: of the profile.
+        problem: on all active workers.
+        base: the active plan; None if there is none.
+        packing: the number of remaining workers.
+        read_to_step: the last step of the profile that was read.
+        reference: name of the pipeline that the throughput is compared with, for the reason of the plan.
+        base_pause_ns: pause in ns of a migration apart from transfers, if measured.
+
+    Raises:
+        UsageError: more workers cannot be released.
+        InfeasibleError: no partition on the remaining workers satisfies the constraints.
+    """
     smaller = with_workers(problem, packing.workers)
     if base is not None:
         smaller = replace(smaller, current=current_spans(base, smaller.slots, smaller.virtual_stages, smaller.schedule))

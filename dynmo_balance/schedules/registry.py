@@ -62,6 +62,12 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
     With one stage per worker there are closed forms: all microbatches for GPipe, ``min(M, P - p)`` for 1F1B, and
     ``min(M, P)`` on every stage for ZB-H1, which stores activations until the weight gradient. Otherwise the order of
     operations is counted.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        workers: number of workers, ``P``.
+        virtual_stages: stages per worker.
+        microbatches: of one step, ``M``.
     """
     if virtual_stages == 1 and schedule == "gpipe":
         return (microbatches,) * workers
@@ -77,9 +83,14 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
 def in_flight_sets(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> InFlightSets:
     """For each worker, the combinations of microbatches in flight on its stages that occur at the same time.
 
-    A combination has one number per stage of the worker. Those that another combination exceeds in every stage are
-    left
+    A combination has one number per stage of the worker. Those that another combination exceeds in every stage are left
     out, because they never need the most memory.
+
+    Args:
+        schedule: a key of ``SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
     """
     return in_flight_sets_of(build_order(schedule, workers, virtual_stages, microbatches))
 

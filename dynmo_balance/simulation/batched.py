@@ -137,7 +137,14 @@ def _index(slots: list[int]) -> Index:
 
 @lru_cache(maxsize=32)
 def compile_schedule(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> CompiledOrder:
-    """The levels of a schedule by name."""
+    """The levels of a schedule by name.
+
+    Args:
+        schedule: a key of ``schedules.registry.SCHEDULES``.
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
+    """
     return compile_order(build_order(schedule, workers, virtual_stages, microbatches))
 
 

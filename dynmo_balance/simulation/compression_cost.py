@@ -126,6 +126,12 @@ def compressed_costs(
 ) -> tuple[StageCosts, ...]:
     """The costs of the stages with compressed gradients between them.
 
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions.
+        costs: of each stage, without compression.
+        compression: of the gradients between stages.
+
     Raises:
         UsageError: the factors are not smaller than the gradient.
     """
@@ -166,6 +172,17 @@ def predict_compressed(
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
-    """Simulate one step of a partition whose gradients are compressed."""
+    """Simulate one step of a partition whose gradients are compressed.
+
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions.
+        compression: of the gradients between stages.
+        overhead_ns: time in ns added to every operation.
+        communication: what transfers block.
+
+    Raises:
+        UsageError: the factors are not smaller than the gradient.
+    """
     costs = compressed_costs(problem, boundaries, stage_costs(problem, boundaries), compression)
     return run(problem.operations, costs, overhead_ns, communication)

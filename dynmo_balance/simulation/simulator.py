@@ -322,5 +322,12 @@ def predict(
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
-    """Simulate one step of a partition under the schedule of the problem."""
+    """Simulate one step of a partition under the schedule of the problem.
+
+    Args:
+        problem: chain, workers and schedule.
+        boundaries: ``[stages + 1]`` item positions.
+        overhead_ns: time in ns added to every operation.
+        communication: what transfers block.
+    """
     return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)

@@ -51,7 +51,14 @@ class Tail:
 
 
 def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Timeline, options: TailOptions) -> Tail:
-    """The end of the step."""
+    """The end of the step.
+
+    Args:
+        problem: chain and workers.
+        boundaries: ``[stages + 1]`` item positions.
+        timeline: the simulated operations of the step.
+        options: bandwidths in bytes per second, number of replicas and compression.
+    """
     count = len(problem.slots)
     items = problem.chain.items
     gradient, touched = [0] * count, [0] * count

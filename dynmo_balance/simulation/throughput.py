@@ -75,7 +75,17 @@ def forecast_step(
     device: Device | None,
     dtype: str,
 ) -> StepForecast:
-    """The forecast of a simulated step."""
+    """The forecast of a simulated step.
+
+    Args:
+        header: of the profile.
+        problem: chain, workers and number of microbatches.
+        boundaries: ``[stages + 1]`` item positions.
+        timeline: the simulated operations of the step.
+        rates: of the step's tail.
+        device: for the share of its peak; None if unknown.
+        dtype: of matrix products, a key of ``device.flops_per_s``.
+    """
     step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
     samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
     per_s = samples * 1e9 / step_ns if step_ns else 0.0

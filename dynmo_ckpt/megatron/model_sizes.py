@@ -172,7 +172,18 @@ def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
 def legacy_args(
     model: Mapping[str, Any], ranks: int, workers: int, version: float, split_rank: int | None
 ) -> dict[str, Any]:
-    """The arguments that Megatron's loaders compare, or from which they build the model."""
+    """The arguments that Megatron's loaders compare, or from which they build the model.
+
+    Args:
+        model: the ``model`` of a manifest.
+        ranks: tensor-parallel size.
+        workers: number of pipeline ranks.
+        version: of the checkpoint format, 0 to 3.0.
+        split_rank: the first pipeline rank of a T5's decoder; None elsewhere.
+
+    Raises:
+        UnsupportedError: a rotary scaling that a legacy checkpoint cannot store.
+    """
     size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
     heads = model["num_attention_heads"]
     args = {

@@ -169,7 +169,14 @@ def _chunk_weights(
 def nested_model(
     weights: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
 ) -> dict[str, Any]:
-    """The ``model`` entry of one chunk; its tensors are appended to ``tensors``."""
+    """The ``model`` entry of one chunk.
+
+    Args:
+        weights: of the chunk by full name, with global layer numbers.
+        version: of the checkpoint format; before 3, some modules have older names.
+        tensors: the tensors of the file so far; those of the chunk are appended.
+        dtype: the type to write, as in safetensors; None keeps the type of the input.
+    """
     first_layer: dict[str, int] = {}
     state: dict[str, Any] = {"language_model": {}}
 

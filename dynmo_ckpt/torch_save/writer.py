@@ -45,7 +45,17 @@ class Constants:
     payloads: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], payload: bytes) -> NewTensor:
-        """Add a storage of these bytes under a unique ``name``; returns a tensor for the tree."""
+        """Add a storage of known bytes.
+
+        Args:
+            name: unique name of the storage in the file.
+            dtype: as in safetensors.
+            shape: of the tensor.
+            payload: its bytes in row-major order, little-endian.
+
+        Returns:
+            A tensor for the tree.
+        """
         self.payloads[name] = payload
         return NewTensor(name, dtype, shape)
 

@@ -139,7 +139,14 @@ def num_common(first: U64, second: U64) -> int:
 
 
 def jaccard(first: str, second: str, length: int, divisor: str = "union") -> float:
-    """The exact Jaccard index of the shingles of two texts; a text shorter than a shingle only matches an equal one."""
+    """The exact Jaccard index of the shingles of two texts; a text shorter than a shingle only matches an equal one.
+
+    Args:
+        first: one text.
+        second: the other text.
+        length: characters per shingle.
+        divisor: as in ``jaccard_index``.
+    """
     if len(first) < length or len(second) < length:
         return 1.0 if first == second else 0.0
     alphabet, numbers = np.unique(np.concatenate([code_points(first), code_points(second)]), return_inverse=True)

@@ -323,6 +323,12 @@ def resolve(name: str) -> Callable[[Task], None]:
 def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, Any]:
     """Run one task.
 
+    Args:
+        job: the job; its manifest must be stored.
+        phase: phase of the task.
+        index: number of the task within its phase, from 0.
+        report: receives the numbers of documents and bytes that were read.
+
     Returns:
         The marker that was written.
 

@@ -178,6 +178,12 @@ def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, outpu
 def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False, overwrite: bool = False) -> Index:
     """Concatenate datasets.
 
+    Args:
+        prefixes: prefixes of the datasets, in order.
+        output: prefix of the new dataset.
+        widen: convert tokens to the widest type.
+        overwrite: replace an existing output.
+
     Returns:
         The new index.
 

@@ -78,7 +78,14 @@ class WordBlock:
 
 
 def read_blocks(path: Path, begin: int = 0, end: int | None = None, *, texts: bool = True) -> Iterator[WordBlock]:
-    """The blocks of a file between two offsets; without ``texts``, the bytes of the words are skipped."""
+    """The blocks of a file between two offsets.
+
+    Args:
+        path: the file.
+        begin: byte offset of the first block.
+        end: byte offset after the last block; None is the end of the file.
+        texts: read the bytes of the words; without them, only lengths and counts are read.
+    """
     with open(path, "rb") as source:
         end = os.fstat(source.fileno()).st_size if end is None else end
         source.seek(begin)
