@@ -2,8 +2,7 @@
 
 Each record is passed to the policy as it would have been measured under the partition of the replay: an item on a
 slower worker takes longer. The clock is virtual. A step takes the time that ``online.regret.step_times`` computes
-from
-its recorded costs under the active partition; a move takes its predicted pause. The offline optimum is a dynamic
+from its recorded costs under the active partition; a move takes its predicted pause. The offline optimum is a dynamic
 program over blocks of steps and the exact partitions of every block, with the same pauses.
 """
 

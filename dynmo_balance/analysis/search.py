@@ -2,10 +2,8 @@
 
 Every schedule is tried with one to four stages per worker, at layer and at sublayer granularity, with the exact
 partition (with several stages per worker, the best found). Candidates that do not fit the memory are left out. The
-best
-few are then improved by local search on the simulated step. Orders of operations made for the given costs
-(``planning.custom_schedule``) compete with the schedules by name. The result is measured against
-``simulation.bounds``,
+best few are then improved by local search on the simulated step. Orders of operations made for the given costs
+(``planning.custom_schedule``) compete with the schedules by name. The result is measured against ``simulation.bounds``,
 which are valid for any schedule.
 """
 

@@ -35,8 +35,7 @@ class CompressedRow:
         link_gbps: GB/s between workers, and between replicas unless given separately; None is unlimited.
         boundary_rank, replica_rank: 0 is uncompressed.
         step_ns, step_whole_ns: with the reductions, with and without compression; None if no partition is feasible,
-            see
-            ``reason``.
+            see ``reason``.
         figures: compression figures of ``simulate``.
         reason: why there is no partition.
     """

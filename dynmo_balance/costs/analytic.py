@@ -15,11 +15,9 @@ equations 1 to 6).
 Worked example: h = 1024 has 4 h^2 + 8 h^2 weights per block; with b s = 4096, 24 * 4096 * 1024^2 = 103 GFLOP forward.
 
 Norms, dropout, residuals, activations and softmax are memory-bound: the numbers that they read and write (the
-constants
-below) are divided by the memory bandwidth. Tensor parallelism reduces the output of attention and MLP once forward
-and
-once backward. Attention is unfused by default: its scores pass through memory. Fused attention stores and moves no
-scores, and recomputes them in the backward pass.
+constants below) are divided by the memory bandwidth. Tensor parallelism reduces the output of attention and MLP once
+forward and once backward. Attention is unfused by default: its scores pass through memory. Fused attention stores and
+moves no scores, and recomputes them in the backward pass.
 """
 
 from __future__ import annotations
@@ -219,8 +217,7 @@ def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
     """The work of the items of a profile without measurements.
 
     A tied head has the weights of the item that it is tied to. Without the optional keys, the number of heads is the
-    hidden
-    size over 64, and a token uses all parameters of an item.
+    hidden size over 64, and a token uses all parameters of an item.
     """
     stated = header.model.x_num_attention_heads
     heads = max(1, header.model.hidden_size // 64 if stated is None else whole(stated, "model.num_attention_heads"))

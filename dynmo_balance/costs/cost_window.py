@@ -59,8 +59,7 @@ class CostWindow:
     """The last step records of a run, and the last known sample of each item.
 
     ``expire`` clears both when events make earlier costs void. ``renew`` starts a new window, but keeps the last
-    known
-    samples of items that the new window has not sampled yet.
+    known samples of items that the new window has not sampled yet.
     """
 
     def __init__(self, items: int, size: int) -> None:

@@ -68,8 +68,7 @@ class Device:
         """The time in ns of a ring all-reduce within a node.
 
         It moves ``2 (t - 1) / t`` of the bytes over the link, and adds its latency. A reduce-scatter followed by an
-        all-gather,
-        as in sequence parallelism, takes the same time.
+        all-gather, as in sequence parallelism, takes the same time.
         """
         if ranks == 1:
             return 0.0
@@ -80,8 +79,7 @@ class Device:
         """The link between neighboring stages of a pipeline on ``devices`` devices.
 
         Within a node each stage sends over one link. Between nodes the tensor-parallel ranks of a stage each send a
-        share over
-        the network and gather it within the node, as in Megatron. The slowest hop determines the result.
+        share over the network and gather it within the node, as in Megatron. The slowest hop determines the result.
 
         Returns:
             bandwidth in bytes per second, and latency in ns.

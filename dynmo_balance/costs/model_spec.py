@@ -1,8 +1,7 @@
 """The shape of a transformer: sizes of its blocks, embedding and head, and the work of a token in each.
 
 ``inputs.model_config`` reads it from configurations. Parameter counts are exact, with biases, norms, positions,
-routers
-and the extra layers of each family's head. Tests compare them with published counts and with transformers' own
+routers and the extra layers of each family's head. Tests compare them with published counts and with transformers' own
 models.
 """
 

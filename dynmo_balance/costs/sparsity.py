@@ -1,8 +1,7 @@
 """The effect of pruning on an item's cost: the model behind ``--vary sparsity``.
 
 Below a threshold the sparse format is slower than the dense one, so the dense cost applies. From the threshold on,
-the
-cost is a fixed overhead plus a part proportional to the remaining nonzeros, continuous at the threshold:
+the cost is a fixed overhead plus a part proportional to the remaining nonzeros, continuous at the threshold:
 
     cost(s) / dense = 1                                                     for s <  t
                     = overhead + (1 - overhead) * (1 - s) / (1 - t)         for s >= t

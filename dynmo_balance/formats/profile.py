@@ -1,8 +1,7 @@
 """The profile of a trainer: typed records, the rules of each line, and the rules across lines.
 
 The specification is ``profile.md`` of the format's owner. A line becomes one frozen record. Every problem of every
-line
-is reported with its path (``line 7.forward_ns[3]``) and its kind.
+line is reported with its path (``line 7.forward_ns[3]``) and its kind.
 """
 
 from __future__ import annotations

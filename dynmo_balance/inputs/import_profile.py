@@ -1,8 +1,8 @@
 """``profile import``: assign the measured times of other programs to the items of a profile's header.
 
 * ``chrome-trace``: a trace of ``torch.profiler`` (see ``torch_traces``); or complete events (``ph`` X) named by an
-  item
-  followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, whose mean duration is used.
+  item followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, whose mean duration is
+  used.
 * ``deepspeed-log``, ``megatron-log``: times per worker; see ``timer_logs``.
 """
 

@@ -4,8 +4,7 @@ A configuration is accepted only if each of its keys is known: *read* (the shape
 depends on it: numerics, tokens, dropouts, file formats), or *neutral* (null, false or empty). Any other key is
 refused
 by name, and so is an unknown family: there is no fallback to a plain GPT. A missing key has the default of
-transformers'
-configuration class, if the table has one.
+transformers' configuration class, if the table has one.
 """
 
 from __future__ import annotations

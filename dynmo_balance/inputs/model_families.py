@@ -1,8 +1,7 @@
 """The families of transformers with a cost model, as tables: the configuration keys that each shape depends on.
 
 To add a family, add an entry to ``FAMILIES``, and its configurations to the tests, which compare parameter counts
-with
-transformers' own models.
+with transformers' own models.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Each is a stated model, not a measurement. All take the dense costs, the number 
 * ``mod``: every other block computes only a share of the tokens, between 12.5 % and 50 %.
 * ``early-exit``: the share of active tokens decreases exponentially with depth, and with training.
 * ``sparse-attention``: the attention of each layer keeps a share of its blocks that drifts between 10 % and 100 % of
-  the
-  densest. The projections stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
+  the densest. The projections stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
 * ``static``: nothing changes.
 """
 

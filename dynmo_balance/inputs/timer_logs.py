@@ -1,8 +1,7 @@
 """Worker times in the logs of Megatron and DeepSpeed, divided among the items of each worker.
 
 Megatron (``--timing-log-level 2``) logs the time of all microbatches of a step. By ``--timing-log-option``, ``all``
-has
-one line per rank, ``minmax`` the fastest and the slowest rank, and ``max`` the slowest. DeepSpeed
+has one line per rank, ``minmax`` the fastest and the slowest rank, and ``max`` the slowest. DeepSpeed
 (``wall_clock_breakdown``) logs one line per microbatch, for the ranks that log. No log has times of layers, so a
 worker's time is divided among its items in proportion to the analytic model. If a log has only the slowest rank, the
 model is scaled so that its slowest worker takes that time. Workers that do not log are scaled like the others.

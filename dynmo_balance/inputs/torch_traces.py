@@ -1,12 +1,10 @@
 """Layer times in a trace of ``torch.profiler``, recorded with ``with_stack=True``.
 
 Such a trace has an event for each call of a module, named by class and instance (``nn.Module: Block_3``), the
-operators
-with their sequence numbers, the backward steps with the sequence number of their operator, and on a GPU the kernels
-with the call that launched them. The blocks are the instances of the class with one instance per layer (of several,
-the
-class that takes the longest). Work of the model before the first block is the embedding, after the last one the head.
-Work outside the model, such as a loss or an optimizer, is not counted in the forward pass.
+operators with their sequence numbers, the backward steps with the sequence number of their operator, and on a GPU the
+kernels with the call that launched them. The blocks are the instances of the class with one instance per layer (of
+several, the class that takes the longest). Work of the model before the first block is the embedding, after the last
+one the head. Work outside the model, such as a loss or an optimizer, is not counted in the forward pass.
 
 A backward step belongs to the block of its operator; a gradient accumulation belongs to the block of the step before
 it. Without kernels the CPU times count, with kernels those of the kernels.

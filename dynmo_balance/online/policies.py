@@ -138,9 +138,8 @@ def regret(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> 
     """Move if the regret, less its standard error, exceeds the pause.
 
     The regret is reset when the plan is applied, not here, because a plan may be refused. If the profile announces
-    the next
-    cost change, the regret expected until then decides now. Otherwise a gain that breaks even three times within the
-    horizon does.
+    the next cost change, the regret expected until then decides now. Otherwise a gain that breaks even three times
+    within the horizon does.
     """
     text = _gain_text(evidence)
     if evidence.moves == 0:

@@ -1,10 +1,8 @@
 """Regret of keeping the partition, measured out of sample, and a forecast of the best partition.
 
 A partition that was chosen by noisy costs looks better on these than it is (the winner's curse), and one that fits
-the
-last steps may not fit the next ones. So several *forecasts* (the mean over a short or a long window, or a trend that
-is
-extrapolated further the more expensive moves are) each name a candidate partition at every decision::
+the last steps may not fit the next ones. So several *forecasts* (the mean over a short or a long window, or a trend
+that is extrapolated further the more expensive moves are) each name a candidate partition at every decision::
 
     decision k      forecast f names candidate c[f, k] from the records so far
     steps k..k+1    scores[f] += step time under candidates that f named 1, lag / 2 and lag decisions ago

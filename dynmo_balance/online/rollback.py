@@ -2,8 +2,8 @@
 
 Comparing step times before and after a move would blame the move for unrelated changes of the model. So the question
 is how long the steps since the move would have taken under the *old* partition. The cost model answers it from the
-item
-times measured since. What the model leaves out (transfers, optimizer, schedule) is calibrated on the steps before::
+item times measured since. What the model leaves out (transfers, optimizer, schedule) is calibrated on the steps
+before::
 
     before the move   measured / modelled(old)  = r              factor for what the model leaves out
     since the move    staying  = r x modelled(old, new costs)    compared with measured
@@ -62,8 +62,7 @@ def evaluate_last_move(
     """Compare the partition before the last move with the active one, on the costs since the move.
 
     There is no conclusion before the window is full of records after the move, or if the model changed between the
-    two,
-    items are not sampled, or the number of workers changed with the move.
+    two, items are not sampled, or the number of workers changed with the move.
 
     Args:
         state: of the run.

@@ -10,8 +10,8 @@
                  +------------------ publish (link) ------------------- Decision: plan or None, log line, PolicyState
 
 It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, and writes only ``RUN/plans``. It stores nothing else: a
-planner
-that was killed reads both again, repeats the past decisions of its policy, and makes the same plans. Invariants:
+planner that was killed reads both again, repeats the past decisions of its policy, and makes the same plans.
+Invariants:
 
 * A plan request is always answered, if necessary with a plan that keeps the partition.
 * Without a request, no plan is published while one of this segment and base has no result.
@@ -56,8 +56,7 @@ class Watcher:
         run: run directory.
         options: how to decide.
         beat: called before each line that is read and each record that is processed. A start may read a long profile
-            and
-            repeat many decisions; a supervisor must not mistake that for a planner that hangs.
+            and repeat many decisions; a supervisor must not mistake that for a planner that hangs.
     """
 
     def __init__(self, run: Path, options: WatchOptions, *, beat: Callable[[], None] = lambda: None) -> None:
@@ -124,8 +123,7 @@ class Watcher:
         """Publish a decision that became due within the records of a poll, with the newest costs.
 
         Time and policy state remain those of the decision that was due. They depend on the records alone, not on
-        where polls
-        ended, so they are the same after a restart.
+        where polls ended, so they are the same after a restart.
         """
         decided_at, memory = self._decided_at, self._policy_state
         self._decide()
@@ -246,8 +244,7 @@ class Heartbeat:
     """Lines on a file descriptor, by which a supervisor distinguishes a planner that hangs from an idle one.
 
     The decision loop writes them, not a separate thread: a loop that hangs must stop writing. A full pipe must not
-    block
-    the planner, so the descriptor is non-blocking, and lines are dropped while the pipe is full.
+    block the planner, so the descriptor is non-blocking, and lines are dropped while the pipe is full.
     """
 
     def __init__(self, descriptor: int, every_s: float) -> None:

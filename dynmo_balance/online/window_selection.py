@@ -3,9 +3,8 @@
 The mean over the last few records follows a cost change quickly. If costs oscillate faster than that, it is always
 one
 phase late: a policy that follows it moves layers in every phase, and loses by each move. So two windows, the short
-one
-and all records of the trace, each follow a partition of their own. The next steps measure both, pauses included, and
-the better one is used::
+one and all records of the trace, each follow a partition of their own. The next steps measure both, pauses included,
+and the better one is used::
 
     decision k      short window follows S, long window follows L
     steps k..k+1    modelled step time under S, and under L, on the costs of these steps

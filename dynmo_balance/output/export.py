@@ -5,15 +5,12 @@ operations. Whatever it cannot express is refused: another placement of stages, 
 does not build, cuts inside layers. The rules are those of the frameworks' code:
 
 * ``megatron``: ``--pipeline-model-parallel-layout`` with stages between bars: ``E`` embedding, ``t`` a layer, ``L``
-  loss
-  and head. Stage ``s`` is always on rank ``s mod P``; the order is 1F1B, interleaved with several stages per rank.
-  The
-  embedding is built on the first stage and the head on the last, whatever the layout contains.
+  loss and head. Stage ``s`` is always on rank ``s mod P``; the order is 1F1B, interleaved with several stages per rank.
+  The embedding is built on the first stage and the head on the last, whatever the layout contains.
 * ``torchtitan``: ``[parallelism]`` with the schedule by torch's name, which decides between looped and V, and
   ``module_fqns_per_model_part``. The output projection is ``lm_head`` since 2026-04-27 and ``output`` up to 0.2.2.
 * ``deepspeed``: a subclass that sets the ``parts`` of a ``PipelineModule``, because there is no option for them.
-  Parts are
-  positions in a list of specifications. This list may have more than embedding and head at its ends
+  Parts are positions in a list of specifications. This list may have more than embedding and head at its ends
   (Megatron-DeepSpeed's has a cast, a norm and another cast), so positions are counted from the blocks that
   ``type:REGEX`` finds.
 * ``torch-csv``: the schedule table that torch's pipeline runtime loads, a row of operations per rank.

@@ -13,8 +13,7 @@
   would have changed one of its choices. Bisection between such values ends after a few probes with equality: the
   result is exact, not within a tolerance.
 * The greedy probe is exact if stages may be empty, or if only the work limits a stage. Otherwise (no empty stages,
-  and
-  unequal memory or speed) the reachable sets of ``feasible_cuts`` decide.
+  and unequal memory or speed) the reachable sets of ``feasible_cuts`` decide.
 * Of all partitions with the least bottleneck, a dynamic program over the cuts selects the one that moves the fewest
   bytes from the active partition.
 * The certificate is the blocking run: units that one stage would have to contain below the bottleneck, and cannot.
@@ -214,8 +213,7 @@ def find_blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
 
     Below the bottleneck, the stages before ``p`` end at ``left[p]`` at the latest, and those after it begin at
     ``right[p + 1]`` at the earliest. So stage ``p`` has to contain the units between, which take at least the
-    bottleneck
-    or do not fit.
+    bottleneck or do not fit.
     """
     if bottleneck == 0:
         return 0, 0
@@ -265,8 +263,8 @@ def minimize_moved_bytes(
     """Of all partitions within the bottleneck, the one that leaves the most bytes where they are.
 
     A stage that gets ``[b, e)`` and now has ``[x, y)`` keeps ``G(e) - G(b)`` bytes, where ``G`` is the prefix sum
-    ``resident``
-    at the cut clamped to ``[x, y]``. So the best partition up to a cut is one sliding-window maximum per stage.
+    ``resident`` at the cut clamped to ``[x, y]``. So the best partition up to a cut is one sliding-window maximum per
+    stage.
 
     Args:
         limits: the problem.

@@ -23,8 +23,7 @@ def reachable_cuts(
 
     Returns:
         the intervals, and the least larger bottleneck in ns at which any of these sets could differ (None: no larger
-        one
-        changes them).
+        one changes them).
     """
     sets: list[list[Interval]] = [[(0, 0)]]
     following: int | None = None

@@ -7,8 +7,7 @@ apply.
   gives the least bottleneck: of all assignments of the front up to a cut, the one that has assigned most of the back
   is best. If stages must not be empty this is a bound, which may or may not be reached.
 * Looped, the search starts from the exact partition into ``P v`` stages. It shifts runs of neighboring cuts as long
-  as
-  the slowest worker, or else the sum of squares, decreases. This is a heuristic; its bound is work over workers and
+  as the slowest worker, or else the sum of squares, decreases. This is a heuristic; its bound is work over workers and
   the heaviest unit.
 """
 

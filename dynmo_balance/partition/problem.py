@@ -199,8 +199,7 @@ class PartitionProblem:
         pins: ``(item position, stage)`` of the items that must be on a stage.
         tied_together: whether items that share a weight are on one worker; ``with_ties_together`` sets it.
         current: for each stage, the item range ``(begin, end)`` that its worker has now. Of equally good partitions,
-            the
-            solvers choose the one that moves the fewest bytes.
+            the solvers choose the one that moves the fewest bytes.
         order: with the schedule ``custom``, the operations of each worker.
         layout: with the schedule ``custom``, the index of each stage's worker in ``slots``.
     """

@@ -1,8 +1,7 @@
 """A partition and an order of operations made for each other: the schedule ``custom``.
 
 Two steps alternate. For a partition, list schedules by several rules give an order (``schedules.list_scheduler``).
-For
-an order, hundreds of partitions near the current one are simulated at once (``simulation.batched``), and a few get
+For an order, hundreds of partitions near the current one are simulated at once (``simulation.batched``), and a few get
 orders of their own. This is a heuristic with a fixed number of rounds and a fixed seed, so it is deterministic.
 """
 

@@ -1,10 +1,8 @@
 """From the minimum bottleneck to the minimum simulated step: steepest descent over shifted cuts.
 
 With few microbatches the step is more than its bottleneck. Each round simulates every partition with one cut, or a
-run
-of neighboring cuts, shifted, and takes the best; the search ends when none is better. The result is not proven
-optimal,
-and the certificate states that.
+run of neighboring cuts, shifted, and takes the best; the search ends when none is better. The result is not proven
+optimal, and the certificate states that.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ def migration(
     """The moves that lead from the current owners to the new stages.
 
     Transfers on different links overlap. So the predicted pause is ``base_pause_ns`` plus the largest number of bytes
-    from
-    one worker to another over the bandwidth; it is 0 if nothing moves.
+    from one worker to another over the bandwidth; it is 0 if nothing moves.
 
     Args:
         chain: the items.

@@ -14,8 +14,7 @@
                                                     Plan --formats.plan.publish--> plans/plan-000001.json
 
 A proposal compares partitions; only ``to_plan`` adds what a document needs: ids, the base plan, the gain over it, and
-a
-reason. ``keep_plan`` answers a plan request without a move. These functions are pure: no clock, no files. The number
+a reason. ``keep_plan`` answers a plan request without a move. These functions are pure: no clock, no files. The number
 of a plan is assigned when it is published.
 """
 
@@ -84,8 +83,7 @@ def minimizes_step(problem: PartitionProblem, objective: str) -> bool:
     """Whether to minimize the simulated step after the bottleneck.
 
     From eight microbatches per worker on, the two objectives differ by less than 0.1 % on average (see the README).
-    The
-    minimum bottleneck is proven, the minimum step is not.
+    The minimum bottleneck is proven, the minimum step is not.
     """
     if objective == "auto":
         return problem.microbatches < 8 * len(problem.slots) or problem.schedule == "gpipe"
@@ -106,8 +104,7 @@ def propose(
         problem: the partitioning problem.
         balancer: name of a balancer, see ``partition.registry``.
         objective: ``bottleneck``, ``simulated`` or ``auto``. The exact balancer minimizes it; partitions of other
-            balancers
-            are only measured by it.
+            balancers are only measured by it.
         owner: the worker of each item now, for the migration.
         base_pause_ns: pause in ns of a migration apart from transfers, if measured.
 

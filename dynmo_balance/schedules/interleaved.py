@@ -30,8 +30,7 @@ def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_u
 
     Worker ``p`` of ``P`` warms up with ``(v - 1) * round + warm_up_factor * (P - 1 - p)`` forward operations. With
     ``split`` the backward pass is two operations. The weight gradient of a microbatch follows its input gradient by
-    ``p``
-    operations, so that weight gradients fill the bubble.
+    ``p`` operations, so that weight gradients fill the bubble.
 
     Args:
         workers: ``P``.

@@ -1,8 +1,7 @@
 """ZB-V: two stages per worker in a V, so that the last stage is on the worker of the first (Qi et al. 2023, section 6).
 
 Worker ``p`` of ``P`` executes stage ``p`` on the way down and ``2 P - 1 - p`` on the way up. If forward, input
-gradient
-and weight gradient are equally long, no worker waits between its first and last operation.
+gradient and weight gradient are equally long, no worker waits between its first and last operation.
 """
 
 from __future__ import annotations

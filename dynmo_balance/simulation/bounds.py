@@ -15,8 +15,7 @@ class Bounds:
     Attributes:
         work_ns: the work of all microbatches over the speed of all workers.
         unit_ns: the first microbatch has to reach a unit, then one worker executes that unit for all microbatches.
-            After
-            its last input gradient, the units before it still have to compute theirs.
+            After its last input gradient, the units before it still have to compute theirs.
         path_ns: one microbatch passes forward through all units, and its input gradients pass back.
     """
 

@@ -3,8 +3,7 @@
 A gradient ``[N, D]`` between stages becomes factors of ``(N + D) * rank`` float32 numbers. The gradients of an item's
 matrices, each ``D`` wide, become ``(parameters / D + matrices * D) * rank`` numbers. One product of rank ``r`` with a
 matrix takes as long as its ``2 N D r`` operations or as reading the matrix, whichever is longer. Compression takes
-two
-products, and a third one with error feedback; decompression takes one (PowerSGD: Vogels et al. 2019, arXiv
+two products, and a third one with error feedback; decompression takes one (PowerSGD: Vogels et al. 2019, arXiv
 1905.13727).
 """
 

@@ -13,9 +13,8 @@ inputs have arrived::
 * ``F(s, m)`` needs ``F(s-1, m)``; ``B(s, m)`` and ``I(s, m)`` need ``F(s, m)`` and the gradient from ``s+1``;
   ``W(s, m)`` needs ``I(s, m)``.
 * A transfer takes latency plus bytes over bandwidth. ``overlapped``: both workers continue. ``serial``: both
-  continue,
-  but a link carries one tensor at a time in each direction. ``blocking``: the sender waits until the tensor is sent,
-  and the receiver executes nothing while it arrives.
+  continue, but a link carries one tensor at a time in each direction. ``blocking``: the sender waits until the tensor
+  is sent, and the receiver executes nothing while it arrives.
 * Stages entirely in the frozen front have no backward pass and receive no gradient.
 * Compressed gradients have their own transfer time, and add time to the backward passes that compress and decompress.
 
@@ -43,19 +42,16 @@ class StageCosts:
     Attributes:
         forward_ns: time of the forward pass.
         backward_input_ns, backward_weight_ns: time of the input and of the weight gradient; a full backward pass
-            takes
-            their sum.
+            takes their sum.
         has_backward: false for a stage entirely in the frozen front.
         send_ns: transfer time of its output, or of the output's gradient, to or from the next stage's worker; 0 on
-            the
-            same worker.
+            the same worker.
         static_bytes: parameters, gradients and optimizer state.
         activation_bytes: activations stored from forward to backward.
         compressed: microbatches whose gradient this stage sends back as low-rank factors.
         compressed_send_ns: transfer time of the factors to the previous stage's worker.
         compress_ns, decompress_ns: time that compression adds to this stage's backward pass, and decompression to
-            that
-            of the previous stage.
+            that of the previous stage.
     """
 
     forward_ns: int

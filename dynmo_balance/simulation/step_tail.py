@@ -1,8 +1,7 @@
 """The end of a step after its last operation: gradients and tied weights are reduced, then the optimizer runs.
 
 * Data parallelism: a ring all-reduce of a worker's gradients after its last operation takes ``2 (D - 1) / D`` of
-  their
-  bytes over the bandwidth (Patarasuk and Yuan 2009).
+  their bytes over the bandwidth (Patarasuk and Yuan 2009).
 * Tied weights: the two workers with a tied weight reduce its gradient between them, once both have theirs.
 * Gradient clipping by the global norm is a barrier: no optimizer starts before all gradients are reduced.
 * With compression, the replicas of a worker reduce factors instead of matrices. Fused tied weights take

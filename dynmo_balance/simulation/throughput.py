@@ -42,8 +42,7 @@ def rates_of(
     """The rates of the step's tail: as given, else the device's, else as measured (replicas), else not counted.
 
     Replicas reduce over the network if the pipeline and its tensor-parallel ranks fill a node. The optimizer reads
-    and
-    writes its data, so it gets half of the memory bandwidth.
+    and writes its data, so it gets half of the memory bandwidth.
 
     Args:
         header: of the profile.

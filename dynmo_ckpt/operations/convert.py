@@ -3,8 +3,7 @@
 ::
 
     converters.registry.open_checkpoint     any format -> NativeCheckpoint: manifest + lazily read tensors
-                  |
-                  v
+                  | v
     CheckpointFormat.write                  NativeCheckpoint + WriteOptions -> ExportPlan (pure)
                   |
                   v

@@ -1,9 +1,8 @@
 """The minimum bottleneck of a problem and its blocking run, derived for ``verify`` without the solvers.
 
 The solvers bisect over greedy probes, follow reachable sets as intervals, and use tables as arrays. Here a bottleneck
-is
-*decided*: a table over stages and cuts contains the cuts at which the first stages can end. A bound is correct if its
-bottleneck is feasible and one nanosecond less is not. Times and memory only increase with a stage, so the first cut
+is *decided*: a table over stages and cuts contains the cuts at which the first stages can end. A bound is correct if
+its bottleneck is feasible and one nanosecond less is not. Times and memory only increase with a stage, so the first cut
 at
 which a stage may begin only increases with its end: two pointers pass through a row of the table.
 
@@ -204,8 +203,7 @@ class _VTable:
     """Decides times of a V: worker ``p`` has the ``p``-th stage from the front and the ``p``-th from the back.
 
     Of all assignments of the front up to a cut, the one that has assigned most of the back is best, because what
-    remains is
-    part of what any other assignment leaves.
+    remains is part of what any other assignment leaves.
     """
 
     def __init__(self, question: Question) -> None:

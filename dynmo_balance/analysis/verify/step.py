@@ -1,9 +1,8 @@
 """The step of a plan's pipeline, derived for ``verify`` without the simulator and the solvers.
 
 The simulator advances the workers on a clock. Here the step is a graph: its nodes are the operations, an edge leads
-from
-each operation to those that wait for it, and the end of an operation is the longest path to it. The nodes are visited
-in topological order (Kahn 1962). Memory and work are sums over the items of the stages.
+from each operation to those that wait for it, and the end of an operation is the longest path to it. The nodes are
+visited in topological order (Kahn 1962). Memory and work are sums over the items of the stages.
 
 Only the definition of the question is shared with the planner: the profile, the median costs, and the orders of
 operations of the schedules.
