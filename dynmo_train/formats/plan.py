@@ -84,6 +84,7 @@ def _custom(plan: Plan) -> list[Problem]:
         problems.append(
             Problem("operations", "length", f"must have an entry for each of the {len(plan.workers)} workers")
         )
+    # Operation without its stage (F0, B0, ...) by stage: every stage must have the same ones.
     kinds: dict[str, list[str]] = {str(stage): [] for stage in range(len(plan.stages))}
     for worker, words in zip(plan.workers, operations, strict=False):
         for word in words:

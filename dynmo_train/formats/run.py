@@ -34,6 +34,7 @@ def write_run(path: Path, document: Mapping[str, Any]) -> None:
     """
     payload = encode_json(document)
     with own_document():
+        # Of the bytes, as a reader gets them: JSON turns tuples into lists and keys into strings.
         parse_run(json.loads(payload), str(path))
     write_whole(path, payload)
 

@@ -481,6 +481,7 @@ class Engine:
             parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
                 losses.setdefault(name, []).append(value)
+        # FSDP2 frees gathered parameters in the backward, which an evaluation lacks.
         self.item_store.reshard()
         return {name: sum(values) / len(values) for name, values in losses.items()}
 
@@ -528,6 +529,7 @@ class Engine:
         only where a weight exceeds the twelfth root of the largest number of the compute dtype (fp16: 2.5, else
         1,600): between two normalizations a value is a product of up to five weights, and its square is taken.
         """
+        # All ranks skip the evaluation, or none does: it contains collectives.
         limit = torch.finfo(self.settings.precision.compute).max ** (1 / 12)
         if all_agree(self.world, _largest([p.detach() for _, _, p in self.item_store.parameters()]) <= limit):
             return True
@@ -551,6 +553,7 @@ class Engine:
             MoveError: a transfer failed; the old partition is still active.
         """
         report = move_items(self.item_store, self.partition, after, self.world)
+        # Its modules and receive buffers are those of the old partition.
         self.partition = after
         self._pipeline = None
         return report

@@ -100,6 +100,7 @@ def setup_run(config: Config, world: World) -> InitialState:
             world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
         )
     apex = find_apex()
+    # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"
     fused_adam = apex.fused_adam if on_cuda else None
     fused_norms = apex.fused_norms if on_cuda else {}
@@ -110,10 +111,12 @@ def setup_run(config: Config, world: World) -> InitialState:
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
     checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
+    # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
     require_same(world, checkpoint_facts(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
     data = rank0_first(world, lambda: open_run_data(config, step, consumed))
+    # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
@@ -326,6 +329,7 @@ def _write_initial_plan(config: Config, engine: Engine, directory: RunDirectory,
     """Write the active partition as the next plan (number 0 in a new run); its number, on every rank."""
     number: int | None = None
     if engine.world.is_rank0:
+        # By rank 0, before the first save of this start can create a staging directory.
         remove_stale_staging(directory.checkpoints)
         document = initial_plan(
             run_id=directory.run_id,

@@ -71,6 +71,7 @@ class _LiveStorages(TorchDispatchMode):
         self._scalars = cycle(assumptions.scalars) if assumptions.scalars else None
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # The size of these results depends on values, which fake tensors lack: the assumptions stand in for them.
         if self._nonzero_fraction is not None and func is torch.ops.aten.nonzero.default:
             rows = max(round(self._nonzero_fraction * args[0].numel()), 1)
             return torch.empty(rows, args[0].dim(), dtype=torch.int64, device=args[0].device)
@@ -98,6 +99,7 @@ class _LiveStorages(TorchDispatchMode):
         self._known.add(key)
         self.current += size
         self.peak = max(self.peak, self.current)
+        # The weak reference does not keep the storage alive, and is called when the last tensor on it is gone.
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
@@ -127,6 +129,7 @@ def item_memory(
         The memory; None where it depends on values that ``assumptions`` does not have.
     """
     try:
+        # Fake tensors have shapes and storages without memory or arithmetic; autograd runs on them as on real ones.
         with FakeTensorMode():
             return _on_fake_tensors(item, module, boundary, inputs, run, assumptions)
     except (DataDependentOutputException, DynamicOutputShapeException):

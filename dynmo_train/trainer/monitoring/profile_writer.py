@@ -96,6 +96,7 @@ def describe_workers(world: World) -> list[WorkerInfo]:
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # The processes of a machine share its memory.
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     gathered = all_gather_objects(world, {"host": world.host, "memory_bytes": memory})
     workers: list[WorkerInfo] = []
@@ -156,12 +157,16 @@ def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 
         there: global rank of the other end.
         payload_bytes: size of the payload for the bandwidth.
         repeats: number of measured round trips per size, after one warm-up.
+
+    Returns:
+        Latency in nanoseconds and bandwidth in bytes per second; meaningful on the two ranks only.
     """
     fastest: list[float] = []
     for size in (1, payload_bytes):
         block = torch.zeros(size, dtype=torch.uint8, device=world.device)
         times: list[float] = []
         for _ in range(repeats + 1):
+            # Both ends start together: waiting for the other one must not count as transfer.
             dist.barrier()
             begin = time.perf_counter_ns()
             if world.rank == here:
