@@ -292,6 +292,7 @@ def watch(
         if parent_pid is not None and not _is_alive(parent_pid, is_child):
             print_message(f"process {parent_pid} has ended: exiting")
             return
+        # Without a pause after new records: a planner that is behind catches up first.
         if not news:
             time.sleep(poll_s)
 

@@ -112,6 +112,7 @@ class WindowSelection:
             return fresh_start.after(
                 problem, trace, works, proposed, window=window, min_gain=min_gain, pause_ns=pause_ns
             )
+        # More records may be new than the trace has room for.
         fresh = min(trace.records - self.records, len(works))
         short, long, decisions = self.short, self.long, self.decisions
         if fresh > 0 and short.follows and long.follows:

@@ -114,6 +114,7 @@ def compressed_microbatches(problem: PartitionProblem, order: Order, *, epilogue
                 behind.setdefault(one.stage, set()).add(one.microbatch)
     result: list[frozenset[int]] = [frozenset()]
     for stage in range(1, problem.num_stages):
+        # Stages on the same worker exchange tensors in its memory, so nothing is compressed between them.
         apart = problem.slot(stage).worker != problem.slot(stage - 1).worker
         chosen = frozenset(behind.get(stage - 1, ())) if epilogue_only else every
         result.append(chosen if apart else frozenset())

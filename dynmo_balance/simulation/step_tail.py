@@ -90,6 +90,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
             both += copies * (item_workers - 1) * 4 * fused[item.name] * 10**9 // rate if rate else 0
             ends[own] = ends[other] = both
         elif other != own:
+            # Both workers take part in the reduction, so both are free when it ends.
             both = max(ends[own], ends[other]) + problem.transfer_ns(item.gradient_bytes)
             ends[own] = ends[other] = both
     tied = tuple(ends)

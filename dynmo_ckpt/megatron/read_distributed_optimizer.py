@@ -275,6 +275,7 @@ def _owned(chunks: Sequence[Chunk], replica: int, replicas: int) -> list[list[tu
     for number, chunk in enumerate(chunks):
         total = sum(math.prod(weight.shape) for weight in chunk.values())
         share = -(-total // replicas)
+        # The buffer has the last parameter first, so the parameters are counted from its end.
         low, high = replica * share, (replica + 1) * share
         end = total
         for name in module_order(chunk):

@@ -68,6 +68,7 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
             for kind in ("exp_avg", "exp_avg_sq"):
                 found[kind][key] = _fitting(file, entry.get(kind), weight, f"{kind} of {short_name(key[1])}")
             if masters is None:
+                # An optimizer for float32 weights has no masters: the weights themselves take their place.
                 found["master"][key] = weight
             else:
                 found["master"][key] = _fitting(file, _at(masters, g, at), weight, f"master of {short_name(key[1])}")

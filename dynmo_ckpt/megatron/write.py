@@ -76,6 +76,7 @@ def plan_legacy(
             tensors: list[OutputTensor] = []
             constants = Constants()
             chunk_weights = [
+                # As in Megatron, chunk ``v`` of a pipeline rank is stage ``v * workers + rank``.
                 _chunk_weights(mapped, stages, v * workers + worker, "head.weight" in ties)
                 for v in range(virtual_stages_per_worker)
             ]

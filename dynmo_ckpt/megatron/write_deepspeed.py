@@ -155,6 +155,7 @@ def _shard(
                 "--no-optimizer or --to native"
             )
         done = max(steps, default=0)
+        # ZeRO has one flat parameter for each group, so the optimizer state has one entry for each group.
         state[number] = {"step": done} | {kind: flat(kind, [moments[kind][n] for n in names]) for kind in MOMENTS}
         described.append({**group_of(decay), "step": done, "params": [number]})
         masters.append(flat("master", [mapped[n] for n in names]))

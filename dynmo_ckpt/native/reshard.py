@@ -145,6 +145,7 @@ def plan_native(
         worker = owner[next(item for item in owner if name.startswith(f"{item}."))]
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
+        # Only parameters: masks and optimizer state keep their types.
         cast = dtype if entry["role"] == "parameter" and dtype != entry["dtype"] else None
         shards = []
         for rank, (span, part) in enumerate(_cut(tensors[name], entry["shape"], dim, tensor_parallel_size)):
@@ -152,6 +153,7 @@ def plan_native(
             index = [[0, size] for size in entry["shape"]]
             if dim is not None:
                 index[dim] = span
+                # The last ranks may have no rows of an uneven vocabulary; empty shards are not written.
                 if span[0] == span[1]:
                     continue
             shape = tuple(end - begin for begin, end in index)

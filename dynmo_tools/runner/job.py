@@ -293,6 +293,7 @@ def _run_phases(
     total = manifest.input_bytes
     ran = 0
     with (
+        # One pool for all phases, so that each worker imports its libraries once.
         progress_meter(job.step, total, log_interval=execution.log_interval) as meter,
         WorkerPool(job, execution.workers) as pool,
     ):
@@ -396,6 +397,7 @@ def _execute(
 def _known_markers(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:
     known: dict[str, dict[int, dict[str, Any]]] = {}
     removed = False
+    # From the last phase: where it is complete, the parts of the earlier phases may have been removed.
     for phase in reversed(phases):
         found = {
             index: marker
@@ -410,6 +412,7 @@ def _known_markers(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) ->
 def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: float, *, partial: bool) -> None:
     documents = sum(marker["tally"]["documents_in"] for marker in markers)
     rejected = sum(sum(marker["tally"]["rejected"].values()) for marker in markers)
+    # A share of few documents is not meaningful, so a phase in progress is not stopped by one.
     if rejected <= limit * documents or (partial and documents < 10_000):
         return
     raise TooManyRejectedError(
@@ -455,6 +458,7 @@ def _stored_seconds(job: Job, summary: Summary) -> Summary:
 def _finish(job: Job, manifest: TaskManifest, phases: Sequence[Phase], summary: Summary) -> None:
     remove_temporary_files(job)  # a task that Ray restarted may leave files of its first attempt
     _collect_rejects(job, manifest, phases)
+    # Before the parts are removed: a run that is killed in between counts as complete when it is resumed.
     SUMMARY.write(job.work / "summary.json", summary.as_json())
     _remove_parts(job.work / "parts")
 

@@ -18,6 +18,7 @@ from .task_manifest import Job, Limits, Source, TaskManifest, make_manifest
 EXECUTOR_FLAGS = ("--executor", "--emit-sbatch", "--task-count")
 SUBMIT_ONLY_SWITCHES = ("--overwrite", "--no-overwrite")
 """Switches of the submitting command only: a job with ``--overwrite`` would discard the work of earlier jobs."""
+# Larger than any input: a phase whose number of tasks follows from the bytes of the inputs then has its maximum.
 UNKNOWN_BYTES = 1 << 50
 
 

@@ -156,6 +156,7 @@ class WordPieceTrainer(TokenizerTrainer):
     def _code_points(self, block: WordBlock) -> tuple[Ints, Ints, Ints]:
         """Code points ``[characters]``, whether each continues a word, and characters per word ``[words]``."""
         points = np.frombuffer(block.text.tobytes().decode().encode("utf-32-le"), dtype=np.uint32)
+        # In UTF-8, a byte 10xxxxxx continues a character, and any other byte begins one.
         before = np.cumsum(np.concatenate(([0], block.text & 0xC0 != 0x80)))
         ends = before[np.cumsum(block.lengths, dtype=np.int64)]
         lengths = np.diff(ends, prepend=0)

@@ -252,6 +252,7 @@ def _buckets(block: WordBlock, count: int) -> tuple[npt.NDArray[np.intp], npt.ND
     here = np.flatnonzero(block.counts == count)
     words = block.only(block.counts == count).words() if len(here) else []
     crcs = np.fromiter(map(zlib.crc32, words), dtype=np.int64, count=len(here))
+    # The upper 16 bits of the CRC-32; the product fits into int64.
     return here, crcs * CRC_BUCKETS >> 32
 
 
