@@ -502,7 +502,7 @@ class FastSentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Encode texts."""
-        # Not in parallel: tasks already run in one process per core.
+        # Not in parallel: tasks already run in parallel processes.
         encoded = self._tokenizer.encode_batch_list(list(texts), parallel=False)
         if resident_bytes() > self._limit:
             self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(self._model)
