@@ -99,6 +99,7 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{index_path}: has no valid weight_map: {error}") from error
+    # The index is an untrusted file and must not lead out of the directory.
     if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
         raise CorruptError(f"{index_path}: names files outside its directory")
     tensors: dict[str, Tensor] = {}

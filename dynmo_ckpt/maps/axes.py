@@ -63,6 +63,7 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
         raise UnsupportedError(
             f"{short_name(name)}: has the shape {list(tensor.shape)}; the model requires {list(expected)}"
         )
+    # From the last dimension: a dimension that is split moves only those after it.
     for dim in reversed(range(len(axes))):
         if len(axes[dim]) > 1:
             tensor = tensor.unflatten(dim, [sizes[axis] for axis in axes[dim]])

@@ -342,6 +342,7 @@ def _link_to_foreign(layout: Layout, link: Link, tensor: Tensor, *, rank: int, r
         size = layout.native_sizes[link.native_part[1]]
         part = part.narrow(axes.index(link.native_part[0]), link.native_begin, link.native_begin + size)
     foreign = _flat(link.foreign_axes)
+    # Padding before the split, because the ranks split the padded vocabulary into equal slices.
     part = _with_rows(_permuted(part, axes, foreign, link.foreign), foreign, layout.native_sizes, layout.foreign_sizes)
     if link.split and ranks > 1:
         step = layout.foreign_sizes[link.split] // ranks
@@ -396,6 +397,7 @@ def _link_to_native(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tens
             part = part.narrow(axes.index(link.foreign_part[0]), link.foreign_begin, link.foreign_begin + size)
         parts.append(_permuted(part, axes, native, link.native))
     joined = parts[0] if len(parts) == 1 else concatenate(parts, native.index(link.split))
+    # After the ranks are concatenated: padding rows are at the end of the complete vocabulary, not of each slice.
     return _with_rows(joined, native, layout.foreign_sizes, layout.native_sizes)
 
 
