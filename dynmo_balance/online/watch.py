@@ -64,7 +64,7 @@ class Watcher:
         self._plans = run / "plans"
         self._options, self._beat = options, beat
         self._tail = ProfileFollower(self._profile, beat=beat)
-        self._state = RunState(window_size=options.window)
+        self.state = RunState(window_size=options.window)
         self._base: Plan | None = None
         self._decided_at = -1
         self._last_warning = ""
@@ -84,7 +84,7 @@ class Watcher:
         news = self._tail.poll()
         if news.restarted:
             print_message("the profile was replaced or truncated: starting from scratch")
-            self._state = RunState(window_size=self._options.window)
+            self.state = RunState(window_size=self._options.window)
             self._base, self._decided_at = None, -1
             self._published.clear()
         for problem in news.problems:
@@ -103,16 +103,16 @@ class Watcher:
                 )
             elif isinstance(record, Step) and not self._has_warned_of_units:
                 self._has_warned_of_units = warn_of_units(self._profile, [record])
-            active_plan_id = self._state.active_plan_id
-            self._state.feed(record)
-            if self._state.active_plan_id != active_plan_id:
+            active_plan_id = self.state.active_plan_id
+            self.state.feed(record)
+            if self.state.active_plan_id != active_plan_id:
                 self._policy_state = self._policy_state.after_move()
                 overdue = False
             is_replayed = 0 < left <= MAX_REPLAYED_RECORDS
             if is_replayed and not headers and self._is_stateful and self._is_due():  # a header resets the policy state
                 overdue = self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and (
-            self._is_due() or (decides and self._state.header is not None)
+            self._is_due() or (decides and self.state.header is not None)
         ):
             self._decide()
         elif overdue and not self._options.lockstep:
@@ -130,10 +130,10 @@ class Watcher:
         self._decided_at, self._policy_state = decided_at, memory
 
     def _waiting_for_base(self) -> bool:
-        return self._state.requested_step is not None and self._base is None
+        return self.state.requested_step is not None and self._base is None
 
     def _is_due(self) -> bool:
-        state = self._state
+        state = self.state
         if state.header is None:
             return False
         if state.requested_step is not None:
@@ -151,17 +151,17 @@ class Watcher:
     def _decide(self, publishing: bool = True) -> bool:
         """Decide now; returns whether the decision made a plan that was neither published now nor before."""
         base = self._find_base()
-        now = max(self._state.last_step, self._state.requested_step or 0)
+        now = max(self.state.last_step, self.state.requested_step or 0)
         # After a restart past decisions are repeated, although the plans of this and of later decisions exist.
         if base is None or self._has_pending_plan(base, now if publishing else now - 1):
             return False
-        decision = decide(self._state, base, self._options, self._policy_state, self._previous())
-        self._decided_at, self._policy_state = self._state.last_step, decision.policy_state
+        decision = decide(self.state, base, self._options, self._policy_state, self._previous())
+        self._decided_at, self._policy_state = self.state.last_step, decision.policy_state
         if not publishing:
             return decision.plan is not None and not self._was_published(base)
         written = ""
         if decision.plan is not None:
-            segment = self._state.header.segment if self._state.header is not None else 0
+            segment = self.state.header.segment if self.state.header is not None else 0
             plan = publish(self._plans, _with_segment(decision.plan, segment))
             written = f"; wrote plan {plan.plan_id}"
         print_message(decision.line + written)
@@ -169,7 +169,7 @@ class Watcher:
 
     def _find_base(self) -> Plan | None:
         """The active plan: as the profile reports it, or else the newest initial partition."""
-        state = self._state
+        state = self.state
         if self._base is not None and (state.active_plan_id is None or self._base.plan_id == state.active_plan_id):
             return self._base
         numbers = plan_numbers(self._plans) if state.active_plan_id is None else [state.active_plan_id]
@@ -192,7 +192,7 @@ class Watcher:
 
     def _previous(self) -> Plan | None:
         """The plan that was active before this one, if it can be read."""
-        number = self._state.previous
+        number = self.state.previous
         if number is None:
             return None
         try:
@@ -202,7 +202,7 @@ class Watcher:
 
     def _has_pending_plan(self, base: Plan, last_step: int) -> bool:
         """Whether a plan of this segment and base, made up to ``last_step``, has no result yet."""
-        state = self._state
+        state = self.state
         for number, read_to_step in self._plans_after(base):
             if number in state.results:
                 break
@@ -212,11 +212,11 @@ class Watcher:
 
     def _was_published(self, base: Plan) -> bool:
         """Whether a plan of this segment and base was made at this step or later."""
-        return any(read_to_step >= self._state.last_step for _, read_to_step in self._plans_after(base))
+        return any(read_to_step >= self.state.last_step for _, read_to_step in self._plans_after(base))
 
     def _plans_after(self, base: Plan) -> Iterator[tuple[int, int]]:
         """Number and step of the plans of this segment that are based on the active plan, newest first."""
-        segment = self._state.header.segment if self._state.header is not None else 0
+        segment = self.state.header.segment if self.state.header is not None else 0
         for number in reversed(plan_numbers(self._plans)):
             if number <= base.plan_id:
                 break

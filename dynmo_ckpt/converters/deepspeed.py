@@ -67,7 +67,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
         UnsupportedError: experts, or an unknown layer.
         UsageError: the step is missing, or the model needs an option.
     """
-    directory = _step_directory(path, options.step)
+    directory = step_directory(path, options.step)
     ranks = _numbered(directory, RANK_FILE)
     if not ranks:
         raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
@@ -203,7 +203,12 @@ def _by_layer(
     return found
 
 
-def _step_directory(path: Path, step: int | None) -> Path:
+def step_directory(path: Path, step: int | None) -> Path:
+    """Directory of a step, by default of the one that ``latest`` names.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
     if step is None and not (path / "latest").is_file():
         return path
     name = f"global_step{step}" if step is not None else read_word(path / "latest")

@@ -56,7 +56,7 @@ def new_directory(target: Path) -> Iterator[Path]:
             sync_directory(directory)
         if target.exists():
             # rename does not replace a directory with contents, so two renames are needed. Between them the target is
-            # missing; after an error there, _clean_up restores it.
+            # missing; after an error there, clean_up restores it.
             target.rename(previous)
         staging.rename(target)
         sync_directory(target.parent)
@@ -64,13 +64,13 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise StorageError(f"{target}: {error.strerror or error}; no output was kept") from error
     finally:
         try:
-            _clean_up(target, staging, previous)
+            clean_up(target, staging, previous)
         finally:
             # Again: a signal just before _defer_signals interrupts the first call. A second call is idempotent.
-            _clean_up(target, staging, previous)
+            clean_up(target, staging, previous)
 
 
-def _clean_up(target: Path, staging: Path, previous: Path) -> None:
+def clean_up(target: Path, staging: Path, previous: Path) -> None:
     """Restore the previous target where no new one has replaced it, and remove the rest."""
     with _defer_signals():
         if previous.exists() and not target.exists():

@@ -87,7 +87,9 @@ def model_of(
         "layernorm_epsilon": float(epsilon) if isinstance(epsilon, int | float) else 1e-5,
     }
     if family == "llama":
-        return model | _llama(path, args, rows("encoder.layers.0.self_attention.query_key_value")[0] * ranks, model)
+        return model | llama_sizes(
+            path, args, rows("encoder.layers.0.self_attention.query_key_value")[0] * ranks, model
+        )
     is_tanh = bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False))
     model["max_position_embeddings"] = rows("embedding.position_embeddings")[0]
     model["activation"] = "gelu_tanh" if is_tanh else "gelu"
@@ -122,7 +124,12 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
     return {"vocab_size": vocab, "padded_vocab_size": padded}
 
 
-def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> dict[str, Any]:
+def llama_sizes(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that only Llama has, from Megatron's arguments and the number of rows of the qkv weight.
+
+    Raises:
+        UnsupportedError: rows and arguments contradict each other.
+    """
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     width = args.get("kv_channels") or hidden // heads
     # The matrix has a row block for each query head, and two, key and value, for each group.
@@ -211,11 +218,12 @@ def legacy_args(
         args |= {f"{side}_seq_length": model["max_position_embeddings"] for side in ("encoder", "decoder")}
         args["pipeline_model_parallel_split_rank"] = split_rank
     if model["family"] == "llama":
-        args |= _llama_args(model)
+        args |= llama_args(model)
     return args
 
 
-def _llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
+def llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments of a Llama, from the manifest's ``model``."""
     heads, scaling = model["num_attention_heads"], model.get("rotary_scaling")
     groups = model.get("num_key_value_heads", heads)
     args = {

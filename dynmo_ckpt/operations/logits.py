@@ -207,7 +207,7 @@ def hf_logits(
     with _silent(transformers):
         try:
             opened = getattr(transformers, _class_name(directory, model))
-            weight_type = {_dtype_argument(transformers.__version__): torch.float32}
+            weight_type = {dtype_argument(transformers.__version__): torch.float32}
             loaded, found = opened.from_pretrained(directory, output_loading_info=True, **weight_type)
             _refuse_unlike(directory, found, KEYS_OF_SOURCE if is_source else KEYS_OF_TARGET)
             if dtype is not None:
@@ -245,7 +245,7 @@ def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
     return inputs
 
 
-def _dtype_argument(version: str) -> str:
+def dtype_argument(version: str) -> str:
     """The argument of ``from_pretrained`` for the weight type: ``dtype`` since transformers 4.56."""
     release = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     return "dtype" if release >= (4, 56) else "torch_dtype"

@@ -81,7 +81,7 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
         StorageError: no space or permission, or the written bytes read back differently.
         UnsupportedError: the logits of input and output differ.
     """
-    small = {**plan.small_files, "conversion.json": _record(source, plan.decisions)}
+    small = {**plan.small_files, "conversion.json": conversion_record(source, plan.decisions)}
     total = sum(file.num_bytes for file in plan.files) + sum(map(len, small.values()))
     if settings.plan_only:
         _show_plan(source, target, plan.files, small, total, settings)
@@ -105,7 +105,12 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
 _CONVERSION = obj({**ENVELOPE, "source": string(), "decisions": mapping(anything())})
 
 
-def _record(source: Path, decisions: Mapping[str, Any]) -> bytes:
+def conversion_record(source: Path, decisions: Mapping[str, Any]) -> bytes:
+    """Contents of ``conversion.json``.
+
+    Raises:
+        WriterError: a decision that a reader would refuse.
+    """
     document = envelope("dynmo.conversion", 1, f"dynmo-ckpt {__version__}")
     payload = encode_json({**document, "source": str(source), "decisions": dict(decisions)})
     problems: list[Problem] = []

@@ -27,7 +27,7 @@ def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -
         yield index, run_task(job, phase, index, report)
 
 
-def _worker_main(connection: Connection, job: Job) -> None:
+def worker_main(connection: Connection, job: Job) -> None:
     """Main loop of a worker: receive a task, run it, send the result; None stops it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops its workers with SIGTERM
     signal.signal(signal.SIGTERM, _stop)
@@ -102,7 +102,7 @@ def _start_worker(job: Job) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     # A daemon is terminated when its parent exits, so no worker outlives a failed run.
-    process = context.Process(target=_worker_main, args=(theirs, job), daemon=True)
+    process = context.Process(target=worker_main, args=(theirs, job), daemon=True)
     with _hidden_main_module():
         process.start()
     # With this end closed, recv raises EOFError when the worker dies; otherwise it would wait forever.

@@ -233,7 +233,7 @@ class RoutedTokenizer:
     """
 
     def __init__(self, fast: Tokenizer, exact: Tokenizer, strings: Iterable[str]) -> None:
-        self._fast, self._exact = fast, exact
+        self.fast, self.exact = fast, exact
         self._pattern = special_pattern(strings)
         self.num_ids = exact.num_ids
         self.token_id = exact.token_id
@@ -243,9 +243,9 @@ class RoutedTokenizer:
         """Encode texts."""
         special = [self._is_special(text) for text in texts]
         if not any(special):
-            return self._fast.encode_batch(texts)
+            return self.fast.encode_batch(texts)
         encoded = []
-        for is_exact, tokenizer in ((False, self._fast), (True, self._exact)):
+        for is_exact, tokenizer in ((False, self.fast), (True, self.exact)):
             chosen = [text for text, is_special in zip(texts, special, strict=True) if is_special is is_exact]
             batch = tokenizer.encode_batch(chosen)
             encoded.append(iter(np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) if chosen else []))
@@ -319,7 +319,12 @@ def _text(path: Path) -> str:
     return read_text(path, MAX_TABLE_BYTES)
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """Ids of a ``vocab.json`` by token.
+
+    Raises:
+        UsageError: the file is not a JSON object of tokens and integer ids.
+    """
     try:
         vocabulary = parse_any_json(_text(path), MAX_TABLE_BYTES)
     except ValueError as error:
@@ -335,7 +340,7 @@ def gpt2_definition(vocab: Path, merges: Path) -> Definition:
     Raises:
         UsageError: a file is invalid, or the merges do not match the vocabulary.
     """
-    ids = _vocabulary(vocab)
+    ids = read_vocabulary(vocab)
     lines = _merge_lines(_text(merges))
     for number, line in enumerate(lines):
         pair = line.split(" ")
@@ -545,7 +550,7 @@ class WhitespaceTokenizer:
     """
 
     def __init__(self, vocab: Path) -> None:
-        self._vocabulary = _vocabulary(vocab)
+        self._vocabulary = read_vocabulary(vocab)
         unknown = self._vocabulary.get("<unk>")
         if unknown is None:
             raise UsageError(f"{vocab}: <unk> is missing; it is required for unknown words")

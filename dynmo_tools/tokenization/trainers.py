@@ -103,7 +103,7 @@ class ByteLevelTrainer(TokenizerTrainer):
 
     def alphabet(self, _begin: Iterable[int], _continuing: Iterable[int]) -> list[str]:
         """Special tokens, then the characters of bytes."""
-        characters = _characters_of_bytes()
+        characters = characters_of_bytes()
         tokens = list(dict.fromkeys([*self.special, *sorted(characters)]))
         self._ids = np.array([tokens.index(character) for character in characters], dtype=np.int32)
         return tokens
@@ -122,7 +122,7 @@ class ByteLevelTrainer(TokenizerTrainer):
         return tokenizer
 
 
-def _characters_of_bytes() -> list[str]:
+def characters_of_bytes() -> list[str]:
     """What GPT-2 writes for each byte: itself where it is printable in Latin-1, else one of the characters from 256."""
     others = iter(range(256, 512))
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -138,8 +138,8 @@ class WordPieceTrainer(TokenizerTrainer):
         super().__init__(special or ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"))
         self._lower = lower
         library = import_or_extra("tokenizers")
-        self._normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
-        self._pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        self.normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+        self.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
         self._ids = np.zeros((2, 0), dtype=np.int32)
 
     def splitter(self) -> Splitter:
@@ -150,8 +150,8 @@ class WordPieceTrainer(TokenizerTrainer):
         """Words and single punctuation marks, after BERT's normalization."""
         if piece.isascii() and piece.isalnum():
             return ((piece.lower() if self._lower else piece).encode(),)
-        cleaned = self._normalizer.normalize_str(piece)
-        return [word.encode() for word, _ in self._pre_tokenizer.pre_tokenize_str(cleaned)]
+        cleaned = self.normalizer.normalize_str(piece)
+        return [word.encode() for word, _ in self.pre_tokenizer.pre_tokenize_str(cleaned)]
 
     def _code_points(self, block: WordBlock) -> tuple[Ints, Ints, Ints]:
         """Code points ``[characters]``, whether each continues a word, and characters per word ``[words]``."""
@@ -192,8 +192,8 @@ class WordPieceTrainer(TokenizerTrainer):
         """BERT's tokenizer."""
         library = import_or_extra("tokenizers")
         tokenizer = library.Tokenizer(library.models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
-        tokenizer.normalizer = self._normalizer
-        tokenizer.pre_tokenizer = self._pre_tokenizer
+        tokenizer.normalizer = self.normalizer
+        tokenizer.pre_tokenizer = self.pre_tokenizer
         tokenizer.decoder = library.decoders.WordPiece()
         return tokenizer
 

@@ -79,23 +79,23 @@ class Frontier:
         self._source = source
         self._window, self._max_active_hosts = window, hosts
         self._new_hosts: dict[str, Host] = {}
-        self._active_hosts: dict[str, Host] = {}
+        self.active_hosts: dict[str, Host] = {}
         self._num_queued = 0
         self._ended = False
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     def take(self) -> tuple[Request, Host] | None:
         """The next request and its host, which belongs to the caller until ``release``; None at the end.
 
         Blocks until a host may be requested.
         """
-        with self._changed:
+        with self.changed:
             while True:
                 self._fill()
                 if self._num_queued == 0 or self._ended:
                     return None
                 now = time.monotonic()
-                usable = [host for host in self._active_hosts.values() if host.waiting and not host.busy]
+                usable = [host for host in self.active_hosts.values() if host.waiting and not host.busy]
                 host = min(usable, key=lambda one: one.free_at, default=None)
                 if host is None or host.free_at > now:
                     host = self._activate_host(now) or host
@@ -104,33 +104,33 @@ class Frontier:
                     self._num_queued -= 1
                     return host.waiting.popleft(), host
                 # also of hosts without URLs: a new host may be waiting for one of their slots
-                later = [one.free_at for one in self._active_hosts.values() if one.free_at > now and not one.busy]
-                self._changed.wait(min(later) - now if later else None)
+                later = [one.free_at for one in self.active_hosts.values() if one.free_at > now and not one.busy]
+                self.changed.wait(min(later) - now if later else None)
 
     def release(self, host: Host) -> None:
         """Release a host after a request."""
-        with self._changed:
+        with self.changed:
             host.busy = False
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def add(self, request: Request) -> None:
         """Queue a redirect, before the other requests of its host."""
-        with self._changed:
+        with self.changed:
             self._host(request.url).waiting.appendleft(request)
             self._num_queued += 1
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def host_of(self, url: str) -> Host:
         """The host of a URL, for a request between its turns."""
-        with self._changed:
+        with self.changed:
             key = host_key(url)
-            host = self._active_hosts[key] = self._host(url)
+            host = self.active_hosts[key] = self._host(url)
             self._new_hosts.pop(key, None)
             return host
 
     def reserve(self, host: Host, delay_s: float) -> float:
         """Reserve the next request to a host; returns the seconds to wait."""
-        with self._changed:
+        with self.changed:
             now = time.monotonic()
             start = max(now, host.free_at)
             host.free_at = start + delay_s
@@ -138,14 +138,14 @@ class Frontier:
 
     def delay_next(self, host: Host, delay_s: float) -> None:
         """A request to a host ended: the next one may start after the delay."""
-        with self._changed:
+        with self.changed:
             host.free_at = max(host.free_at, time.monotonic() + delay_s)
 
     def close(self) -> None:
         """Stop: ``take`` returns None."""
-        with self._changed:
+        with self.changed:
             self._ended = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _fill(self) -> None:
         """Read URLs of the list until the window is full."""
@@ -155,21 +155,21 @@ class Frontier:
 
     def _host(self, url: str) -> Host:
         key = host_key(url)
-        return self._active_hosts.get(key) or self._new_hosts.setdefault(key, Host())
+        return self.active_hosts.get(key) or self._new_hosts.setdefault(key, Host())
 
     def _activate_host(self, now: float) -> Host | None:
         """Activate the first new host if a slot is free; an idle host without URLs releases its slot."""
         if not self._new_hosts:
             return None
-        while len(self._active_hosts) >= self._max_active_hosts:
+        while len(self.active_hosts) >= self._max_active_hosts:
             idle = (
                 key
-                for key, host in self._active_hosts.items()
+                for key, host in self.active_hosts.items()
                 if not (host.waiting or host.busy) and host.free_at <= now
             )
             if (old := next(idle, None)) is None:
                 return None
-            del self._active_hosts[old]
+            del self.active_hosts[old]
         key = next(iter(self._new_hosts))
-        host = self._active_hosts[key] = self._new_hosts.pop(key)
+        host = self.active_hosts[key] = self._new_hosts.pop(key)
         return host

@@ -187,7 +187,12 @@ def _sentence_piece(path: Path) -> Tokenizer:
     )
 
 
-def _words(path: Path) -> dict[str, int]:
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """Ids of a ``vocab.json`` by token.
+
+    Raises:
+        UsageError: the file is not a JSON object of tokens and ids of at least 0.
+    """
     try:
         words = read_any_json(path, MAX_TABLE_BYTES)
     except DocumentError as error:
@@ -203,7 +208,7 @@ def _words(path: Path) -> dict[str, int]:
 
 def _whitespace(path: Path) -> Tokenizer:
     """Words separated by white space, with ids from a JSON vocabulary; unknown words get that of ``<unk>``."""
-    ids = _words(path)
+    ids = read_vocabulary(path)
     if UNKNOWN_WORD not in ids:
         raise UsageError(f"{path}: must have an id for {UNKNOWN_WORD}, the token of unknown words; add one")
     words = {number: word for word, number in ids.items()}
@@ -280,5 +285,5 @@ def _size(named: TokenizerFiles) -> int:
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} is not a SentencePiece model: {reason(error)}") from error
     if named.kind == "GPT2BPETokenizer":
-        return max(_words(named.files["vocab.json"]).values()) + 1
+        return max(read_vocabulary(named.files["vocab.json"]).values()) + 1
     return open_tokenizer(named).vocab_size

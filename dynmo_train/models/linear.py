@@ -167,7 +167,7 @@ class PrunableLinear(nn.Module):
         self.columns: torch.Tensor | None = None
         self.enter: StreamEnd | None = None
         self.leave: StreamEnd | None = None
-        self._pattern: CsrPattern | None = None
+        self.pattern: CsrPattern | None = None
         self._values: torch.Tensor | None = None
         self._sparse: torch.Tensor | None = None
 
@@ -193,7 +193,7 @@ class PrunableLinear(nn.Module):
             self.rows, self.columns = unpruned_lines(mask_OI)
             return
         self.form = table.form(mask_OI, self.weight.device.type)
-        self._pattern = csr_pattern(mask_OI) if self.form == CSR else None
+        self.pattern = csr_pattern(mask_OI) if self.form == CSR else None
 
     def weights_changed(self) -> None:
         """Discard what was derived from the weight; call this after each write to it."""
@@ -215,8 +215,8 @@ class PrunableLinear(nn.Module):
         # An expert may have no token; the sparse products are not called with empty inputs.
         if not x.numel():
             return F.linear(x, self.weight, bias)
-        if self._pattern is not None:
-            y_NO = self._csr(x.reshape(-1, x.shape[-1]), self._pattern)
+        if self.pattern is not None:
+            y_NO = self._csr(x.reshape(-1, x.shape[-1]), self.pattern)
         elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:
             if self._sparse is None:
                 self._sparse = sparse_copy(self.weight.detach(), self.form)

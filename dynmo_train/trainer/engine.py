@@ -229,18 +229,18 @@ class Engine:
         self.techniques = Techniques(settings.techniques, family=family, store=self.item_store, world=world)
         self._item_names = tuple(item.name for item in family.items)
         self.shape = settings.pipeline
-        self._codec, self._replica_codec = None, None
+        self._codec, self.replica_codec = None, None
         self._fused: frozenset[str] = frozenset()
         if settings.compression.replica_rank is not None and world.dims.data > 1:
             seed = settings.pipeline.seed
-            self._replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.profiler.clock)
+            self.replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.profiler.clock)
         if settings.compression.fuse_ties:
             self._fused = fused_parameters(self.item_store, family.ties, world)
-        self._reducer = GradientReducer(
+        self.grad_reducer = GradientReducer(
             self.item_store,
             world,
             overlap=settings.overlap_reduction,
-            compressor=self._replica_codec,
+            compressor=self.replica_codec,
             excluded=self._fused,
         )
         if settings.compression.boundary_rank is not None:
@@ -298,12 +298,12 @@ class Engine:
     @property
     def chooses_replica_workers(self) -> bool:
         """Whether the number of pipeline ranks that compress between replicas is chosen during the run."""
-        return self._replica_codec is not None and self.settings.compression.choose_workers
+        return self.replica_codec is not None and self.settings.compression.choose_workers
 
     def choose_replica_workers(self, count: int) -> None:
         """Let the first ``count`` pipeline ranks compress between replicas; no effect where the number is fixed."""
-        if self._replica_codec is not None and self.settings.compression.choose_workers:
-            self.replica_workers = self._replica_codec.num_compressing_stages = count
+        if self.replica_codec is not None and self.settings.compression.choose_workers:
+            self.replica_workers = self.replica_codec.num_compressing_stages = count
 
     def _set_shape_for(self, batch: Batch) -> None:
         """Rebuild the pipeline where the number of microbatches or the sample length of ``batch`` differs."""
@@ -324,7 +324,7 @@ class Engine:
                 self.item_store.modules,
                 self.techniques.frozen_items,
                 self.profiler,
-                self._reducer.item_is_final if self._reducer.overlaps else None,
+                self.grad_reducer.item_is_final if self.grad_reducer.overlaps else None,
                 self._codec,
             )
         return self._pipeline
@@ -347,12 +347,12 @@ class Engine:
             technique.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
-        if self._replica_codec is not None:
-            self._replica_codec.begin_step(batch.step, self.scaler.scale)
+        if self.replica_codec is not None:
+            self.replica_codec.begin_step(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._local_batch(batch))
         for technique in self.techniques:
             technique.after_backward(batch.step)
-        norm = self._prepare_gradients(batch.step)
+        norm = self.prepare_gradients(batch.step)
         total = self._mean_loss(loss)
         updated = math.isfinite(norm) and math.isfinite(total)
         is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
@@ -364,7 +364,7 @@ class Engine:
         else:
             self.item_store.zero_grad()
             # Error feedback would add the infinities of this step to the gradients of the next one.
-            for codec in (self._codec, self._replica_codec):
+            for codec in (self._codec, self.replica_codec):
                 if codec is not None:
                     codec.drop_nonfinite()
         self.scaler.update(finite=updated)
@@ -397,7 +397,7 @@ class Engine:
             # CUDA events can be read only after the device has reached them.
             torch.cuda.synchronize(self.world.device)
         boundaries = self._codec.stats if self._codec is not None else {}
-        replicas = self._replica_codec.stats if self._replica_codec is not None else {}
+        replicas = self.replica_codec.stats if self.replica_codec is not None else {}
         local = {
             "boundaries": {name: one.document(self.profiler.clock) for name, one in boundaries.items()},
             "replicas": {name: one.document(self.profiler.clock) for name, one in replicas.items()},
@@ -408,13 +408,13 @@ class Engine:
     def _local_batch(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.data_rank, self.world.dims.data, self.shape.microbatches)
 
-    def _prepare_gradients(self, step: int) -> float:
+    def prepare_gradients(self, step: int) -> float:
         """Reduce, mask and unscale the gradients in place; their global norm.
 
         The order of the additions determines the bits: microbatches, then replicas, then copies of tied weights.
         """
         ties = self.family.ties
-        self._reducer.finish()
+        self.grad_reducer.finish()
         add_token_gradients(self.item_store)
         owners = self.partition.item_ranks()
         if self._fused:
@@ -565,8 +565,8 @@ class Engine:
         self._pipeline = None
         for technique in self.techniques:
             technique.set_world(world)
-        if self._replica_codec is not None:
-            self._replica_codec.set_world(world)
+        if self.replica_codec is not None:
+            self.replica_codec.set_world(world)
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> float:

@@ -121,7 +121,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
-    bert = run_on_all_ranks(world, lambda: _bert(config, world)) if checkpoint is None else None
+    bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_facts(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
@@ -233,7 +233,7 @@ def _takes_weights_only(config: Config, checkpoint: Checkpoint) -> bool:
     return config.run.finetune or (manifest["optimizer"] is None and not manifest["consumed_train_samples"])
 
 
-def _bert(config: Config, world: World) -> Checkpoint | None:
+def bert_checkpoint(config: Config, world: World) -> Checkpoint | None:
     """The checkpoint of ``--bert-load``; None without the option."""
     path = config.ict.bert_load
     if path is None:

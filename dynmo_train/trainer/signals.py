@@ -64,7 +64,7 @@ class DistributedSignalHandler:
         self._now, self._time_limit_s = now, time_limit_s
         self._launched = is_launched(os.environ) if launched is None else launched
         self._start_s = now()
-        self._received = {"save": False, "terminate": False, "interrupt": False, "relaunch": False}
+        self.received = {"save": False, "terminate": False, "interrupt": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> DistributedSignalHandler:
@@ -82,29 +82,29 @@ class DistributedSignalHandler:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._launched and (self._received["terminate"] or self._received["interrupt"]):
+        if self._launched and (self.received["terminate"] or self.received["interrupt"]):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the last checkpoint may still be being written
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
-        self._received["save"] = True
+        self.received["save"] = True
 
     def _on_relaunch(self, _number: int, _frame: FrameType | None) -> None:
-        self._received["relaunch"] = True
+        self.received["relaunch"] = True
 
     def _on_terminate(self, _number: int, _frame: FrameType | None) -> None:
-        if self._received["terminate"] and not self._launched:
+        if self.received["terminate"] and not self._launched:
             raise SystemExit(EXIT_TERMINATED)
-        self._received["terminate"] = True
+        self.received["terminate"] = True
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if self._received["interrupt"] and not self._launched:
+        if self.received["interrupt"] and not self._launched:
             raise SystemExit(EXIT_INTERRUPTED)
-        if not self._received["interrupt"]:
+        if not self.received["interrupt"]:
             # os.write and not a stream: the signal may have interrupted a write to that stream.
             with contextlib.suppress(OSError):
                 os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again exits now, without saving\n")
-        self._received["interrupt"] = True
+        self.received["interrupt"] = True
 
     def at_boundary(self, world: World, *, relaunch: bool = False) -> BoundarySignals:
         """Agree on what any rank was signalled. Every rank calls this after every step.
@@ -116,7 +116,7 @@ class DistributedSignalHandler:
         Returns:
             The actions, equal on all ranks.
         """
-        received = self._received
+        received = self.received
         is_over_time = self._time_limit_s is not None and self._now() - self._start_s > self._time_limit_s
         # Read before the collective: a signal that arrives while this rank waits in it counts at the next boundary.
         save, received["save"] = received["save"], False

@@ -183,7 +183,7 @@ def test_dead_worker_ends_the_run_with_its_task_name(tmp_path, monkeypatch):
     # A spawned process imports what it runs: from a module of its own, wherever pytest was started.
     (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("dying").die)
+    monkeypatch.setattr("dynmo_tools.runner.local.worker_main", importlib.import_module("dying").die)
     with WorkerPool(job, 2) as pool, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
         list(pool.run(phase, range(3), lambda documents, size: None))
 
@@ -199,7 +199,7 @@ def test_workers_are_reused_across_phases(tmp_path, monkeypatch):
         "        connection.send(('done', task[1], (os.getpid(), task[0].name)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("reporting_worker").serve)
+    monkeypatch.setattr("dynmo_tools.runner.local.worker_main", importlib.import_module("reporting_worker").serve)
     results = []
     with WorkerPool(job, 2) as pool:
         for name in ("one", "two"):

@@ -246,7 +246,7 @@ def test_frontier_returns_urls_of_available_hosts(monkeypatch):
         waited.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr(frontier._changed, "wait", wait)
+    monkeypatch.setattr(frontier.changed, "wait", wait)
     found = frontier.take()
     assert (found[0].url, waited) == ("http://a/2", [10.0])
     # in the room of b, which may be forgotten when its delay is over
@@ -264,7 +264,7 @@ def test_frontier_window_and_hosts_are_bounded():
     while (found := frontier.take()) is not None:
         given.append(found[0].number)
         assert next(read) <= 2 * len(given) + 66  # this count itself reads one a turn
-        assert len(frontier._active_hosts) <= 3
+        assert len(frontier.active_hosts) <= 3
         frontier.release(found[1])
     assert len(given) == 5000
 

@@ -79,8 +79,8 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + world.rank))
         bias.grad = torch.full_like(bias, world.rank + 1.0)
         gradients = gather_over(world.groups.data, parameter.grad.clone())
-        engine._replica_codec.begin_step(step, scale)
-        engine._reducer.finish()
+        engine.replica_codec.begin_step(step, scale)
+        engine.grad_reducer.finish()
         matrices = [g + scale * e for g, e in zip(gradients, owed, strict=True)] if feedback else gradients
         left = factor @ sum(matrices).T
         orthonormalize(left)

@@ -135,7 +135,7 @@ watch_launcher(os.environ)
 with DistributedSignalHandler(None) as signal_handler:
     Path(f"part-{rank}").write_text(str(os.getpid()))
     os.replace(f"part-{rank}", f"pid-{rank}")
-    while not signal_handler._received["terminate"]:
+    while not signal_handler.received["terminate"]:
         time.sleep(0.05)
     end = time.monotonic() + 1.5  # longer than the grace
     while time.monotonic() < end:

@@ -121,7 +121,7 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
         )
         return 1.0
 
-    engine._prepare_gradients = look
+    engine.prepare_gradients = look
     from tests.distributed.scenario import batch_of
 
     try:

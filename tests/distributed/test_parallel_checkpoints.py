@@ -175,7 +175,7 @@ def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, in
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
     saving = Checkpointer(engine, Path(folder), async_save=True, on_saved=lambda _: None, on_failure=lambda *_: None)
     saving.at_boundary()
-    saving._allocation.join()
+    saving.allocation.join()
     prepared = {name: copy.data_ptr() for name, copy in saving.buffers.tensors.items()}
     saving.save(facts(1))
     saving.wait()

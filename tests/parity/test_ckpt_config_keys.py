@@ -18,7 +18,7 @@ from dynmo_ckpt.huggingface.config_keys import complete_config, irrelevant_keys,
 from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.operations.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
+from dynmo_ckpt.operations.logits import dtype_argument, fixed_tokens, hf_difference, hf_logits
 
 EIGHT = ReadOptions(make_vocab_size_divisible_by=8)
 SIZES = {
@@ -265,7 +265,7 @@ def test_logits_error_names_option_of_convert_only(run, tmp_path):
     [("4.50.3", "torch_dtype"), ("4.55.0", "torch_dtype"), ("4.56.0", "dtype"), ("5.0.0rc1", "dtype")],
 )
 def test_dtype_argument_is_that_of_the_release(version, name):
-    assert _dtype_argument(version) == name
+    assert dtype_argument(version) == name
 
 
 def test_convert_model_above_budget_skips_logits(run, tmp_path, monkeypatch):

@@ -27,7 +27,12 @@ class CheckpointError(UsageError):
     """A checkpoint is missing, incomplete or altered; the message names the file and the tensor."""
 
 
-def _load_manifest(step_dir: Path) -> dict[str, Any]:
+def load_manifest(step_dir: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a valid manifest.
+    """
     path = step_dir / "manifest.json"
     try:
         return parse_manifest(read_bytes(path, MAX_TABLE_BYTES), str(path))
@@ -38,7 +43,7 @@ def _load_manifest(step_dir: Path) -> dict[str, Any]:
 def _fault(step_dir: Path, *, weights_only: bool = False) -> str:
     """Return why ``step_dir`` is not a complete checkpoint (manifest, sizes of files); empty if it is."""
     try:
-        manifest = _load_manifest(step_dir)
+        manifest = load_manifest(step_dir)
     except (CheckpointError, DocumentError) as error:
         return str(error)
     for name, entry in _needed_files(manifest, weights_only=weights_only).items():
@@ -110,7 +115,7 @@ def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: 
     fault = _fault(step_dir, weights_only=weights_only)
     if fault:
         return fault
-    files = _needed_files(_load_manifest(step_dir), weights_only=weights_only)
+    files = _needed_files(load_manifest(step_dir), weights_only=weights_only)
     for name in sorted(files, key=lambda name: -files[name]["bytes"])[part::parts]:
         path = step_dir / name
         try:
@@ -137,7 +142,7 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
         CheckpointError: The manifest cannot be read.
         DocumentError: The manifest is invalid.
     """
-    return Checkpoint(directory=step_dir, manifest=_load_manifest(step_dir))
+    return Checkpoint(directory=step_dir, manifest=load_manifest(step_dir))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class BoundaryCodec:
         if settings.boundary_rank is None:
             raise ValueError("compression of boundaries needs a rank")
         self.settings, self._rank = settings, settings.boundary_rank
-        self._store, self._seed, self._clock = store, seed, clock
+        self.store, self._seed, self._clock = store, seed, clock
         self._loss_scale = 1.0
         self.stats: dict[str, BoundaryStats] = {}
         # (item, value) -> error and activation of the previous microbatch, for the statistics.
@@ -60,30 +60,30 @@ class BoundaryCodec:
         self.stats = {}
         self._previous = {}
         if self.settings.feedback_within_step:
-            for item, memories in self._store.memories.items():
+            for item, memories in self.store.memories.items():
                 for name in self._names_of(item):
                     if name.endswith(f".{ERROR}"):
                         memories[name].zero_()
 
     def keep_only(self, items: set[str]) -> None:
         """Drop the memories of boundaries that are not before one of these items."""
-        for item in self._store.memories:
+        for item in self.store.memories:
             if item not in items:
                 self._drop(item)
 
     def drop_nonfinite(self) -> None:
         """After a step with gradients that are not finite: drop the memories that these have spoilt."""
-        for item, memories in self._store.memories.items():
+        for item, memories in self.store.memories.items():
             if not all(bool(memories[name].isfinite().all()) for name in self._names_of(item)):
                 self._drop(item)
 
     def _names_of(self, item: str) -> list[str]:
         prefix = memory_name(item, "boundary", "")
-        return [name for name in self._store.memories[item] if name.startswith(prefix)]
+        return [name for name in self.store.memories[item] if name.startswith(prefix)]
 
     def _drop(self, item: str) -> None:
         for name in self._names_of(item):
-            del self._store.memories[item][name]
+            del self.store.memories[item][name]
 
     def empty(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """Allocate the factors of a gradient of ``shape``, flat float32 ``[(N + D) * R]``."""
@@ -152,12 +152,12 @@ class BoundaryCodec:
 
     def _memory(self, item: str, value: str, kind: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return a memory; None where there is none of this shape."""
-        memory = self._store.memories.get(item, {}).get(memory_name(item, "boundary", value, kind))
+        memory = self.store.memories.get(item, {}).get(memory_name(item, "boundary", value, kind))
         # The first dimension, of size 1, is this process's place in the tensor of all processes in a checkpoint.
         return None if memory is None or memory.shape[1:] != shape else memory[0]
 
     def _set_memory(self, item: str, value: str, kind: str, memory: torch.Tensor) -> torch.Tensor:
-        self._store.memories.setdefault(item, {})[memory_name(item, "boundary", value, kind)] = memory[None]
+        self.store.memories.setdefault(item, {})[memory_name(item, "boundary", value, kind)] = memory[None]
         return memory
 
     def decode(self, flat: torch.Tensor, out: torch.Tensor, item: str) -> None:

@@ -74,7 +74,7 @@ class Checkpointer:
         self._on_saved, self._on_failure = on_saved, on_failure
         self.failure: str | None = None
         self.buffers = HostBuffers() if async_save else None
-        self._allocation: threading.Thread | None = None
+        self.allocation: threading.Thread | None = None
         self._pending: PendingSave | None = None
         self._start_s, self._stalled_s = 0.0, 0.0
 
@@ -82,8 +82,8 @@ class Checkpointer:
         """Start a checkpoint of the current state; without ``async_save`` it is in place on return."""
         self.wait()
         self._start_s = time.perf_counter()
-        if self._allocation is not None:
-            self._allocation.join()
+        if self.allocation is not None:
+            self.allocation.join()
         self._pending = PendingSave(self._engine, self._checkpoints, metadata, buffers=self.buffers)
         if self._async_save:
             self._pending.write_async()
@@ -94,12 +94,12 @@ class Checkpointer:
 
     def at_boundary(self) -> None:
         """Advance a save in progress. Every rank calls this at the same boundary."""
-        if self.buffers is not None and self._allocation is None:
+        if self.buffers is not None and self.allocation is None:
             # In a thread, before the first save: touching fresh memory takes longer than the copy.
-            self._allocation = threading.Thread(
+            self.allocation = threading.Thread(
                 target=self.buffers.allocate, args=(host_buffer_shapes(self._engine),), daemon=True
             )
-            self._allocation.start()
+            self.allocation.start()
         if self._pending is None:
             return
         start_s = time.perf_counter()

@@ -55,7 +55,12 @@ class Comparison:
         return asdict(self)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics or event file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
     try:
         return list(read_records(path))
     except UnreadableError as error:
@@ -66,7 +71,7 @@ def _moves(run: Path) -> tuple[int, int, int]:
     """Number of moved items, moved bytes and step of the last migration of a run; zeros without any."""
     if not (run / "events.jsonl").exists():
         return 0, 0, 0
-    applied = [event for event in _lines(run / "events.jsonl") if event["kind"] == "plan_applied"]
+    applied = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "plan_applied"]
     return (
         sum(len(event["moves"]) for event in applied),
         sum(event["bytes"] for event in applied),
@@ -83,7 +88,7 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     trained: list[dict[int, dict[str, Any]]] = []
     validated: list[dict[int, float]] = []
     for run in (first, second):
-        lines = _lines(run / "metrics.jsonl")
+        lines = read_lines(run / "metrics.jsonl")
         trained.append({line["step"]: line for line in lines if "lm_loss" in line})
         validated.append({line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line})
     common = sorted(set(trained[0]) & set(trained[1]))

@@ -71,7 +71,8 @@ class RunStatus:
         return self.train_iters is not None and self.step >= self.train_iters
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics, profile or event file; none while the file does not exist or cannot be read."""
     try:
         return list(read_records(path))
     except UnreadableError:
@@ -108,10 +109,10 @@ def read_run_status(run: Path) -> RunStatus:
         document = read_any_json(run / "run.json")
     except DocumentError as error:
         raise UsageError(f"{run} is not a run directory: {reason(error)}") from error
-    metrics = _lines(run / "metrics.jsonl")
+    metrics = read_lines(run / "metrics.jsonl")
     steps = [line for line in metrics if "step_ns" in line]
     recent = steps[-RECENT_STEPS:]
-    profile = _lines(run / "profile.jsonl")
+    profile = read_lines(run / "profile.jsonl")
     segment = max((at for at, line in enumerate(profile) if line["record"] == "header"), default=0)
     measured = [line for line in profile[segment:] if line["record"] == "step"][-RECENT_STEPS:]
     loads = [
@@ -136,7 +137,7 @@ def read_run_status(run: Path) -> RunStatus:
         peak_memory_bytes=list(measured[-1]["peak_memory_bytes"]) if measured else [],
         losses=[line["lm_loss"] for line in steps[-60:] if line.get("lm_loss") is not None],
         plans=_plans(run, [line for line in profile[segment:] if line["record"] == "plan_result"]),
-        events=[line["message"] for line in _lines(run / "events.jsonl")[-5:]],
+        events=[line["message"] for line in read_lines(run / "events.jsonl")[-5:]],
     )
 
 

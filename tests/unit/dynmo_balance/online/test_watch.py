@@ -59,7 +59,7 @@ def test_watch_cost_event_voids_earlier_costs(run, kind):
     assert plan_numbers(run / "plans") == [0]
     append(run, step(5, front=3))
     watcher.poll()
-    assert watcher._state.window.costs().forward_ns[0] == 200_000
+    assert watcher.state.window.costs().forward_ns[0] == 200_000
 
 
 def test_watch_pending_plan_blocks_a_second(run):
@@ -94,7 +94,7 @@ def test_watch_rolled_back_plan_keeps_old_base(run):
     watcher.poll()
     append(run, result(1, 3, "applied"), result(1, 3, "rolled_back"))
     watcher.poll()
-    assert watcher._state.active_plan_id == 0
+    assert watcher.state.active_plan_id == 0
 
 
 def test_watch_answers_every_plan_request(run):

@@ -9,11 +9,11 @@ import pytest
 
 from dynmo_ckpt._common.document import WriterError
 from dynmo_ckpt._common.errors import UsageError
-from dynmo_ckpt.converters.deepspeed import _step_directory
+from dynmo_ckpt.converters.deepspeed import step_directory
 from dynmo_ckpt.converters.torch_dcp import is_dcp
 from dynmo_ckpt.megatron.read import find_iteration
 from dynmo_ckpt.native.checkpoint import read_latest
-from dynmo_ckpt.operations.write import _record
+from dynmo_ckpt.operations.write import conversion_record
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from dynmo_ckpt.operations.write import _record
         (read_latest, "LATEST"),
         (lambda folder: find_iteration(folder, None), "latest_checkpointed_iteration.txt"),
         (is_dcp, "latest_checkpointed_iteration.txt"),
-        (lambda folder: _step_directory(folder, None), "latest"),
+        (lambda folder: step_directory(folder, None), "latest"),
     ],
 )
 @pytest.mark.parametrize("length", [300, 5000])
@@ -33,6 +33,6 @@ def test_read_tracker_above_length_limit_is_refused(tmp_path, read, name, length
 
 
 def test_conversion_record_is_checked():
-    assert json.loads(_record(Path("in"), {"tied": True}))["decisions"] == {"tied": True}
+    assert json.loads(conversion_record(Path("in"), {"tied": True}))["decisions"] == {"tied": True}
     with pytest.raises(WriterError, match="source: must not be empty"):
-        _record("", {})
+        conversion_record("", {})

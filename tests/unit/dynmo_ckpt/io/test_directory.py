@@ -47,7 +47,7 @@ def test_clean_up_defers_signal_until_the_end(tmp_path, monkeypatch):
 
 
 def test_new_directory_signal_before_clean_up_leaves_nothing(tmp_path, monkeypatch):
-    tidy_up, calls = directory._clean_up, []
+    tidy_up, calls = directory.clean_up, []
 
     def first_ended(*paths):
         calls.append(paths)
@@ -55,7 +55,7 @@ def test_new_directory_signal_before_clean_up_leaves_nothing(tmp_path, monkeypat
             raise SystemExit(143)
         tidy_up(*paths)
 
-    monkeypatch.setattr(directory, "_clean_up", first_ended)
+    monkeypatch.setattr(directory, "clean_up", first_ended)
     with pytest.raises(SystemExit):
         spoilt(tmp_path / "out")
     assert len(calls) == 2

@@ -9,7 +9,7 @@ from dynmo_ckpt.cli import main
 from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
 from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_values, read_args
-from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
+from dynmo_ckpt.megatron.model_sizes import legacy_args, llama_sizes
 from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args
 from dynmo_ckpt.torch_save.pickles import Name, OpaquePickle
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
@@ -147,7 +147,7 @@ def test_convert_unknown_argument_is_refused_unless_ignored(run, tmp_path, monke
 def test_llama_sizes_from_names_of_megatron_deepspeed():
     model = {"num_attention_heads": 4, "hidden_size": 16}
     args = {**LLAMA, "rope_theta": 500000, "num_key_value_heads": 2, "max_position_embeddings": 8}
-    found = _llama("IN", check_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
+    found = llama_sizes("IN", check_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
     assert (found["rotary_base"], found["num_key_value_heads"]) == (500000.0, 2)
 
 

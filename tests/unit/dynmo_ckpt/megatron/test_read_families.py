@@ -8,7 +8,7 @@ from dynmo_ckpt.converters.legacy_megatron import stage_layer_counts
 from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
+from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, llama_args
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage
 from dynmo_ckpt.operations.reference_model import load_array
@@ -121,7 +121,7 @@ def test_legacy_args_other_rotary_scaling_is_refused():
         "layernorm_epsilon": 1e-5,
         "rotary_scaling": {**MEGATRON_SCALING, "factor": 32.0},
     }
-    assert _llama_args(model)["rope_scaling_factor"] == 32.0
+    assert llama_args(model)["rope_scaling_factor"] == 32.0
     model["rotary_scaling"]["low_freq_factor"] = 2.0
     with pytest.raises(UnsupportedError, match="low_freq_factor"):
-        _llama_args(model)
+        llama_args(model)

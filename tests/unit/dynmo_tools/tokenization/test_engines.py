@@ -21,7 +21,7 @@ from dynmo_tools.tokenization.tokenizers import (
     piece_kinds,
     same_ids,
 )
-from dynmo_tools.tokenization.trainers import _characters_of_bytes
+from dynmo_tools.tokenization.trainers import characters_of_bytes
 
 ATOMS = ["a", "b ", "  ", "\n", "é", "<s>", "</s>", "<unk>", "<mask>", "[INST]", "hello world", "12", "<", "s>", "日本"]
 ATOMS += [
@@ -96,9 +96,9 @@ def test_gigatoken_with_llama_models_returns_the_same_ids(models, name, kind):
 def test_only_texts_with_special_strings_use_sentencepiece(models, monkeypatch):
     fast, exact = [], []
     tokenizer = load(models / "llama.model", Engine.GIGATOKEN)
-    inner, reference = tokenizer._fast.encode_batch, tokenizer._exact.encode_batch
-    monkeypatch.setattr(tokenizer._fast, "encode_batch", lambda texts: fast.extend(texts) or inner(texts))
-    monkeypatch.setattr(tokenizer._exact, "encode_batch", lambda texts: exact.extend(texts) or reference(texts))
+    inner, reference = tokenizer.fast.encode_batch, tokenizer.exact.encode_batch
+    monkeypatch.setattr(tokenizer.fast, "encode_batch", lambda texts: fast.extend(texts) or inner(texts))
+    monkeypatch.setattr(tokenizer.exact, "encode_batch", lambda texts: exact.extend(texts) or reference(texts))
     tokenizer.encode_batch(["one < two", "an </s> here", "[INST]", "<s>"])
     assert (fast, exact) == (["one < two", "[INST]"], ["an </s> here", "<s>"])
 
@@ -132,7 +132,7 @@ def test_gigatoken_is_refused_for_tokenizers_that_are_not_bpe(tmp_path, kind):
 
 def test_added_tokens_that_gigatoken_reads_differently_are_routed(tmp_path):
     library = pytest.importorskip("tokenizers", reason="the extra 'prep' is not installed")
-    alphabet = sorted(_characters_of_bytes())
+    alphabet = sorted(characters_of_bytes())
     made = library.Tokenizer(library.models.BPE({"<m>": 0, **{c: n for n, c in enumerate(alphabet, 1)}}, []))
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.add_special_tokens([library.AddedToken("<m>", single_word=True)])

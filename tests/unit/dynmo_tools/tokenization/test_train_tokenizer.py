@@ -80,7 +80,7 @@ def test_bert_words_of_pieces_match_those_of_the_text(texts, model):
     odd = ["a\u0301 \u00a0b\x1cc\td\r\ne\u3000f", "x\u2028y\x85z \ufffd\x00", "中文 字a字", "I\u0307 ΑΣ ΑΣ."]
     for text in [*texts, *odd]:
         found = Counter(word for piece in split(text) for word in kind.extract_words(piece))
-        whole = kind._pre_tokenizer.pre_tokenize_str(kind._normalizer.normalize_str(text))
+        whole = kind.pre_tokenizer.pre_tokenize_str(kind.normalizer.normalize_str(text))
         assert found == Counter(word.encode() for word, _ in whole), text
 
 

@@ -127,5 +127,5 @@ def test_block_linear_equals_dense_product_and_gradients():
 def test_csr_linear_needs_fewer_operations():
     """Operations counted: the CSR product multiplies the kept weights alone."""
     layer = layer_with(0.9, 0.85, outputs=64, inputs=64)
-    assert layer._pattern is not None
-    assert len(layer._pattern.flat) == int(layer.mask.sum()) < 0.15 * layer.weight.numel()
+    assert layer.pattern is not None
+    assert len(layer.pattern.flat) == int(layer.mask.sum()) < 0.15 * layer.weight.numel()

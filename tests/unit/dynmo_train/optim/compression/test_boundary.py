@@ -33,7 +33,7 @@ def sent(made, gradients, scales=None):
         out = torch.empty_like(gradient)
         made.decode(made.encode("layers.1", "hidden", gradient * scale), out, "layers.1")
         arrived.append(out / scale)
-        memories = made._store.memories["layers.1"]
+        memories = made.store.memories["layers.1"]
         owed.append(
             next((memories[name][0].clone() for name in memories if name.endswith("error")), torch.zeros_like(out))
         )

@@ -13,7 +13,7 @@ from dynmo_train.config import config_of
 from dynmo_train.formats.checkpoint import CheckpointError, find_damage, list_checkpoints
 from dynmo_train.formats.run import write_run
 from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, first_valid_checkpoint, lost_step
-from dynmo_train.trainer.setup import _bert
+from dynmo_train.trainer.setup import bert_checkpoint
 from tests.unit.dynmo_train.formats.checkpoint import small_run
 
 ALONE = SimpleNamespace(is_rank0=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
@@ -97,10 +97,10 @@ def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, op
 def test_bert_load_with_damaged_optimizer_state_reads_the_weights(run, change):
     newest = run / "checkpoints" / "step-00000003"
     change(next(newest.glob("optimizer-*")))
-    found = _bert(config("none", bert_load=str(run)), ALONE)
+    found = bert_checkpoint(config("none", bert_load=str(run)), ALONE)
     assert (found.directory.name, found.skipped_checkpoints) == ("step-00000003", ())
     flip(shard(newest))
-    assert _bert(config("none", bert_load=str(run)), ALONE).directory.name == "step-00000002"
+    assert bert_checkpoint(config("none", bert_load=str(run)), ALONE).directory.name == "step-00000002"
 
 
 def test_damaged_latest_falls_back_to_an_earlier_step(run):
