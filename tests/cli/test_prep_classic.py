@@ -33,7 +33,7 @@ def ours(line):
     """A line of theirs with our program's name."""
     words = shlex.split(line)
     words = words[1:] if words[0] == "python" else words
-    return [*find(words[0]).ours.split(), *words[1:]]
+    return [*find(words[0]).equivalent.split(), *words[1:]]
 
 
 def dynmo(place, *words, code=0):

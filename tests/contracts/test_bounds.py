@@ -53,7 +53,7 @@ def imported_trace(path: Path) -> bytes:
     profile = Path(__file__).parent / "fixtures/profile/valid/steps.jsonl"
     loaded = profile_source.load(profile)
     header_line = profile.read_bytes().partition(b"\n")[0]
-    return import_profile.importreadread_lines("chrome-trace", path, header_line, loaded.header, loaded.costs)
+    return import_profile.import_lines("chrome-trace", path, header_line, loaded.header, loaded.costs)
 
 
 READERS = {
@@ -64,8 +64,8 @@ READERS = {
     "sparse table": read_sparse_table,
     "trace": lambda path: emulation_trace.read_trace(path, ["embedding"]),
     "segment": train_profile.next_segment,
-    "metrics": lambda path: compare_runs.readreadread_lines(path),
-    "monitored lines": lambda path: monitor.readread_lines(path),
+    "metrics": lambda path: compare_runs.read_lines(path),
+    "monitored lines": lambda path: monitor.read_lines(path),
     "vocabulary of dynmo-train": lambda path: train_tokenizer.read_vocabulary(path),
     "lambada": lambda path: lambada.read_passages(path),
     "harness": lambda path: lm_eval_data.read_rows("piqa", path),
@@ -156,7 +156,7 @@ def test_a_fifo_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "document.json"
     os.mkfifo(path)
     if name == "monitored lines":
-        assert monitor.readread_lines(path) == []
+        assert monitor.read_lines(path) == []
     elif name in ("device", "recipe of dynmo-plan"):
         assert "TOML file" in refused(READERS[name], path)
     else:
@@ -193,13 +193,13 @@ def test_a_line_above_the_limit_is_refused(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 100 + b"\n")
     with pytest.raises(document.DocumentError, match=r"line 2: is longer than 50 bytes"):
-        list(document.readreadread_lines(path, 50))
+        list(document.read_lines(path, 50))
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n\n{"a": 2')
-    assert list(document.readreadread_lines(path)) == [b'{"a": 1}\n']
+    assert list(document.read_lines(path)) == [b'{"a": 1}\n']
 
 
 @pytest.mark.parametrize(
