@@ -1,4 +1,4 @@
-"""PublishedScript scripts of other projects and the equivalent command or script of this project.
+"""Scripts of other projects and the equivalent command or script of this project.
 
 ``explain-flags`` reads this table, ``dynmo_train/launch/README.md`` shows it, and tests compare ``bin/`` with it.
 """
