@@ -29,6 +29,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "_common/console.py": ALL,
     "_common/document.py": ALL,
     "_common/errors.py": ALL,
+    "_common/option_groups.py": ("dynmo_train", "dynmo_balance", "dynmo_ckpt"),
     "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),
     "formats/profile_lines.py": ("dynmo_balance", "dynmo_train"),

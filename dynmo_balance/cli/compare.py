@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .._common.console import Format, emit_json, emit_table, human_bytes
+from .._common.option_groups import grouped
 from .options import (
     CostOptions,
     FormatOption,
@@ -13,7 +14,6 @@ from .options import (
     PipelineOptions,
     ScheduleOption,
     SourceArgument,
-    grouped,
 )
 
 

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json
-from .options import CostOptions, FormatOption, Objective, ObjectiveOption, SourceArgument, StagesOption, grouped
+from .._common.option_groups import grouped
+from .options import CostOptions, FormatOption, Objective, ObjectiveOption, SourceArgument, StagesOption
 
 
 @grouped

@@ -1,22 +1,11 @@
-"""Options that several commands share: each is declared once, with its unit, and related ones form a dataclass.
-
-A command takes such a dataclass as a parameter; :func:`grouped` shows its fields to typer as single options::
-
-    @grouped
-    def compare(source: SourceArgument, pipeline: PipelineOptions, costs: CostOptions) -> None: ...
-
-    dynmo-plan compare SOURCE --stages ... --microbatches ... --virtual-stages ... --window ... --at-step ...
-"""
+"""Options that several commands share: each is declared once, with its unit, and related ones form a dataclass."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,35 +16,6 @@ if TYPE_CHECKING:
     from ..analysis.compression import CompressionOptions
     from ..costs.devices import Device
     from ..inputs.profile_source import Source
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its option dataclasses as parameters of their own, in their place."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
-        if is_dataclass(kind) and isinstance(kind, type):
-            groups[name] = kind
-            types = get_type_hints(kind, include_extras=True)
-            single = [(field.name, field.default, types[field.name]) for field in fields(kind)]
-        else:
-            single = [(name, parameter.default, kind)]
-        parameters += [
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for each, default, annotation in single
-        ]
-
-    @wraps(command)
-    def flat(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-        command(**values)
-
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
-    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return flat
 
 
 class Schedule(StrEnum):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .._common.console import Format, emit_json, print_message
+from .._common.option_groups import grouped
 from ..formats.plan import encode_plan
 from .options import (
     BalancerOption,
@@ -21,7 +22,6 @@ from .options import (
     PipelineOptions,
     ScheduleOrSearch,
     SourceArgument,
-    grouped,
 )
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import typer
 
 from .._common.console import Format, command_list, emit, emit_json, emit_table, print_message, progress
 from .._common.document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
+from .._common.option_groups import grouped
 from .options import (
     Dtype,
     DtypeOption,
@@ -22,7 +23,6 @@ from .options import (
     SourceArgument,
     Technique,
     WindowOption,
-    grouped,
 )
 
 app = typer.Typer(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
+from .._common.option_groups import grouped
 from ..formats.plan import encode_plan
 from .options import (
     CostOptions,
@@ -17,7 +18,6 @@ from .options import (
     PipelineOptions,
     ScheduleOption,
     SourceArgument,
-    grouped,
 )
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import typer
 
 from .._common.console import Format, emit, emit_json, human_bytes
 from .._common.document import MAX_WIDTH
+from .._common.option_groups import grouped
 from .options import (
     BalancerOption,
     ClockOptions,
@@ -24,7 +25,6 @@ from .options import (
     Recompute,
     ScheduleOption,
     SourceArgument,
-    grouped,
 )
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import typer
 from .._common.console import Format, emit, emit_json, human_bytes
 from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS, Problem
 from .._common.errors import DynmoError
-from .options import DeviceOptions, FormatOption, GranularityOption, MemoryOption, grouped
+from .._common.option_groups import grouped
+from .options import DeviceOptions, FormatOption, GranularityOption, MemoryOption
 
 if TYPE_CHECKING:
     from ..analysis.verify.setting import Setting

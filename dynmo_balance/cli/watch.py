@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .._common.document import MAX_COUNT, MAX_RANKS, MAX_STEPS
+from .._common.option_groups import grouped
 from .options import (
     BalancerOption,
     GranularityOption,
@@ -17,7 +18,6 @@ from .options import (
     Objective,
     ObjectiveOption,
     Policy,
-    grouped,
 )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json, print_message
+from .._common.option_groups import grouped
 from .options import (
     ClockOptions,
     CompressionFlags,
@@ -19,7 +20,6 @@ from .options import (
     LimitOptions,
     ScheduleOption,
     SourceArgument,
-    grouped,
 )
 
 if TYPE_CHECKING:

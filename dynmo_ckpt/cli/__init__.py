@@ -22,7 +22,8 @@ from .._common.console import (
     progress,
     run_app,
 )
-from ..formats.choices import AUTO, Dtype, Level, ReadOptions, ReplicaPolicy, WriteOptions
+from .._common.option_groups import grouped
+from ..formats.choices import AUTO, Level, ReadOptions, WriteOptions
 from . import options
 from .megatron_tools import register
 
@@ -219,115 +220,84 @@ def _differences(
 
 
 @app.command()
+@grouped
 def merge(
     source: options.Input,
     target: options.Output,
-    step: options.Step = None,
+    reading: options.RecordedOptions,
+    writing: options.WritingOptions,
     with_optimizer: options.WithOptimizer = True,
-    jobs: options.Jobs = options.DEFAULT_JOBS,
-    verify: options.Verify = True,
-    overwrite: options.Overwrite = False,
-    plan: options.PlanOnly = False,
-    ignore_config: options.IgnoreConfig = None,
-    report: options.Report = Format.TEXT,
 ) -> None:
     """Merge the files of all ranks into those of one; masks and optimizer state are kept."""
     from ..operations import convert as operations
-    from ..operations.write import WriteSettings
 
-    read = ReadOptions(step=step, ignore_config=tuple(ignore_config or ()))
-    settings = WriteSettings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
-    operations.merge(source, target, read=read, with_optimizer=with_optimizer, settings=settings)
-
-
-@app.command()
-def split(
-    source: options.Input,
-    target: options.Output,
-    tp: options.TensorSize = 1,
-    pp: options.PipelineSize = 1,
-    vpp: options.VirtualSize = 1,
-    partition: options.Counts = None,
-    step: options.Step = None,
-    with_optimizer: options.WithOptimizer = True,
-    jobs: options.Jobs = options.DEFAULT_JOBS,
-    verify: options.Verify = True,
-    overwrite: options.Overwrite = False,
-    plan: options.PlanOnly = False,
-    ignore_config: options.IgnoreConfig = None,
-    report: options.Report = Format.TEXT,
-) -> None:
-    """Split a checkpoint over tensor-parallel and pipeline ranks; the same as reshard with --dp 1."""
-    state = (with_optimizer, jobs, verify, overwrite, plan, ignore_config, report)
-    reshard(source, target, tp, pp, 1, vpp, partition, step, *state)
-
-
-@app.command()
-def reshard(
-    source: options.Input,
-    target: options.Output,
-    tp: options.TensorSize = 1,
-    pp: options.PipelineSize = 1,
-    dp: options.DataSize = 1,
-    vpp: options.VirtualSize = 1,
-    partition: options.Counts = None,
-    step: options.Step = None,
-    with_optimizer: options.WithOptimizer = True,
-    jobs: options.Jobs = options.DEFAULT_JOBS,
-    verify: options.Verify = True,
-    overwrite: options.Overwrite = False,
-    plan: options.PlanOnly = False,
-    ignore_config: options.IgnoreConfig = None,
-    report: options.Report = Format.TEXT,
-) -> None:
-    """Write a checkpoint for another topology, in one pass, with masks and optimizer state."""
-    from ..operations import convert as operations
-    from ..operations.write import WriteSettings
-
-    operations.reshard(
-        source,
-        target,
-        read=ReadOptions(step=step, ignore_config=tuple(ignore_config or ())),
-        write=WriteOptions(tp=tp, pp=pp, vpp=vpp, partition=partition, with_optimizer=with_optimizer),
-        dp=dp,
-        settings=WriteSettings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report),
+    operations.merge(
+        source, target, read=reading.read_options(), with_optimizer=with_optimizer, settings=writing.settings()
     )
 
 
 @app.command()
+@grouped
+def split(
+    source: options.Input,
+    target: options.Output,
+    topology: options.TopologyOptions,
+    reading: options.RecordedOptions,
+    writing: options.WritingOptions,
+    with_optimizer: options.WithOptimizer = True,
+) -> None:
+    """Split a checkpoint over tensor-parallel and pipeline ranks; the same as reshard with --dp 1."""
+    _reshard(source, target, topology, reading, writing, with_optimizer, dp=1)
+
+
+@app.command()
+@grouped
+def reshard(
+    source: options.Input,
+    target: options.Output,
+    topology: options.TopologyOptions,
+    reading: options.RecordedOptions,
+    writing: options.WritingOptions,
+    dp: options.DataSize = 1,
+    with_optimizer: options.WithOptimizer = True,
+) -> None:
+    """Write a checkpoint for another topology, in one pass, with masks and optimizer state."""
+    _reshard(source, target, topology, reading, writing, with_optimizer, dp=dp)
+
+
+def _reshard(
+    source: Path,
+    target: Path,
+    topology: options.TopologyOptions,
+    reading: options.RecordedOptions,
+    writing: options.WritingOptions,
+    with_optimizer: bool,
+    dp: int,
+) -> None:
+    from ..operations import convert as operations
+
+    operations.reshard(
+        source,
+        target,
+        read=reading.read_options(),
+        write=WriteOptions(**vars(topology), with_optimizer=with_optimizer),
+        dp=dp,
+        settings=writing.settings(),
+    )
+
+
+@app.command()
+@grouped
 def convert(
     source: options.Input,
     target: options.Output,
     to: options.TargetFormat,
-    source_format: options.SourceFormat = AUTO,
-    step: options.Step = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of IN.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Size of the largest weight file, such as 500MB or 5GB.")] = "5GB",
-    make_vocab_size_divisible_by: options.VocabDivisor = 128,
-    vocab_size: options.VocabSize = None,
-    num_attention_heads: options.NumHeads = None,
-    config: options.ModelConfig = None,
-    sparse: options.Sparse = False,
+    reading: options.ImportOptions,
+    topology: options.TopologyOptions,
+    contents: options.ExportOptions,
+    writing: options.WritingOptions,
     with_optimizer: options.MaybeOptimizer = None,
-    with_optimizer_if_present: options.OptimizerIfPresent = False,
-    dtype: options.WeightType = Dtype.KEEP,
-    tie: options.Tie = True,
-    replicas: options.Replicas = ReplicaPolicy.EQUAL,
-    drop: options.Drop = None,
-    ignore_config: options.IgnoreConfig = None,
-    tp: options.TensorSize = 1,
-    pp: options.PipelineSize = 1,
-    vpp: options.VirtualSize = 1,
-    partition: options.Counts = None,
-    checkpoint_version: options.Version = 3.0,
-    jobs: options.Jobs = options.DEFAULT_JOBS,
-    verify: options.Verify = True,
     check_logits: options.CheckLogits = None,
-    overwrite: options.Overwrite = False,
-    plan: options.PlanOnly = False,
-    report: options.Report = Format.TEXT,
 ) -> None:
     """Convert a checkpoint to another format.
 
@@ -335,39 +305,17 @@ def convert(
     state. `dynmo-ckpt formats` lists the formats.
     """
     from ..operations import convert as operations
-    from ..operations.write import WriteSettings
 
     operations.convert(
         source,
         target,
-        source_format=source_format,
+        source_format=reading.source_format,
         target_format=to,
-        read=ReadOptions(
-            step=step,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            vocab_size=vocab_size,
-            num_attention_heads=num_attention_heads,
-            sparse=sparse,
-            first_replica=replicas is ReplicaPolicy.FIRST,
-            untie=not tie,
-            drop=tuple(drop or ()),
-            ignore_config=tuple(ignore_config or ()),
-            optimizer_if_present=with_optimizer_if_present,
-            config=config,
-        ),
-        write=WriteOptions(
-            dtype=dtype.stored,
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            partition=partition,
-            checkpoint_version=checkpoint_version,
-            tokenizer=tokenizer,
-            max_shard_bytes=options.parse_bytes(max_shard_size),
-        ),
+        read=reading.read_options(),
+        write=contents.write_options(topology),
         with_optimizer=with_optimizer,
         check_logits=check_logits,
-        settings=WriteSettings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report),
+        settings=writing.settings(),
     )
 
 

@@ -7,7 +7,7 @@ checkpoint. Arguments that only Megatron's programs need are accepted for compat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ import typer
 from .._common.console import Format, print_message
 from .._common.document import MAX_JOBS, MAX_RANKS, MAX_SIZE, MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
+from .._common.option_groups import grouped
 from ..formats.choices import ReadOptions, WriteOptions
 from . import options
 
@@ -36,16 +37,24 @@ def register(app: typer.Typer) -> None:
         app.command(name)(merge_partitions)
 
 
-def merge_partitions(
-    model_type: Annotated[str, typer.Option(help="GPT, GPT2, BERT, T5 or LLAMA; must be that of the checkpoint.")],
-    load: Annotated[Path | None, typer.Option(help="Legacy checkpoint to read.")] = None,
-    save: Annotated[Path | None, typer.Option(help="New directory.")] = None,
-    source: Annotated[Path | None, typer.Option("-i", help="Directory of one iteration, in place of --load.")] = None,
-    target: Annotated[Path | None, typer.Option("-o", help="New directory, in place of --save.")] = None,
-    tensor_model_parallel_size: TensorSource = None,
+@dataclass(frozen=True, kw_only=True)
+class DirectoryOptions:
+    """Input and output, under the names of both tools."""
+
+    load: Annotated[Path | None, typer.Option(help="Legacy checkpoint to read.")] = None
+    save: Annotated[Path | None, typer.Option(help="New directory.")] = None
+    source: Annotated[Path | None, typer.Option("-i", help="Directory of one iteration, in place of --load.")] = None
+    target: Annotated[Path | None, typer.Option("-o", help="New directory, in place of --save.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridOptions:
+    """Tensor- and pipeline-parallel sizes of the input and the output."""
+
+    tensor_model_parallel_size: TensorSource = None
     pipeline_model_parallel_size: Annotated[
         int | None, typer.Option(min=1, max=MAX_RANKS, help="Size of the input.")
-    ] = None,
+    ] = None
     target_tensor_model_parallel_size: Annotated[
         int,
         typer.Option(
@@ -56,19 +65,50 @@ def merge_partitions(
             max=MAX_RANKS,
             help="Size of the output.",
         ),
-    ] = 1,
+    ] = 1
     target_pipeline_model_parallel_size: Annotated[
         int, typer.Option(min=1, max=MAX_RANKS, help="Size of the output.")
-    ] = 1,
-    vocab_file: Annotated[Path | None, typer.Option(help="Vocabulary; sets the true size, and is copied.")] = None,
-    merge_file: Annotated[Path | None, typer.Option(help="BPE merges; copied next to the weights.")] = None,
-    num_layers: Size = None,
-    hidden_size: Size = None,
-    num_attention_heads: Size = None,
-    max_position_embeddings: Size = None,
+    ] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Sizes of the model, compared with those of the checkpoint."""
+
+    num_layers: Size = None
+    hidden_size: Size = None
+    num_attention_heads: Size = None
+    max_position_embeddings: Size = None
     seq_length: Annotated[
         int | None, typer.Option(min=1, max=MAX_SIZE, help="At most the number of positions of the checkpoint.")
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgnoredOptions:
+    """Arguments of Megatron's tools that have no effect here."""
+
+    tokenizer_type: Ignored = None
+    experiment_name: Annotated[
+        str | None, typer.Option("--experiment_name", help="Accepted for compatibility and ignored.")
+    ] = None
+    activations_checkpoint_method: Ignored = None
+    data_impl: Ignored = None
+    ddp_impl: Annotated[str | None, typer.Option("--DDP-impl", help="Accepted for compatibility and ignored.")] = None
+    weight_data_type: Annotated[
+        str | None, typer.Option("-weight_data_type", help="Ignored; weights keep their type.")
+    ] = None
+
+
+@grouped
+def merge_partitions(
+    model_type: Annotated[str, typer.Option(help="GPT, GPT2, BERT, T5 or LLAMA; must be that of the checkpoint.")],
+    *,
+    directories: DirectoryOptions,
+    grid: GridOptions,
+    vocab_file: Annotated[Path | None, typer.Option(help="Vocabulary; sets the true size, and is copied.")] = None,
+    merge_file: Annotated[Path | None, typer.Option(help="BPE merges; copied next to the weights.")] = None,
+    sizes: ModelOptions,
     processes: Annotated[
         int, typer.Option("-p", "-processes", min=1, max=MAX_JOBS, help="Number of copy threads.")
     ] = 2,
@@ -77,48 +117,32 @@ def merge_partitions(
     plan: options.PlanOnly = False,
     ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
-    tokenizer_type: Ignored = None,
-    experiment_name: Annotated[
-        str | None, typer.Option("--experiment_name", help="Accepted for compatibility and ignored.")
-    ] = None,
-    activations_checkpoint_method: Ignored = None,
-    data_impl: Ignored = None,
-    ddp_impl: Annotated[str | None, typer.Option("--DDP-impl", help="Accepted for compatibility and ignored.")] = None,
-    weight_data_type: Annotated[
-        str | None, typer.Option("-weight_data_type", help="Ignored; weights keep their type.")
-    ] = None,
+    ignored: IgnoredOptions,
 ) -> None:
     """Merge the partitions of a legacy Megatron checkpoint, with the arguments of Megatron's tools."""
-    del tokenizer_type, experiment_name, activations_checkpoint_method, data_impl, ddp_impl
     from ..converters.legacy_megatron import write_legacy
     from ..converters.registry import open_and_report
     from ..operations.write import WriteSettings, write_export
 
-    path, out = source or load, target or save
+    path, out = directories.source or directories.load, directories.target or directories.save
     if path is None or out is None:
         raise UsageError(
             "--load and --save: both are required (or -i and -o); give the checkpoint and the new directory"
         )
-    if weight_data_type is not None:
-        print_message(f"-weight_data_type {weight_data_type}: ignored; weights keep their type")
+    if ignored.weight_data_type is not None:
+        print_message(f"-weight_data_type {ignored.weight_data_type}: ignored; weights keep their type")
     read = ReadOptions(
         vocab_size=_vocabulary(vocab_file),
-        num_attention_heads=num_attention_heads,
+        num_attention_heads=sizes.num_attention_heads,
         ignore_config=tuple(ignore_config or ()),
     )
     checkpoint = open_and_report(path, "legacy", read)
     model = checkpoint.manifest["model"]
-    sizes = {
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_attention_heads,
-        "max_position_embeddings": max_position_embeddings,
-    }
-    _compare(path, model_type, model, sizes, seq_length)
-    _compare_grid(path, tensor_model_parallel_size, pipeline_model_parallel_size)
+    _compare(path, model_type, model, sizes)
+    _compare_grid(path, grid.tensor_model_parallel_size, grid.pipeline_model_parallel_size)
     write = WriteOptions(
-        tp=target_tensor_model_parallel_size,
-        pp=target_pipeline_model_parallel_size,
+        tp=grid.target_tensor_model_parallel_size,
+        pp=grid.target_pipeline_model_parallel_size,
         checkpoint_version=checkpoint_version,
     )
     export = write_legacy(checkpoint, write)
@@ -145,13 +169,13 @@ def _tokenizer_name(path: Path) -> str:
     )
 
 
-def _compare(
-    path: Path, model_type: str, model: Mapping[str, Any], sizes: Mapping[str, int | None], seq_length: int | None
-) -> None:
+def _compare(path: Path, model_type: str, model: Mapping[str, Any], sizes: ModelOptions) -> None:
     family = FAMILIES.get(model_type.lower())
     if family != model["family"]:
         raise UsageError(f"--model-type {model_type}: the model of {path} is a {model['family']}")
-    for field, value in sizes.items():
+    given = vars(sizes).copy()
+    seq_length = given.pop("seq_length")
+    for field, value in given.items():
         if value is not None and value != model[field]:
             raise UsageError(f"--{field.replace('_', '-')} {value}: the model of {path} has {model[field]}")
     if seq_length is not None and seq_length > model["max_position_embeddings"]:

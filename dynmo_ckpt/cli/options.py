@@ -1,10 +1,11 @@
-"""Options that several commands share, each declared once."""
+"""Options of the commands: each is declared once, and related ones form a dataclass."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +13,10 @@ from .._common.console import Format
 from .._common.document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
 from .._common.errors import UsageError
 from ..converters import BUILTIN
-from ..formats.choices import AUTO, Dtype, ReplicaPolicy
+from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, WriteOptions
+
+if TYPE_CHECKING:
+    from ..operations.write import WriteSettings
 
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
@@ -137,10 +141,110 @@ Version = Annotated[
     float,
     typer.Option("--checkpoint-version", min=0, max=3, help="Version of a legacy OUT: 0, 1.0, 2.0 or 3.0."),
 ]
+Tokenizer = Annotated[Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of IN.")]
+ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file, such as 500MB or 5GB.")]
 VocabDivisor = Annotated[
     int,
     typer.Option(min=1, max=MAX_SIZE, help="Pad an imported vocabulary to a multiple of this number of rows."),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions:
+    """How a command writes its new directory; :meth:`settings` is what the operations take."""
+
+    jobs: Jobs = DEFAULT_JOBS
+    verify: Verify = True
+    overwrite: Overwrite = False
+    plan: PlanOnly = False
+    report: Report = Format.TEXT
+
+    def settings(self) -> WriteSettings:
+        """The same settings without the command line."""
+        from ..operations.write import WriteSettings
+
+        return WriteSettings(
+            jobs=self.jobs, verify=self.verify, overwrite=self.overwrite, plan_only=self.plan, format=self.report
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyOptions:
+    """Ranks and stages of a new checkpoint."""
+
+    tp: TensorSize = 1
+    pp: PipelineSize = 1
+    vpp: VirtualSize = 1
+    partition: Counts = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedOptions:
+    """What ``merge``, ``split`` and ``reshard`` read of a checkpoint."""
+
+    step: Step = None
+    ignore_config: IgnoreConfig = None
+
+    def read_options(self) -> ReadOptions:
+        """The same options without the command line."""
+        return ReadOptions(step=self.step, ignore_config=tuple(self.ignore_config or ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """How ``convert`` reads a checkpoint of any format."""
+
+    source_format: SourceFormat = AUTO
+    step: Step = None
+    make_vocab_size_divisible_by: VocabDivisor = 128
+    vocab_size: VocabSize = None
+    num_attention_heads: NumHeads = None
+    config: ModelConfig = None
+    sparse: Sparse = False
+    with_optimizer_if_present: OptimizerIfPresent = False
+    tie: Tie = True
+    replicas: Replicas = ReplicaPolicy.EQUAL
+    drop: Drop = None
+    ignore_config: IgnoreConfig = None
+
+    def read_options(self) -> ReadOptions:
+        """The same options without the command line."""
+        return ReadOptions(
+            step=self.step,
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by,
+            vocab_size=self.vocab_size,
+            num_attention_heads=self.num_attention_heads,
+            sparse=self.sparse,
+            first_replica=self.replicas is ReplicaPolicy.FIRST,
+            untie=not self.tie,
+            drop=tuple(self.drop or ()),
+            ignore_config=tuple(self.ignore_config or ()),
+            optimizer_if_present=self.with_optimizer_if_present,
+            config=self.config,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Contents of the files that ``convert`` writes."""
+
+    tokenizer: Tokenizer = None
+    max_shard_size: ShardSize = "5GB"
+    dtype: WeightType = Dtype.KEEP
+    checkpoint_version: Version = 3.0
+
+    def write_options(self, topology: TopologyOptions) -> WriteOptions:
+        """The same options without the command line, on the ranks of ``topology``."""
+        return WriteOptions(
+            dtype=self.dtype.stored,
+            tp=topology.tp,
+            pp=topology.pp,
+            vpp=topology.vpp,
+            partition=topology.partition,
+            checkpoint_version=self.checkpoint_version,
+            tokenizer=self.tokenizer,
+            max_shard_bytes=parse_bytes(self.max_shard_size),
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,8 @@ import typer
 from .._common.console import emit, print_message
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
-from .cluster_options import DryRun, Exports, Gpus, JobName, LogFolder, NodeCount, Nproc
+from .._common.option_groups import grouped
+from .cluster_options import DryRun, Exports, JobName, LogFolder, NodeCount, ProcessOptions
 from .common import need_torch
 from .launch import (
     COMMAND_LAST,
@@ -42,15 +44,14 @@ class ManifestKind(StrEnum):
 
 
 def _documents(
-    kind: ManifestKind, job: KubernetesJob, claim_size: str, storage_class: str, kubernetes: str | None
+    kind: ManifestKind, job: KubernetesJob, volumes: VolumeOptions, kubernetes: str | None
 ) -> tuple[str, list[Requirement]]:
     """The manifests of a job as YAML, and the versions that they require.
 
     Args:
         kind: kind of object that runs the command.
         job: the job.
-        claim_size: size of the volume claims to create; empty creates none.
-        storage_class: storage class of these claims.
+        volumes: size and storage class of the volume claims to create; without a size, none is created.
         kubernetes: version of the cluster, if given.
 
     Raises:
@@ -80,7 +81,8 @@ def _documents(
         option = "--kubernetes-version"
         check_version(requirements, "Kubernetes", parse_version(option, kubernetes), option)
 
-    claims = [volume_claim(claim, job.namespace, claim_size, storage_class) for claim in job.claims if claim_size]
+    size, storage_class = volumes.claim_size, volumes.storage_class
+    claims = [volume_claim(claim, job.namespace, size, storage_class) for claim in job.claims if size]
     objects = {
         ManifestKind.PYTORCHJOB: lambda: [pytorch_job(job)],
         ManifestKind.TRAINJOB: lambda: [train_job(job)],
@@ -90,7 +92,50 @@ def _documents(
     return to_yaml([*claims, *objects], requirements), requirements
 
 
+@dataclass(frozen=True, kw_only=True)
+class PodOptions:
+    """Resources of a pod."""
+
+    efa: Annotated[
+        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
+    ] = 0
+    cpus: Annotated[str, typer.Option("--cpus", help="CPUs per pod.")] = ""
+    memory: Annotated[str, typer.Option("--memory", help="Memory per pod, such as 64Gi.")] = ""
+    instance_type: Annotated[
+        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Instance type of the nodes.")
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeOptions:
+    """Persistent volume claims."""
+
+    claim: Annotated[
+        list[str] | None,
+        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
+    ] = None
+    claim_size: Annotated[
+        str, typer.Option("--claim-size", help="Create the claims with this size, such as 1200Gi.")
+    ] = ""
+    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of created claims.")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionOptions:
+    """What is installed on the cluster."""
+
+    runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed"
+    trainer_version: Annotated[
+        str, typer.Option("--trainer-version", help="Kubeflow Trainer version of a trainjob.")
+    ] = "2.3"
+    kubernetes_version: Annotated[
+        str | None,
+        typer.Option("--kubernetes-version", help="Kubernetes version of the cluster [default: from kubectl]."),
+    ] = None
+
+
 @launch.command("kubernetes", context_settings=COMMAND_LAST)
+@grouped
 def launch_kubernetes(
     arguments: Arguments,
     image: Annotated[str, typer.Option("--image", envvar="IMAGE_URI", help="Container image.")],
@@ -98,35 +143,14 @@ def launch_kubernetes(
         ManifestKind,
         typer.Option("--kind", help="Kubeflow pytorchjob or trainjob, indexed-job, or job for a data command."),
     ] = ManifestKind.PYTORCHJOB,
+    *,
+    processes: ProcessOptions,
+    pod: PodOptions,
+    volumes: VolumeOptions,
+    versions: VersionOptions,
     nodes: NodeCount = None,
-    nproc: Nproc = 1,
-    gpus: Gpus = 0,
-    efa: Annotated[
-        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
-    ] = 0,
-    cpus: Annotated[str, typer.Option("--cpus", help="CPUs per pod.")] = "",
-    memory: Annotated[str, typer.Option("--memory", help="Memory per pod, such as 64Gi.")] = "",
-    instance_type: Annotated[
-        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Instance type of the nodes.")
-    ] = "",
     job_name: JobName = "dynmo",
     namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")] = "default",
-    claim: Annotated[
-        list[str] | None,
-        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
-    ] = None,
-    claim_size: Annotated[
-        str, typer.Option("--claim-size", help="Create the claims with this size, such as 1200Gi.")
-    ] = "",
-    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of created claims.")] = "",
-    runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed",
-    trainer_version: Annotated[
-        str, typer.Option("--trainer-version", help="Kubeflow Trainer version of a trainjob.")
-    ] = "2.3",
-    kubernetes_version: Annotated[
-        str | None,
-        typer.Option("--kubernetes-version", help="Kubernetes version of the cluster [default: from kubectl]."),
-    ] = None,
     export: Exports = None,
     max_restarts: MaxRestarts = 3,
     save_s: Annotated[
@@ -155,26 +179,26 @@ def launch_kubernetes(
         arguments=with_environment(arguments, os.environ),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        nproc=nproc,
-        gpus=gpus,
-        efa=efa,
-        cpus=cpus,
-        memory=memory,
-        instance_type=instance_type,
+        nproc=processes.nproc,
+        gpus=processes.gpus,
+        efa=pod.efa,
+        cpus=pod.cpus,
+        memory=pod.memory,
+        instance_type=pod.instance_type,
         namespace=namespace,
-        claims=tuple(parse_claim(text) for text in claim or ()),
+        claims=tuple(parse_claim(text) for text in volumes.claim or ()),
         environment=parse_exports(export or ()),
         max_restarts=max_restarts,
         save_s=save_s,
-        runtime=runtime,
-        trainer=parse_version("--trainer-version", trainer_version),
+        runtime=versions.runtime,
+        trainer=parse_version("--trainer-version", versions.trainer_version),
     )
     if kind is ManifestKind.TRAINJOB and usable_save_s(job) < save_s:
         print_message(
-            f"warning: --save-s {save_s}: Kubeflow Trainer {trainer_version} cannot change the grace period of pods;"
-            f" the manifest has --save-s {usable_save_s(job)}. Use Trainer 2.3, or --kind pytorchjob"
+            f"warning: --save-s {save_s}: Kubeflow Trainer {versions.trainer_version} cannot change the grace period of"
+            f" pods; the manifest has --save-s {usable_save_s(job)}. Use Trainer 2.3, or --kind pytorchjob"
         )
-    text, requirements = _documents(kind, job, claim_size, storage_class, kubernetes_version)
+    text, requirements = _documents(kind, job, volumes, versions.kubernetes_version)
     emit(text.rstrip("\n")) if dry_run else print_message(apply(text, requirements))
 
 

@@ -1,7 +1,8 @@
-"""Options that several cluster launchers share."""
+"""Options that several cluster launchers share; related ones form a dataclass."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -51,3 +52,20 @@ InJob = Annotated[
     typer.Option("--in-job", help="Run on the nodes of the current job; do not submit."),
 ]
 LogFolder = Annotated[str, typer.Option("--log-dir", help="Folder of process logs.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Processes and GPUs of each node."""
+
+    nproc: Nproc = 1
+    gpus: Gpus = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerOptions:
+    """Container of a batch job; without an image the job runs on the host."""
+
+    image: Image = ""
+    mount: Mounts = None
+    workdir: Workdir = ""

@@ -1,0 +1,57 @@
+"""Option dataclasses of a command line: related options are declared once, with their units, and passed as one value.
+
+A command takes such a dataclass as a parameter; :func:`grouped` shows its fields to typer as single options::
+
+    @grouped
+    def compare(source: SourceArgument, pipeline: PipelineOptions, costs: CostOptions) -> None: ...
+
+    dynmo-plan compare SOURCE --stages ... --microbatches ... --virtual-stages ... --window ... --at-step ...
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, get_type_hints
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its option dataclasses as parameters of their own, in their place.
+
+    Raises:
+        TypeError: two options have the same name.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            groups[name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            single = [(field.name, field.default, types[field.name]) for field in fields(kind)]
+        else:
+            single = [(name, parameter.default, kind)]
+        parameters += [
+            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for each, default, annotation in single
+        ]
+
+    names = [parameter.name for parameter in parameters]
+    if len(set(names)) != len(names):
+        raise TypeError(f"{command.__name__}: two options have the same name")
+
+    @wraps(command)
+    def flat(**values: Any) -> None:
+        # A group may have the name of one of the options: all options leave before the first group is added.
+        built = {
+            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**values, **built)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
