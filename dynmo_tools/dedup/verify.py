@@ -105,15 +105,15 @@ class SimilarityCache:
 
     def __init__(self, similarity: Similarity) -> None:
         self._similarity = similarity
-        self._known: dict[tuple[int, int], float] = {}
+        self.known: dict[tuple[int, int], float] = {}
 
     def __call__(self, first: int, second: int) -> float:
         """The similarity of two documents."""
         pair = (first, second)
-        if (found := self._known.get(pair)) is None:
-            if len(self._known) >= COMPARED_PAIRS:
-                self._known.clear()
-            found = self._known[pair] = self._similarity(first, second)
+        if (found := self.known.get(pair)) is None:
+            if len(self.known) >= COMPARED_PAIRS:
+                self.known.clear()
+            found = self.known[pair] = self._similarity(first, second)
         return found
 
 

@@ -26,14 +26,14 @@ MAX_RETRIES = 3
 def _run_remote(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
     """Run a task in ``folder`` on the node that Ray chose; errors are returned as values."""
     try:
-        with _working_directory(folder):
+        with working_directory(folder):
             return "done", run_task(job, phase, index, lambda _documents, _size: None), 0
     except DynmoError as error:
         return "error", str(error), error.exit_code
 
 
 @contextlib.contextmanager
-def _working_directory(folder: Path) -> Iterator[None]:
+def working_directory(folder: Path) -> Iterator[None]:
     """Change the working directory; a Ray worker runs one task at a time."""
     before = os.getcwd()
     try:
@@ -49,7 +49,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _connect(ray: Any, workers: int) -> None:
+def connect(ray: Any, workers: int) -> None:
     """Connect to the cluster of ``RAY_ADDRESS``, or start a local one.
 
     Raises:
@@ -102,7 +102,7 @@ def run_ray(
     except ImportError as error:
         raise MissingExtraError("ray", "ray") from error
     if not ray.is_initialized():
-        _connect(ray, workers)
+        connect(ray, workers)
     remote = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_run_remote)
     folder = Path.cwd()
     limit = 2 * max(workers, int(ray.cluster_resources().get("CPU", 1)))

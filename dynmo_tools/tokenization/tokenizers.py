@@ -203,12 +203,12 @@ class GigatokenTokenizer:
 
     def _renew(self) -> None:
         self._encode = import_or_extra("gigatoken").Tokenizer.from_json(self._definition.text).encode
-        self._limit = resident_bytes() + GROWTH_BYTES
+        self.limit_bytes = resident_bytes() + GROWTH_BYTES
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Encode texts."""
         arrays = [self._encode(text) for text in texts]
-        if resident_bytes() > self._limit:
+        if resident_bytes() > self.limit_bytes:
             self._renew()
         lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
         return Encoded(ids=np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.uint32), lengths=lengths)
@@ -503,15 +503,15 @@ class FastSentencePieceTokenizer:
         self._reference = reference
         self._model = model
         self.num_ids = reference.num_ids
-        self._limit = resident_bytes() + GROWTH_BYTES
+        self.limit_bytes = resident_bytes() + GROWTH_BYTES
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         """Encode texts."""
         # Not in parallel: tasks already run in parallel processes.
         encoded = self._tokenizer.encode_batch_list(list(texts), parallel=False)
-        if resident_bytes() > self._limit:
+        if resident_bytes() > self.limit_bytes:
             self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(self._model)
-            self._limit = resident_bytes() + GROWTH_BYTES
+            self.limit_bytes = resident_bytes() + GROWTH_BYTES
         begin = self._reference.begin_id
         return from_lists(encoded if begin is None else [[begin, *ids] for ids in encoded])
 

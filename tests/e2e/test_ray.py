@@ -171,7 +171,7 @@ def test_ray_token_hint_names_the_unset_variable(monkeypatch):
     for mode, hint in (("", True), ("token", False)):
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
         with pytest.raises(ray_runner.DynmoError, match="Failed to connect to Ray cluster") as error:
-            ray_runner._connect(SimpleNamespace(init=refuse), 1)
+            ray_runner.connect(SimpleNamespace(init=refuse), 1)
         assert ("set RAY_AUTH_MODE=token" in str(error.value)) is hint
 
 
@@ -180,6 +180,6 @@ def test_ray_node_without_the_folder_is_reported(tmp_path):
 
     with (
         pytest.raises(ray_runner.UsageError, match="all nodes must share it"),
-        ray_runner._working_directory(tmp_path / "none"),
+        ray_runner.working_directory(tmp_path / "none"),
     ):
         pass

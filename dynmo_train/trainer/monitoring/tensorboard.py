@@ -93,7 +93,7 @@ class EventWriter:
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+            self.file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
             self._end, self._is_full = 0, False
             self._append(record(b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")))
         except OSError as error:
@@ -104,10 +104,10 @@ class EventWriter:
         try:
             rest = memoryview(payload)
             while rest:
-                rest = rest[self._file.write(rest) or 0 :]
+                rest = rest[self.file.write(rest) or 0 :]
         except OSError:
             with contextlib.suppress(OSError):
-                self._file.truncate(self._end)
+                self.file.truncate(self._end)
             raise
         self._end += len(payload)
 
@@ -119,10 +119,10 @@ class EventWriter:
         except OSError as error:
             if not self._is_full:
                 print_message(
-                    f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are dropped"
+                    f"warning: {self.file.name}: cannot be written ({reason(error)}); its scalars are dropped"
                 )
             self._is_full = True
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self.file.close()

@@ -261,7 +261,7 @@ def test_similarity_cache_compares_once_and_is_bounded(monkeypatch):
     assert calls == [(1, 2), (2, 1)]
     for other in range(1, 30):
         compared(3, other)
-        assert len(compared._known) <= 10
+        assert len(compared.known) <= 10
     assert compared(1, 2) == 0.5
 
 

@@ -52,9 +52,9 @@ def test_gigatoken_returns_the_same_after_recreation(gpt2_files, varied_texts):
     fast = load_tokenizer(gpt2_files)
     assert isinstance(fast, GigatokenTokenizer)
     before = fast.encode_batch(varied_texts)
-    fast._limit = 0
+    fast.limit_bytes = 0
     assert same_ids(fast.encode_batch(varied_texts), before)
-    assert fast._limit > 0
+    assert fast.limit_bytes > 0
     assert same_ids(fast.encode_batch(varied_texts), before)
 
 

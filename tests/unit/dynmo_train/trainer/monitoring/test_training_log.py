@@ -201,7 +201,7 @@ def parse(payload):
 def test_full_disk_drops_whole_events(tmp_path, monkeypatch, capsys):
     writer = EventWriter(tmp_path)
     [path] = tmp_path.iterdir()
-    sound, file = path.read_bytes(), writer._file
+    sound, file = path.read_bytes(), writer.file
 
     class Full:
         """A file that writes five bytes, and fails at the next write."""
@@ -217,12 +217,12 @@ def test_full_disk_drops_whole_events(tmp_path, monkeypatch, capsys):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return file.write(payload[:5])
 
-    writer._file = Full()
+    writer.file = Full()
     for step in (1, 2):
         writer.scalars(step, {"lm loss": 2.5})
     assert path.read_bytes() == sound
     assert capsys.readouterr().err.count("No space left on device") == 1
-    writer._file = file
+    writer.file = file
     writer.scalars(3, {"lm loss": 2.5})
     writer.close()
     assert path.read_bytes().startswith(sound)
