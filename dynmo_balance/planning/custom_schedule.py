@@ -102,7 +102,7 @@ class _PlacementSearch:
     def _fits(self, order: Order, cuts: Sequence[int]) -> bool:
         if not self.limited:
             return True
-        # The order decides how many microbatches are in flight, so the memory is computed anew for each order.
+        # The order decides how many microbatches are in flight, so the memory is computed for each order.
         loads = make_worker_loads(replace(self.problem, order=order))
         return int(loads.excess_bytes(np.array([cuts], dtype=np.int64))[0]) == 0
 

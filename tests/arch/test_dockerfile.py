@@ -50,7 +50,7 @@ def test_what_is_copied_is_there_and_not_ignored():
 
 
 def test_dockerfile_constraints_keep_torch_and_numpy_of_the_base(tmp_path):
-    """With the base's own list of packages: what it has is not pinned anew, but for torch and numpy."""
+    """With the base's own list of packages: of what it has, only torch and numpy are pinned."""
     (install,) = [line for line in of("RUN") if "pip install" in line]
     words = shlex.split(install)
     assert words[words.index("--constraint") + 1] == "/tmp/constraints.txt"
