@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from dynmo_balance.partition.registry import balancer_names
+from dynmo_train.config.extensions import BALANCERS
 from dynmo_train.formats.plan import read_plan
 from tests.extensions.outside_package import environment, install, install_section
 from tests.paths import CONTRACTS
@@ -110,3 +112,8 @@ def test_trainer_accepts_the_balancer_of_an_installed_package_only(tmp_path):
     assert outputs[0][0] == 0, outputs[0][1]
     assert outputs[1][0] == 2
     assert "--balancer: is 'activations'; must be one of exact, time," in outputs[1][1]
+
+
+def test_trainer_lists_the_built_in_balancers_of_the_planner():
+    """The packages do not import each other, so that the trainer has a list of its own."""
+    assert set(BALANCERS) == set(balancer_names())
