@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.indexed import IndexedDataset
-from .index_cache import cached_arrays, index_facts
+from .index_cache import cached_arrays, index_identity
 
 VERSION = 1
 # Keys of the shuffles: documents and samples of one epoch are shuffled independently.
@@ -176,5 +176,5 @@ def build_sample_index(source: IndexedDataset, spec: SampleIndexSpec, cache: Pat
         spec: what determines the index.
         cache: directory of indices; None does not cache.
     """
-    facts = {"version": VERSION, **index_facts(source.prefix), "sequences": len(source.lengths), **vars(spec)}
-    return SampleIndex(**cached_arrays(cache, facts, lambda: vars(ORDERS[spec.order](source, spec))))
+    cache_key = {"version": VERSION, **index_identity(source.prefix), "sequences": len(source.lengths), **vars(spec)}
+    return SampleIndex(**cached_arrays(cache, cache_key, lambda: vars(ORDERS[spec.order](source, spec))))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
-from .index_cache import Arrays, cached_arrays, index_facts
+from .index_cache import Arrays, cached_arrays, index_identity
 from .sample_format import Int64Array, SplitRequest
 from .sample_index import permutation
 
@@ -235,17 +235,18 @@ def build_sentence_spans(
             for name in ("begins", "ends", "targets")
         }
 
-    facts = {
+    cache_key = {
         "kind": "sentences",
         "version": VERSION,
-        **index_facts(source.prefix),
+        **index_identity(source.prefix),
         "sequences": len(source.lengths),
         "documents": list(documents),
         "samples": request.num_samples,
         **asdict(settings),
-        **({} if titles is None else {f"titles_{name}": fact for name, fact in index_facts(titles.prefix).items()}),
     }
-    return SentenceSpans(**cached_arrays(request.cache, facts, build))
+    if titles is not None:
+        cache_key |= {f"titles_{name}": value for name, value in index_identity(titles.prefix).items()}
+    return SentenceSpans(**cached_arrays(request.cache, cache_key, build))
 
 
 def _too_few_samples(request: SplitRequest, settings: SpanSettings, samples: int) -> UsageError:

@@ -40,7 +40,7 @@ from ..trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
 from ..trainer.engine import Engine
-from ..trainer.fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
+from ..trainer.fingerprint import checkpoint_properties, config_properties, join_same, option_properties, require_same
 from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
@@ -207,7 +207,9 @@ class FinetuneRun:
         resumed = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world))
         run = replace(config.run, load=options.pretrained_checkpoint, no_load_optim=True)
         pretrained = run_on_all_ranks(world, lambda: checkpoint_to_load(replace(config, run=run), world))
-        require_same(world, {**checkpoint_facts(resumed), **checkpoint_facts(pretrained, "--pretrained-checkpoint")})
+        require_same(
+            world, {**checkpoint_properties(resumed), **checkpoint_properties(pretrained, "--pretrained-checkpoint")}
+        )
         if options.pretrained_checkpoint is not None and pretrained is None:
             raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: contains no checkpoint")
         engine = Engine(family, settings, initial_partition(config, family, None), world)
@@ -225,8 +227,8 @@ class FinetuneRun:
                 else None
             ),
         )
-        run_facts = broadcast_object(world, [str(new_run.path), new_run.run_id, new_run.segment] if new_run else None)
-        directory = RunDirectory(path=Path(run_facts[0]), run_id=run_facts[1], segment=run_facts[2])
+        opened = broadcast_object(world, [str(new_run.path), new_run.run_id, new_run.segment] if new_run else None)
+        directory = RunDirectory(path=Path(opened[0]), run_id=opened[1], segment=opened[2])
         return _Start(
             engine=engine,
             directory=directory,
@@ -405,7 +407,7 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
     )
-    world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(options)})
+    world = join_same(config.training.device, dims, lambda: {**config_properties(config), **option_properties(options)})
     try:
         run = FinetuneRun(name, config, options, world)
         try:

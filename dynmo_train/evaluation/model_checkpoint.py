@@ -28,7 +28,7 @@ from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, first_valid_checkpoint, foreign_kind
-from ..trainer.fingerprint import checkpoint_facts, join_same, option_facts, require_same
+from ..trainer.fingerprint import checkpoint_properties, join_same, option_properties, require_same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def evaluation_world(inference: InferenceConfig, task: object, processes: int) -
     if inference.num_threads is not None:
         torch.set_num_threads(inference.num_threads)
     dims = parallel_dims(inference, processes)
-    world = join_same(inference.device, dims, lambda: option_facts(inference, task))
+    world = join_same(inference.device, dims, lambda: option_properties(inference, task))
     try:
         yield world
     finally:
@@ -124,7 +124,7 @@ def open_model(path: Path, inference: InferenceConfig, world: World) -> ModelChe
     if faults and world.is_rank0:
         print_message(f"warning: damaged checkpoint: {'; '.join(faults)}; using {directory} instead")
     model_checkpoint = run_on_all_ranks(world, lambda: _read_model(directory, world.dims.tensor))
-    require_same(world, checkpoint_facts(model_checkpoint.checkpoint))
+    require_same(world, checkpoint_properties(model_checkpoint.checkpoint))
     return model_checkpoint
 
 

@@ -192,7 +192,7 @@ class Engine:
 
     Attributes:
         item_store: modules, optimizer state and sharding of the local items.
-        shape: the configuration that the pipeline is built for; it changes with the size of the batch.
+        pipeline_config: the configuration that the pipeline is built for; it changes with the size of the batch.
         is_warm: whether a step has run since the pipeline was built. The first step allocates buffers and is not
             profiled.
         advanced_samples: position of the learning-rate schedule, in samples; steps without an update do not count.
@@ -212,6 +212,7 @@ class Engine:
         self.partition = partition
         region = tensor_region(world, sequence=settings.sequence_parallel)
         fsdp = None
+        # With one replica there is nothing to shard over: every ZeRO stage is then plain training.
         if settings.zero_stage and world.dims.data > 1:
             fsdp = FsdpSharding(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
         builder = ItemBuilder(
@@ -228,7 +229,7 @@ class Engine:
         self.profiler = profiler or LayerProfiler(clock_for(world.device))
         self.techniques = Techniques(settings.techniques, family=family, store=self.item_store, world=world)
         self._item_names = tuple(item.name for item in family.items)
-        self.shape = settings.pipeline
+        self.pipeline_config = settings.pipeline
         self._codec, self.replica_codec = None, None
         self._fused: frozenset[str] = frozenset()
         if settings.compression.replica_rank is not None and world.dims.data > 1:
@@ -291,6 +292,7 @@ class Engine:
         self.scaler.load_state(loss_scale)
         for name in self.local_names:
             self.item_store.load_state(name, read(name))
+        # After the items: techniques read their masks, and freeze their parameters.
         self.techniques.load_state_dict(techniques or {}, step)
         if replica_workers is not None:
             self.choose_replica_workers(replica_workers)
@@ -305,11 +307,11 @@ class Engine:
         if self.replica_codec is not None and self.settings.compression.choose_workers:
             self.replica_workers = self.replica_codec.num_compressing_stages = count
 
-    def _set_shape_for(self, batch: Batch) -> None:
+    def _configure_for(self, batch: Batch) -> None:
         """Rebuild the pipeline where the number of microbatches or the sample length of ``batch`` differs."""
         needed = self.settings.pipeline.for_batch(batch)
-        if needed != self.shape:
-            self.shape = needed
+        if needed != self.pipeline_config:
+            self.pipeline_config = needed
             self._pipeline = None
 
     def pipeline(self) -> Pipeline:
@@ -317,7 +319,7 @@ class Engine:
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
-                self.shape,
+                self.pipeline_config,
                 self.partition,
                 self.world,
                 self.family.items,
@@ -342,7 +344,8 @@ class Engine:
         """
         started = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
-        self._set_shape_for(batch)
+        self._configure_for(batch)
+        # Before the pipeline is built, since a hook may freeze items.
         for technique in self.techniques:
             technique.before_step(batch.step)
         pipeline = self.pipeline()
@@ -356,6 +359,7 @@ class Engine:
         total = self._mean_loss(loss)
         updated = math.isfinite(norm) and math.isfinite(total)
         is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
+        # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
         rate = self.settings.rate.at(self.advanced_samples)
         if updated:
             clip_gradients(self.item_store, norm, self.settings.clip)
@@ -406,12 +410,18 @@ class Engine:
         return merge_stats(all_gather_objects(self.world, local))
 
     def _local_batch(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.data_rank, self.world.dims.data, self.shape.microbatches)
+        return batch.of_replica(self.world.data_rank, self.world.dims.data, self.pipeline_config.microbatches)
 
     def prepare_gradients(self, step: int) -> float:
-        """Reduce, mask and unscale the gradients in place; their global norm.
+        """Reduce, mask and unscale the gradients in place; their global norm. Every rank calls this.
 
         The order of the additions determines the bits: microbatches, then replicas, then copies of tied weights.
+
+        Args:
+            step: number of the step, from 1, for the hooks of the techniques.
+
+        Returns:
+            The L2 norm over all ranks before clipping, without the loss scale.
         """
         ties = self.family.ties
         self.grad_reducer.finish()
@@ -426,6 +436,7 @@ class Engine:
             for _, name, parameter in self.item_store.parameters():
                 if name in stopped:
                     parameter.grad = None
+        # After all sums: each of them could add to the gradient of a pruned weight.
         zero_pruned_gradients(self.item_store)
         gradients = [p.grad for _, _, p in self.item_store.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
@@ -463,7 +474,7 @@ class Engine:
         else:
             peak = peak_memory_bytes()
         names = self.local_names
-        microbatches = self.shape.microbatches
+        microbatches = self.pipeline_config.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.profiler.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -476,7 +487,7 @@ class Engine:
         head = self._item_names[-1]
         for batch in batches:
             self.profiler.begin_step(False, batch.step)
-            self._set_shape_for(batch)
+            self._configure_for(batch)
             loss = self._mean_loss(self.pipeline().evaluate(self._local_batch(batch)))
             parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
@@ -497,7 +508,7 @@ class Engine:
             Metric -> float64 tensor ``[samples]`` on the CPU, in the order of the batch.
         """
         self.profiler.begin_step(False, batch.step)
-        self._set_shape_for(batch)
+        self._configure_for(batch)
         part = self._local_batch(batch)
         pipeline = self.pipeline()
         pipeline.evaluate(part)
@@ -552,9 +563,10 @@ class Engine:
         Raises:
             MoveError: a transfer failed; the old partition is still active.
         """
+        # The partition changes only after the move has succeeded on all ranks; see ``MoveError``.
         report = move_items(self.item_store, self.partition, after, self.world)
-        # Its modules and receive buffers are those of the old partition.
         self.partition = after
+        # Its modules and receive buffers are those of the old partition.
         self._pipeline = None
         return report
 

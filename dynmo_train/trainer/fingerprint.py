@@ -1,8 +1,8 @@
 """Checks that all processes of a run were started alike: options, data, package and torch versions.
 
-Each process computes its facts before any work. Digests of them are gathered and, where these differ, the facts. The
-start then ends on every rank with a table of the differences. Without this check two hosts with different ``--lr``
-would train to wrong weights, since every collective succeeds.
+Each process computes the properties of its run before any work. Digests of them are gathered and, where these differ,
+the properties. The start then ends on every rank with a table of the differences. Without this check two hosts with
+different ``--lr`` would train to wrong weights, since every collective succeeds.
 
 The file of a path option may have another path on each host, so that its contents are compared instead
 (``Reference`` in ``config/options.py``). Output folders and caches are not compared.
@@ -37,7 +37,8 @@ from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, all_gather_objects, destroy_world, init_world, set_parallel_dims
 from .run_directory import versions
 
-Facts = Mapping[str, str]
+# What must be equal on all processes: name (an option, a version, a file) -> readable value.
+RunProperties = Mapping[str, str]
 
 # Largest file that is read completely: a digest takes 0.1 s.
 _WHOLE_BYTES = 64 << 20
@@ -48,31 +49,31 @@ _MAX_COLUMNS = 4
 _MISSING = "missing"
 
 
-def require_same(world: World, facts: Facts) -> None:
-    """End the start if the facts of two processes differ. Every rank calls this.
+def require_same(world: World, properties: RunProperties) -> None:
+    """End the start if two processes have different properties. Every rank calls this.
 
     Args:
         world: all processes.
-        facts: facts of this process: name -> value, both readable.
+        properties: those of this process: name -> value, both readable.
 
     Raises:
         UsageError: on reporting ranks, with a table of the differences.
         SystemExit: on the other ranks, with the same exit code.
     """
-    # Digests first: the facts of all ranks are long, and rarely differ.
-    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+    # Digests first: the properties of all ranks are long, and rarely differ.
+    digest = hashlib.sha256(json.dumps(dict(properties), sort_keys=True).encode()).hexdigest()
     summaries = all_gather_objects(world, [world.host, digest])
     if len({found for _, found in summaries}) == 1:
-        if world.is_rank0 and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(facts)):
+        if world.is_rank0 and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(properties)):
             print_message(f"warning: {warning}")
         return
-    gathered = all_gather_objects(world, [world.host, dict(facts)])
+    gathered = all_gather_objects(world, [world.host, dict(properties)])
     if is_reporting_rank(first=world.is_rank0):
         raise UsageError(differences([(str(host), found) for host, found in gathered]))
     raise SystemExit(EXIT_USAGE)
 
 
-def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> World:
+def join_same(device: str, dims: ParallelDims, properties: Callable[[], RunProperties]) -> World:
     """Join the processes, check that they were started alike, and create the process groups.
 
     The check precedes the groups: processes with other parallel sizes would create other groups, and hang.
@@ -80,23 +81,24 @@ def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> Wo
     Args:
         device: ``cpu``, ``cuda`` or ``auto``.
         dims: parallel sizes.
-        facts: returns the facts that must be equal.
+        properties: returns the properties that must be equal.
 
     Raises:
         UsageError: the processes differ, or ``dims`` do not match their number.
     """
     world = init_world(device)
     try:
-        require_same(world, {**facts(), "device": world.device.type, **installed()})
+        require_same(world, {**properties(), "device": world.device.type, **installed()})
         return set_parallel_dims(world, dims)
+    # Also a KeyboardInterrupt or SystemExit: the caller has no world yet, and could not destroy it.
     except BaseException:
         destroy_world()
         raise
 
 
-def sampled_warning(facts: Facts) -> str | None:
+def sampled_warning(properties: RunProperties) -> str | None:
     """A warning about files of which only a sample is compared; None without any."""
-    names = [name for name, value in facts.items() if _SAMPLED in value]
+    names = [name for name, value in properties.items() if _SAMPLED in value]
     if not names:
         return None
     return (
@@ -105,7 +107,7 @@ def sampled_warning(facts: Facts) -> str | None:
     )
 
 
-def checkpoint_facts(checkpoint: Checkpoint | None, flag: str = "--load") -> Facts:
+def checkpoint_properties(checkpoint: Checkpoint | None, flag: str = "--load") -> RunProperties:
     """The identity of an opened checkpoint: without a shared file system, hosts may have different ones."""
     if checkpoint is None:
         return {flag: "no checkpoint"}
@@ -113,20 +115,25 @@ def checkpoint_facts(checkpoint: Checkpoint | None, flag: str = "--load") -> Fac
     return {flag: f"step {manifest['step']}, manifest {manifest['manifest_crc32']}"}
 
 
-def differences(gathered: Sequence[tuple[str, Facts]]) -> str:
-    """A table of the differences between (host, facts) by rank: rows are facts, columns are groups of equal ranks."""
-    columns: list[tuple[Facts, list[int]]] = []
-    for rank, (_, facts) in enumerate(gathered):
+def differences(gathered: Sequence[tuple[str, RunProperties]]) -> str:
+    """A table of the differences: rows are properties, columns are groups of equal ranks.
+
+    Args:
+        gathered: (host, properties) of each rank, in order.
+    """
+    # Ranks with equal properties share a column: a table of 1,000 ranks is as wide as its few kinds of ranks.
+    columns: list[tuple[RunProperties, list[int]]] = []
+    for rank, (_, properties) in enumerate(gathered):
         for column, ranks in columns:
-            if column == facts:
+            if column == properties:
                 ranks.append(rank)
                 break
         else:
-            columns.append((facts, [rank]))
-    names = list(dict.fromkeys(name for facts, _ in columns for name in facts))
+            columns.append((properties, [rank]))
+    names = list(dict.fromkeys(name for properties, _ in columns for name in properties))
     rows = [["", *(_title(ranks, gathered) for _, ranks in columns[:_MAX_COLUMNS])]]
     for name in names:
-        values = [facts.get(name, "-") for facts, _ in columns]
+        values = [properties.get(name, "-") for properties, _ in columns]
         if len(set(values)) > 1:
             rows.append([name, *values[:_MAX_COLUMNS]])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -138,7 +145,7 @@ def differences(gathered: Sequence[tuple[str, Facts]]) -> str:
     return "\n  ".join([rule, *lines])
 
 
-def _title(ranks: Sequence[int], gathered: Sequence[tuple[str, Facts]]) -> str:
+def _title(ranks: Sequence[int], gathered: Sequence[tuple[str, RunProperties]]) -> str:
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -151,7 +158,7 @@ def _title(ranks: Sequence[int], gathered: Sequence[tuple[str, Facts]]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}{', ...' if len(spans) > 3 else ''} ({hosts[0]}{more})"
 
 
-def installed() -> Facts:
+def installed() -> RunProperties:
     """Versions that affect results, and a digest of the source of this package.
 
     Of Python the minor version matters: from 3.12, ``sum`` adds floats with compensation.
@@ -177,22 +184,23 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def config_facts(config: Config) -> Facts:
+def config_properties(config: Config) -> RunProperties:
     """The options of a training run: values, and the identities of files."""
-    return option_facts(*(config.concern(concern) for concern in concern_types()))
+    return option_properties(*(config.concern(concern) for concern in concern_types()))
 
 
-def option_facts(*concerns: object) -> Facts:
-    """The facts of some dataclasses of options."""
-    facts: dict[str, str] = {}
+def option_properties(*concerns: object) -> RunProperties:
+    """Name -> value of each option in some dataclasses of options."""
+    properties: dict[str, str] = {}
     for values in concerns:
-        facts.update(_facts_of(concern_specs("", type(values)), values))
-    return facts
+        properties.update(_properties_of(concern_specs("", type(values)), values))
+    return properties
 
 
-def _facts_of(specs: Iterable[OptionSpec], values: object) -> Iterable[tuple[str, str]]:
+def _properties_of(specs: Iterable[OptionSpec], values: object) -> Iterable[tuple[str, str]]:
     for spec in specs:
         value, kind = getattr(values, spec.name), spec.declaration.refers_to
+        # Output folders and caches: they do not affect results, and each host may have its own.
         if kind == "place":
             continue
         name = spec.flag if spec.is_flag else spec.name

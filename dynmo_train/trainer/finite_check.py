@@ -70,6 +70,7 @@ class FiniteCheck:
         """
         reason = None
         if self.limit is not None:
+            # In the order of their costs: a counter, a pass over weights and moments, at most one forward.
             if self.skipped:
                 steps = "the last step was" if self.skipped == 1 else f"the last {self.skipped} steps were"
                 reason = f"no checkpoint of step {step}: {steps} not finite"
@@ -82,7 +83,7 @@ class FiniteCheck:
 
 
 def number_text(value: float) -> str:
-    """``nan``, ``inf`` or a number with four digits."""
+    """``value`` as ``nan``, ``inf`` or a number with four significant digits."""
     return f"{value:.4g}"
 
 
@@ -106,7 +107,13 @@ def batch_detail(consumed: int, size: int, places: list[list[dict[str, Any]]]) -
 
 
 def end_message(step: int, check: FiniteCheck, last_good: str | None) -> str:
-    """A message with the reason why the run ended, its last checkpoint, and the remedy."""
+    """A message with the reason why the run ended, its last checkpoint, and the remedy.
+
+    Args:
+        step: number of completed steps.
+        check: check that ended the run, or refused its last checkpoint.
+        last_good: name of the last checkpoint of this run; None without one.
+    """
     cause = "the model was"
     if check.skipped:
         cause = "the step was" if check.skipped == 1 else f"{check.skipped} steps in a row were"

@@ -45,7 +45,7 @@ from ..parallel.process_groups import destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .engine import StepResult
-from .fingerprint import config_facts, join_same
+from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
 from .monitoring.training_log import TrainingLog, complete_line, stop_line
@@ -71,13 +71,14 @@ def run_pretrain(config: Config) -> int:
         data=parallel.data_parallel_size,
         expert=parallel.expert_model_parallel_size,
     )
-    world = join_same(config.training.device, dims, lambda: config_facts(config))
+    world = join_same(config.training.device, dims, lambda: config_properties(config))
     try:
         trainer = Trainer(setup_run(config, world))
         try:
             return trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
             trainer.close()
+    # Every rank reads every batch and raises this in the same step: one of them reports it.
     except TokenError:
         if is_reporting_rank(first=world.is_rank0):
             raise
@@ -148,7 +149,7 @@ class Trainer:
             ),
             active_plan_id=self._initial_plan_id,
             log_event=self.logger.log_event,
-            finish_saves=lambda: self._checkpointer.wait(),
+            finish_saves=lambda: self._checkpointer.wait(),  # a lambda: the checkpointer is created later
             planner=self._planner,
         )
 
@@ -172,11 +173,13 @@ class Trainer:
         with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
             while self.step < training.train_iters and not signals.exit:
                 self._train_step()
+                # Before anything else at this boundary: the model must be neither evaluated nor saved.
                 if self._finite_check.is_over:
                     return self._end_not_finite()
                 is_last = self.step == training.train_iters
                 if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
                     self._evaluate_validation()
+                # Not after the last step: a move costs a pause and has no steps left that it makes faster.
                 plan = self._controller.at_boundary(self.step) if self._controller is not None and not is_last else None
                 # A released rank is not in the world any more: it must not call the collectives below.
                 if plan is not None and plan.is_released:
@@ -184,6 +187,7 @@ class Trainer:
                 if plan is not None:
                     self._log_plan(plan)
                 self._choose_compression(plan)
+                # Before a new save below, which would otherwise wait for a save that is already complete.
                 self._checkpointer.at_boundary()
                 relaunch = not is_last and self._is_resize_requested()
                 # A signal that arrived during the evaluation or the move above counts at this boundary.
@@ -211,6 +215,7 @@ class Trainer:
     def _end(self, signals: BoundarySignals) -> int:
         """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
         self._checkpointer.wait()
+        # During training a failed save is retried by the next one. Here none follows, and exit code 0 would be wrong.
         if self._checkpointer.failure is not None:
             last, run = self._last_saved, self.directory.path
             retry = f"resume with --load {run}" if last else "start again with another --run-dir"
@@ -404,6 +409,7 @@ def _planner_arguments(config: Config) -> list[str]:
         arguments += ["--pack-to", str(balance.pack_to)]
     if balance.min_throughput_fraction is not None:
         arguments += ["--min-throughput-fraction", str(balance.min_throughput_fraction)]
+    # A lockstep plan must follow from the record of the request's step; else the planner waits for three records.
     if balance.balance_lockstep:
         return [*arguments, "--lockstep", "--min-records", "1"]
     return [*arguments, "--every", str(balance.rebalance_interval)]

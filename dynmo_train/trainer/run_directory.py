@@ -80,7 +80,15 @@ class RunDirectory:
 
     @staticmethod
     def event_record(kind: str, message: str, *, step: int, **detail: Any) -> dict[str, Any]:
-        """A line of ``events.jsonl`` with the current time; ``message`` is a sentence for a person."""
+        """A line of ``events.jsonl`` with the current time.
+
+        Args:
+            kind: kind of the event, for programs.
+            message: a sentence for a person.
+            step: number of completed steps.
+            detail: further fields, as JSON values.
+        """
+        # The time of the event, not of the write: with a full disk a line can wait for hours.
         dated = {"time_utc": utc_text(datetime.now(UTC)), "step": step, "kind": kind, "message": message}
         return dated | detail
 
@@ -123,6 +131,7 @@ def open_run_directory(
         UsageError: the directory contains another run, or cannot be created.
     """
     path = choose_path(config, datetime.now(UTC), Path.exists)
+    # A random id: a plan of another run is refused by it, also if that run had the same path.
     run = RunDirectory(path=path, run_id=secrets.token_hex(8), segment=0)
     if run.run_json.exists():
         if not _is_resumed(path, config.run.load):

@@ -178,6 +178,7 @@ def schedule_in_profile(schedule: str, partition: Partition) -> str:
     """The schedule to record in a profile: for ``custom``, the built-in one with the same placement of stages."""
     if schedule != CUSTOM:
         return schedule
+    # The cost model knows the built-in schedules only.
     v_shaped = Partition.v_shaped(partition.stages, partition.num_ranks)
     return "zb-v" if partition.virtual_stages == 2 and partition == v_shaped else "zero-bubble"
 
@@ -232,6 +233,7 @@ def plan_problems(
 
 def resize_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
     """Problems of continuing with ``workers`` pipeline ranks of the current size; empty where it is possible."""
+    # The same rules as for the options of a start: the restarted run must not fail on the requested number.
     size = replace(dims, pipeline=workers).size
     return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
 
@@ -282,6 +284,7 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
     """The partition of a checkpoint; None where it does not fit the stages, layers or granularity of the run."""
     stages = tuple(tuple(stage) for stage in topology["partition"])
     workers = config.parallel.pipeline_model_parallel_size
+    # Only inner stages may be empty: the first one reads the batch, the last one computes the loss.
     if len(stages) != workers * config.parallel.virtual_stages_per_worker or not (stages[0] and stages[-1]):
         return None
     if [name for stage in stages for name in stage] != [item.name for item in family.items]:
@@ -297,8 +300,10 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
     """A function from the number of samples and the tokens per sample to the model FLOPs of a step."""
     model = config.model
 
+    # Two or three batch sizes and sample lengths occur in a run, and each step asks.
     @cache
     def count(samples: int, tokens: int) -> int:
+        """Model FLOPs of a step with ``samples`` samples of ``tokens`` tokens."""
         return step_flops(
             family,
             width=model.hidden_size,

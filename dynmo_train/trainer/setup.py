@@ -51,7 +51,7 @@ from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .engine import Engine, EngineSettings
-from .fingerprint import checkpoint_facts, require_same
+from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
 from .run_directory import RunDirectory, open_run_directory
 from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
@@ -110,9 +110,10 @@ def setup_run(config: Config, world: World) -> InitialState:
             print_message("--zero-stage 1 is executed as stage 2: gradients are sharded between steps too")
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
+    # First, since the position in the data and the initial partition follow from it.
     checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
     # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
-    require_same(world, checkpoint_facts(checkpoint))
+    require_same(world, checkpoint_properties(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
     data = rank0_first(world, lambda: open_run_data(config, step, consumed))
@@ -122,11 +123,11 @@ def setup_run(config: Config, world: World) -> InitialState:
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
-    require_same(world, checkpoint_facts(bert, "--bert-load"))
+    require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
     workers, dims = describe_workers(world), world.dims
-    engine_facts: dict[str, Any] = {
+    engine_properties: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
         "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
@@ -134,18 +135,19 @@ def setup_run(config: Config, world: World) -> InitialState:
     }
     if settings.compression.is_lossy:
         and_choices = " and choices of workers" if settings.compression.choose_workers else ""
-        engine_facts["reproducible"] = (
+        engine_properties["reproducible"] = (
             f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
         )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     opened = run_on_all_ranks(
         world,
         lambda: (
-            open_run_directory(config, world_size=world.size, hosts=hosts, engine=engine_facts)
+            open_run_directory(config, world_size=world.size, hosts=hosts, engine=engine_properties)
             if world.is_rank0
             else None
         ),
     )
+    # Rank 0 alone chooses: the default name contains the time, and the run id is random.
     path, run_id, segment = broadcast_object(
         world, [str(opened.path), opened.run_id, opened.segment] if opened else None
     )
@@ -234,7 +236,11 @@ def _takes_weights_only(config: Config, checkpoint: Checkpoint) -> bool:
 
 
 def bert_checkpoint(config: Config, world: World) -> Checkpoint | None:
-    """The checkpoint of ``--bert-load``; None without the option."""
+    """The checkpoint of ``--bert-load``; None without the option. Every rank calls this.
+
+    Raises:
+        CheckpointError: the path has no checkpoint, or only damaged ones.
+    """
     path = config.ict.bert_load
     if path is None:
         return None
@@ -297,7 +303,13 @@ def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def continued_checkpoint(checkpoint: Checkpoint | None, directory: RunDirectory, step: int) -> str | None:
-    """Name of the checkpoint of this run that it resumes from; None for another run's checkpoint, or without one."""
+    """Name of the checkpoint of this run that it resumes from; None for another run's checkpoint, or without one.
+
+    Args:
+        checkpoint: loaded checkpoint; None without one.
+        directory: run directory of this start.
+        step: number of completed steps; 0 where only weights were loaded.
+    """
     if checkpoint is None or not step:
         return None
     is_own = checkpoint.directory.resolve().is_relative_to(directory.path.resolve())

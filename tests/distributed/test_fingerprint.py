@@ -13,7 +13,7 @@ import pytest
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.trainer import fingerprint
-from dynmo_train.trainer.fingerprint import config_facts, installed, require_same
+from dynmo_train.trainer.fingerprint import config_properties, installed, require_same
 from tests.distributed.whole_runs import arguments, run_command, write_data
 from tests.distributed.workers import run_workers
 
@@ -34,9 +34,9 @@ def starts(world, first: str, copy: str, other: str) -> dict[str, str]:
     values = SIZES | {"data_path": first, "lr": 2e-3}
 
     def start(**changes) -> str:
-        facts = {**config_facts(config_of(**{**values, **(changes if second else {})})), **installed()}
+        properties = {**config_properties(config_of(**{**values, **(changes if second else {})})), **installed()}
         try:
-            require_same(world, facts)
+            require_same(world, properties)
         except UsageError as error:
             return str(error)
         except SystemExit as end:
@@ -110,7 +110,7 @@ def compare_data(world, one: str, other: str) -> str:
     """What two processes that read these data sets report."""
     place = one if world.is_rank0 else other
     try:
-        require_same(world, config_facts(config_of(**SIZES, data_path=place, lr=2e-3)))
+        require_same(world, config_properties(config_of(**SIZES, data_path=place, lr=2e-3)))
     except UsageError as error:
         return str(error)
     except SystemExit as end:
@@ -122,8 +122,8 @@ def test_sidecars_detect_one_other_token_of_large_data(tmp_path):
     """The token lies between the places that are sampled; without sidecars it passes."""
     places = write_two(tmp_path, (64 << 20) + 1)
     assert run_workers(compare_data, 2, *map(str, places)) == ["same", "same"]
-    facts = config_facts(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))
-    assert fingerprint.sampled_warning(facts).startswith(
+    properties = config_properties(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))
+    assert fingerprint.sampled_warning(properties).startswith(
         "--data-path: hosts compare only 256 blocks of a file above 64 MiB"
     )
     for place in places:
@@ -154,14 +154,14 @@ def test_one_other_token_of_data_up_to_64_mib_is_detected(tmp_path):
     first, second = run_workers(compare_data, 2, *map(str, places))
     assert second == "exit 2"
     assert "67,108,864 bytes" in first
-    assert fingerprint.sampled_warning(config_facts(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))) is None
+    assert fingerprint.sampled_warning(config_properties(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))) is None
 
 
 def warned_of(world, data: str, hosts: list[str]) -> list[str]:
     """What is printed where equal processes are on these hosts."""
     printed: list[str] = []
     fingerprint.print_message = printed.append
-    require_same(replace(world, host=hosts[world.rank]), config_facts(config_of(**SIZES, data_path=data, lr=2e-3)))
+    require_same(replace(world, host=hosts[world.rank]), config_properties(config_of(**SIZES, data_path=data, lr=2e-3)))
     return printed
 
 

@@ -80,6 +80,7 @@ class Checkpointer:
 
     def save(self, metadata: CheckpointMetadata) -> None:
         """Start a checkpoint of the current state; without ``async_save`` it is in place on return."""
+        # One save at a time: the next one overwrites the host buffers from which the previous one is written.
         self.wait()
         self._start_s = time.perf_counter()
         if self.allocation is not None:
@@ -116,6 +117,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             path = pending.finish()
+        # Raised on all ranks alike. A full disk does not end the run: the next save may find space.
         except DynmoError as error:
             self.failure = str(error)
             self._on_failure(pending.metadata.step, self.failure)

@@ -125,6 +125,7 @@ class HostBuffers:
     def allocate(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Allocate and touch buffers by name."""
         for name, (shape, dtype) in shapes.items():
+            # ``zeros`` of a large tensor only reserves pages; writing maps them.
             self.tensors.setdefault(name, torch.zeros(shape, dtype=dtype).fill_(0))
 
     def free_others(self, names: Collection[str]) -> None:
@@ -182,10 +183,12 @@ class PendingSave:
             self._files += _compression_memory_files(world, states, buffers=buffers)
         if buffers is not None:
             buffers.free_others({name for file in self._files for name in file.tensors})
-        gathered = all_gather_objects(world, _local_facts(engine, states) if is_writer else None)
-        facts = [one for one in gathered if one is not None]
-        self._facts = _run_facts(engine, metadata, facts) if world.is_rank0 else None
-        self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
+        gathered = all_gather_objects(world, _rank_metadata(engine, states) if is_writer else None)
+        by_rank = [one for one in gathered if one is not None]
+        # Now, not when the files are written: the engine trains on in an asynchronous save.
+        self._run_metadata = _run_metadata(engine, metadata, by_rank) if world.is_rank0 else None
+        # Every parameter must be in a report: a rank that skips one would make an incomplete checkpoint.
+        self._members = [name for one in by_rank for group in ("decay", "no_decay") for name in one[group]]
         self._report: list[dict[str, Any]] = []
         self._thread: threading.Thread | None = None
         self._is_gathered = False
@@ -202,8 +205,10 @@ class PendingSave:
                 (self._staging / "tokenizer").mkdir()
                 for name, path in self.metadata.tokenizer.items():
                     shutil.copyfile(path, self._staging / "tokenizer" / name)
+        # Kept, not raised: this may be a thread, and the other ranks wait in the collectives of ``finish``.
         except (OSError, DynmoError) as error:
             self._problem = f"rank {self._world.rank}: {error}"
+        # With ZeRO these are the last references to the gathered tensors.
         self._files = []
 
     def write_async(self) -> None:
@@ -216,6 +221,7 @@ class PendingSave:
 
         Once all ranks have written their shards, rank 0 commits the checkpoint in a thread too.
         """
+        # Reduced first: the gather below is a collective, which all ranks must start at the same boundary.
         if not all_agree(self._world, self._thread is None or not self._thread.is_alive()):
             return False
         if self._is_gathered:
@@ -247,8 +253,9 @@ class PendingSave:
         """Gather the reports of all ranks on rank 0, which commits the checkpoint in a thread."""
         gathered = all_gather_objects(self._world, {"problem": self._problem, "report": self._report})
         self._is_gathered, self._thread = True, None
-        facts = self._facts
-        if facts is None:
+        run_metadata = self._run_metadata
+        if run_metadata is None:
+            # Rank 0 reports for all: ``finish`` broadcasts its text.
             self._problem = None
             return
         self._problem = "; ".join(one["problem"] for one in gathered if one["problem"]) or None
@@ -256,16 +263,18 @@ class PendingSave:
         if self._problem is None and staging is not None:
 
             def commit_in_thread() -> None:
-                self._problem = self._commit(staging, facts, [one["report"] for one in gathered])
+                self._problem = self._commit(staging, run_metadata, [one["report"] for one in gathered])
 
             self._thread = threading.Thread(target=commit_in_thread, name="checkpoint")
             self._thread.start()
 
-    def _commit(self, staging: Path, facts: RunMetadata, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+    def _commit(
+        self, staging: Path, run_metadata: RunMetadata, reports: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> str | None:
         """Put the checkpoint in place; the error, if any."""
         try:
             written_by = f"dynmo-train {__version__}"
-            manifest = build_manifest(facts, reports, written_by=written_by, expected=self._members)
+            manifest = build_manifest(run_metadata, reports, written_by=written_by, expected=self._members)
             commit(self._checkpoints, self.metadata.step, staging, manifest)
         except (OSError, DynmoError) as error:
             return str(error)
@@ -324,6 +333,7 @@ def _shard_files(
     """The shard files that this rank writes."""
     store = engine.item_store
     files = []
+    # Two kinds of files: ``--finetune``, ``evaluate`` and ``generate`` check and read the weights only.
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
@@ -385,7 +395,7 @@ def _rank_in_stage(world: World) -> int:
     return world.data_rank * world.dims.tensor + world.tensor_rank
 
 
-def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
+def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
     """What rank 0 needs from this rank: optimizer steps, parameters with weight decay, numbers of pruned weights."""
     tied = engine.family.ties
     pruned: dict[str, list[int]] = {}
@@ -413,18 +423,18 @@ def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, A
     }
 
 
-def _run_facts(engine: Engine, metadata: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunMetadata:
-    """The manifest without its tensors, from the metadata and the facts of all writing ranks."""
+def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequence[Mapping[str, Any]]) -> RunMetadata:
+    """The manifest without its tensors, from ``metadata`` and the ``_rank_metadata`` of all writing ranks."""
     settings = engine.settings
     partition, dims = engine.partition, engine.world.dims
     sparsity = {}
     for item in (item.name for item in engine.family.items):
-        counts = [fact["pruned"][item] for fact in facts if item in fact["pruned"]]
+        counts = [one["pruned"][item] for one in by_rank if item in one["pruned"]]
         if counts:
             sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
     technique = engine.techniques.find(GradualPruning)
     pruning = {"sparsity": technique.sparsity, "sparsity_by_item": sparsity} if technique is not None else None
-    members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
+    members = {name: [each for one in by_rank for each in one[name]] for name in ("decay", "no_decay")}
     rates = {"decay": engine.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
     decay = settings.adamw.weight_decay
@@ -452,7 +462,7 @@ def _run_facts(engine: Engine, metadata: CheckpointMetadata, facts: Sequence[Map
         ties=engine.family.ties,
         optimizer={
             "type": "adamw",
-            "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
+            "steps": {name: step for one in by_rank for name, step in one["steps"].items()},
             "groups": groups,
         }
         if metadata.moments
@@ -522,6 +532,7 @@ def state_reader(
         Item name -> state of the item, on the device of this rank.
     """
     device, topology = world.device, checkpoint.manifest["topology"]
+    # An error-feedback memory is what one rank has not sent yet: it has no meaning for ranks of another layout.
     has_same_ranks = (topology["data_parallel_size"], topology["tensor_parallel_size"]) == (
         world.dims.data,
         world.dims.tensor,
@@ -538,6 +549,7 @@ def state_reader(
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         to_load += [f"{name}.{key}" for name in trained for key in MOMENTS]
+        # One tensor at a time, so that only one full tensor is in host memory next to the local shards.
         tensors = {
             name: store.sharding.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device)
             for name in to_load

@@ -102,10 +102,11 @@ def cached_name(source: Path, vocabulary_multiple: int, with_optimizer: bool, co
         with_optimizer: whether the optimizer state is converted too.
         converter: :func:`converter_digest`, so that another version of ``dynmo-ckpt`` converts again.
     """
+    # Size and time instead of a digest: a start must not read all bytes of a large model twice.
     entries = source.iterdir() if is_hugging_face(source) else source.rglob("*")
     files = sorted(path for path in entries if path.is_file())
-    facts = [[str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    text = json.dumps([str(source.resolve()), vocabulary_multiple, with_optimizer, converter, facts])
+    files_state = [[str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    text = json.dumps([str(source.resolve()), vocabulary_multiple, with_optimizer, converter, files_state])
     return f"{source.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -148,6 +149,7 @@ def convert_to_native(
             " nor on PATH; run: pip install 'dynmo-toolkit[ckpt]'"
         )
     target = cache / cached_name(source, vocabulary_multiple, with_optimizer, converter_digest(program))
+    # An interrupted conversion has no manifest; it is converted again, with ``--overwrite``.
     if _is_complete(target):
         return target
     try:
@@ -243,6 +245,7 @@ def first_valid_checkpoint(
     """
     damages: list[str] = []
     for candidate in candidates:
+        # All ranks take the same candidate: one that a single rank finds damaged is skipped by all.
         gathered = all_gather_objects(
             world, find_damage(Path(candidate), world.rank, world.size, weights_only=weights_only)
         )
@@ -320,7 +323,11 @@ SHARED_KEYS = ("num_layers", "num_tokentypes", *(name for name in STATED if name
 
 
 def check_bert(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Raise ``CheckpointError``, with every difference, unless the checkpoint is a BERT of the size of the towers."""
+    """Check that a checkpoint is a BERT of the size of the towers.
+
+    Raises:
+        CheckpointError: it is of another family or size; the message lists every difference.
+    """
     stored, expected = checkpoint.manifest["model"], family.manifest()
     differences = [
         f"{key} is {short_repr(stored.get(key))} there and {expected[key]!r} here"

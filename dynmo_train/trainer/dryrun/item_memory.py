@@ -159,9 +159,11 @@ def _on_fake_tensors(
             used[name] = cast_forward(master, copy)
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
     batch = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
+    # Parameters, gradients and what other items pass on belong to no item's activations.
     live.ignore([*others, *read, *batch])
     with live:
         result = output_of(run(lambda *arguments: functional_call(module, used, arguments), *read, *batch))
+        # ``result`` is still referenced: the saved bytes include the output.
         saved, forward = live.current, live.peak
         live.peak = live.current
         try:

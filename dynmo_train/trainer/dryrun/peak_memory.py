@@ -42,6 +42,7 @@ def recompute_runner(granularity: str) -> ItemRunner:
     """A function that calls an item as a run with this ``--recompute-granularity`` does."""
     if granularity == "none":
         return lambda item, *arguments: item(*arguments)
+    # The arguments of ``pipeline_stage.py``, so that the same tensors are saved.
     selective: dict[str, Any] = {"context_fn": partial(save_products, [])} if granularity == "selective" else {}
     return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **selective)
 
@@ -60,6 +61,8 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
         shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
         keys[item.name] = key = (item.kind, shapes, tuple(boundary.shapes[name] for name in item.reads), item.inputs)
         if key not in known:
+            # No limit: adding the rows to the table finds unique ids, whose number fake tensors cannot have. The memory
+            # of the collected rows is counted by ``_deferred_gradient_bytes``.
             if isinstance(module, Embedding) and _is_by_token(config):
                 module.pending = PendingRows(module.word.weight, sys.maxsize)
             assumptions = _assumptions(config, module)
@@ -76,6 +79,7 @@ def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
     if not isinstance(module, MoeMlp):
         return NO_ASSUMPTIONS
     moe = module.moe
+    # Their numbers of tokens depend on the scores, or on those of other ranks.
     if moe.routing == BALANCED or config.parallel.expert_model_parallel_size > 1:
         return None
     assignments = config.training.micro_batch_size * config.model.seq_length * moe.top_k
@@ -180,6 +184,8 @@ def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCoun
     copies = boundary.dtype.itemsize
     gradients = FLOAT_BYTES * counts.total
     if zero and replicas > 1:
+        # FSDP2 gathers an item before its forward. Stage 3 frees it afterwards, and the next one may be gathered
+        # meanwhile; in the other stages all items stay gathered until the end of the step.
         sharded = (FLOAT_BYTES + MOMENTS_BYTES) * counts.total // replicas
         gathered = copies * (2 * counts.largest if zero == 3 else counts.total + counts.largest)
         return sharded + gathered, gradients
@@ -224,6 +230,8 @@ def worker_peaks(
         model, gradients = _model_bytes(config, boundary, counts)
         known = [memories[name] for name in items if name in memories]
         deferred = _deferred_gradient_bytes(config, family, items, boundary)
+        # The simulation adds the peaks of gradients and activations. With a single microbatch they are not at the same
+        # time: the backward frees activations while it allocates gradients.
         if microbatches == 1 and len(simulation["stages"]) == 1 and len(known) == len(items):
             peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - deferred.get(name, 0) for name in items])
         else:
@@ -252,6 +260,7 @@ def _buffers(
     for stage in stages:
         if not stage["items"]:
             continue
+        # Neighbours on the same rank pass tensors without a buffer.
         begin, end = names.index(stage["items"][0]), names.index(stage["items"][-1]) + 1
         if stage["stage"] > 0 and stage["stage"] - 1 not in local:
             total += microbatches * boundary.num_bytes(live_before(family.items, begin))

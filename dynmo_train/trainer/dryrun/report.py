@@ -95,6 +95,7 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             sequence_length=config.model.seq_length,
         ),
         layout=Layout(
+            # The operations of a custom schedule are in its plan, which need not exist before a dry run.
             schedule="zero-bubble" if parallel.schedule == "custom" else parallel.schedule,
             virtual_stages_per_worker=parallel.virtual_stages_per_worker,
             granularity=config.balance.granularity,
@@ -110,12 +111,13 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
                 ranks=list(range(worker * ranks, (worker + 1) * ranks)),
                 hosts=["dry-run"],
                 device="cuda",
-                memory_bytes=None,
+                memory_bytes=None,  # not of this machine: ``--device`` of the simulation sets it
             )
             for worker in range(parallel.pipeline_model_parallel_size)
         ],
         items=describe_items(family, boundary, _sharded_builder(family, parallel.tensor_model_parallel_size)),
     )
+    # With these the cost model needs no estimate of its own.
     record["model"]["x_num_attention_heads"] = config.model.num_attention_heads
     for item in record["items"]:
         if item["name"] in memories:
@@ -133,6 +135,7 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.jsonl"
         append_record(profile, header)
+        # ``uniform``, since a run starts with Megatron's uniform partition.
         command = [program, "simulate", str(profile), "--device", device, "--dtype", dtype, "--balancer", "uniform"]
         command += ["--recompute", config.training.recompute_granularity, "--format", "json"]
         command += ["--plan", config.balance.plan] if config.balance.plan else []

@@ -94,6 +94,7 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     common = sorted(set(trained[0]) & set(trained[1]))
     if len(common) < 2:
         raise UsageError(f"{first} and {second} have {len(common)} steps in common; two or more are needed to compare")
+    # Equality of floats on purpose: a placement must not change any bit. JSON holds the shortest exact text of each.
     different = [
         step for step in common for key in ("lm_loss", "grad_norm") if trained[0][step][key] != trained[1][step][key]
     ]
@@ -102,6 +103,7 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     # The pipeline is rebuilt in the first step after a migration.
     steady_from = max(common[0], *(last + 1 for _, _, last in migrations))
     tail = [step for step in common if step > steady_from] or common[-1:]
+    # The mean contains the pauses of migrations; the median shows the steady state without outliers.
     means = [statistics.fmean(run[step]["step_ns"] for step in common[1:]) / 1e6 for run in trained]
     tails = [statistics.median(run[step]["step_ns"] for step in tail) / 1e6 for run in trained]
     losses = [trained[1][step]["lm_loss"] for step in common]

@@ -89,6 +89,7 @@ def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanStatus]:
     for path in sorted((run / "plans").glob("plan-*.json")):
         plan = read_any_json(path)
         number = plan["plan_id"]
+        # The initial plan has no result: the trainer wrote it itself. One without any other has not been read yet.
         record = by_id.get(number)
         result = "initial" if plan["balancer"] == "initial" else str(record["result"]) if record else "waiting"
         step = int(record["step"]) if record else plan.get("read_to_step")
@@ -113,6 +114,7 @@ def read_run_status(run: Path) -> RunStatus:
     steps = [line for line in metrics if "step_ns" in line]
     recent = steps[-RECENT_STEPS:]
     profile = read_lines(run / "profile.jsonl")
+    # From the last header on: an earlier start may have had other workers, and its loads are over.
     segment = max((at for at, line in enumerate(profile) if line["record"] == "header"), default=0)
     measured = [line for line in profile[segment:] if line["record"] == "step"][-RECENT_STEPS:]
     loads = [

@@ -49,6 +49,7 @@ from ...models.layer_list import BoundaryShape, ModelFamily, live_before
 from ...parallel.process_groups import World, all_gather_objects
 from ..run_directory import RunDirectory
 
+# Parameters, gradients and both moments of AdamW are float32 in every precision; bytes per parameter.
 FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
 # Lines that wait in memory for a full disk: a few MB.
@@ -108,6 +109,7 @@ def describe_workers(world: World) -> list[WorkerInfo]:
                 ranks=ranks,
                 hosts=list(dict.fromkeys(gathered[rank]["host"] for rank in ranks)),
                 device="cuda" if world.device.type == "cuda" else "cpu",
+                # A stage is on all ranks of its pipeline rank: it must fit on the smallest.
                 memory_bytes=min(gathered[rank]["memory_bytes"] for rank in ranks),
                 # Pipeline rank 0 hosts the rendezvous store, the run directory and the planner.
                 releasable=worker > 0,
@@ -139,6 +141,7 @@ def measure_links(world: World) -> tuple[LinkInfo | None, LinkInfo | None]:
     Returns:
         Pipeline link and replica link; None for one that does not exist.
     """
+    # One link of each kind stands for all: the cost model has a single bandwidth for each.
     first = world.dims.rank_of(pipeline=0, data=0, tensor=0)
     worker = world.dims.rank_of(pipeline=1, data=0, tensor=0) if world.dims.pipeline > 1 else None
     replica = world.dims.rank_of(pipeline=0, data=1, tensor=0) if world.dims.data > 1 else None
@@ -212,7 +215,9 @@ class RunLogger:
         self.run, self._writes = run, world.is_rank0
         self._names: list[str] = []
         self._workers: tuple[WorkerInfo, ...] = ()
+        # Makes a header for some workers; a release writes the header again without the released ones.
         self._header: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
+        # Of all files together, so that one refused line keeps every later one in order.
         self._waiting: deque[Callable[[], None]] = deque(maxlen=MAX_WAITING_LINES)
 
     def _write(self, append: Callable[[], None]) -> None:
@@ -283,6 +288,7 @@ class RunLogger:
         hosts, free = freed_hosts(released, self._workers)
         ranks = [rank for each in released for rank in each.ranks]
         message = release_message(released, self._workers, free)
+        # A new segment, not an event: the planner keeps no cost that was measured on other workers.
         self.log_profile_record(self._header(self._workers))
         self.log_event(
             "released", message, step=step, workers=sorted(workers), ranks=ranks, hosts=hosts, free_hosts=free
@@ -316,8 +322,10 @@ class RunLogger:
                 if one[field] is not None
                 for name, value in zip(one["items"], one[field], strict=True)
             }
+            # 0 for an item that no rank reports: it did not run. A null in ``one[field]`` is "not sampled".
             return [merged.get(name, 0) for name in self._names]
 
+        # Only a schedule with separate operations for the weight gradients (zero bubble) measures both parts.
         split = any(one["backward_weight_ns"] is not None for one in costs)
         backward: dict[str, Any] = {"backward_ns": by_item("backward_ns")}
         if split:
@@ -350,7 +358,14 @@ class RunLogger:
             self.log_event(event.kind, event.message, step=event.step, **event.detail)
 
     def log_event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
-        """Append a line to ``events.jsonl``; ``message`` is a sentence for a person."""
+        """Append a line to ``events.jsonl``.
+
+        Args:
+            kind: kind of the event, for programs.
+            message: a sentence for a person.
+            step: number of completed steps.
+            detail: further fields, as JSON values.
+        """
         if self._writes:
             record = self.run.event_record(kind, message, step=step, **detail)
             self._write(lambda: append_event(self.run.events, record))

@@ -20,6 +20,7 @@ from ..._common.console import print_message
 from ..._common.errors import UsageError
 from ...formats.os_errors import reason
 
+# ``kMaskDelta`` of the format: a checksum is stored masked, so that a CRC over data with checksums does not degenerate.
 _MASK = 0xA282EAD8
 
 
@@ -74,8 +75,10 @@ def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
         scalars: tag -> value.
     """
     values = b"".join(
-        _inner(1, _inner(1, tag.encode()) + b"\x15" + struct.pack("<f", number)) for tag, number in scalars.items()
+        _inner(1, _inner(1, tag.encode()) + b"\x15" + struct.pack("<f", number))  # 0x15: field 2 as float
+        for tag, number in scalars.items()
     )
+    # A key byte is field number << 3 | wire type: 0x09 is field 1 as double, 0x10 field 2 as varint.
     return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + _inner(5, values)
 
 
@@ -103,6 +106,7 @@ class EventWriter:
         """Write a complete record, or nothing."""
         try:
             rest = memoryview(payload)
+            # An unbuffered write may be short, and then only the next one fails.
             while rest:
                 rest = rest[self.file.write(rest) or 0 :]
         except OSError:

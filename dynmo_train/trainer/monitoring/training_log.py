@@ -22,6 +22,7 @@ from ..engine import StepResult
 from ..rebalance.plan_controller import AppliedPlan
 from .tensorboard import EventWriter
 
+# Steps of the means before and after a migration, over which noise of single steps averages out.
 AFTER_MOVE_STEPS = 5
 
 
@@ -121,7 +122,14 @@ def evaluation_line(place: str, losses: Mapping[str, float], loss: str = "lm los
 
 
 def move_lines(plan_id: int, step: int, moves: list[tuple[str, int, int, int]], pause_ns: int) -> list[str]:
-    """Lines for a migration: a summary, and one line per item (name, source, target, bytes)."""
+    """Lines for a migration: a summary, and one line per item.
+
+    Args:
+        plan_id: number of the applied plan.
+        step: number of completed steps.
+        moves: (item, source, target, bytes) of each moved item; source and target are ids of pipeline ranks.
+        pause_ns: time for which training was paused, in nanoseconds.
+    """
     total = sum(size for _, _, _, size in moves)
     items = f"{len(moves)} item{'' if len(moves) == 1 else 's'} ({total:,} bytes)"
     lines = [f" plan {plan_id} applied after iteration {step}: moved {items} in {pause_ns / 1e6:.1f} ms"]
@@ -130,7 +138,14 @@ def move_lines(plan_id: int, step: int, moves: list[tuple[str, int, int, int]], 
 
 
 def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int) -> str:
-    """The step time before and after a migration."""
+    """The line on the effect of a migration.
+
+    Args:
+        plan_id: number of the applied plan.
+        before_ms: mean step time before, in milliseconds.
+        after_ms: mean step time after, in milliseconds.
+        steps: number of steps of each mean.
+    """
     return (
         f" plan {plan_id}: step time {before_ms:.1f} ms -> {after_ms:.1f} ms"
         f" (ratio {before_ms / after_ms:.2f}, means of {steps} steps)"
@@ -157,7 +172,9 @@ class TrainingLog:
         self._loss_name = "loss" if config.model.base_family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0
+        # Step times in nanoseconds since the last migration, of which the last few are needed.
         self._recent: deque[int] = deque(maxlen=10)
+        # The last migration and the mean step time before it, in milliseconds, until that after it is measured.
         self._move: tuple[AppliedPlan, float] | None = None
 
     def line(self, text: str) -> None:
@@ -193,6 +210,7 @@ class TrainingLog:
         self._window.append(result)
         self._window_flops += self._flops(global_batch_size, length) if self.config.training.log_throughput else 0
         self._recent.append(result.step_ns)
+        # One step more: the first one on the new partition allocates buffers and is not in the mean.
         if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
             plan, before_ms = self._move
             after = list(self._recent)[-AFTER_MOVE_STEPS:]
@@ -200,6 +218,7 @@ class TrainingLog:
             self.line(after_move_line(plan.plan_id, before_ms, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
         if step % self.config.training.log_interval:
             return
+        # As in Megatron: the losses of skipped steps, which may not be finite, are not in the mean; their times are.
         updates = [each for each in self._window if each.updated]
         window_s = sum(each.step_ns for each in self._window) / 1e9
         names = updates[0].losses if updates else {}
@@ -237,7 +256,14 @@ class TrainingLog:
             self._board.scalars(step, tensorboard_scalars(stats))
 
     def log_evaluation(self, step: int, losses: Mapping[str, float], place: str, part: str = "validation") -> None:
-        """Log an evaluation at ``place`` on the ``validation`` or the ``test`` data."""
+        """Log an evaluation.
+
+        Args:
+            step: number of completed steps.
+            losses: mean loss, then the means of the head's other metrics, by name.
+            place: when it ran, such as ``iteration 100``.
+            part: data that it ran on: ``validation`` or ``test``.
+        """
         text = evaluation_line(place, losses, self._loss_name)
         dashes = "-" * (len(text) + 1)
         for line in (dashes, text, dashes):
@@ -255,7 +281,12 @@ class TrainingLog:
             self._board.close()
 
     def log_move(self, plan: AppliedPlan, step: int) -> None:
-        """Log a migration after ``step``; the step time before it is the mean of the last steps."""
+        """Log a migration.
+
+        Args:
+            plan: plan that was applied.
+            step: number of completed steps; the step time before the migration is the mean of the last of them.
+        """
         before = list(self._recent)[-AFTER_MOVE_STEPS:]
         self._recent.clear()
         self._move = (plan, sum(before) / len(before) / 1e6)
@@ -313,7 +344,7 @@ def parameter_lines(counts: Mapping[tuple[int, int], int]) -> list[str]:
 
 
 def target_lines(train: int, valid: int, test: int) -> list[str]:
-    """The number of samples that the run reads from each part of the data."""
+    """Megatron's lines on the data, with the number of ``train``, ``valid`` and ``test`` samples that the run reads."""
     return [
         " > datasets target sizes (minimum size):",
         f"    train:      {train}",

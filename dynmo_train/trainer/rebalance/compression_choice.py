@@ -23,6 +23,7 @@ from ...parallel.process_groups import broadcast_object
 from ..engine import Engine
 
 SIMULATION_TIMEOUT_S = 120.0
+# Devices that ``dynmo-plan`` has figures of, as they occur in the name of a CUDA device.
 PRESETS = ("h200", "h100", "a100")
 
 
@@ -92,6 +93,7 @@ class CompressionChoice:
         Returns:
             The number of compressing pipeline ranks, if it was chosen at this boundary.
         """
+        # The number was chosen for the stages of the old partition.
         if has_moved:
             self.close()
             self._is_due = True
@@ -100,6 +102,7 @@ class CompressionChoice:
         if not self._is_due or step < self._from_step:
             return None
         world = self._engine.world
+        # Broadcast at every boundary until there is an answer: all ranks must change the number after the same step.
         answer = broadcast_object(world, self._poll() if world.is_rank0 else None)
         return None if answer is None else self._choose(answer["workers"], step, answer["reason"])
 

@@ -43,6 +43,7 @@ from ...pipeline.partition import Partition
 from ..engine import Engine
 from .planner_process import PlannerProcess
 
+# Seconds between two listings of the plan folder while a lockstep run waits, short against a step.
 POLL_S = 0.002
 
 
@@ -138,6 +139,7 @@ class PlanController:
             self._finish_saves()
         try:
             report = self.engine.repartition(self._partition_of(chosen))
+        # Every rank gets this error or none does: all continue with the old partition, and the plan has its result.
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None
@@ -150,10 +152,12 @@ class PlanController:
             released=tuple(chosen["released"]),
             num_compressing_stages=chosen["num_compressing_stages"],
         )
+        # Released ranks take part in the move above, since they send their layers away.
         if released:
             remaining = without_workers(world, released)
             if remaining is None:
                 return replace(applied, is_released=True)
+            # From here on ``ids`` and positions differ: positions are renumbered, ids are those of the start.
             self.engine.set_world(remaining)
         # Built here, so that the pause includes it and the next step does not.
         self.engine.pipeline()
@@ -185,17 +189,20 @@ class PlanController:
             plan = self._read(plan_id, step)
             if plan is None:
                 continue
+            # Read again at a later boundary: ``_newest_id`` stays, and so do the older plans without a result.
             if chosen is None and plan.apply_at_step is not None and plan.apply_at_step > step:
-                return None  # for a later boundary, at which it is read again
+                return None
             if chosen is not None:
                 self._result(plan_id, step, "superseded", 0, 0, f"plan {chosen.plan_id} is newer")
                 continue
+            # Among others, whether it is based on the active plan: its moves would start from the wrong ranks else.
             problems = self._problems_of(plan, self.active_plan_id, self.engine.partition.stages)
             if problems:
                 self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
                 self._refused.add(plan_id)
             else:
                 chosen = plan
+        # All listed plans have a result now, or get one from the caller: none is read a second time.
         self._newest_id = max([self._newest_id, *listed])
         self._refused.clear()
         if chosen is None:
@@ -255,6 +262,7 @@ class PlanController:
     ) -> None:
         if not self.engine.world.is_rank0:
             return
+        # Into the profile, the only file that the planner reads, and into the events, for people.
         record = plan_result_record(
             plan_id=plan_id,
             step=step,

@@ -17,6 +17,7 @@ from typing import IO
 
 from ...launch.find_command import program_path
 
+# A planner that has failed this often will probably fail again: the run continues without one.
 RESTARTS = 3
 HEARTBEAT_S = 1.0
 # Extra time for the first heartbeat: the interpreter and its imports are slow on a busy machine.
@@ -58,7 +59,9 @@ class PlannerProcess:
         command = program_path("dynmo-plan")
         if command is None:
             return "dynmo-plan is not installed next to dynmo-train: the partition stays as it is"
+        # Appended to: the message of a planner that died is above those of its successor.
         self._log = self._log or open(self.run_dir / "planner.log", "ab")  # noqa: SIM115 - the child writes it
+        # With the pid of this process the planner can end itself when a killed trainer does not stop it.
         supervised = ["--parent-pid", str(os.getpid()), "--heartbeat-s", str(HEARTBEAT_S)]
         self._process = subprocess.Popen(
             [command, "watch", str(self.run_dir), *supervised, *self.arguments],
@@ -97,6 +100,7 @@ class PlannerProcess:
             problem = f"the planner sent no heartbeat for {silent_s:.0f} s and was killed"
         else:
             return None
+        # Killed, since a hung process may not react to SIGTERM; it has no state but the files.
         self._end(self._process, kill=True)
         if self.restarts_left == 0:
             return f"{problem}; training continues with the active partition"

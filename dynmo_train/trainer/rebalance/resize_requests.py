@@ -57,6 +57,7 @@ class ResizeRequests:
             self._rename("taken")
             self._log_event("grow", f"the run has the {requested} requested workers", step=step, workers=requested)
             return False
+        # The file stays: the launcher reads the number from it after this process has exited.
         message = f"restart with {requested} workers requested, the run has {workers}"
         self._log_event("grow", message, step=step, workers=requested)
         return True
@@ -67,5 +68,6 @@ class ResizeRequests:
         except OSError:
             return False
 
+    # Renamed, not removed: a person finds the request with its outcome, and no later boundary reads it again.
     def _rename(self, outcome: str) -> None:
         self._request.replace(self._request.with_name(f"grow.{outcome}.json"))
