@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from ..parallel.seeding import stable_seed
 
 
-def hash_directions(x_BHTK: torch.Tensor, rotation_HKR: torch.Tensor) -> torch.Tensor:
+def hash_directions(x_BHTK: torch.Tensor, axes_HKR: torch.Tensor) -> torch.Tensor:
     """The bucket of each vector, int64 ``[B, H, T]``, 0 to 2R - 1: the nearest of R random axes and their opposites.
 
     Args:
         x_BHTK: queries or keys, ``[B, H, T, K]``.
-        rotation_HKR: random axes of each head, float32 ``[H, K, R]``.
+        axes_HKR: random axes of each head, float32 ``[H, K, R]``, of :meth:`HashedAttention.draw_axes`.
     """
-    along_BHTR = torch.einsum("bhtk,hkr->bhtr", x_BHTK.detach().float(), rotation_HKR)
+    # In float32 in every precision: rounding in bf16 would move vectors near a border to another bucket.
+    along_BHTR = torch.einsum("bhtk,hkr->bhtr", x_BHTK.detach().float(), axes_HKR)
     return torch.cat([along_BHTR, -along_BHTR], dim=-1).argmax(-1)
 
 
@@ -194,8 +195,20 @@ class HashedAttention:
     part: int = 0
     parts: int = 1
 
-    def _rotation(self, heads: int, width: int, device: torch.device, training: bool) -> torch.Tensor:
-        shape = (heads, width, self.buckets // 2)
+    def draw_axes(self, heads: int, head_width: int, device: torch.device, *, training: bool) -> torch.Tensor:
+        """Draw the random axes whose directions are the buckets of queries and keys.
+
+        Args:
+            heads: number of local heads H.
+            head_width: width of a head K.
+            device: device of the result.
+            training: whether to draw from the item's random numbers, which gives other axes in each call; else the axes
+                depend on ``seed`` and ``name`` only.
+
+        Returns:
+            float32 ``[H, K, R]``, with R half of ``buckets``.
+        """
+        shape = (heads, head_width, self.buckets // 2)
         if training:
             return torch.randn(shape, device=device)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "buckets", self.name))
@@ -222,11 +235,11 @@ class HashedAttention:
             training: whether the axes are drawn from the item's random numbers.
         """
         B, H, T, K = q_BHTK.shape
-        rotation_HKR = self._rotation(H, K, q_BHTK.device, training)
+        # The same axes for both: a query and a key of equal direction must be in one bucket.
+        axes_HKR = self.draw_axes(H, K, q_BHTK.device, training=training)
         extra = -T % self.block
         q_bucket, k_bucket = (
-            F.pad(hash_directions(x, rotation_HKR), (0, extra), value=self.buckets).flatten(0, 1)
-            for x in (q_BHTK, k_BHTK)
+            F.pad(hash_directions(x, axes_HKR), (0, extra), value=self.buckets).flatten(0, 1) for x in (q_BHTK, k_BHTK)
         )
         key_mask = (
             torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if key_mask_BT is None else key_mask_BT.bool()

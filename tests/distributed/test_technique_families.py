@@ -99,7 +99,7 @@ class SameBucket:
 
     def attend(self, q, k, v, visible, *, causal, dropout, training):
         B, H, T, K = q.shape
-        axes = self.hashed._rotation(H, K, q.device, training)
+        axes = self.hashed.draw_axes(H, K, q.device, training=training)
         same = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
         same &= torch.ones(T, T, dtype=torch.bool).tril() if causal else True
         same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if visible is None else visible.bool()[:, None, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +23,8 @@ def inputs(tokens: int = 24, batch: int = 2, heads: int = 3, width: int = 8):
 
 def dense(q, k, v, key_mask, *, causal):
     """All scores, then the mask: same bucket, causal, ``key_mask``; 0 for a query without any key."""
-    rotation = SPARSE._rotation(q.shape[1], q.shape[3], q.device, training=False)
-    mask = hash_directions(q, rotation)[..., :, None] == hash_directions(k, rotation)[..., None, :]
+    axes = SPARSE.draw_axes(q.shape[1], q.shape[3], q.device, training=False)
+    mask = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
     if causal:
         mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
     if key_mask is not None:
@@ -106,6 +108,14 @@ def test_hash_mask_changes_in_training_not_in_evaluation():
     ]
     assert not torch.equal(masks[0], masks[1])
     assert torch.equal(masks[2], masks[3])
+
+
+def test_draw_axes_of_tensor_parallel_ranks_are_slices_of_all_heads():
+    whole = SPARSE.draw_axes(4, 8, torch.device("cpu"), training=False)
+    parts = [
+        replace(SPARSE, part=part, parts=2).draw_axes(2, 8, torch.device("cpu"), training=False) for part in (0, 1)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_model_with_sparse_attention_is_causal():
