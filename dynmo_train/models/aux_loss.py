@@ -18,6 +18,7 @@ import torch
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        """The identity of ``x``; ``scale`` is the gradient of ``loss``."""
         ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
         return x.view_as(x)
 

@@ -55,6 +55,7 @@ class BertTaskHead(nn.Module):
         Raises:
             ValueError: the head has neither a classification nor a multiple-choice layer.
         """
+        # Token 0 is [CLS].
         pooled_RD = torch.tanh(self.pooler(self.norm(x_RTD[:, 0])))
         pooled_RD = F.dropout(pooled_RD, self.dropout, self.training)
         if self.multichoice is not None:

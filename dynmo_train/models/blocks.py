@@ -186,6 +186,7 @@ class SelfAttention(nn.Module):
         """
         k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         dropout = self.attention_dropout if self.training else 0.0
+        # torch's product, and no kernel of our own: it selects flash attention where the device has it.
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale
         )

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 # Measured on CPU (V 50,304, D 384): any chunk above 100 tokens takes about 0.9 of the time of one product of all.
-PIECE_TOKENS = {"cpu": 128, "cuda": 4096}
+CHUNK_TOKENS = {"cpu": 128, "cuda": 4096}
 
 
 class _Gradients:
@@ -65,14 +65,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_N: torch.Tensor,
         weights_N: torch.Tensor,
         vocabulary: int,
-        piece: int,
+        chunk_tokens: int,
     ) -> torch.Tensor:
+        """The weighted sum of the losses, over ``vocabulary`` rows of the weight, ``chunk_tokens`` tokens at a time."""
+        # The gradients are computed here: a backward would need the logits of all tokens, or every product again.
         gradients = _Gradients(x_ND, weight_RD, bias_R, vocabulary, ctx.needs_input_grad)
         weight_VD, bias_V = weight_RD[:vocabulary], None if bias_R is None else bias_R[:vocabulary]
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
-        buffer_PV = x_ND.new_empty(min(piece, x_ND.shape[0]), vocabulary)
-        for begin in range(0, x_ND.shape[0], piece):
-            rows = slice(begin, begin + piece)
+        buffer_PV = x_ND.new_empty(min(chunk_tokens, x_ND.shape[0]), vocabulary)
+        for begin in range(0, x_ND.shape[0], chunk_tokens):
+            rows = slice(begin, begin + chunk_tokens)
             x_PD, labels_P1, weights_P = x_ND[rows], labels_N[rows, None], weights_N[rows]
             # ``out=`` a buffer of our own: selective checkpointing may save a product's output, which must not be
             # modified in place as below.
@@ -128,12 +130,12 @@ def linear_cross_entropy(
     weights_N: torch.Tensor,
     *,
     vocabulary: int,
-    piece: int,
+    chunk_tokens: int,
 ) -> torch.Tensor:
     """``sum_n weights_n * -log softmax(W x_n + b)[label_n]`` in float32.
 
-    The same ``piece`` gives the same bits on every rank. The gradients are computed with the loss and saved for the
-    backward: ``[N, D]`` and ``[V, D]`` values instead of ``[N, V]``.
+    The same ``chunk_tokens`` gives the same bits on every rank. The gradients are computed with the loss and saved for
+    the backward: ``[N, D]`` and ``[V, D]`` values instead of ``[N, V]``.
 
     Args:
         x_ND: input of the projection, ``[N, D]``.
@@ -142,13 +144,13 @@ def linear_cross_entropy(
         labels_N: int64 token ids below ``vocabulary``, ``[N]``.
         weights_N: float32 weight of each token's loss, ``[N]``.
         vocabulary: number of true token ids V.
-        piece: tokens of a chunk.
+        chunk_tokens: tokens of a chunk.
 
     Returns:
         A float32 scalar.
     """
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary, piece
+        x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary, chunk_tokens
     )
     return loss
 
@@ -180,5 +182,7 @@ def mean_linear_cross_entropy(
     else:
         counts_N = counts_BT.reshape(-1).float()
         weights_N = counts_N / counts_N.sum().clamp(min=1.0)
-    piece = PIECE_TOKENS.get(x_ND.device.type, PIECE_TOKENS["cpu"])
-    return linear_cross_entropy(x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary=vocabulary, piece=piece)
+    chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
+    return linear_cross_entropy(
+        x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary=vocabulary, chunk_tokens=chunk_tokens
+    )

@@ -281,6 +281,7 @@ def initialise(
         if parameter.dim() < 2:
             continue
         full = f"{name}.{child}"
+        # A copy is drawn again, not sent: its rank need not know where the owner is.
         # A generator of its own for each parameter, on CPU: the values do not depend on which items a rank builds, on
         # their order, or on the device.
         generator = torch.Generator().manual_seed(stable_seed(seed, "initial", ties.get(full, full)))

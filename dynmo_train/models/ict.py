@@ -118,6 +118,7 @@ class RetrievalHead(Pooler):
             query_BP: embeddings of this replica's queries, ``[B, P]``.
         """
         context_BP = self.embed(context_BTD)
+        # The other blocks of the batch are the negatives: more replicas give each query more of them.
         if self.replicas is not None:
             query_BP, context_BP = self.replicas.gather(query_BP), self.replicas.gather(context_BP)
         return query_BP.float() @ context_BP.float().t() * self.scale
@@ -135,6 +136,7 @@ class RetrievalHead(Pooler):
         scores_NN = self.scores(context_BTD, query_BP)
         # Queries and blocks are gathered in the same order, so the block of query ``n`` is column ``n``.
         labels = torch.arange(len(scores_NN), device=scores_NN.device)
+        # Strictly greater, so that a block of equal score does not count against the query's own.
         better = (scores_NN > scores_NN.diagonal()[:, None]).sum(1)
         metrics = {f"top{k}_acc": 100.0 * (better < k).float().mean() for k in self.top_k}
         return ItemOutput(output=F.cross_entropy(scores_NN, labels), metrics=metrics)
@@ -185,7 +187,8 @@ class Ict(EncoderFamily[IctShape]):
         return items
 
     def _pooler(self) -> ItemSpec:
-        # Part of the last layer: a stage of its own would have almost no work.
+        # Part of the last layer: a stage of its own would have almost no work. Next in the list, so that only the
+        # embedding [B, P] and not the stream [B, T, D] of the queries crosses the stages of the other tower.
         last = f"{QUERY}.layers.{self.shape.num_layers - 1}"
         return ItemSpec(name=POOLER, layer=last, kind="layer", cut_before=True, reads=(QUERY,), writes=EMBEDDED)
 

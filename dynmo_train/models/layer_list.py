@@ -113,7 +113,7 @@ class BoundaryShape:
         return self.shapes[HIDDEN][1]
 
     def with_tokens(self, tokens: int) -> BoundaryShape:
-        """The boundary for samples of another length, in a model with one stream."""
+        """The boundary for samples of ``tokens`` tokens, in a model with one stream."""
         shapes = {name: (s[0], tokens, *s[2:]) if len(s) > 1 else s for name, s in self.shapes.items()}
         return replace(self, shapes=shapes)
 
@@ -147,6 +147,7 @@ def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
     """
     if index == len(items):
         return (items[-1].writes,)
+    # A dict, not a set: both ends of a boundary must send and receive the values in one order.
     written = dict.fromkeys(name for item in items[:index] for name in (item.writes, *item.side))
     overwritten: set[str] = set()
     needed: set[str] = set()
@@ -165,10 +166,12 @@ def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str
         index: index of an item.
         frozen: number of items at the front that do not train.
     """
+    # A later item overwrites an earlier entry: behind the frozen prefix the same stream trains.
     trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
     return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
 
 
+# By name, not by module: masks, moments and stored tensors are split by the name of their parameter.
 CUT_FIRST = ("qkv", "query", "key_value", "fc1", "gate", "up")
 CUT_LAST = ("dense.weight", "fc2.weight", "relative.weight")
 CUT_ROWS = ("word.weight", "head.weight", "head.bias")

@@ -125,6 +125,7 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
         balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
             the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
     """
+    # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
     experts = logits_NE.shape[1]
     probabilities_NE = logits_NE.softmax(-1)
@@ -135,6 +136,7 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
         expert_NC = balanced_assignment(logits_NE)[:, None] if balanced else ids_NE[:, :1]
         weights_NC = logits_NE.gather(1, expert_NC).sigmoid()
     expert_M = expert_NC.reshape(-1)
+    # Before tokens are dropped: the loss must see the overload that it is to reduce.
     chosen_E = torch.bincount(expert_M, minlength=experts)
     fractions_E = chosen_E.float() / expert_M.numel()
     load_balancing = experts * (fractions_E * probabilities_NE.mean(0)).sum()
@@ -184,8 +186,9 @@ class Experts(nn.ModuleDict):
     def keep(self, dispatcher: TokenDispatcher) -> None:
         """Remove the experts of other processes; ``dispatcher`` reaches them."""
         self.dispatcher = dispatcher
-        own = dispatcher.own(len(self))
-        for number in [number for number in self if int(number) not in own]:
+        local = dispatcher.local_experts(len(self))
+        # Experts keep their global numbers, so that their parameters have the same names at every size.
+        for number in [number for number in self if int(number) not in local]:
             del self[number]
 
 

@@ -85,6 +85,7 @@ class Rotary(nn.Module):
             positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
         # In float32 up to here: bfloat16 has 8 significant bits, and cannot represent positions above 256.
         angles = positions[..., None] * frequencies
+        # Halves, as in Hugging Face, and not the paper's interleaved pairs: the rows of ``qkv`` are in this order.
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -130,6 +131,7 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
         offset = (distance > 0).long() * buckets
         distance = distance.abs()
     exact = buckets // 2
+    # Clamped before the logarithm: ``where`` selects the exact bucket for small distances, but evaluates both.
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
     return offset + torch.where(distance < exact, distance, far)

@@ -87,6 +87,7 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
         module.register_forward_pre_hook(_gather_streams(region))
         module.register_forward_hook(_cut_streams(region))
         region = region.without_sequence_parallelism()
+    # A list: ``_connect`` replaces embedding tables while the modules are walked.
     for path, child in list(module.named_modules()):
         prefix = f"{item}.{path}" if path else item
         dims = {name: split_dim(f"{prefix}.{name}") for name, _ in child.named_parameters(recurse=False)}
@@ -146,6 +147,7 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
     if isinstance(child, PrunableLinear):
         if dim == 0:
             child.enter = region.enter
+            # Masks and sparse formats have the shape of the local product.
             child.outputs //= region.size
         elif dim == 1:
             child.leave = region.leave
@@ -154,6 +156,8 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, CutEmbedding(nn.Parameter(child.weight.detach()), region))
         else:
+            # Replicated tables (positions, token types) give all tokens. With sequence parallelism the output of the
+            # word table, to which they are added, has this rank's tokens only.
             child.register_forward_hook(_own_tokens(region))
     elif isinstance(child, SelfAttention) and child.sparse is not None:
         child.sparse = replace(child.sparse, part=region.rank, parts=region.size)

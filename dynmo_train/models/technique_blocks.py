@@ -201,6 +201,7 @@ class DynamicFamily:
             raise ValueError(f"{name} is not an item: no block is routed")
         block = RoutedBlock(attention, mlp, depths, self.width, device)
         router = attention.get_parameter("router.weight")
+        # The base family does not know this weight. Its own seed leaves the other weights as they are without routing.
         if device.type != "meta":
             seed = stable_seed(self.seed, "initial", f"{name}.attention.router.weight")
             drawn = torch.randn(router.shape, generator=torch.Generator().manual_seed(seed))

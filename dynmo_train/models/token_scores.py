@@ -19,7 +19,7 @@ from .layer_list import ItemOutput, ItemSpec, ModelFamily
 
 LOSSES, HITS = "losses", "hits"
 # Tokens whose logits are in memory at a time.
-PIECE_TOKENS = 128
+CHUNK_TOKENS = 128
 
 
 class ScoringHead(Head):
@@ -51,9 +51,9 @@ class ScoringHead(Head):
         labels_N = labels_BT.reshape(-1).index_select(0, counted_N)
         weight_VD, bias_V, first = self.local_rows()
         # One buffer for the logits of all chunks: allocation costs more than the product of a small model.
-        buffer_PV = x_ND.new_empty(min(PIECE_TOKENS, len(x_ND)), len(weight_VD))
+        buffer_PV = x_ND.new_empty(min(CHUNK_TOKENS, len(x_ND)), len(weight_VD))
         scored = []
-        for x_PD, labels_P in zip(x_ND.split(PIECE_TOKENS), labels_N.split(PIECE_TOKENS), strict=True):
+        for x_PD, labels_P in zip(x_ND.split(CHUNK_TOKENS), labels_N.split(CHUNK_TOKENS), strict=True):
             logits_PV = buffer_PV[: len(x_PD)]
             torch.mm(self.features(x_PD), weight_VD.t(), out=logits_PV)
             if bias_V is not None:

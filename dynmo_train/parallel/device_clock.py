@@ -33,7 +33,7 @@ class CpuClock:
         return self._now()
 
     def elapsed_ns(self, begin: int, end: int) -> int:
-        """Return the difference."""
+        """Return the nanoseconds from stamp ``begin`` to stamp ``end``."""
         return end - begin
 
 

@@ -45,13 +45,13 @@ class ParallelDims:
         )
 
     def rank_of(self, *, pipeline: int, data: int, tensor: int) -> int:
-        """Return the rank at these coordinates."""
+        """Return the rank at coordinates ``pipeline``, ``data`` and ``tensor``, each from 0."""
         return (pipeline * self.data + data) * self.tensor + tensor
 
     def ranks(
         self, *, pipeline: int | None = None, data: int | None = None, tensor: int | None = None
     ) -> tuple[int, ...]:
-        """Return the ranks at these coordinates, in order; None is every coordinate of the axis."""
+        """Return the ranks at coordinates ``pipeline``, ``data`` and ``tensor``, in order; None is the whole axis."""
         return tuple(
             self.rank_of(pipeline=p, data=d, tensor=t)
             for p in _along(self.pipeline, pipeline)

@@ -33,8 +33,8 @@ class TokenDispatcher:
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
 
-    def own(self, num_experts: int) -> range:
-        """Return the indices of this process's experts."""
+    def local_experts(self, num_experts: int) -> range:
+        """Return the indices of this process's experts of ``num_experts``, a multiple of the group's size."""
         part = num_experts // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 

@@ -114,7 +114,7 @@ class World:
         return self.members[rank] if self.members else rank
 
     def peer(self, pipeline_rank: int) -> int:
-        """Return the rank at a pipeline rank, with this process's data and tensor ranks."""
+        """Return the rank of the run at ``pipeline_rank``, with this process's data and tensor ranks."""
         return self.dims.rank_of(pipeline=pipeline_rank, data=self.data_rank, tensor=self.tensor_rank)
 
 

@@ -252,6 +252,7 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, first: int, region: TensorRegion
     ) -> torch.Tensor:
+        """The losses, float32 ``[N]``; ``first`` is the token id of this rank's first column."""
         # A rank that has only padding rows (no columns) takes part in the collectives without changing their results.
         rows, columns = logits_NV.shape
         largest_N = logits_NV.amax(dim=1) if columns else logits_NV.new_full((rows,), torch.finfo(logits_NV.dtype).min)

@@ -1,4 +1,4 @@
-"""The loss in pieces against torch's own: value and gradients, padding, weights, memory."""
+"""The loss in chunks against torch's own: value and gradients, padding, weights, memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def made(dtype=torch.float32, bias=True):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("piece", [1, 8, 37, 100])
-def test_linear_cross_entropy_in_chunks_equals_the_whole(piece, bias):
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 100])
+def test_linear_cross_entropy_in_chunks_equals_the_whole(chunk_tokens, bias):
     x, weight, offsets, labels, weights = made(bias=bias)
     given = [each for each in (x, weight, offsets) if each is not None]
-    ours = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=piece)
+    ours = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, chunk_tokens=chunk_tokens)
     got = torch.autograd.grad(ours * 0.25, given)
     logits = F.linear(x, weight[:V], None if offsets is None else offsets[:V])
     whole = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
@@ -39,14 +39,14 @@ def test_linear_cross_entropy_in_chunks_equals_the_whole(piece, bias):
 
 
 def test_linear_cross_entropy_same_chunk_gives_same_bits():
-    values = {linear_cross_entropy(*made(), vocabulary=V, piece=8).item() for _ in range(3)}
+    values = {linear_cross_entropy(*made(), vocabulary=V, chunk_tokens=8).item() for _ in range(3)}
     assert len(values) == 1
 
 
 def test_linear_cross_entropy_split_backward_equals_one_backward():
     """As zero-bubble takes it: the input's gradient first, the weight's later, from the same graph."""
     x, weight, offsets, labels, weights = made()
-    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=8) / 4
+    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, chunk_tokens=8) / 4
     whole = torch.autograd.grad(loss, [x, weight], retain_graph=True)
     first = torch.autograd.grad(loss, [x], retain_graph=True)
     second = torch.autograd.grad(loss, [weight], retain_graph=True)
@@ -60,7 +60,7 @@ def test_linear_cross_entropy_backward_does_not_synchronize():
     """A device without values answers no question about them: forward and backward ask none."""
     x, weight, offsets, labels, weights = (tensor.to("meta") for tensor in made())
     given = [each.detach().requires_grad_() for each in (x, weight, offsets)]
-    loss = linear_cross_entropy(*given, labels, weights, vocabulary=V, piece=8)
+    loss = linear_cross_entropy(*given, labels, weights, vocabulary=V, chunk_tokens=8)
     grads = torch.autograd.grad(loss / 4, given, retain_graph=True)
     again = torch.autograd.grad(loss / 4, given)
     assert [grad.shape for grad in (*grads, *again)] == [each.shape for each in given] * 2
@@ -68,12 +68,12 @@ def test_linear_cross_entropy_backward_does_not_synchronize():
 
 def test_linear_cross_entropy_low_precision_accumulates_in_float32():
     x, weight, offsets, labels, weights = made(torch.bfloat16)
-    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=4)
+    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, chunk_tokens=4)
     grads = torch.autograd.grad(loss, [x, weight, offsets])
     assert loss.dtype == torch.float32
     assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3
     exact = made()
-    reference = linear_cross_entropy(*exact, vocabulary=V, piece=4)
+    reference = linear_cross_entropy(*exact, vocabulary=V, chunk_tokens=4)
     torch.testing.assert_close(loss, reference, rtol=0.02, atol=0.02)
 
 
@@ -88,7 +88,7 @@ def test_mean_linear_cross_entropy_averages_counted_tokens():
 
 
 def test_linear_cross_entropy_never_allocates_all_logits():
-    """No tensor of the computation has more elements than one piece of logits and the weight's gradient."""
+    """No tensor of the computation has more elements than one chunk of logits and the weight's gradient."""
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -103,7 +103,7 @@ def test_linear_cross_entropy_never_allocates_all_logits():
     weight = torch.randn(500, 8, requires_grad=True)
     labels = torch.randint(0, 500, (4000,))
     with Watch():
-        linear_cross_entropy(x, weight, None, labels, torch.rand(4000), vocabulary=500, piece=100).backward()
+        linear_cross_entropy(x, weight, None, labels, torch.rand(4000), vocabulary=500, chunk_tokens=100).backward()
     assert largest == 100 * 500
 
 
