@@ -40,6 +40,7 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     if count == 0:
         return ()
     front = set(layers_of(items)[:count])
+    # Everything up to the last frozen layer, with items between the layers: a backward passes through none of them.
     last = max(index for index, item in enumerate(items) if item.layer in front)
     return tuple(item.name for item in items[: last + 1])
 
@@ -56,6 +57,7 @@ class LayerFreezing(Technique):
     def __init__(self, schedule: Sequence[tuple[int, int]], freeze_tied: bool, context: TechniqueContext) -> None:
         self.schedule = tuple(schedule)
         self.items, self.store = context.family.items, context.store
+        # Owner and copies together: a weight that one of them trains would differ from the others.
         ties = context.family.ties
         self._still_training = set() if freeze_tied else {*ties, *ties.values()}
         self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()

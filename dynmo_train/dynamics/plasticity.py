@@ -184,9 +184,10 @@ class AdaptiveFreezing(LayerFreezing):
         return record
 
     def after_step(self, step: int) -> Event | None:
-        """Measure the plasticity where that is due; freeze the layer when patience runs out."""
+        """Measure the plasticity where that is due after ``step``; freeze the layer when patience runs out."""
         if step % self.rule.interval:
             return None
+        # On every rank, also those without the layer: the measurement below contains collectives.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

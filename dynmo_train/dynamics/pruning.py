@@ -175,7 +175,7 @@ class GradualPruning(Technique):
         return sum_over(group, sum_over_model(self._world, counts))
 
     def after_step(self, step: int) -> Event | None:
-        """Prune to the schedule's sparsity where that is due."""
+        """Prune to the schedule's sparsity where that is due after ``step``."""
         if not self.schedule.is_due(step):
             return None
         target = self.schedule.at(step)
@@ -186,6 +186,7 @@ class GradualPruning(Technique):
             scores = each.units.scores
             # Compared as bits, like the threshold. Equal scores are pruned together: sparsity may exceed the target.
             keep = scores.view(torch.int32) > threshold
+            # Also where the global threshold is above every score of a sublayer.
             if each.units.keeps_strongest and not bool(keep.any()):
                 keep[scores.argmax()] = True
             for layer, mask in each.units.prune(keep):
@@ -222,7 +223,7 @@ class GradualPruning(Technique):
         return [found[each.units.kind] for each in units]
 
     def resume(self, step: int) -> None:
-        """Restore the sparsity; the masks are stored with the items."""
+        """Restore the sparsity after ``step``; the masks are stored with the items."""
         if (last := self.schedule.last_until(step)) is not None:
             self.sparsity = self.schedule.at(last)
 

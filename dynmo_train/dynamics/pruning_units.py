@@ -102,6 +102,7 @@ def _fours(layer: PrunableLinear) -> Units:
     outputs, inputs = weight.shape
     whole = inputs - inputs % 4
     groups = weight[:, :whole].reshape(-1, 4).abs()
+    # Stable: of equal magnitudes the first is pruned, on every device.
     order = groups.argsort(dim=1, stable=True)
 
     def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
@@ -142,8 +143,10 @@ def _heads(attention: SelfAttention) -> Units:
     def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
         row_mask = keep.repeat_interleave(rows)[:, None].expand_as(qkv)
         column_mask = keep.repeat_interleave(columns)[None, :].expand_as(dense)
+        # Copies: an expanded mask has one element per row, and is not writable.
         return [(attention.qkv, row_mask.clone()), (attention.dense, column_mask.clone())]
 
+    # Means, so that heads of all layers compare. The strongest one stays: a sublayer without heads has no product.
     scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
     layers = (attention.qkv, attention.dense)
     return Units(layers=layers, kind="heads", scores=scores, prune=prune, keeps_strongest=True)

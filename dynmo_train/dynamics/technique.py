@@ -81,10 +81,10 @@ class Technique:
         """Called before the forward passes of ``step``; steps count from 1."""
 
     def after_backward(self, step: int) -> None:
-        """Called after the last backward pass; gradients are this replica's sums, times the loss scale."""
+        """Called after the last backward pass of ``step``; gradients are this replica's sums, times the loss scale."""
 
     def before_optimizer_step(self, step: int) -> None:
-        """Called when the gradients are complete, before their norm is taken and clipped."""
+        """Called when the gradients of ``step`` are complete, before their norm is taken and clipped."""
 
     def after_step(self, step: int) -> Event | None:
         """Act at the boundary after ``step``; returns what changed, None where nothing did."""

@@ -73,7 +73,7 @@ class TorchAdamW:
     """``torch.optim.AdamW`` in its fused form."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
-        # lr=0.0: learning rate and weight decay are set in every step.
+        # lr=0.0: learning rate and weight decay are set in every step. Fused: one kernel updates a whole group.
         by_decay: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_decay.setdefault(settings.decays(parameter), []).append(parameter)
@@ -86,7 +86,7 @@ class TorchAdamW:
         )
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """See ``ItemOptimizer``."""
+        """Update with learning rate ``lr`` and ``weight_decay``; see ``ItemOptimizer``."""
         for group in self._optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
         self._optimizer.step()
@@ -102,7 +102,7 @@ class TorchAdamW:
         return int(self._optimizer.state.get(parameter, {}).get("step", 0))
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """See ``ItemOptimizer``; ``moments`` have the shape of ``parameter``."""
+        """Continue ``parameter`` after ``steps`` updates; ``moments`` have its shape."""
         # The fused kernel reads the count on the device of the parameter, as float32.
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         self._optimizer.state[parameter] = {"step": count, **moments}
@@ -137,7 +137,7 @@ class FusedAdamW:
         self._steps: dict[nn.Parameter, int] = {}
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """See ``ItemOptimizer``."""
+        """Update with learning rate ``lr`` and ``weight_decay``; see ``ItemOptimizer``."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
@@ -168,7 +168,7 @@ class FusedAdamW:
         return self._steps.get(parameter, 0)
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """See ``ItemOptimizer``; ``moments`` have the shape of ``parameter``."""
+        """Continue ``parameter`` after ``steps`` updates; ``moments`` have its shape."""
         self._optimizer.state[parameter] = dict(moments)
         self._steps[parameter] = steps
 

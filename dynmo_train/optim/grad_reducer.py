@@ -98,6 +98,7 @@ class GradientReducer:
             for item in self._store.modules:
                 self._store.materialize_grads(item)
             return
+        # In list order: all replicas must start their collectives in one order, and the overlap has started some.
         for item in self._store.modules:
             self.item_is_final(item)
         # All second collectives start before the first of them is awaited, so that they overlap.

@@ -69,6 +69,7 @@ class ItemSharding:
                 rows, or in older checkpoints a padded one; it is padded here to the number of rows of this run.
         """
         if has_vocabulary_rows(parameter_of(tensor_name)):
+            # Zeros, as in training: padding gets no gradient, and zero rows stay zero under Adam.
             rows = vocabulary_rows(self.family)
             padded = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])
             padded[:rows] = stored[:rows]
@@ -103,6 +104,7 @@ class ItemSharding:
 
         Replicas that share experts count as one replica here.
         """
+        # All ranks of a dispatcher write, since each has its own experts; what they share, the first one writes.
         if self.dispatcher is not None and self.dispatcher.rank and not is_of_expert(tensor_name):
             return False
         return self._is_first_in_region(tensor_name)
@@ -136,6 +138,7 @@ class ItemBuilder:
     def build(self, name: str, device: torch.device | None = None) -> nn.Module:
         """Build this process's part of an item with its initial weights."""
         sharding = self.sharding
+        # Cut after the whole item is initialized: a weight does not depend on the tensor- or expert-parallel size.
         module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
         return join_replicas(shard_experts(module, sharding.dispatcher), self.replicas)

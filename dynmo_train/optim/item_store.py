@@ -82,6 +82,7 @@ class OptimizerStates:
                 item, parameter = self._parameters[copy]
                 # ``data``, not the Parameter object: modules and optimizers keep their references.
                 parameter.data = self._parameters[owner][1].data
+                # Equal by construction: both copies had the same gradients in every update.
                 self._by_item[item].drop_state(parameter)
                 self._owners[copy] = owner
 
@@ -90,7 +91,12 @@ class OptimizerStates:
         return parameter_name in self._owners
 
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update every parameter that has a gradient, and drop the gradients."""
+        """Update every parameter that has a gradient, and drop the gradients.
+
+        Args:
+            lr: Learning rate, at least 0.
+            weight_decay: Weight decay of matrices; vectors have none.
+        """
         # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
             self._parameters[copy][1].grad = None
@@ -166,6 +172,8 @@ class ItemStore:
         sharding = self.sharding
         local = dict(module.named_parameters())
         self.builder.compile(module)
+        # Gradients by token need the module's own lookup: FSDP2 and tensor parallelism replace its table, and a
+        # compiler traces it.
         plain = self.builder.compile_backend is None and sharding.fsdp is None and sharding.region is None
         if plain and isinstance(module, Embedding):
             module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))

@@ -45,6 +45,7 @@ class LearningRate:
         Example: peak 1, floor 0, linear, 10 warm-up steps of 110: 0 at step 0, 0.5 at 5, 1.0 at 10, 0.5 at 60, 0 from
         110.
         """
+        # ``<=``, then ``>`` below, as in Megatron: at the borders the peak and the end of the decay.
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.initial + (self.peak - self.initial) * float(step) / float(self.warmup_steps)
         if self.style == "constant":

@@ -206,6 +206,7 @@ def _narrow(value: Any) -> Any:
 
 
 class _FloatProducts(TorchDispatchMode):
+    # Below autograd, so that the products of a backward are cast too, which no module sees.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Not DTensor and other subclasses, which have a dispatch of their own.

@@ -72,7 +72,7 @@ class EmulatedProfiler(LayerProfiler):
             self._take_down_to(0)
 
     def gradient_reached(self, position: int) -> None:
-        """Take the times of the items behind the mark before the earlier item starts."""
+        """Take the times of the items from ``position`` of the stage on, before the earlier item starts."""
         self._take_down_to(position)
         super().gradient_reached(position)
 

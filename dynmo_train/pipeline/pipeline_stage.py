@@ -343,6 +343,9 @@ class ItemStage(PipelineStage):
         """Receive no gradient where nothing trains; receive compressed ones into buffers of factors.
 
         Relies on ``P2POp.tensor`` being read when the operation is posted, after this method.
+
+        Args:
+            bwd_chunk_id: Microbatch of the step, from 0.
         """
         operations = super().get_bwd_recv_ops(bwd_chunk_id) if self._needs_backward else []
         if self._codec is not None and bwd_chunk_id in self._compressed_receives:
@@ -371,6 +374,9 @@ class ItemStage(PipelineStage):
 
         torch would send zeros for a gradient that is None. ``bwd_cache`` has an entry per microbatch that only a send
         removes, so it is removed here. A stage without items forwards the factors that it received.
+
+        Args:
+            bwd_chunk_id: Microbatch of the step, from 0.
         """
         if not self.sends_gradients:
             self.bwd_cache.pop(bwd_chunk_id, None)
@@ -396,6 +402,9 @@ class ItemStage(PipelineStage):
         """Return the gradients for the previous stage on the same rank; none in an evaluation.
 
         torch asserts a backward here, but calls it in an evaluation of several stages per rank, too.
+
+        Args:
+            mb_index: Microbatch of the step, from 0.
         """
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 

@@ -30,12 +30,14 @@ from ..parallel.dims import ParallelDims
 class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, profiler: LayerProfiler, position: int) -> torch.Tensor:
+        """The identity of ``x``; ``position`` is the index of the item that reads it in its stage."""
         ctx.profiler, ctx.position = profiler, position
         # A view, not a copy: a mark costs no memory, and the values have the same bits.
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        # No synchronization: on CUDA this stamps the stream, where the later item's kernels are queued before.
         ctx.profiler.gradient_reached(ctx.position)
         return grads[0], None, None
 
@@ -45,6 +47,7 @@ class _Intervals:
     by_name: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def mean_ns(self, clock: Clock, name: str, microbatches: int) -> int:
+        """Nanoseconds of all intervals of ``name`` over the number of ``microbatches``; 0 without any."""
         return sum(clock.elapsed_ns(begin, end) for begin, end in self.by_name.get(name, ())) // microbatches
 
 
@@ -200,7 +203,10 @@ class LayerProfiler:
         self._activation_bytes[name] = sum(sizes.values())
 
     def set_activation_bytes(self, name: str, num_bytes: int) -> None:
-        """Set the activation bytes of an item whose saved tensors are known (a checkpointed item saves its inputs)."""
+        """Set the activation memory of an item whose saved tensors are known: ``num_bytes`` per microbatch.
+
+        A checkpointed item saves its inputs. Only the first call of a sampled step has an effect.
+        """
         if self.sampling:
             self._activation_bytes.setdefault(name, num_bytes)
 

@@ -59,6 +59,7 @@ class BoundaryCodec:
         self._loss_scale = loss_scale
         self.stats = {}
         self._previous = {}
+        # Lazy error propagation: the error of a step's last microbatch is dropped, since the weights change after it.
         if self.settings.feedback_within_step:
             for item, memories in self.store.memories.items():
                 for name in self._names_of(item):
@@ -113,6 +114,7 @@ class BoundaryCodec:
         left_RN, right_RD = shape.split(flat)
         matrix_ND = self._add_error(item, value, gradient, shape)
         factorize(matrix_ND, factor, left_RN, right_RD)
+        # In place: the memory is a tensor that migration and checkpoints refer to.
         factor.copy_(right_RD)
         if self.settings.feedback:
             subtract_product(matrix_ND, left_RN, right_RD)

@@ -15,6 +15,7 @@ from ...parallel.seeding import stable_seed
 
 # Smallest pivot of the Gram matrix with a unit diagonal at which its rows are independent in float32.
 SMALLEST_PIVOT = 1e-6
+# Factors are float32 in every precision; bytes per element.
 FACTOR_BYTES = 4
 
 
@@ -53,7 +54,7 @@ class FactorShape:
         return self.numel * FACTOR_BYTES
 
     def is_smaller(self, element_bytes: int) -> bool:
-        """Whether the factors are smaller than the matrix itself."""
+        """Whether the factors are smaller than the matrix with ``element_bytes`` bytes per element."""
         return self.num_bytes < self.rows * self.columns * element_bytes
 
     def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +101,7 @@ def orthonormalize(rows_RN: torch.Tensor) -> None:
     Args:
         rows_RN: float32, ``[R, N]``. A matrix with values that are not finite is left alone.
     """
+    # A Gram matrix squares the condition number, which float32 could not represent.
     wide = rows_RN.double()
     gram = wide @ wide.T
     scale = gram.diagonal().rsqrt()

@@ -109,6 +109,7 @@ class ReplicaCodec:
         self.settings, self.group, self._rank = settings, world.groups.data, settings.replica_rank
         self._store, self._world, self._seed, self._clock = store, world, seed, clock
         self._step, self._loss_scale = 0, 1.0
+        # With ``auto`` nothing is compressed until ``dynmo-plan`` has chosen from measured costs.
         self.num_compressing_stages = 0 if settings.choose_workers else settings.replica_workers
         self.stats: dict[str, ReplicaStats] = {}
 
@@ -145,6 +146,7 @@ class ReplicaCodec:
         shapes = {name: self.shape_of(p) for name, p in parameters.items()} if self.compresses else {}
         compressed = {name: shape for name, shape in shapes.items() if shape is not None}
         plain = [p for name, p in parameters.items() if name not in compressed]
+        # After a change of the compressing pipeline ranks: what a parameter has not sent yet must not be lost.
         for name, parameter in parameters.items():
             if name not in compressed:
                 self._flush_error(item, name, parameter)
@@ -190,6 +192,8 @@ class ReplicaCodec:
         if gradient is None:
             return
         if self.settings.feedback:
+            # The product is the sum over the replicas: each subtracts its equal share, so that the errors add up to
+            # what the sum lacks.
             subtract_product(each.matrix_ND, each.left_RN, each.right_RD, 1.0 / self._world.dims.data)
             if self._loss_scale != 1.0:
                 each.matrix_ND.mul_(1.0 / self._loss_scale)
@@ -216,6 +220,7 @@ class ReplicaCodec:
 
     def _factor(self, item: str, parameter: str, shape: FactorShape, device: torch.device) -> torch.Tensor:
         factor = self._memories(item).get(self._name(item, parameter, FACTOR))
+        # Another rank of the factors than in the checkpoint, or no factor yet: the power iteration starts anywhere.
         if factor is not None and factor.shape[1:] == (shape.rank, shape.columns):
             return factor[0]
         return initial_factor(shape, device, self._seed, "replicas", parameter)

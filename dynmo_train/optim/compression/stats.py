@@ -108,7 +108,7 @@ class ReplicaStats:
     decompress: list[Interval] = field(default_factory=list)
 
     def add_sent(self, uncompressed_bytes: int, sent_bytes: int) -> None:
-        """Count the bytes of the matrices, and of their factors."""
+        """Count a transfer of ``sent_bytes`` in place of matrices of ``uncompressed_bytes``."""
         self.uncompressed_bytes += uncompressed_bytes
         self.sent_bytes += sent_bytes
 
@@ -127,6 +127,7 @@ def _total_ns(clock: Clock, intervals: Sequence[Interval]) -> int:
     return sum(clock.elapsed_ns(*interval) for interval in intervals)
 
 
+# Statistics that are averaged over the processes; all others, bytes and times, are summed.
 MEANS = (
     "error_activation_cosine",
     "error_mean",
@@ -168,7 +169,15 @@ def merge_stats(gathered: Sequence[Stats]) -> dict[str, Any]:
 
 
 def report_lines(step: int, stats: Stats, *, error: bool, speed: bool, ratio: bool) -> list[str]:
-    """Return a log line for each kind of check that is on."""
+    """Return a log line for each kind of check that is on.
+
+    Args:
+        step: Number of completed steps.
+        stats: Result of :func:`merge_stats`.
+        error: Whether ``--check-orth-error-acti`` is on: size and direction of the error.
+        speed: Whether ``--check-comp-speed`` is on: times in ms, rates in GB/s.
+        ratio: Whether ``--check-comp-ratio`` is on: bytes before and after.
+    """
     named = [*stats.get("boundaries", {}).items(), *stats.get("replicas", {}).items()]
     lines = []
     if error:

@@ -28,6 +28,7 @@ def fused_parameters(store: ItemStore, ties: Mapping[str, str], world: World) ->
     With sequence parallelism, a parameter that tensor ranks have unsliced needs their sum in between and is excluded.
     """
     sharding = store.sharding
+    # One replica has a swap only, which is already minimal. ZeRO reduces to rows, of which no rank has a full table.
     if world.dims.data == 1 or sharding.fsdp is not None:
         return frozenset()
     sequence = sharding.region is not None and sharding.region.sequence
@@ -73,6 +74,7 @@ def _fused_sum(
     dims, tensor_rank = world.dims, world.tensor_rank
     positions = sorted(set(pipeline_ranks.values()))
     ranks = [dims.rank_of(pipeline=p, data=d, tensor=tensor_rank) for p in positions for d in range(dims.data)]
+    # Each process sums one range of the elements, so that no process receives all gradients.
     pieces = dict(zip(ranks, _even_ranges(like.numel(), len(ranks)), strict=True))
     begin, end = pieces[world.rank]
     flats = {name: tensor.reshape(-1) for name, tensor in local.items() if tensor is not None}
@@ -111,6 +113,7 @@ def _nonempty(pairs: Iterable[tuple[int, torch.Tensor]], world: World) -> list[t
     return [(world.global_rank(rank), tensor) for rank, tensor in pairs if tensor.numel()]
 
 
+# Not ``torch.stack(parts).sum(0)``, which may add in another order: float addition is not associative.
 def _ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = parts[0]
     for part in parts[1:]:
