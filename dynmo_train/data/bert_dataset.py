@@ -63,6 +63,7 @@ def truncate_segments(
     if excess <= 0:
         return first, second
     bounds = [[0, len(first)], [0, len(second)]]
+    # Token by token, because the longer segment changes; the bounds move, and no array is copied.
     for from_front in (random.random_sample(excess) < 0.5).tolist():
         longer = bounds[0] if bounds[0][1] - bounds[0][0] > bounds[1][1] - bounds[1][0] else bounds[1]
         if from_front:
@@ -152,6 +153,7 @@ class BertDataset:
 
     def _replacements(self, random: np.random.RandomState, tokens: Int64Array, mask: int) -> Int64Array:
         """Replace 80 % by the mask token, keep 10 %, replace 10 % by a random token."""
+        # All are drawn, also where they are not used: the number of draws must not depend on their values.
         drawn = random.random_sample(len(tokens))
         random_tokens = random.randint(0, self.vocabulary.size, size=len(tokens))
         return np.where(drawn < 0.8, mask, np.where(drawn < 0.9, tokens, random_tokens))

@@ -52,6 +52,7 @@ class Example:
 def clean_text(text: str) -> str:
     """Collapse white space, and remove the space before a full stop."""
     text = re.sub(r"\s+", " ", text.replace("\n", " "))
+    # Three times as in Megatron: consecutive stops share a space, of which one pass replaces every second.
     for _ in range(3):
         text = text.replace(" . ", ". ")
     return text
@@ -72,6 +73,7 @@ def read_mnli(path: Path) -> list[Example]:
     Raises:
         UsageError: the file cannot be read, or a line has too few columns or an unknown label; names the line.
     """
+    # Without quoting: GLUE has unbalanced quotation marks in its texts.
     rows = [row for row in csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
     if len(rows) < 2:
         raise UsageError(f"{path}: contains no pairs; must have a header and tab-separated lines")

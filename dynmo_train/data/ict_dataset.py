@@ -27,7 +27,11 @@ COLUMNS = ("query_ids", "query_attention_mask", "context_ids", "context_attentio
 
 
 def check_titles(source: IndexedDataset, titles: IndexedDataset) -> None:
-    """Raise ``UsageError`` unless there is one title for each document."""
+    """Check that there is one title for each document.
+
+    Raises:
+        UsageError: the numbers differ.
+    """
     if len(titles.lengths) != source.num_documents:
         raise UsageError(
             f"--titles-data-path {titles.prefix}: must have one sequence per document; it has {len(titles.lengths):,},"
@@ -122,6 +126,7 @@ def _builder(config: Config) -> SplitBuilder:
     min_sentences = 1 if options.use_one_sent_docs else 2
 
     def build(request: SplitRequest) -> Dataset:
+        # For each data set of a blend: titles are found by document number.
         if titles is not None:
             check_titles(request.source, titles)
         settings = SpanSettings(

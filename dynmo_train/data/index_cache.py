@@ -22,6 +22,7 @@ MIN_CACHED_BYTES = 1 << 20
 
 def index_identity(prefix: str) -> dict[str, Any]:
     """Identity of a data set in a cache key: absolute path, and size (bytes) and time (ns) of its ``.idx`` file."""
+    # Size and time, not a digest: an index can have gigabytes, and every start asks.
     stat = os.stat(f"{prefix}.idx") if os.path.exists(f"{prefix}.idx") else None
     return {"prefix": os.path.abspath(prefix), "index_file": [stat.st_size, stat.st_mtime_ns] if stat else None}
 
@@ -57,6 +58,7 @@ def _read(stem: Path) -> Arrays | None:
     try:
         names = read_any_json(Path(f"{stem}.json"))["arrays"]
         return {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    # A damaged or missing entry is built again.
     except (OSError, ValueError, KeyError, TypeError, DocumentError):
         return None
 

@@ -104,6 +104,7 @@ def masked_positions(
         mask_prob: share of the tokens to mask.
     """
     begins, ends = word_bounds(special_T, continues_T)
+    # Of all tokens, special ones included, as in Megatron; at least one, since a sample without a label has no loss.
     budget = max(1, round(len(special_T) * mask_prob))
     order = random.permutation(len(begins)).tolist()
     lengths = ngram_lengths(random, len(begins)).tolist()

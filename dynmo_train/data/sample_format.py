@@ -104,6 +104,7 @@ def split_bounds(num_documents: int, shares: tuple[float, float, float]) -> tupl
         num_documents: documents of the data set.
         shares: fractions of the three splits, which add up to 1.
     """
+    # The same documents as in Megatron, so that the splits of a converted run do not mix.
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share * num_documents))
@@ -123,5 +124,6 @@ def columns_to_tensors(rows_NC: Int64Array, names: tuple[str, ...]) -> dict[str,
         Name -> tensor ``[N, T]``: attention masks bool, all others int64.
     """
     columns = torch.from_numpy(rows_NC.reshape(len(rows_NC), len(names), -1))
+    # Contiguous copies: a slice of the rows would keep all columns in memory.
     tensors = {name: columns[:, position].contiguous() for position, name in enumerate(names)}
     return {name: each.bool() if name.endswith("attention_mask") else each for name, each in tensors.items()}

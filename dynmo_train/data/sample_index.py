@@ -106,6 +106,7 @@ def stable_index(source: IndexedDataset, spec: SampleIndexSpec) -> SampleIndex:
     count = spec.end_document - spec.first_document
 
     def documents(epoch: int) -> IntArray:
+        """Numbers of the split's documents in the order of ``epoch``, from 0."""
         return spec.first_document + permutation(count, spec.seed, spec.split_index, epoch, _DOCUMENTS)
 
     pieces = [sequences_of(source.documents, documents(epoch)) for epoch in range(epochs)]

@@ -220,6 +220,11 @@ def build_sentence_spans(
     title_tokens = None if titles is None else np.asarray(titles.lengths, dtype=np.int64)
 
     def build() -> Arrays:
+        """The arrays of a ``SentenceSpans``, over whole epochs, cut to the number of samples.
+
+        Raises:
+            UsageError: an epoch has fewer spans than a batch.
+        """
         epochs: list[Arrays] = []
         samples = 0
         while samples < max(1, request.num_samples):

@@ -41,6 +41,7 @@ def corrupt_spans(
     encoder: list[npt.ArrayLike] = []
     decoder: list[npt.ArrayLike] = []
     at = 0
+    # Not strict: there are usually fewer spans than sentinels.
     for (begin, end), sentinel in zip(spans, sentinels, strict=False):
         encoder += [tokens[at:begin], [sentinel]]
         decoder += [[sentinel], tokens[begin:end]]
@@ -98,6 +99,7 @@ class T5Dataset:
         return self.spans.token_ranges(self.source, indices)
 
     def _fill(self, row_C: Int64Array, index: int) -> None:
+        # One generator for all draws of a sample: no sample depends on which others a rank has built.
         random = sample_random(self.seed, self.split_index, index)
         begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
         sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)

@@ -65,7 +65,11 @@ class TokenizerFiles:
 
     @staticmethod
     def of_folder(folder: Path) -> TokenizerFiles:
-        """The tokenizer in a folder, such as a checkpoint's; raises ``UsageError`` where there is none."""
+        """The tokenizer in a folder, such as a checkpoint's.
+
+        Raises:
+            UsageError: there is none.
+        """
         for kind, names in FOLDER_NAMES.items():
             if names and all((folder / name).is_file() for name in names):
                 return TokenizerFiles(kind=kind, files={name: folder / name for name in names})
@@ -234,6 +238,7 @@ def count_pieces(model: bytes) -> int:
     """
 
     def varint(at: int) -> tuple[int, int]:
+        """The protobuf varint at byte ``at``, seven bits per byte from the lowest, and the byte after it."""
         value = shift = 0
         while True:
             byte = model[at]

@@ -39,14 +39,18 @@ class TaskAccuracy:
         return {"data": sets, "correct": correct, "items": samples, "accuracy": correct / samples}
 
     def lines(self, epoch: int) -> list[str]:
-        """The log lines, in Megatron's format."""
+        """The log lines after ``epoch`` epochs, in Megatron's format."""
         rows = [(f" > |epoch: {epoch}| metrics for {name}", correct, samples) for name, correct, samples in self.counts]
         rows.append((f" >> |epoch: {epoch}| overall", *self.total))
         return [f"{head}: correct / total = {c} / {n} = {100 * c / n:.4f} %" for head, c, n in rows]
 
 
 def split_paths(flag: str, text: str) -> list[str]:
-    """Paths of an option, separated by spaces and quoted as in a shell; raises ``UsageError`` where there are none."""
+    """Paths of an option, separated by spaces and quoted as in a shell.
+
+    Raises:
+        UsageError: there are none, or a quote is not closed.
+    """
     try:
         paths = shlex.split(text)
     except ValueError as error:
@@ -72,6 +76,7 @@ def measure_accuracy(engine: SampleScorer, sets: Sequence[PairData], *, micro_ba
         correct = 0
         for begin in range(0, len(data), size):
             samples = range(begin, min(begin + size, len(data)))
+            # Filled up to ``size`` with unlabelled samples: the shape of a microbatch is static over the stages.
             batch = Batch(
                 inputs=data.tensors(samples, size),
                 first_microbatch=begin // micro_batch,

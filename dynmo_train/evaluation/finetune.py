@@ -158,6 +158,11 @@ class FinetuneRun:
         files = TokenizerFiles.of(vars(config.data))
 
         def read() -> tuple[PairData | None, list[PairData]]:
+            """Training data, None without ``--train-data``, and the validation data sets.
+
+            Raises:
+                UsageError: the tokenizer is missing or too large for the model, or a data set cannot be read.
+            """
             if files is None:
                 raise UsageError("fine-tuning needs the model's tokenizer; give --tokenizer-model or --vocab-file")
             tokenizer, length = open_tokenizer(files), config.model.seq_length
@@ -212,6 +217,7 @@ class FinetuneRun:
         )
         if options.pretrained_checkpoint is not None and pretrained is None:
             raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: contains no checkpoint")
+        # Not the partition of the pretrained checkpoint, whose items are those of another head.
         engine = Engine(family, settings, initial_partition(config, family, None), world)
         step = run_on_all_ranks(world, lambda: self._weights(engine, resumed, pretrained))
         new_run = run_on_all_ranks(
@@ -252,6 +258,7 @@ class FinetuneRun:
             reader = state_reader(resumed, engine.item_store, self.world, moments=moments)
             engine.restore(reader, step, **progress_of(resumed))
             return step
+        # ``--load`` has priority: a restarted run has the same command line, with the pretrained checkpoint.
         if pretrained is not None:
             engine.restore(pretrained_state_reader(engine, pretrained, self.world), 0)
         else:
@@ -301,6 +308,7 @@ class FinetuneRun:
         signals = BoundarySignals()
         while self.step < last and not signals.exit:
             self._step(data, order)
+            # Before evaluation and checkpoint, which would be of a broken model.
             if self.check.is_over:
                 break
             epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
@@ -322,6 +330,7 @@ class FinetuneRun:
             first_microbatch=begin // self.config.training.micro_batch_size,
             step=self.step,
         )
+        # Not profiled: a fine-tuning run has no planner, and its partition stays.
         result = self.engine.train_step(batch, sampled=False, advance=self.batch)
         if (problem := self.check.after_step(self.step, result)) is not None:
             # The samples have no place in an indexed data set; their indices into --train-data identify them.

@@ -150,7 +150,12 @@ class ForwardEngine:
         return metrics
 
     def receive(self, buffer: torch.Tensor, pipeline_rank: int) -> None:
-        """Receive into ``buffer`` ``[...]`` from a pipeline rank of this replica; shapes and dtypes are equal."""
+        """Receive from a pipeline rank of this replica; blocks until the tensor is here.
+
+        Args:
+            buffer: ``[...]``, of the shape and dtype of the sent tensor.
+            pipeline_rank: the sender, from 0.
+        """
         dist.recv(buffer, src=self._global_rank(pipeline_rank))
 
     def send(self, tensor: torch.Tensor, pipeline_rank: int) -> None:
@@ -158,7 +163,7 @@ class ForwardEngine:
 
         Args:
             tensor: of any shape ``[...]``; the receiver has a buffer of its shape and dtype.
-            pipeline_rank: the receiver, in this replica.
+            pipeline_rank: the receiver, in this replica, from 0.
         """
         # The memory of a tensor must stay allocated until it has been sent.
         self._sends = [(work, sent) for work, sent in self._sends if work is not None and not work.is_completed()]
@@ -214,7 +219,16 @@ def load_forward_engine(
 
 
 def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDims) -> None:
-    """Raise ``UsageError`` where a model cannot be partitioned over these ranks."""
+    """Check that a model can be partitioned over some ranks.
+
+    Args:
+        source: the checkpoint.
+        partition: stages of the layer list.
+        dims: parallel sizes.
+
+    Raises:
+        UsageError: a width is not a multiple of the tensor-parallel size, or there are more pipeline ranks than items.
+    """
     model = source.model
     sizes = {
         "attention heads": model["num_attention_heads"],

@@ -47,7 +47,11 @@ class Accuracy:
 
 
 def read_passages(path: Path) -> list[str]:
-    """Read the texts of a JSON lines file; raises ``UsageError`` with the line number of an invalid passage."""
+    """Read the texts of a JSON lines file.
+
+    Raises:
+        UsageError: it cannot be read, has no passages, or an invalid one; names its line.
+    """
     try:
         lines = read_text(path, MAX_TABLE_BYTES).split("\n")
     except DocumentError as error:
@@ -72,6 +76,7 @@ def read_passages(path: Path) -> list[str]:
 def split_passage(text: str) -> tuple[str, str]:
     """The context of a passage, and its last word."""
     word = text.split()[-1]
+    # The last occurrence, as the word may occur earlier too.
     return text[: text.rfind(word)].strip(), word
 
 

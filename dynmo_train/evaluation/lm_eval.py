@@ -58,7 +58,12 @@ class HarnessResult:
 
 
 def harness_folder() -> Path:
-    """The directory of the installed harness; raises ``MissingExtraError`` where it is not installed."""
+    """The directory of the installed harness.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    # ``find_spec`` does not import the harness, which takes seconds.
     found = find_spec("lm_eval")
     if found is None or found.origin is None:
         raise MissingExtraError("lm_eval", "lm-eval")

@@ -103,7 +103,11 @@ TASKS: Mapping[str, HarnessTask] = {
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Split names separated by commas; raises ``UsageError`` with the unknown ones."""
+    """Split the names of ``--tasks``, separated by commas; each is returned once.
+
+    Raises:
+        UsageError: a name is unknown, or there are none; lists the tasks.
+    """
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
@@ -112,7 +116,11 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def find_data(task: str, folder: Path) -> Path:
-    """The path of a task's data; raises ``UsageError`` with the accepted paths where there is none."""
+    """The path of a task's data in ``folder``.
+
+    Raises:
+        UsageError: there is none; names the accepted paths.
+    """
     for name in TASKS[task].files:
         if (folder / name).exists():
             return folder / name
@@ -166,6 +174,7 @@ def write_task(task: str, rows: Sequence[Row], folder: Path, harness_tasks: Path
     """
     spec = TASKS[task]
     data, name = folder / f"{task}.jsonl", f"local_{task}"
+    # A copy in the harness's format, so that its loader of data sets reads a local file and nothing from the network.
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     # Keys that are null here replace those of the included description, which name a data set on the network.
     lines = [

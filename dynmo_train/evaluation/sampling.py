@@ -25,7 +25,11 @@ class Sampling:
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raise ``UsageError`` where a value is out of range."""
+        """Check the ranges of the values.
+
+        Raises:
+            UsageError: a value is out of its range; names the option.
+        """
         if not 0.0 <= self.temperature < float("inf"):
             raise UsageError(f"--temperature {self.temperature}: must be a number of at least 0; 0 is greedy decoding")
         if self.top_k < 0:

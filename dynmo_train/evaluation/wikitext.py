@@ -143,7 +143,11 @@ class Perplexity:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file; raises ``UsageError`` where it cannot be read or has fewer than two words."""
+    """Read a text file.
+
+    Raises:
+        UsageError: it cannot be read, or has fewer than two words; the first word has no context to predict it from.
+    """
     try:
         text = document.read_text(path, document.MAX_TABLE_BYTES)
     except document.DocumentError as error:
@@ -170,6 +174,11 @@ def evaluate_wikitext(
     source = open_causal_model(inference, world, model_flags)
 
     def prepare() -> tuple[int, int, list[ScoredSequence], int]:
+        """Number of words, number of tokens, windows, and tokens per window of the text.
+
+        Raises:
+            UsageError: the step is longer than a window.
+        """
         length = source.window_length(task.seq_length)
         step = task.overlapping_eval or min(DEFAULT_STEP, length)
         if step > length:
