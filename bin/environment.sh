@@ -33,13 +33,18 @@ if [ -f "$stamp" ]; then
 fi
 if [ -n "$missing" ]; then
   echo "Installing $missing in $venv (torch is the largest part)"
-  "$python" -m venv "$venv"
+  if [ ! -x "$venv/bin/python" ]; then
+    "$python" -m venv "$venv"
+  fi
+  pip() { "$venv/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
   # Until 0.1.0 the distribution was named "dynmo"; both names would own the same commands.
   if [ -n "$(find "$venv" -maxdepth 5 -iname 'dynmo-*.dist-info' -print -quit)" ]; then
-    "$venv/bin/python" -m pip uninstall --quiet --disable-pip-version-check --yes dynmo
+    pip uninstall --yes dynmo
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$root/constraints.txt" --editable "$root[$missing]"
+  # Half of an ordinary installation is spent on compiling all of torch, transformers and scipy to bytecode; Python compiles the few
+  # modules that it loads by itself. An isolated build would install a second setuptools in a temporary environment.
+  pip install --no-compile --constraint "$root/constraints.txt" setuptools
+  pip install --no-compile --no-build-isolation --constraint "$root/constraints.txt" --editable "$root[$missing]"
   printf '%s\n' "${missing//,/$'\n'}" >> "$stamp"
   touch "$stamp"
 fi

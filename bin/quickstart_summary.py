@@ -1,4 +1,4 @@
-"""Prints the summary of a quickstart; bin/quickstart calls it at its end with its output directory."""
+"""Prints the summary of a quickstart on one screen; bin/quickstart calls it at its end with its output directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+WIDTH = 80
+BAR = 20  # characters of a full bar
 
 
 def comparison(work: Path) -> dict[str, Any]:
@@ -19,32 +23,26 @@ def comparison(work: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def logits_difference(run: Path, hf: Path) -> float:
-    """The largest absolute difference between the run's logits and those of transformers, in float32, on real text."""
-    import torch
-    from transformers import GPT2LMHeadModel
-    from transformers.utils.logging import disable_progress_bar
+def records(path: Path) -> list[dict[str, Any]]:
+    """All records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    from dynmo_train.data.tokenizer import load_tokenizer
-    from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
-    from dynmo_train.models.layer_list import parameters_of
-    from dynmo_train.models.registry import family_of_manifest
 
-    disable_progress_bar()
-    checkpoint = open_checkpoint(find_checkpoint(run))
-    tokenizer = load_tokenizer(checkpoint.directory / "tokenizer")
-    positions = checkpoint.manifest["model"]["max_position_embeddings"]
-    ids = torch.tensor([tokenizer.encode(Path(__file__).read_text())[:positions]])
-    with torch.no_grad():
-        ours: Any = ids
-        family = family_of_manifest(checkpoint.manifest["model"])
-        for item in family.items:
-            module = family.build(item.name, torch.device("meta")).eval()
-            weights = checkpoint.load(parameters_of(item.name, module))
-            module.load_state_dict({name[len(item.name) + 1 :]: weights[name] for name in weights}, assign=True)
-            ours = module.logits(ours) if item.name == "head" else module(ours)
-        theirs = GPT2LMHeadModel.from_pretrained(hf).eval()(ids).logits
-    return float((ours - theirs).abs().max())
+def busy_fractions(run: Path, first_step: int) -> list[float]:
+    """For each stage the median share of a step in which it computes, from ``first_step`` on."""
+    steps = [r for r in records(run / "profile.jsonl") if r["record"] == "step" and r["step"] >= first_step]
+    stages = range(len(steps[0]["busy_ns"]))
+    return [median(min(1.0, step["busy_ns"][stage] / step["step_ns"]) for step in steps) for stage in stages]
+
+
+def migrations(run: Path) -> list[dict[str, Any]]:
+    """The events of the applied plans, with their moves, bytes and pauses."""
+    return [event for event in records(run / "events.jsonl") if event["kind"] == "plan_applied"]
+
+
+def bar(fraction: float) -> str:
+    """``fraction`` (0 to 1) as a bar and in percent."""
+    return f"{'#' * round(fraction * BAR):<{BAR}} {fraction:4.0%}"
 
 
 def main() -> int:
@@ -56,32 +54,40 @@ def main() -> int:
     work: Path = arguments.work
     data = json.loads((work / "data" / "pipeline-summary.json").read_text())
     runs = comparison(work)
-    logits = logits_difference(work / "balanced", work / "hf")
+    # convert prints a sentence for people first; the document starts with the first brace
+    converted = (work / "logs" / "convert.log").read_text()
+    logits = json.loads(converted[converted.index("{") :])["logits"]["max_abs"]
     static_ms, balanced_ms = runs["step_ms"]
-    steady = runs["steady_ms"]
-    same = "identical, bit for bit" if runs["identical"] else f"DIFFERENT from step {runs['first_difference']}"
+    static_steady_ms, balanced_steady_ms = runs["steady_ms"]
+    moves = migrations(work / "balanced")
+    moved_mb = sum(event["bytes"] for event in moves) / 1e6
+    pause_ms = sum(event["pause_ns"] for event in moves) / 1e6
+    loads = [busy_fractions(work / name, runs["steady_from"]) for name in ("static", "balanced")]
+    difference = f"DIFFERENT LOSSES from step {runs['first_difference']}"
+    losses = "losses equal bit for bit" if runs["identical"] else difference
+    rule = "=" * WIDTH
+    headline = f"  {runs['ratio_steady']:.2f} times as fast as the best fixed partition; {losses}"
+    loss = f"{runs['loss_first']:.3f} -> {runs['loss_last']:.3f}"
+    held_out = f"{runs['validation_first']:.3f} -> {runs['validation_last']:.3f}"
     rows = [
-        ("documents in / out", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
+        ("", f"{'static':<27}balanced by DynMo"),
+        ("step after the last move", f"{f'{static_steady_ms:.0f} ms':<27}{balanced_steady_ms:.0f} ms"),
+        ("step, mean of the run", f"{f'{static_ms:.0f} ms':<27}{balanced_ms:.0f} ms (ratio {runs['ratio']:.2f})"),
+        *((f"load of stage {stage}", "  ".join(map(bar, load))) for stage, load in enumerate(zip(*loads, strict=True))),
+        ("layers moved", f"{runs['moves'][1]} parts of layers, {moved_mb:.1f} MB, {pause_ms:.0f} ms of pause in all"),
+        ("loss, first -> last step", f"{loss}; held out {held_out}"),
         ("tokens/s, balanced", f"{runs['tokens_per_s']:,.0f}"),
-        ("training loss, first / last", f"{runs['loss_first']:.3f} / {runs['loss_last']:.3f}"),
-        ("held-out loss, first / last", f"{runs['validation_first']:.3f} / {runs['validation_last']:.3f}"),
-        ("layers moved", f"{runs['moves'][1]} parts of layers, {runs['moved_bytes'][1]:,} bytes"),
-        (
-            "step time, static / balanced",
-            f"{static_ms:.0f} ms / {balanced_ms:.0f} ms: ratio {static_ms / balanced_ms:.2f}",
-        ),
-        (
-            f"  after step {runs['steady_from']}",
-            f"{steady[0]:.0f} ms / {steady[1]:.0f} ms: ratio {runs['ratio_steady']:.2f}",
-        ),
-        ("losses, static and balanced", same),
-        ("logits against transformers", f"{logits:.1e} at most"),
+        ("logits in transformers", f"differ by at most {logits:.1e}"),
+        ("documents in / out", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
         ("total time", f"{arguments.seconds:.0f} s"),
     ]
-    sys.stdout.write("\n== Summary\n")
-    for name, value in rows:
-        sys.stdout.write(f"  {name:<30}{value}\n")
-    sys.stdout.write(f"\nAll output is in {work}. Where to go next: README.md, 'Where to go next'.\n")
+    closing = [
+        f"  Open the report   {(work / 'report.html').resolve().as_uri()}",
+        f"  All output        {work}",
+        "  Where to go next  README.md",
+    ]
+    lines = ["", rule, headline, rule, *(f"  {name:<26}{value}" for name, value in rows), "", *closing]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0 if runs["identical"] and logits < 1e-4 and runs["loss_last"] < runs["loss_first"] else 1
 
 

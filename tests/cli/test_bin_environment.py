@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,10 @@ def test_an_unsupported_python_is_refused_before_pip(set_up, version):
 @pytest.mark.parametrize("version", ["3.11.0", "3.12.1", "3.13.9"])
 def test_a_supported_python_sets_up(set_up, version):
     code, err, pip = set_up(version)
-    assert (code, len(pip)) == (0, 1), err
-    assert "--editable" in pip[0]
+    assert (code, len(pip)) == (0, 2), err
+    assert "setuptools" in pip[0]
+    assert "--no-build-isolation" in pip[1]
+    assert "--editable" in pip[1]
 
 
 def test_the_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
@@ -62,20 +65,25 @@ def test_the_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
     (packages / "dynmo-0.1.0.dist-info").mkdir(parents=True)
     code, err, pip = set_up("3.11.7")
     assert code == 0, err
-    assert pip[0].endswith("uninstall --quiet --disable-pip-version-check --yes dynmo")
-    assert "--editable" in pip[1]
+    assert "pip uninstall --yes dynmo" in pip[0]
+    assert "--editable" in pip[-1]
 
 
 def test_the_distribution_of_the_new_name_stays(set_up, tmp_path):
     packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
     (packages / "dynmo_toolkit-0.1.0.dist-info").mkdir(parents=True)
-    assert ["install" in line and "uninstall" not in line for line in set_up("3.11.7")[2]] == [True]
+    assert not [line for line in set_up("3.11.7")[2] if "uninstall" in line]
+
+
+def extras_of(calls):
+    """The extras that each editable installation among the calls of pip asks for."""
+    return [re.search(r"--editable \S*\[(.*?)\]", line)[1] for line in calls if "--editable" in line]
 
 
 def test_environment_installs_only_extras_that_are_missing(set_up, tmp_path):
-    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "quickstart")[2]] == ["quickstart]"]
+    assert extras_of(set_up("3.11.7", "quickstart")[2]) == ["quickstart"]
     assert set_up("3.11.7", "quickstart")[2] == []
-    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "all,dev,quickstart")[2]] == ["all,dev]"]
+    assert extras_of(set_up("3.11.7", "all,dev,quickstart")[2]) == ["all,dev"]
     assert set_up("3.11.7", "dev")[2] == []
     assert (tmp_path / "venv" / ".dynmo-installed").read_text().split() == ["quickstart", "all", "dev"]
 
@@ -83,4 +91,4 @@ def test_environment_installs_only_extras_that_are_missing(set_up, tmp_path):
 def test_environment_updates_every_extra_after_a_change_of_the_pins(set_up, tmp_path):
     set_up("3.11.7", "quickstart")
     os.utime(tmp_path / "venv" / ".dynmo-installed", (0, 0))
-    assert [line.rpartition("[")[2] for line in set_up("3.11.7", "ray")[2]] == ["quickstart,ray]"]
+    assert extras_of(set_up("3.11.7", "ray")[2]) == ["quickstart,ray"]
