@@ -68,14 +68,14 @@ def main() -> int:
     rule = "=" * WIDTH
     headline = f"  {runs['ratio_steady']:.2f} times as fast as the best fixed partition; {losses}"
     loss = f"{runs['loss_first']:.3f} -> {runs['loss_last']:.3f}"
-    held_out = f"{runs['validation_first']:.3f} -> {runs['validation_last']:.3f}"
+    validation = f"{runs['validation_first']:.3f} -> {runs['validation_last']:.3f}"
     rows = [
         ("", f"{'static':<27}balanced by DynMo"),
         ("step after the last move", f"{f'{static_steady_ms:.0f} ms':<27}{balanced_steady_ms:.0f} ms"),
         ("step, mean of the run", f"{f'{static_ms:.0f} ms':<27}{balanced_ms:.0f} ms (ratio {runs['ratio']:.2f})"),
         *((f"load of stage {stage}", "  ".join(map(bar, load))) for stage, load in enumerate(zip(*loads, strict=True))),
         ("layers moved", f"{runs['moves'][1]} parts of layers, {moved_mb:.1f} MB, {pause_ms:.0f} ms of pause in all"),
-        ("loss, first -> last step", f"{loss}; held out {held_out}"),
+        ("loss, first -> last step", f"{loss}; held out {validation}"),
         ("tokens/s, balanced", f"{runs['tokens_per_s']:,.0f}"),
         ("logits in transformers", f"differ by at most {logits:.1e}"),
         ("documents in / out", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
