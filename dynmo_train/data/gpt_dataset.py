@@ -124,6 +124,7 @@ def build_gpt_dataset(
 
 def _builder(config: Config) -> SplitBuilder:
     def build(request: SplitRequest) -> Dataset:
+        """See ``build_gpt_dataset``, which raises ``UsageError``."""
         return build_gpt_dataset(
             request,
             seq_length=config.model.seq_length,

@@ -33,8 +33,7 @@ from ..models.layer_list import BoundaryShape, parameters_of
 from ..models.registry import family_of
 from ..optim.item_state import ItemState
 from ..parallel.consensus import run_on_all_ranks
-from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import World, broadcast_object, destroy_world
+from ..parallel.process_groups import World, destroy_world
 from ..parallel.seeding import stable_seed
 from ..trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
@@ -45,8 +44,14 @@ from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
-from ..trainer.run_directory import RunDirectory, open_run_directory
-from ..trainer.settings_from_config import engine_settings, flops_counter, initial_partition, parameter_counts
+from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0
+from ..trainer.settings_from_config import (
+    engine_settings,
+    flops_counter,
+    initial_partition,
+    parallel_dims,
+    parameter_counts,
+)
 from ..trainer.setup import continued_checkpoint, progress_of
 from ..trainer.signals import BoundarySignals, DistributedSignalHandler
 from .classification import measure_accuracy, split_paths
@@ -85,7 +90,11 @@ class EpochOrder:
 
 
 def count_samples(task: str, options: FinetuneConfig) -> int:
-    """The number of training samples; 0 without ``--train-data``."""
+    """The number of training samples; 0 without ``--train-data``.
+
+    Raises:
+        UsageError: a data set cannot be read or is not in the format of ``task``.
+    """
     if options.train_data is None:
         return 0
     return sum(len(TASKS[task].read(Path(path))) for path in split_paths("--train-data", options.train_data))
@@ -220,21 +229,8 @@ class FinetuneRun:
         # Not the partition of the pretrained checkpoint, whose items are those of another head.
         engine = Engine(family, settings, initial_partition(config, family, None), world)
         step = run_on_all_ranks(world, lambda: self._weights(engine, resumed, pretrained))
-        new_run = run_on_all_ranks(
-            world,
-            lambda: (
-                open_run_directory(
-                    config,
-                    world_size=world.size,
-                    hosts=[world.host],
-                    engine={"device": world.device.type, "task": self.name, "finetune": vars(options)},
-                )
-                if world.is_rank0
-                else None
-            ),
-        )
-        opened = broadcast_object(world, [str(new_run.path), new_run.run_id, new_run.segment] if new_run else None)
-        directory = RunDirectory(path=Path(opened[0]), run_id=opened[1], segment=opened[2])
+        properties = {"device": world.device.type, "task": self.name, "finetune": vars(options)}
+        directory = open_run_directory_on_rank0(world, config, hosts=[world.host], engine=properties)
         return _Start(
             engine=engine,
             directory=directory,
@@ -410,13 +406,11 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
     """
     freeze_imports()
     torch.set_num_threads(config.training.num_threads)
-    parallel = config.parallel
-    dims = ParallelDims(
-        pipeline=parallel.pipeline_model_parallel_size,
-        tensor=parallel.tensor_model_parallel_size,
-        data=parallel.data_parallel_size,
+    world = join_same(
+        config.training.device,
+        parallel_dims(config),
+        lambda: {**config_properties(config), **option_properties(options)},
     )
-    world = join_same(config.training.device, dims, lambda: {**config_properties(config), **option_properties(options)})
     try:
         run = FinetuneRun(name, config, options, world)
         try:

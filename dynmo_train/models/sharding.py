@@ -80,6 +80,9 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
         module: the whole item.
         split_dim: the dimension along which a parameter is split, by its global name; None where it is replicated.
         region: the tensor-parallel ranks; None where there is one.
+
+    Raises:
+        TypeError: a module whose weight ``split_dim`` splits along 0 has no tensor-parallel form.
     """
     if region is None:
         return module

@@ -42,7 +42,12 @@ def run_on_all_ranks(world: World, make: Callable[[], Result]) -> Result:
 
 
 def rank0_first(world: World, make: Callable[[], Result]) -> Result:
-    """As :func:`run_on_all_ranks`, but rank 0 runs first, so that the others find what it has cached."""
+    """As :func:`run_on_all_ranks`, but rank 0 runs first, so that the others find what it has cached.
+
+    Raises:
+        UsageError: On a reporting rank, with the errors of all ranks.
+        SystemExit: On the other ranks, with the same exit code.
+    """
     result: tuple[Result] | None = None
     problem: str | None = None
     if world.is_rank0:

@@ -40,7 +40,6 @@ from ..data.sample_format import Split
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
-from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
@@ -53,7 +52,7 @@ from .rebalance.compression_choice import CompressionChoice
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess
 from .rebalance.resize_requests import ResizeRequests
-from .settings_from_config import flops_counter, parameter_counts, plan_problems, resize_problems
+from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
 
@@ -64,14 +63,7 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    parallel = config.parallel
-    dims = ParallelDims(
-        pipeline=parallel.pipeline_model_parallel_size,
-        tensor=parallel.tensor_model_parallel_size,
-        data=parallel.data_parallel_size,
-        expert=parallel.expert_model_parallel_size,
-    )
-    world = join_same(config.training.device, dims, lambda: config_properties(config))
+    world = join_same(config.training.device, parallel_dims(config), lambda: config_properties(config))
     try:
         trainer = Trainer(setup_run(config, world))
         try:
@@ -161,7 +153,12 @@ class Trainer:
             self.logger.log_event("planner", problem, step=self.step)
 
     def train(self) -> int:
-        """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code."""
+        """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code.
+
+        Raises:
+            TokenError: on every rank, if the data has a token id outside of the vocabulary.
+            DynmoError: on every rank, if the last checkpoint could not be written.
+        """
         training = self.config.training
         if self.step >= training.train_iters:
             return self._report_complete()

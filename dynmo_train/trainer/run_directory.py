@@ -21,6 +21,8 @@ from ..formats.os_errors import reason
 from ..formats.run import FORMAT, VERSION, read_run, write_run
 from ..formats.run_lines import append_metrics
 from ..launch.worker import LAUNCH_FILE_VARIABLE
+from ..parallel.consensus import run_on_all_ranks
+from ..parallel.process_groups import World, broadcast_object
 
 RUNS = Path("runs")
 
@@ -148,6 +150,33 @@ def open_run_directory(
     if launch_file := os.environ.get(LAUNCH_FILE_VARIABLE):
         write_whole(Path(launch_file), str(path.resolve()).encode())
     return run
+
+
+def open_run_directory_on_rank0(
+    world: World, config: Config, *, hosts: Sequence[str], engine: Mapping[str, Any]
+) -> RunDirectory:
+    """Create or open the run directory on rank 0; the same result on every rank. Every rank calls this.
+
+    Args:
+        world: process groups.
+        config: configuration of this start.
+        hosts: host names, in the order of their first ranks.
+        engine: properties of the engine that determine the numerics, such as the sparse thresholds.
+
+    Raises:
+        UsageError: on a reporting rank, where the directory contains another run or cannot be created.
+        SystemExit: on the other ranks, with the same exit code.
+    """
+
+    def open_here() -> RunDirectory | None:
+        return open_run_directory(config, world_size=world.size, hosts=hosts, engine=engine) if world.is_rank0 else None
+
+    opened = run_on_all_ranks(world, open_here)
+    # Rank 0 alone chooses: the default name contains the time, and the run id is random.
+    path, run_id, segment = broadcast_object(
+        world, [str(opened.path), opened.run_id, opened.segment] if opened else None
+    )
+    return RunDirectory(path=Path(path), run_id=run_id, segment=segment)
 
 
 def _run_document(

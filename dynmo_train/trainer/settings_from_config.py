@@ -32,6 +32,17 @@ from ..pipeline.schedule import CUSTOM, PipelineConfig
 from .engine import Engine, EngineSettings
 
 
+def parallel_dims(config: Config) -> ParallelDims:
+    """The parallel sizes of a run."""
+    parallel = config.parallel
+    return ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+    )
+
+
 def precision_settings(config: Config) -> Precision:
     """The dtypes of a run's arithmetic, and its loss scaling."""
     options = config.precision
@@ -116,7 +127,16 @@ def weight_decay(config: Config) -> WeightDecay:
 
 
 def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
-    """The engine settings of a run; ``stored`` are the sparse thresholds of the checkpoint that it resumes from."""
+    """The engine settings of a run.
+
+    Args:
+        config: configuration of the run.
+        stored: sparse thresholds of the checkpoint that the run resumes from; None without one.
+
+    Raises:
+        UsageError: ``--sparse-table`` cannot be read.
+        DocumentError: the plan of ``--plan`` is invalid, or has another number of microbatches than the run.
+    """
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer = config.training, config.optimizer

@@ -12,7 +12,7 @@ What ``setup_run`` opens, in order, on every rank::
       | engine_settings, initial_partition
       v
     Engine <- state_reader ------- weights and moments from the checkpoint, or random weights
-      | open_run_directory ------- rank 0 only: run.json, folders
+      | open_run_directory_on_rank0   run.json, folders
       v
     RunLogger.write_header ------- links between ranks are measured; layers and ranks are described
       | write the initial plan --- the number of the active plan, broadcast to all ranks
@@ -53,7 +53,7 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
-from .run_directory import RunDirectory, open_run_directory
+from .run_directory import RunDirectory, open_run_directory_on_rank0
 from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
 
 
@@ -139,19 +139,7 @@ def setup_run(config: Config, world: World) -> InitialState:
             f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
         )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    opened = run_on_all_ranks(
-        world,
-        lambda: (
-            open_run_directory(config, world_size=world.size, hosts=hosts, engine=engine_properties)
-            if world.is_rank0
-            else None
-        ),
-    )
-    # Rank 0 alone chooses: the default name contains the time, and the run id is random.
-    path, run_id, segment = broadcast_object(
-        world, [str(opened.path), opened.run_id, opened.segment] if opened else None
-    )
-    directory = RunDirectory(path=Path(path), run_id=run_id, segment=segment)
+    directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
     logger = RunLogger(directory, world)
     logger.write_header(
         directory.run_id,

@@ -142,7 +142,11 @@ class ReplicaCodec:
     def start(
         self, item: str, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[_FactorReduction | None, list[nn.Parameter]]:
-        """Start the compressed sums of an item's gradients; also return the parameters to be summed uncompressed."""
+        """Start the compressed sums of an item's gradients; also return the parameters to be summed uncompressed.
+
+        Raises:
+            ValueError: A parameter to compress has no gradient.
+        """
         shapes = {name: self.shape_of(p) for name, p in parameters.items()} if self.compresses else {}
         compressed = {name: shape for name, shape in shapes.items() if shape is not None}
         plain = [p for name, p in parameters.items() if name not in compressed]

@@ -185,7 +185,11 @@ def dry_run(config: Config, device: str) -> DryRunReport:
 
 
 def print_dry_run(config: Config, device: str, form: Format) -> None:
-    """Print the resources of a run; see :func:`dry_run`."""
+    """Print the resources of a run; see :func:`dry_run`.
+
+    Raises:
+        UsageError: ``dynmo-plan`` is not installed, or rejects the device or the plan.
+    """
     report = dry_run(config, device)
     if form is Format.JSON:
         emit_json(asdict(report))

@@ -184,7 +184,11 @@ def format_status(status: RunStatus) -> str:
 
 
 def watch(run: Path, interval_s: float) -> None:
-    """Show the status on the terminal, updated every ``interval_s`` seconds, until the last step or Ctrl-C."""
+    """Show the status on the terminal, updated every ``interval_s`` seconds, until the last step or Ctrl-C.
+
+    Raises:
+        UsageError: ``run`` is not a run directory.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
