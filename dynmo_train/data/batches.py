@@ -179,6 +179,8 @@ def _open_test(
         return None, None
     try:
         return open_split(config, "test", num_samples, open_one, build), None
+    # The default --split gives the test a thousandth, which has no batch in a small data set: only a test set that the
+    # user names must be usable.
     except UsageError as error:
         if named:
             raise

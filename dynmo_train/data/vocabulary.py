@@ -22,6 +22,7 @@ NAMES = {
     "end": ("[EOS]", "</s>", "[SEP]", "<|endoftext|>"),
 }
 CONTINUATION_PREFIX = "##"
+# SentencePiece's mark of a space, and the byte of a space in byte-level BPE.
 WORD_PREFIXES = ("\u2581", "\u0120")
 
 

@@ -14,7 +14,7 @@ engine, whose weights are the live ones.
 Invariants:
 
 * A score is the same bit pattern in every layout without tensor parallelism. Microbatches are formed from the whole
-  batch, and random numbers (hashed attention draws its rotations) are seeded by microbatch index and layer name.
+  batch, and random numbers (hashed attention draws its axes) are seeded by microbatch index and layer name.
 * Weights are cast once at load time; training casts the same float32 values at each step, so the bits are equal.
 * Tied weights share memory where both ends are on one rank.
 

@@ -86,6 +86,7 @@ class RoutedBlock(nn.Module):
         """The tokens that go through: the highest scores in training, the positive scores in evaluation."""
         if not self.training:
             return select_tokens((scores_BT > 0) & real_BT)
+        # A fixed number, so that the cost of a block does not depend on the scores.
         capacity = self.settings.tokens(scores_BT.shape[1])
         selected = select_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity)
         return TokenSelection(index_BC=selected.index_BC, real_BC=selected.take(real_BT))

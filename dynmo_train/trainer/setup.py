@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from ..config import Config
 from ..data.batches import RunData, open_run_data
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from ..formats.plan import initial_plan, plan_ids, write_plan
-from ..formats.profile import Layout, ModelInfo
+from ..formats.profile import Layout, ModelInfo, WorkerInfo
 from ..models.compiled import check_compiler
 from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
@@ -126,7 +127,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
-    workers, dims = describe_workers(world), world.dims
+    workers = describe_workers(world)
     engine_properties: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
@@ -141,28 +142,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
     logger = RunLogger(directory, world)
-    logger.write_header(
-        directory.run_id,
-        ModelInfo(
-            family=config.model.family,
-            num_layers=config.model.num_layers,
-            hidden_size=config.model.hidden_size,
-            sequence_length=config.model.seq_length,
-        ),
-        Layout(
-            schedule=schedule_in_profile(config.parallel.schedule, engine.partition),
-            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
-            granularity=config.balance.granularity,
-            microbatches=config.microbatches,
-            micro_batch_size=config.training.micro_batch_size,
-            tensor_parallel_size=dims.tensor,
-            data_parallel_size=dims.data,
-            expert_parallel_size=dims.expert,
-        ),
-        measure_links(world),
-        workers,
-        describe_items(family, settings.pipeline.boundary, engine.item_store.blueprint),
-    )
+    _write_header(config, engine, logger, workers)
     for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
         logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
     active_plan_id = _write_initial_plan(config, engine, directory, step)
@@ -323,6 +303,34 @@ def _write_next(plans: Path, document: dict[str, Any]) -> int:
         with contextlib.suppress(FileExistsError):
             write_plan(plans, {**document, "plan_id": number})
             return number
+
+
+def _write_header(config: Config, engine: Engine, logger: RunLogger, workers: Sequence[WorkerInfo]) -> None:
+    """Measure the links, and start a segment of the profile. Every rank calls this."""
+    dims = engine.world.dims
+    logger.write_header(
+        logger.run.run_id,
+        ModelInfo(
+            family=config.model.family,
+            num_layers=config.model.num_layers,
+            hidden_size=config.model.hidden_size,
+            sequence_length=config.model.seq_length,
+        ),
+        Layout(
+            schedule=schedule_in_profile(config.parallel.schedule, engine.partition),
+            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+            granularity=config.balance.granularity,
+            microbatches=config.microbatches,
+            micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
+            expert_parallel_size=dims.expert,
+        ),
+        # At each start: a restarted run may be on other hosts.
+        measure_links(engine.world),
+        workers,
+        describe_items(engine.family, engine.settings.pipeline.boundary, engine.item_store.blueprint),
+    )
 
 
 def _write_initial_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:

@@ -470,6 +470,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
         data=metadata.data,
         source=metadata.source,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
+        # ``dynmo-ckpt`` converts these fields to and from Megatron's training state.
         extra={
             "x_consumed_valid_samples": metadata.consumed_valid_samples,
             **({"x_class_names": list(metadata.class_names)} if metadata.class_names else {}),

@@ -294,6 +294,7 @@ class TrainingLog:
             self.line(text)
 
 
+# Width of a name and its dots, as Megatron prints options.
 _DOTS = 48
 # Megatron's names; a Llama is its GPT with other options.
 MODEL_NAMES = {
