@@ -26,10 +26,13 @@ ALL = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
 SHARED: Mapping[str, Sequence[str]] = {
     "_common/__init__.py": ALL,
     "_common/checks.py": ALL,
+    "_common/completion.py": ALL,
     "_common/console.py": ALL,
     "_common/document.py": ALL,
     "_common/errors.py": ALL,
+    "_common/help.py": ALL,
     "_common/option_groups.py": ("dynmo_train", "dynmo_balance", "dynmo_ckpt"),
+    "_common/panel.py": ALL,
     "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),
     "formats/profile_lines.py": ("dynmo_balance", "dynmo_train"),

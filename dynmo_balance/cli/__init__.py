@@ -5,9 +5,7 @@ A command imports what it needs when it runs, so that help is instant.
 
 from __future__ import annotations
 
-import typer
-
-from .._common.console import add_version, command_list, run_app
+from .._common.console import command_line, run_app
 from . import (
     calibrate,
     compare,
@@ -42,14 +40,10 @@ ORDER_OF_WORK = (
     "recipe",
 )
 
-app = typer.Typer(
-    cls=command_list(*ORDER_OF_WORK),
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
+app = command_line(
+    *ORDER_OF_WORK,
     help="Plan pipeline partitions: balance, simulate, sweep, and follow a run.",
 )
-add_version(app)
 app.add_typer(profile.app, name="profile")
 app.command()(partition.partition)
 app.command()(compare.compare)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from .._common.console import Format
 from .._common.document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
+from .._common.panel import Panel
 
 if TYPE_CHECKING:
     from ..analysis.compression import CompressionOptions
@@ -136,7 +137,10 @@ def _known_balancer(name: str) -> str:
 
 SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or a run directory that contains one.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="Output as text or JSON.")]
-ScheduleOption = Annotated[Schedule | None, typer.Option("--schedule", help="Default: as in the profile.")]
+ScheduleOption = Annotated[
+    Schedule | None,
+    typer.Option("--schedule", help="Pipeline schedule. Default: as in the profile.", rich_help_panel="Pipeline"),
+]
 BalancerOption = Annotated[
     str,
     typer.Option(
@@ -158,7 +162,8 @@ ObjectiveOption = Annotated[
     ),
 ]
 GranularityOption = Annotated[
-    Granularity | None, typer.Option("--granularity", help="Where to cut. Default: as in the profile.")
+    Granularity | None,
+    typer.Option("--granularity", help="Where to cut. Default: as in the profile.", rich_help_panel="Pipeline"),
 ]
 MemoryOption = Annotated[
     str | None,
@@ -174,7 +179,9 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Data type of comput
 FusedOption = Annotated[
     bool,
     typer.Option(
-        "--fused-attention/--unfused-attention", help="Whether computed costs keep attention scores out of memory."
+        "--fused-attention/--unfused-attention",
+        help="Whether computed costs keep attention scores out of memory.",
+        rich_help_panel="Costs",
     ),
 ]
 WindowOption = Annotated[
@@ -185,6 +192,8 @@ WindowOption = Annotated[
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """The size of the pipeline; None is as in the profile."""
+
+    PANEL: ClassVar[str] = "Pipeline"
 
     stages: StagesOption = None
     microbatches: Annotated[
@@ -199,6 +208,8 @@ class PipelineOptions:
 class LimitOptions:
     """Constraints that every stage or worker must satisfy."""
 
+    PANEL: ClassVar[str] = "Constraints"
+
     memory: MemoryOption = None
     min_layers: Annotated[
         int, typer.Option(min=0, max=MAX_LAYERS, help="Minimum number of units (layers or parts of layers) per stage.")
@@ -208,6 +219,8 @@ class LimitOptions:
 @dataclass(frozen=True, kw_only=True)
 class CostOptions:
     """The step records that the costs come from."""
+
+    PANEL: ClassVar[str] = "Costs"
 
     window: WindowOption = 20
     at_step: Annotated[
@@ -224,6 +237,8 @@ class CostOptions:
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """The device to compute costs for, in place of measured ones."""
+
+    PANEL: ClassVar[str] = "Costs"
 
     device: Annotated[
         str | None,
@@ -242,6 +257,8 @@ class DeviceOptions:
 class ClockOptions:
     """What an operation and a transfer take beyond the arithmetic."""
 
+    PANEL: ClassVar[Panel] = Panel("Simulation", rare=True)
+
     overhead_us: Annotated[float, typer.Option(min=0, help="Microseconds added to every operation.")] = 0.0
     transfers: Annotated[
         Transfers,
@@ -255,6 +272,8 @@ class ClockOptions:
 @dataclass(frozen=True, kw_only=True)
 class CompressionFlags:
     """Low-rank gradient compression, by the flags of ``dynmo-train``."""
+
+    PANEL: ClassVar[Panel] = Panel("Gradient compression", rare=True)
 
     inter_grad_comp_rank: Annotated[
         int | None, typer.Option(min=1, max=MAX_SIZE, help="Rank of compressed gradients between stages.")

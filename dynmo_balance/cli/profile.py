@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from .._common.console import Format, command_list, emit, emit_json, emit_table, print_message, progress
+from .._common.console import Format, emit, emit_json, emit_table, print_message, progress
 from .._common.document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
+from .._common.help import CommandLine
 from .._common.option_groups import grouped
 from .options import (
     Dtype,
@@ -25,17 +26,14 @@ from .options import (
     WindowOption,
 )
 
-app = typer.Typer(
-    cls=command_list(),
-    no_args_is_help=True,
-    add_completion=False,
-    help="Build, check, show, compare and import profiles.",
-)
+app = CommandLine(help="Build, check, show, compare and import profiles.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How the model is trained; the fields are those of ``BuildOptions``."""
+
+    PANEL: ClassVar[str] = "Run"
 
     workers: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Pipeline workers.")] = 8
     microbatches: Annotated[int, typer.Option(min=1, max=MAX_MICROBATCHES, help="Microbatches per step.")] = 32
@@ -59,6 +57,8 @@ class RunOptions:
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
     """The scripted trajectory of a dynamic technique."""
+
+    PANEL: ClassVar[str] = "Dynamic technique"
 
     technique: Annotated[Technique, typer.Option(help="Scripted trajectory.")] = Technique.STATIC
     strength: Annotated[

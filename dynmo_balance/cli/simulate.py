@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from .._common.console import Format, emit, emit_json, human_bytes
 from .._common.document import MAX_WIDTH
 from .._common.option_groups import grouped
+from .._common.panel import Panel
 from .options import (
     BalancerOption,
     ClockOptions,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 class RateOptions:
     """Bandwidths in GB/s."""
 
+    PANEL: ClassVar[Panel] = Panel("Simulation", rare=True)
+
     link_gbps: Annotated[
         float | None, typer.Option(min=1e-6, help="GB/s between workers. Default: as in the profile.")
     ] = None
@@ -54,6 +57,8 @@ class RateOptions:
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions:
     """Files and width of the timeline."""
+
+    PANEL: ClassVar[str] = "Output"
 
     svg: Annotated[Path | None, typer.Option(help="File to write the timeline to as SVG.")] = None
     trace: Annotated[Path | None, typer.Option(help="File to write a Chrome trace to, for Perfetto.")] = None
@@ -76,7 +81,9 @@ def simulate(
     rates: RateOptions,
     compression: CompressionFlags,
     device: DeviceOptions,
-    recompute: Annotated[Recompute, typer.Option(help="Activation recomputation of computed costs.")] = Recompute.NONE,
+    recompute: Annotated[
+        Recompute, typer.Option(help="Activation recomputation of computed costs.", rich_help_panel="Costs")
+    ] = Recompute.NONE,
     fused_attention: FusedOption = True,
     costs: CostOptions,
     pictures: PictureOptions,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from .._common.document import MAX_COUNT, MAX_RANKS, MAX_STEPS
 from .._common.option_groups import grouped
+from .._common.panel import Panel
 from .options import (
     BalancerOption,
     GranularityOption,
@@ -24,6 +25,8 @@ from .options import (
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """When a better partition is worth moving to."""
+
+    PANEL: ClassVar[str] = "Decision"
 
     policy: Annotated[
         Policy,
@@ -39,6 +42,8 @@ class PolicyOptions:
 @dataclass(frozen=True, kw_only=True)
 class CadenceOptions:
     """How many records a decision uses, and how often decisions are made."""
+
+    PANEL: ClassVar[Panel] = Panel("Cadence", rare=True)
 
     window: Annotated[
         int, typer.Option(min=1, max=MAX_STEPS, help="Number of step records; costs are their median.")
@@ -60,6 +65,8 @@ class CadenceOptions:
 class ReleaseOptions:
     """Whether workers are released."""
 
+    PANEL: ClassVar[str] = "Release of workers"
+
     pack_to: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_RANKS, help="Release workers down to N, as soon as memory allows."),
@@ -73,6 +80,8 @@ class ReleaseOptions:
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
     """How the process runs and ends."""
+
+    PANEL: ClassVar[Panel] = Panel("Process", rare=True)
 
     lockstep: Annotated[bool, typer.Option("--lockstep", help="Decide only on the trainer's plan requests.")] = False
     once: Annotated[bool, typer.Option("--once", help="Read the profile, decide once, and exit.")] = False

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from .._common.console import Format, emit, emit_json, print_message
 from .._common.option_groups import grouped
+from .._common.panel import Panel
 from .options import (
     ClockOptions,
     CompressionFlags,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SparsityOptions:
     """The cost model of pruned layers."""
+
+    PANEL: ClassVar[Panel] = Panel("Sparsity model", rare=True)
 
     sparse_threshold: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sparsity from which the sparse format is used; dense below it.")
@@ -65,7 +68,12 @@ def what_if(
     svg: Annotated[Path | None, typer.Option(help="File to write the grid to as SVG.")] = None,
     compression: CompressionFlags,
     data_parallel_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s between replicas. Default: that between workers.")
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="GB/s between replicas. Default: that between workers.",
+            rich_help_panel=Panel("Gradient compression", rare=True),
+        ),
     ] = None,
     clock: ClockOptions,
     schedule: ScheduleOption = None,

@@ -13,8 +13,7 @@ import typer
 from .. import __version__
 from .._common.console import (
     Format,
-    add_version,
-    command_list,
+    command_line,
     emit,
     emit_json,
     emit_table,
@@ -30,13 +29,10 @@ from .megatron_tools import register
 YES_NO = {"True": "yes", "False": "no"}
 COMMAND_ORDER = ("info", "verify", "diff", "merge", "split", "reshard", "convert", "formats")
 
-app = typer.Typer(
-    cls=command_list(*COMMAND_ORDER),
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help never truncates an option name, and does not import rich
+app = command_line(
+    *COMMAND_ORDER,
     help="Inspect, verify, compare, merge, split and convert checkpoints. Pickles are never executed.",
 )
-add_version(app)
 
 
 @app.command()

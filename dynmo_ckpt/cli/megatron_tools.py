@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -17,6 +17,7 @@ from .._common.console import Format, print_message
 from .._common.document import MAX_JOBS, MAX_RANKS, MAX_SIZE, MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
 from .._common.option_groups import grouped
+from .._common.panel import Panel
 from ..formats.choices import ReadOptions, WriteOptions
 from . import options
 
@@ -41,6 +42,8 @@ def register(app: typer.Typer) -> None:
 class DirectoryOptions:
     """Input and output, under the names of both tools."""
 
+    PANEL: ClassVar[str] = "Directories"
+
     load: Annotated[Path | None, typer.Option(help="Legacy checkpoint to read.")] = None
     save: Annotated[Path | None, typer.Option(help="New directory.")] = None
     source: Annotated[Path | None, typer.Option("-i", help="Directory of one iteration, in place of --load.")] = None
@@ -50,6 +53,8 @@ class DirectoryOptions:
 @dataclass(frozen=True, kw_only=True)
 class GridOptions:
     """Tensor- and pipeline-parallel sizes of the input and the output."""
+
+    PANEL: ClassVar[str] = "Topology"
 
     tensor_model_parallel_size: TensorSource = None
     pipeline_model_parallel_size: Annotated[
@@ -75,6 +80,8 @@ class GridOptions:
 class ModelOptions:
     """Sizes of the model, compared with those of the checkpoint."""
 
+    PANEL: ClassVar[Panel] = Panel("Sizes to compare", rare=True)
+
     num_layers: Size = None
     hidden_size: Size = None
     num_attention_heads: Size = None
@@ -87,6 +94,8 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class IgnoredOptions:
     """Arguments of Megatron's tools that have no effect here."""
+
+    PANEL: ClassVar[Panel] = Panel("Ignored", rare=True)
 
     tokenizer_type: Ignored = None
     experiment_name: Annotated[

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from .._common.console import Format
 from .._common.document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
 from .._common.errors import UsageError
+from .._common.panel import Panel
 from ..converters import BUILTIN
 from ..formats.choices import AUTO, Dtype, ReadOptions, ReplicaPolicy, WriteOptions
 
@@ -76,6 +77,7 @@ OptimizerIfPresent = Annotated[
     typer.Option(
         "--with-optimizer-if-present",
         help="Include the optimizer state where IN has one.",
+        rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
 TensorSize = Annotated[
@@ -91,7 +93,14 @@ PipelineSize = Annotated[
     ),
 ]
 DataSize = Annotated[
-    int, typer.Option("--dp", min=1, max=MAX_RANKS, help="Number of data-parallel replicas of OUT; recorded only.")
+    int,
+    typer.Option(
+        "--dp",
+        min=1,
+        max=MAX_RANKS,
+        help="Number of data-parallel replicas of OUT; recorded only.",
+        rich_help_panel="Topology",
+    ),
 ]
 VirtualSize = Annotated[
     int, typer.Option("--vpp", min=1, max=MAX_RANKS, help="Number of virtual stages per pipeline rank.")
@@ -103,12 +112,21 @@ Counts = Annotated[
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_SIZE, help="True vocabulary size, for Megatron checkpoints that do not record it."),
+    typer.Option(
+        min=1,
+        max=MAX_SIZE,
+        help="True vocabulary size, for Megatron checkpoints that do not record it.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
 NumHeads = Annotated[
     int | None,
     typer.Option(
-        "--num-attention-heads", min=1, max=MAX_SIZE, help="Number of heads, for Megatron checkpoints without args."
+        "--num-attention-heads",
+        min=1,
+        max=MAX_SIZE,
+        help="Number of heads, for Megatron checkpoints without args.",
+        rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
 ModelConfig = Annotated[
@@ -116,6 +134,7 @@ ModelConfig = Annotated[
     typer.Option(
         "--config",
         help="Directory with the model's config.json, for a distributed checkpoint without one.",
+        rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
 WeightType = Annotated[
@@ -123,35 +142,69 @@ WeightType = Annotated[
 ]
 Replicas = Annotated[
     ReplicaPolicy,
-    typer.Option(help="Replicas of tensor ranks or stages: must be equal, or use the first."),
+    typer.Option(
+        help="Replicas of tensor ranks or stages: must be equal, or use the first.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
 Tie = Annotated[
     bool,
-    typer.Option("--tie/--untie", help="--untie: a head that copies the embedding becomes a separate weight."),
+    typer.Option(
+        "--tie/--untie",
+        help="--untie: a head that copies the embedding becomes a separate weight.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
 Drop = Annotated[
-    list[str] | None, typer.Option(help="Leave out tensors of IN that match this shell pattern; repeatable.")
+    list[str] | None,
+    typer.Option(
+        help="Leave out tensors of IN that match this shell pattern; repeatable.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
 IgnoreConfig = Annotated[
     list[str] | None,
-    typer.Option(help="Ignore config.json keys or Megatron arguments that match this shell pattern; repeatable."),
+    typer.Option(
+        help="Ignore config.json keys or Megatron arguments that match this shell pattern; repeatable.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
-Sparse = Annotated[bool, typer.Option("--sparse", help="Keep the masks of weights that IN stores as sparse rows.")]
+Sparse = Annotated[
+    bool,
+    typer.Option(
+        "--sparse",
+        help="Keep the masks of weights that IN stores as sparse rows.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
+]
 Version = Annotated[
     float,
-    typer.Option("--checkpoint-version", min=0, max=3, help="Version of a legacy OUT: 0, 1.0, 2.0 or 3.0."),
+    typer.Option(
+        "--checkpoint-version",
+        min=0,
+        max=3,
+        help="Version of a legacy OUT: 0, 1.0, 2.0 or 3.0.",
+        rich_help_panel=Panel("Contents of OUT", rare=True),
+    ),
 ]
 Tokenizer = Annotated[Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of IN.")]
 ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file, such as 500MB or 5GB.")]
 VocabDivisor = Annotated[
     int,
-    typer.Option(min=1, max=MAX_SIZE, help="Pad an imported vocabulary to a multiple of this number of rows."),
+    typer.Option(
+        min=1,
+        max=MAX_SIZE,
+        help="Pad an imported vocabulary to a multiple of this number of rows.",
+        rich_help_panel=Panel("Reading", rare=True),
+    ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritingOptions:
     """How a command writes its new directory; :meth:`settings` is what the operations take."""
+
+    PANEL: ClassVar[str] = "Writing"
 
     jobs: Jobs = DEFAULT_JOBS
     verify: Verify = True
@@ -172,6 +225,8 @@ class WritingOptions:
 class TopologyOptions:
     """Ranks and stages of a new checkpoint."""
 
+    PANEL: ClassVar[str] = "Topology"
+
     tp: TensorSize = 1
     pp: PipelineSize = 1
     vpp: VirtualSize = 1
@@ -181,6 +236,8 @@ class TopologyOptions:
 @dataclass(frozen=True, kw_only=True)
 class RecordedOptions:
     """What ``merge``, ``split`` and ``reshard`` read of a checkpoint."""
+
+    PANEL: ClassVar[str] = "Reading"
 
     step: Step = None
     ignore_config: IgnoreConfig = None
@@ -193,6 +250,8 @@ class RecordedOptions:
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """How ``convert`` reads a checkpoint of any format."""
+
+    PANEL: ClassVar[str] = "Reading"
 
     source_format: SourceFormat = AUTO
     step: Step = None
@@ -227,6 +286,8 @@ class ImportOptions:
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Contents of the files that ``convert`` writes."""
+
+    PANEL: ClassVar[str] = "Contents of OUT"
 
     tokenizer: Tokenizer = None
     max_shard_size: ShardSize = "5GB"

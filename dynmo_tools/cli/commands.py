@@ -13,8 +13,7 @@ import typer
 
 from .._common.console import (
     Format,
-    add_version,
-    command_list,
+    command_line,
     emit,
     emit_json,
     human_bytes,
@@ -61,13 +60,10 @@ COMMAND_ORDER = (
     "status",
 )
 
-app = typer.Typer(
-    cls=command_list(*COMMAND_ORDER),
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help never truncates option names, and does not import rich
+app = command_line(
+    *COMMAND_ORDER,
     help="Prepare training data: from raw text to a clean, deduplicated, tokenized and indexed dataset.",
 )
-add_version(app)
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Report format on stdout.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]

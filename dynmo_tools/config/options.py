@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from .._common.document import MAX_INTEGER, parse_toml
 from .._common.errors import UsageError
+from .._common.panel import OTHER, Panel
 
 
 def setting(
@@ -27,6 +28,8 @@ def setting(
     folder: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
+    rare: bool = False,
+    panel: str | None = None,
 ) -> Any:
     """Declare a field of a settings dataclass.
 
@@ -40,6 +43,8 @@ def setting(
         folder: the output is a folder.
         minimum: smallest value of a number.
         maximum: largest value of a number; integers are limited to 63 bits by default.
+        rare: only ``--help-all`` shows the option.
+        panel: section of help pages; None for the options that belong to the step alone.
 
     Raises:
         TypeError: the default is a list or dict.
@@ -53,6 +58,7 @@ def setting(
         "folder": folder,
         "minimum": minimum,
         "maximum": maximum,
+        "panel": Panel(panel or OTHER, rare=rare),
     }
     if isinstance(default, list | dict):
         raise TypeError("a default must be immutable")
@@ -89,7 +95,9 @@ def _violated_rule(value: float, minimum: float | None, maximum: float | None) -
     return f"at most {most:,}" if most is not None and value > most else ""
 
 
-def number(*names: str, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+def number(
+    *names: str, help: str, minimum: float | None = None, maximum: float | None = None, panel: str | None = None
+) -> Any:
     """A typer option of a number within bounds, which the help states; NaN and infinity are refused."""
     import typer
 
@@ -98,7 +106,7 @@ def number(*names: str, help: str, minimum: float | None = None, maximum: float 
             raise typer.BadParameter(f"{value} must be {rule}.", ctx=context, param=parameter)
         return value
 
-    return typer.Option(*names, help=help, min=minimum, max=maximum, callback=check)
+    return typer.Option(*names, help=help, min=minimum, max=maximum, callback=check, rich_help_panel=panel)
 
 
 def check_numbers(settings: Any, where: str = "") -> None:
@@ -143,9 +151,10 @@ def parameters(kind: type) -> list[inspect.Parameter]:
                 help=field.metadata["help"],
                 minimum=field.metadata["minimum"],
                 maximum=field.metadata["maximum"],
+                panel=field.metadata["panel"],
             )
         else:
-            option = typer.Option(*names, help=field.metadata["help"])
+            option = typer.Option(*names, help=field.metadata["help"], rich_help_panel=field.metadata["panel"])
         found.append(
             inspect.Parameter(
                 field.name,

@@ -10,6 +10,8 @@ from .._common.document import MAX_COUNT, MAX_SIZE
 from .._common.errors import UsageError
 from .options import setting
 
+EXECUTION, ERRORS = "Execution", "Existing outputs and invalid lines"
+"""Sections of help pages."""
 MAX_PERMUTATIONS = 1 << 16
 MAX_SEED = (1 << 32) - 1
 """Largest seed that numpy and datasketch accept."""
@@ -93,19 +95,22 @@ class MatchSettings:
         help="Maximum number of documents of a bucket that are compared with all others; -1 compares all.",
         minimum=-1,
         maximum=MAX_COUNT,
+        rare=True,
     )
     shingle_characters: int = setting(5, help="Length of a shingle in characters.", minimum=1, maximum=1000)
-    seed: int = setting(1234, help="Seed of the permutations.", minimum=0, maximum=MAX_SEED)
+    seed: int = setting(1234, help="Seed of the permutations.", minimum=0, maximum=MAX_SEED, rare=True)
     load_fingerprints: tuple[Path, ...] = setting(
         (),
         file=True,
         help="Folder of saved fingerprints; its documents precede all inputs. Repeat for several.",
+        rare=True,
     )
     save_fingerprints: Path | None = setting(
         None,
         output=True,
         folder=True,
         help="Folder for the fingerprints of all documents, including loaded ones.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -169,7 +174,7 @@ class TrainTokenizerSettings:
         8192, help="Vocabulary size, including special tokens and the 256 bytes.", minimum=1, maximum=MAX_SIZE
     )
     min_frequency: int = setting(
-        2, help="Minimum number of occurrences of a merged pair.", minimum=1, maximum=MAX_COUNT
+        2, help="Minimum number of occurrences of a merged pair.", minimum=1, maximum=MAX_COUNT, rare=True
     )
     max_word_bytes: int = setting(
         1 << 24,
@@ -177,6 +182,7 @@ class TrainTokenizerSettings:
         "bytes of disk per byte, and no memory.",
         minimum=1,
         maximum=MAX_WORD_BYTES,
+        rare=True,
     )
     special_tokens: tuple[str, ...] = setting(
         (),
@@ -240,9 +246,15 @@ class DecontaminateSettings:
         help="NAME=FILE or NAME=FILE:KEY of a task (JSON or JSON lines); repeat for several. KEY is optional for "
         "lambada, squad, trivia_qa, web_questions, race, drop, natural_questions, coqa, piqa.",
     )
-    name: tuple[str, ...] = setting((), help="Name in split_id instead of the task names. Repeat for several.")
-    load_dictionary: Path | None = setting(None, file=True, help="Saved dictionary; its n-grams are not counted again.")
-    save_dictionary: Path | None = setting(None, output=True, help="File for the dictionary without common n-grams.")
+    name: tuple[str, ...] = setting(
+        (), help="Name in split_id instead of the task names. Repeat for several.", rare=True
+    )
+    load_dictionary: Path | None = setting(
+        None, file=True, help="Saved dictionary; its n-grams are not counted again.", rare=True
+    )
+    save_dictionary: Path | None = setting(
+        None, output=True, help="File for the dictionary without common n-grams.", rare=True
+    )
     max_ngram_size: int = setting(13, help="Maximum words per n-gram.", minimum=1, maximum=1000)
     min_ngram_size: int = setting(
         8,
@@ -251,14 +263,28 @@ class DecontaminateSettings:
         maximum=1000,
     )
     key_threshold: int = setting(
-        10, help="Number of documents from which an n-gram is common and stays.", minimum=1, maximum=MAX_COUNT
+        10,
+        help="Number of documents from which an n-gram is common and stays.",
+        minimum=1,
+        maximum=MAX_COUNT,
+        rare=True,
     )
     remove_char_each_side: int = setting(
-        200, help="Minimum characters to remove on each side, up to a sentence end.", minimum=0, maximum=MAX_COUNT
+        200,
+        help="Minimum characters to remove on each side, up to a sentence end.",
+        minimum=0,
+        maximum=MAX_COUNT,
+        rare=True,
     )
-    filter_text_char_len: int = setting(200, help="Maximum characters of dropped pieces.", minimum=0, maximum=MAX_COUNT)
+    filter_text_char_len: int = setting(
+        200, help="Maximum characters of dropped pieces.", minimum=0, maximum=MAX_COUNT, rare=True
+    )
     splits_count: int = setting(
-        10, help="Maximum pieces per document; documents with more are dropped.", minimum=0, maximum=MAX_COUNT
+        10,
+        help="Maximum pieces per document; documents with more are dropped.",
+        minimum=0,
+        maximum=MAX_COUNT,
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -342,19 +368,21 @@ class BinarizeSettings:
     eod_token: str | None = setting(
         None,
         help="End-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's for SentencePiece]",
+        rare=True,
     )
     plain_text: bool = setting(False, help="Read each line of the inputs as the text of a document, not as JSON.")
     split_sentences: bool = setting(False, help="Make each sentence a sequence, for BERT and T5.")
-    keep_newlines: bool = setting(False, help="Keep the white space after a sentence when splitting.")
+    keep_newlines: bool = setting(False, help="Keep the white space after a sentence when splitting.", rare=True)
     keep_empty: bool = setting(
         False,
         help="Write empty documents without tokens, and tokenize white space, instead of dropping them.",
+        rare=True,
     )
-    dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy are identical.")
+    dataset_impl: IndexForm = setting(
+        IndexForm.MMAP, help="Form of the index; cached and lazy are identical.", rare=True
+    )
     engine: Engine = setting(
-        Engine.AUTO,
-        data=False,
-        help="Library that runs BPE; auto prefers gigatoken. The ids are the same.",
+        Engine.AUTO, data=False, help="Library that runs BPE; auto prefers gigatoken. The ids are the same.", rare=True
     )
 
     def data_prefix(self, output: Path, key: str) -> Path:
@@ -402,6 +430,8 @@ class RunSettings:
         help="Documents between two progress lines, if stderr is not a terminal.",
         minimum=1,
         maximum=MAX_COUNT,
+        panel=EXECUTION,
+        rare=True,
     )
 
     workers: int = setting(
@@ -410,15 +440,21 @@ class RunSettings:
         data=False,
         minimum=1,
         maximum=MAX_WORKERS,
+        panel=EXECUTION,
     )
     executor: ExecutorName = setting(
         ExecutorName.LOCAL,
         data=False,
         help="Run tasks in processes of this machine, on a Ray cluster (RAY_ADDRESS, else a local one), or in Slurm "
         "job arrays.",
+        panel=EXECUTION,
     )
     emit_sbatch: Path | None = setting(
-        None, data=False, help="Write the Slurm submission script to this file without submitting."
+        None,
+        data=False,
+        help="Write the Slurm submission script to this file without submitting.",
+        panel=EXECUTION,
+        rare=True,
     )
     task_index: int | None = setting(
         None,
@@ -426,6 +462,8 @@ class RunSettings:
         help="Run only tasks I, I+N, I+2N, ... of one phase; this is I, from 0.",
         minimum=0,
         maximum=MAX_TASKS,
+        panel=EXECUTION,
+        rare=True,
     )
     task_count: int | None = setting(
         None,
@@ -433,12 +471,17 @@ class RunSettings:
         help="N of --task-index; with Slurm the jobs per array [default: 64].",
         minimum=1,
         maximum=MAX_TASKS,
+        panel=EXECUTION,
+        rare=True,
     )
-    phase: str | None = setting(None, data=False, help="Phase of --task-index [default: the first incomplete one].")
+    phase: str | None = setting(
+        None, data=False, help="Phase of --task-index [default: the first incomplete one].", panel=EXECUTION, rare=True
+    )
     overwrite: bool = setting(
         False,
         help="Replace existing outputs, and discard an incomplete run with other settings or inputs.",
         data=False,
+        panel=ERRORS,
     )
     max_rejects: float = setting(
         0.01,
@@ -446,14 +489,24 @@ class RunSettings:
         data=False,
         minimum=0,
         maximum=1,
+        panel=ERRORS,
     )
     task_bytes: int = setting(
         64 << 20,
         help="Bytes per task of uncompressed inputs; tasks at the end of the last input are smaller.",
         minimum=1,
         maximum=MAX_BYTES,
+        panel=EXECUTION,
+        rare=True,
     )
     max_line_bytes: int = setting(
-        64 << 20, help="Maximum bytes per line; longer lines are rejected.", minimum=1, maximum=MAX_BYTES
+        64 << 20,
+        help="Maximum bytes per line; longer lines are rejected.",
+        minimum=1,
+        maximum=MAX_BYTES,
+        panel=ERRORS,
+        rare=True,
     )
-    utf8: Utf8 = setting(Utf8.REJECT, help="Reject lines of invalid UTF-8, or replace invalid bytes by U+FFFD.")
+    utf8: Utf8 = setting(
+        Utf8.REJECT, help="Reject lines of invalid UTF-8, or replace invalid bytes by U+FFFD.", panel=ERRORS, rare=True
+    )

@@ -7,15 +7,30 @@ A command takes such a dataclass as a parameter; :func:`grouped` shows its field
     def compare(source: SourceArgument, pipeline: PipelineOptions, costs: CostOptions) -> None: ...
 
     dynmo-plan compare SOURCE --stages ... --microbatches ... --virtual-stages ... --window ... --at-step ...
+
+The class attribute ``PANEL`` of a dataclass is the section of its options in help pages.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+
+def in_panel(annotation: Any, panel: str | None) -> Any:
+    """The annotation of an option, in a section of help pages unless it declares its own."""
+    if panel is None or get_origin(annotation) is not Annotated:
+        return annotation
+    kind, option, *others = get_args(annotation)
+    if getattr(option, "rich_help_panel", panel) is not None:
+        return annotation
+    option = copy.copy(option)  # several commands may share it
+    option.rich_help_panel = panel
+    return Annotated[(kind, option, *others)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,7 +47,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         if is_dataclass(kind) and isinstance(kind, type):
             groups[name] = kind
             types = get_type_hints(kind, include_extras=True)
-            single = [(field.name, field.default, types[field.name]) for field in fields(kind)]
+            panel = getattr(kind, "PANEL", None)
+            single = [(field.name, field.default, in_panel(types[field.name], panel)) for field in fields(kind)]
         else:
             single = [(name, parameter.default, kind)]
         parameters += [

@@ -6,9 +6,7 @@ modules importable under their own names: ``from dynmo_train.cli import launch``
 
 from __future__ import annotations
 
-import typer
-
-from .._common.console import add_version, command_list, run_app
+from .._common.console import command_line, run_app
 from ..config.task_command import TaskCommand
 from . import cluster as _cluster  # noqa: F401 - registers commands of launch
 from . import cluster_batch as _cluster_batch  # noqa: F401 - registers commands of launch
@@ -37,13 +35,10 @@ COMMAND_ORDER = (
     "cache",
 )
 
-app = typer.Typer(
-    cls=command_list(*COMMAND_ORDER),
-    no_args_is_help=True,
-    rich_markup_mode=None,  # rich help truncates option names
+app = command_line(
+    *COMMAND_ORDER,
     help="Train models with dynamic layer costs on a balanced pipeline.",
 )
-add_version(app)
 app.add_typer(pretrain_app, name="pretrain")
 app.add_typer(launch_app, name="launch")
 app.add_typer(evaluate_app, name="evaluate", cls=EvaluateGroup)

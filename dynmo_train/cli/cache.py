@@ -7,18 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import Format, command_list, emit, emit_json, emit_table, human_bytes
+from .._common.console import Format, emit, emit_json, emit_table, human_bytes
+from .._common.help import CommandLine
 
 CacheDir = Annotated[
     Path | None, typer.Option("--cache-dir", help="Folder of converted checkpoints [default: ~/.cache/dynmo].")
 ]
 
-cache = typer.Typer(
-    cls=command_list(),
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="List or remove checkpoints that --load converted.",
-)
+cache = CommandLine(help="List or remove checkpoints that --load converted.")
 
 
 def count_text(count: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -15,6 +15,7 @@ from .._common.console import emit, print_message
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
 from .._common.option_groups import grouped
+from .._common.panel import Panel
 from .cluster_options import DryRun, Exports, JobName, LogFolder, NodeCount, ProcessOptions
 from .common import need_torch
 from .launch import (
@@ -96,6 +97,8 @@ def _documents(
 class PodOptions:
     """Resources of a pod."""
 
+    PANEL: ClassVar[str] = "Pod"
+
     efa: Annotated[
         int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
     ] = 0
@@ -110,6 +113,8 @@ class PodOptions:
 class VolumeOptions:
     """Persistent volume claims."""
 
+    PANEL: ClassVar[str] = "Volumes"
+
     claim: Annotated[
         list[str] | None,
         typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
@@ -123,6 +128,8 @@ class VolumeOptions:
 @dataclass(frozen=True, kw_only=True)
 class VersionOptions:
     """What is installed on the cluster."""
+
+    PANEL: ClassVar[Panel] = Panel("Versions", rare=True)
 
     runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed"
     trainer_version: Annotated[

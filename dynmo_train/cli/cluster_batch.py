@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -79,6 +79,8 @@ def _write_and_submit(text: str, file: Path, scheduler: _Scheduler, *, dry_run: 
 class BatchOptions:
     """A batch job of any scheduler."""
 
+    PANEL: ClassVar[str] = "Job"
+
     cpus: Cpus = None
     job_name: JobName = "dynmo"
     time_limit: TimeLimit = ""
@@ -92,6 +94,8 @@ class BatchOptions:
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
     """What only Slurm has."""
+
+    PANEL: ClassVar[str] = "Slurm"
 
     partition: Annotated[str, typer.Option("--partition", help="Slurm partition.")] = ""
     account: Annotated[str, typer.Option("--account", help="Slurm account.")] = ""
@@ -174,6 +178,8 @@ def launch_slurm(
 @dataclass(frozen=True, kw_only=True)
 class LsfOptions:
     """What only LSF has."""
+
+    PANEL: ClassVar[str] = "LSF"
 
     queue: Annotated[str, typer.Option("--queue", help="LSF queue.")] = ""
     project: Annotated[str, typer.Option("--project", help="LSF project.")] = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -23,7 +23,13 @@ Nproc = Annotated[
 ]
 NodeCount = Annotated[
     str | None,
-    typer.Option("--nodes", metavar="N|MIN:MAX", envvar="NUM_NODES", help="Number of nodes  [default: 1]."),
+    typer.Option(
+        "--nodes",
+        metavar="N|MIN:MAX",
+        envvar="NUM_NODES",
+        help="Number of nodes  [default: 1].",
+        rich_help_panel="Processes",
+    ),
 ]
 Gpus = Annotated[int, typer.Option("--gpus", min=0, max=MAX_JOBS, help="GPUs per node to request.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; do not submit.")]
@@ -58,6 +64,8 @@ LogFolder = Annotated[str, typer.Option("--log-dir", help="Folder of process log
 class ProcessOptions:
     """Processes and GPUs of each node."""
 
+    PANEL: ClassVar[str] = "Processes"
+
     nproc: Nproc = 1
     gpus: Gpus = 0
 
@@ -65,6 +73,8 @@ class ProcessOptions:
 @dataclass(frozen=True, kw_only=True)
 class ContainerOptions:
     """Container of a batch job; without an image the job runs on the host."""
+
+    PANEL: ClassVar[str] = "Container"
 
     image: Image = ""
     mount: Mounts = None

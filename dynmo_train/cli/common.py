@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from .._common.errors import MissingExtraError, UsageError
+from ..config.panels import CONFIGURATION
 
 
 class DeviceName(StrEnum):
@@ -26,7 +27,12 @@ class DeviceName(StrEnum):
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE.toml", help="TOML file of options; flags have precedence."),
+    typer.Option(
+        "--config",
+        metavar="FILE.toml",
+        help="TOML file of options; flags have precedence.",
+        rich_help_panel=CONFIGURATION,
+    ),
 ]
 
 

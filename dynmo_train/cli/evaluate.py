@@ -7,17 +7,19 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 
 from .._common.console import Format, emit, emit_json, emit_table, print_message
+from .._common.help import CommandLine
 from ..config.command import with_specs
 from ..config.evaluation import ClassifyConfig, HarnessConfig, InferenceConfig, LambadaConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
+from ..config.panels import TASK
 from ..config.rules.task_effect import task_warnings
 from ..config.task_command import TaskCommand, model_flags
 from .common import is_rank0, need_torch, world_size
 
-evaluate = typer.Typer(no_args_is_help=True, help="Evaluate a trained model.")
+evaluate = CommandLine(help="Evaluate a trained model.")
 
 Task = TypeVar("Task")
-Report = Annotated[Format, typer.Option("--format", help="Output format.")]
+Report = Annotated[Format, typer.Option("--format", help="Output format.", rich_help_panel=TASK)]
 
 
 class _Result(Protocol):

@@ -8,27 +8,37 @@ from typing import Any
 
 import typer
 
-from .._common.console import command_list, print_message
+from .._common.console import print_message
 from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
+from .._common.help import CommandLine
 from ..config import Facts, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
+from ..config.panels import TASK_PANELS
 from ..config.resolve import built_in_specs
 from ..config.rules.task_effect import task_warnings
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
-finetune = typer.Typer(cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task.")
+finetune = CommandLine(help="Fine-tune a BERT on a task.")
 _EXCLUDED = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
 _SPECS = (
     *specs_of(FinetuneConfig),
     *(spec for spec in built_in_specs().values() if spec.name not in (*_EXCLUDED, "recipe")),
 )
+# Defaults of options that pretraining requires.
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_DEFAULTS = {
+    **dict.fromkeys(_SIZES, "as in --pretrained-checkpoint"),
+    **{"lr": "5e-05", "micro_batch_size": "8", "log_interval": "10"},
+}
 
 
 class FinetuneCommand(MegatronCommand):
     """A command that also accepts the flags of Megatron's scripts; its name is the task."""
+
+    panel_order = TASK_PANELS
 
     def family(self) -> str:
         """The family of every fine-tuned model."""
@@ -160,14 +170,14 @@ def fine_tuning(context: typer.Context) -> None:
 
 
 @finetune.command("mnli", cls=FinetuneCommand)
-@with_specs(_SPECS)
+@with_specs(_SPECS, defaults=_DEFAULTS)
 def finetune_mnli(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on sentence pairs: entailment, contradiction or neutral; evaluates after each epoch."""
     _finetune("mnli", config, flags)
 
 
 @finetune.command("race", cls=FinetuneCommand)
-@with_specs(_SPECS)
+@with_specs(_SPECS, defaults=_DEFAULTS)
 def finetune_race(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on questions with four choices about a passage; evaluates after each epoch."""
     _finetune("race", config, flags)

@@ -16,6 +16,7 @@ from .._common.errors import UsageError
 from ..config.command import with_specs
 from ..config.evaluation import GenerateConfig, InferenceConfig
 from ..config.fields import specs_of, values_of
+from ..config.panels import GENERATION
 from ..config.rules.task_effect import task_warnings
 from ..config.task_command import model_flags
 from ..formats.input_text import read_input
@@ -32,8 +33,12 @@ STDIN = ("-", "/dev/stdin")
 @with_specs(specs_of(InferenceConfig, GenerateConfig))
 def generate_text(
     ctx: typer.Context,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Prompt to continue; repeatable.")] = None,
-    report: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Prompt to continue; repeatable.", rich_help_panel=GENERATION)
+    ] = None,
+    report: Annotated[
+        Format, typer.Option("--format", help="Output format.", rich_help_panel=GENERATION)
+    ] = Format.TEXT,
     **flags: Any,
 ) -> None:
     """Generate text from prompts, or unconditionally with --num-samples."""

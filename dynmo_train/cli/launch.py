@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._common.console import command_list, emit
+from .._common.console import emit
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
+from .._common.help import CommandLine
+from .._common.panel import Panel
 from .common import need_torch
 
 if TYPE_CHECKING:
     from ..launch.rendezvous import NodeConfig
 
-launch = typer.Typer(
-    cls=command_list(),
-    no_args_is_help=True,
-    help="Run a command in several processes, on one machine or on many.",
-)
+launch = CommandLine(help="Run a command in several processes, on one machine or on many.")
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="Command of dynmo-train that each process runs.")
@@ -37,14 +35,30 @@ LogDir = Annotated[
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, max=MAX_COUNT, help="Maximum restarts from the last checkpoint after failures."
+        "--max-restarts",
+        min=0,
+        max=MAX_COUNT,
+        help="Maximum restarts from the last checkpoint after failures.",
+        rich_help_panel=Panel("Exit and restart", rare=True),
     ),
 ]
 GraceS = Annotated[
-    float, typer.Option("--grace-s", min=0, help="Seconds that processes have to exit after a failure elsewhere.")
+    float,
+    typer.Option(
+        "--grace-s",
+        min=0,
+        help="Seconds that processes have to exit after a failure elsewhere.",
+        rich_help_panel=Panel("Exit and restart", rare=True),
+    ),
 ]
 SaveS = Annotated[
-    float, typer.Option("--save-s", min=0, help="Seconds that processes have to save after SIGTERM or Ctrl-C.")
+    float,
+    typer.Option(
+        "--save-s",
+        min=0,
+        help="Seconds that processes have to save after SIGTERM or Ctrl-C.",
+        rich_help_panel=Panel("Exit and restart", rare=True),
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command of each process; do not start it.")]
 
@@ -159,17 +173,32 @@ def launch_node(
         ),
     ] = 1,
     nnodes: Annotated[
-        str, typer.Option("--nnodes", envvar="NNODES", metavar="N|MIN:MAX", help="Number of nodes.")
+        str,
+        typer.Option(
+            "--nnodes", envvar="NNODES", metavar="N|MIN:MAX", help="Number of nodes.", rich_help_panel="Rendezvous"
+        ),
     ] = "1",
     node_rank: Annotated[
         int,
         typer.Option(
-            "--node-rank", "--node_rank", min=0, max=MAX_RANKS, envvar="NODE_RANK", help="Rank of this node, from 0."
+            "--node-rank",
+            "--node_rank",
+            min=0,
+            max=MAX_RANKS,
+            envvar="NODE_RANK",
+            help="Rank of this node, from 0.",
+            rich_help_panel="Rendezvous",
         ),
     ] = 0,
     master_addr: Annotated[
         str,
-        typer.Option("--master-addr", "--master_addr", envvar="MASTER_ADDR", help="Host name or address of node 0."),
+        typer.Option(
+            "--master-addr",
+            "--master_addr",
+            envvar="MASTER_ADDR",
+            help="Host name or address of node 0.",
+            rich_help_panel="Rendezvous",
+        ),
     ] = "127.0.0.1",
     master_port: Annotated[
         int,
@@ -180,18 +209,42 @@ def launch_node(
             max=65535,
             envvar="MASTER_PORT",
             help="Port of the rendezvous store on node 0.",
+            rich_help_panel="Rendezvous",
         ),
     ] = 29500,
-    job: Annotated[str, typer.Option("--job", help="Name of the rendezvous, the same on all nodes.")] = "dynmo",
+    job: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            help="Name of the rendezvous, the same on all nodes.",
+            rich_help_panel=Panel("Rendezvous", rare=True),
+        ),
+    ] = "dynmo",
     join_timeout_s: Annotated[
-        float, typer.Option("--join-timeout-s", min=1, help="Seconds to wait for the other nodes.")
+        float,
+        typer.Option(
+            "--join-timeout-s",
+            min=1,
+            help="Seconds to wait for the other nodes.",
+            rich_help_panel=Panel("Rendezvous", rare=True),
+        ),
     ] = 600.0,
     node_timeout_s: Annotated[
-        float, typer.Option("--node-timeout-s", min=2, help="Seconds without heartbeat after which a node is lost.")
+        float,
+        typer.Option(
+            "--node-timeout-s",
+            min=2,
+            help="Seconds without heartbeat after which a node is lost.",
+            rich_help_panel=Panel("Rendezvous", rare=True),
+        ),
     ] = 30.0,
     end_with_stdin: Annotated[
         bool,
-        typer.Option("--end-with-stdin", help="Exit at the end of standard input, when the connection closes."),
+        typer.Option(
+            "--end-with-stdin",
+            help="Exit at the end of standard input, when the connection closes.",
+            rich_help_panel=Panel("Rendezvous", rare=True),
+        ),
     ] = False,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .._common.console import Format, command_list
+from .._common.console import Format
 from .._common.errors import EXIT_USAGE, UsageError
+from .._common.help import CommandLine, HelpGroup
 from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
 from ..config.command import INSTALLED_KEY, MegatronCommand, with_options
 from ..config.extensions import installed_families
+from ..config.panels import CONFIGURATION
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
 FAMILY_HELP = {
@@ -23,7 +25,7 @@ FAMILY_HELP = {
 }
 
 
-class FamilyGroup(command_list()):  # type: ignore[misc] # a class made by a function
+class FamilyGroup(HelpGroup):
     """The built-in families, then those of installed packages; only the selected one is imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -34,17 +36,30 @@ class FamilyGroup(command_list()):  # type: ignore[misc] # a class made by a fun
         """The command that trains a family."""
         if cmd_name in self.commands or cmd_name not in installed_families():
             return super().get_command(ctx, cmd_name)
-        extension = typer.Typer(add_completion=False, rich_markup_mode=None)
+        extension = CommandLine(no_args_is_help=False)
         package = installed_families()[cmd_name].dist
         _add_family(extension, cmd_name, f"Train a {cmd_name} (package {package.name if package else '?'}).")
         return typer.main.get_command(extension)
 
 
-pretrain = typer.Typer(cls=FamilyGroup, no_args_is_help=True, help="Train a model, or resume a run.")
+pretrain = CommandLine(cls=FamilyGroup, help="Train a model, or resume a run.")
+
+
+def _recipes(incomplete: str) -> list[str]:
+    from ..config.presets import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
 
 RecipeName = Annotated[
     str | None,
-    typer.Option("--recipe", metavar="NAME", help="Recipe, such as gpt-345m or llama-2-7b; --config has precedence."),
+    typer.Option(
+        "--recipe",
+        metavar="NAME",
+        help="Recipe, such as gpt-345m or llama-2-7b; --config has precedence.",
+        autocompletion=_recipes,
+        rich_help_panel=CONFIGURATION,
+    ),
 ]
 
 

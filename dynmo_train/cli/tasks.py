@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from .._common.console import command_list
 from .._common.errors import UsageError
+from .._common.help import HelpGroup
 
 ZERO_SHOT = {"WIKITEXT103": "wikitext", "LAMBADA": "lambada"}
 FINE_TUNED = {"MNLI": "mnli", "RACE": "race"}
@@ -37,7 +37,7 @@ def split_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-class EvaluateGroup(command_list()):  # type: ignore[misc]
+class EvaluateGroup(HelpGroup):
     """A command group that accepts ``evaluate --task WIKITEXT103 ...`` for ``evaluate wikitext ...``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from .balance import BalanceConfig
 from .complete import resolve_checked
 from .compression import CompressionConfig
 from .data import DataConfig
@@ -28,7 +29,7 @@ from .resolve import (
     resolve,
     with_deepspeed,
 )
-from .schema import BalanceConfig, Config, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from .schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 

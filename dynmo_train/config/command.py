@@ -4,33 +4,53 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from .._common.console import print_message
-from .._common.document import DocumentError
+from .._common.document import MAX_COUNT, DocumentError
+from .._common.help import HelpCommand
+from .._common.panel import Panel
 from .compat import translate
 from .extensions import base_family
 from .options import OptionSpec
-from .resolve import built_in_specs, installed_specs
+from .panels import PANELS
+from .resolve import ALTERNATIVES, built_in_specs, installed_specs
 
 # In ``ctx.meta``: values of the options of installed packages, by name.
 INSTALLED_KEY = "dynmo.installed_options"
 
 
-def _parameter(spec: OptionSpec) -> inspect.Parameter:
+def _panel(spec: OptionSpec, default: str | None, *, always: bool) -> Panel:
+    """The section of an option, and what typer cannot know: values of a file and defaults are merged later."""
+    alternative = dict(ALTERNATIVES).get(spec.name)
+    is_required = default is None and (spec.required or alternative is not None)
+    if default is None:
+        default = "" if spec.default is None or spec.required else spec.default_text
+        if alternative:
+            default = f"or {built_in_specs()[alternative].flag}"
+    bounds, unbounded = spec.bounds_text, f" to {MAX_COUNT:,}"
+    return Panel(
+        spec.panel,
+        rare=not (spec.declaration.common or always or is_required),
+        required=is_required,
+        default=default,
+        bounds=f"at least {bounds.removesuffix(unbounded)}" if bounds.endswith(unbounded) else bounds,
+    )
+
+
+@cache
+def _parameter(spec: OptionSpec, default: str | None, *, always: bool) -> inspect.Parameter:
     names = f"{spec.flag}/{spec.negative}" if spec.negative else spec.flag
-    bounds = f" [{spec.bounds_text}]" if spec.bounds_text else ""
-    ending = "" if spec.default is None else " [required]" if spec.required else f" [default: {spec.default_text}]"
     declared = typer.Option(
         names,
-        help=spec.declaration.help + bounds + ending,
+        help=spec.declaration.help,
         metavar=spec.value_text or None,
         show_default=False,
+        rich_help_panel=_panel(spec, default, always=always),
     )
     # None means "not given": values of a file and defaults are merged later.
     kind: Any = spec.kind
@@ -46,9 +66,18 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return with_specs(built_in_specs().values())(function)
 
 
-def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace ``**flags`` of a function by one typer parameter for each of the options."""
-    declared = [_parameter(spec) for spec in specs if spec.is_flag]
+def with_specs(
+    specs: Iterable[OptionSpec], *, defaults: Mapping[str, str] | None = None, always: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace ``**flags`` of a function by one typer parameter for each of the options.
+
+    Args:
+        specs: the options.
+        defaults: option name to description of a default that the command has in place of the declared one.
+        always: whether ``--help`` shows all of them, not only common ones.
+    """
+    other = defaults or {}
+    declared = [_parameter(spec, other.get(spec.name), always=always) for spec in specs if spec.is_flag]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -70,11 +99,13 @@ def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], C
     return decorate
 
 
-class MegatronCommand(TyperCommand):
+class MegatronCommand(HelpCommand):
     """A command that also accepts the flags of Megatron's scripts; its name is the model family.
 
     The options of installed packages are added when the command runs, so that other commands do not import them.
     """
+
+    panel_order = PANELS
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Add the options of installed packages, then parse."""
@@ -83,7 +114,7 @@ class MegatronCommand(TyperCommand):
 
         # A command of its own, because typer makes click options from a signature only.
         extension = typer.Typer(add_completion=False)
-        extension.command()(with_specs(installed_specs().values())(collect))
+        extension.command()(with_specs(installed_specs().values(), always=True)(collect))
         known = {parameter.name for parameter in self.params}
         # The context may be made more than once for a command; its options are added once.
         self.params += [option for option in typer.main.get_command(extension).params if option.name not in known]
@@ -109,7 +140,9 @@ class MegatronCommand(TyperCommand):
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         }
-        translation = translate(args, self.family(), declared | {"--help": 0})
+        if ctx.resilient_parsing:  # completion
+            return super().parse_args(ctx, args)
+        translation = translate(args, self.family(), declared | {"--help": 0, "--help-all": 0})
         if translation.problems:
             raise DocumentError("the command line", list(translation.problems))
         if translation.notes and os.environ.get("RANK", "0") == "0":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from . import panels
 from .options import option
 
 
@@ -11,12 +13,16 @@ from .options import option
 class CompressionConfig:
     """Compressed communication between stages and between replicas."""
 
-    inter_grad_comp: bool = option("Compress gradients between stages by low-rank factorization.", default=False)
+    PANEL: ClassVar[str] = panels.COMPRESSION
+
+    inter_grad_comp: bool = option(
+        "Compress gradients between stages by low-rank factorization.", default=False, common=True
+    )
     inter_grad_comp_rank: int = option("Rank of compressed gradients between stages.", default=12, minimum=1)
     inter_grad_comp_epilogue_only: bool = option(
         "Compress only in the cool-down, after a rank's last forward.", default=False
     )
-    grad_comp: bool = option("Compress data-parallel gradient reduction with PowerSGD.", default=False)
+    grad_comp: bool = option("Compress data-parallel gradient reduction with PowerSGD.", default=False, common=True)
     grad_comp_rank: int = option("Rank of compressed gradients between replicas.", default=128, minimum=1)
     grad_comp_warm_up: float = option(
         "Fraction of --train-iters without --grad-comp at the start.",
@@ -42,7 +48,7 @@ class CompressionConfig:
         default=False,
     )
     check_orth_error_acti: bool = option(
-        "Log mean and cosine similarity of compression error and activation.", default=False
+        "Log mean and cosine similarity of compression error and activation.", default=False, panel=panels.LOGGING
     )
-    check_comp_speed: bool = option("Log time and throughput of compression.", default=False)
-    check_comp_ratio: bool = option("Log bytes before and after compression.", default=False)
+    check_comp_speed: bool = option("Log time and throughput of compression.", default=False, panel=panels.LOGGING)
+    check_comp_ratio: bool = option("Log bytes before and after compression.", default=False, panel=panels.LOGGING)

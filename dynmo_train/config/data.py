@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from . import panels
 from .extensions import base_family
 from .options import option
 from .parse import parse_blend, parse_split
@@ -41,17 +42,22 @@ def default_tokenizer_type(values: Mapping[str, Any]) -> str:
 class DataConfig:
     """Datasets, samples and tokenizer."""
 
+    PANEL: ClassVar[str] = panels.DATA
+
     data_path: str | None = option(
         "Indexed dataset prefix, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         default=None,
         refers_to="data",
+        common=True,
     )
     train_data_path: str | None = option(
-        "Training data, as --data-path; disables --split.", default=None, refers_to="data"
+        "Training data, as --data-path; disables --split.", default=None, refers_to="data", common=True
     )
-    valid_data_path: str | None = option("Validation data, as --data-path.", default=None, refers_to="data")
+    valid_data_path: str | None = option(
+        "Validation data, as --data-path.", default=None, refers_to="data", common=True
+    )
     test_data_path: str | None = option("Test data, as --data-path.", default=None, refers_to="data")
-    split: str = option("Weights of the training, validation and test splits.", default="969,30,1")
+    split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
     data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")
     sample_order: SampleOrder = option(
         "Sample order: stable (independent of training length), or Megatron's.",
@@ -63,14 +69,15 @@ class DataConfig:
         refers_to="place",
     )
     tokenizer_model: str | None = option(
-        "Path of tokenizer.json or a SentencePiece model.",
-        default=None,
-        refers_to="file",
+        "Path of tokenizer.json or a SentencePiece model.", default=None, refers_to="file", common=True
     )
     vocab_file: str | None = option(
-        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).", default=None, refers_to="file"
+        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).",
+        default=None,
+        refers_to="file",
+        common=True,
     )
-    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file")
+    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file", common=True)
     tokenizer_type: TokenizerType = option(
         "Tokenizer type; NullTokenizer has --vocab-size ids.",
         derive=(
@@ -78,6 +85,7 @@ class DataConfig:
             " t5); else HuggingFaceTokenizer",
             lambda v, _: default_tokenizer_type(v),
         ),
+        common=True,
     )
 
     vocab_extra_ids: int = option("Number of sentinel tokens added to the vocabulary (t5).", default=0, minimum=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from . import panels
 from .options import option
 
 
@@ -11,9 +13,9 @@ from .options import option
 class EmulationConfig:
     """Emulation of a large run on few cores: layers sleep for the times of a profile."""
 
+    PANEL: ClassVar[str] = panels.DRY_RUN
+
     emulate: str | None = option(
-        "Profile whose layer times are emulated by sleeping (CPU only).",
-        default=None,
-        refers_to="file",
+        "Profile whose layer times are emulated by sleeping (CPU only).", default=None, refers_to="file", common=True
     )
     emulate_scale: float = option("Scale factor of the emulated times.", default=1.0, above=0)

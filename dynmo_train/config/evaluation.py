@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .._common.document import MAX_JOBS, MAX_RANKS
+from . import panels
 from .data import TokenizerType, default_tokenizer_type
 from .options import option
 
@@ -18,14 +19,22 @@ Device = Literal["auto", "cpu", "cuda"]
 class InferenceConfig:
     """A trained model, its parallel layout and precision; names are Megatron's where Megatron has the flag."""
 
-    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place")
+    PANEL: ClassVar[str] = panels.INFERENCE
+
+    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place", common=True)
     tokenizer_model: str | None = option(
-        "Path of tokenizer.json or a SentencePiece model; none: the checkpoint's.", default=None, refers_to="file"
+        "Path of tokenizer.json or a SentencePiece model; none: the checkpoint's.",
+        default=None,
+        refers_to="file",
+        common=True,
     )
     vocab_file: str | None = option(
-        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).", default=None, refers_to="file"
+        "Vocabulary file (GPT2BPE, BertWordPiece and WhitespaceVocab tokenizers).",
+        default=None,
+        refers_to="file",
+        common=True,
     )
-    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file")
+    merge_file: str | None = option("Merges file of GPT2BPETokenizer.", default=None, refers_to="file", common=True)
     tokenizer_type: TokenizerType = option(
         "Tokenizer type.",
         derive=(
@@ -33,15 +42,18 @@ class InferenceConfig:
             lambda v, _: default_tokenizer_type(v),
         ),
     )
-    tensor_model_parallel_size: int = option("Tensor-parallel size in ranks.", default=1, minimum=1, maximum=MAX_RANKS)
+    tensor_model_parallel_size: int = option(
+        "Tensor-parallel size in ranks.", default=1, minimum=1, maximum=MAX_RANKS, common=True
+    )
     pipeline_model_parallel_size: int | None = option(
         "Pipeline-parallel size in ranks; none: world size / tensor-parallel size.",
         default=None,
         minimum=1,
         maximum=MAX_RANKS,
+        common=True,
     )
-    micro_batch_size: int = option("Microbatch size in samples.", default=4, minimum=1, maximum=MAX_RANKS)
-    bf16: bool = option("Compute in bfloat16.", default=False)
+    micro_batch_size: int = option("Microbatch size in samples.", default=4, minimum=1, maximum=MAX_RANKS, common=True)
+    bf16: bool = option("Compute in bfloat16.", default=False, common=True)
     fp16: bool = option("Compute in float16.", default=False)
     num_threads: int | None = option(
         "CPU threads per process; none: torch's default.",
@@ -49,7 +61,7 @@ class InferenceConfig:
         minimum=1,
         maximum=MAX_JOBS,
     )
-    device: Device = option("Device type; auto: cuda if available, else cpu.", default="auto")
+    device: Device = option("Device type; auto: cuda if available, else cpu.", default="auto", common=True)
     cache_dir: str | None = option(
         "Folder of converted checkpoints; none: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
         default=None,
@@ -64,12 +76,16 @@ Detokenizer = Literal["wikitext", "ptb", "none"]
 class WikitextConfig:
     """Options of ``evaluate wikitext``."""
 
-    valid_data: str = option("Text file with words between spaces, such as wiki.test.tokens.", refers_to="file")
-    seq_length: int | None = option("Window size in tokens; none: the model's maximum.", default=None, minimum=1)
+    PANEL: ClassVar[str] = panels.TASK
+
+    valid_data: str = option(
+        "Text file with words between spaces, such as wiki.test.tokens.", refers_to="file", common=True
+    )
+    seq_length: int | None = option(
+        "Window size in tokens; none: the model's maximum.", default=None, minimum=1, common=True
+    )
     overlapping_eval: int | None = option(
-        "Window stride in tokens; none: 32, or --seq-length if shorter.",
-        default=None,
-        minimum=1,
+        "Window stride in tokens; none: 32, or --seq-length if shorter.", default=None, minimum=1, common=True
     )
     detokenizer: Detokenizer = option("Detokenization rules of the text.", default="wikitext")
 
@@ -78,36 +94,42 @@ class WikitextConfig:
 class LambadaConfig:
     """Options of ``evaluate lambada``."""
 
-    valid_data: str = option('JSON Lines file with one passage per line: {"text": ...}.', refers_to="file")
-    strict_lambada: bool = option("Require the whole last word, not its last token alone.", default=False)
-    predictions: str | None = option("JSON Lines output file of per-item results.", default=None, refers_to="place")
+    PANEL: ClassVar[str] = panels.TASK
+
+    valid_data: str = option('JSON Lines file with one passage per line: {"text": ...}.', refers_to="file", common=True)
+    strict_lambada: bool = option("Require the whole last word, not its last token alone.", default=False, common=True)
+    predictions: str | None = option(
+        "JSON Lines output file of per-item results.", default=None, refers_to="place", common=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig:
     """Options of ``evaluate mnli`` and ``evaluate race``."""
 
-    valid_data: str = option("Evaluation data: TSV files (GLUE) or directories (RACE).", refers_to="files")
-    seq_length: int | None = option("Sequence length in tokens; none: the model's maximum.", default=None, minimum=1)
+    PANEL: ClassVar[str] = panels.TASK
+
+    valid_data: str = option("Evaluation data: TSV files (GLUE) or directories (RACE).", refers_to="files", common=True)
+    seq_length: int | None = option(
+        "Sequence length in tokens; none: the model's maximum.", default=None, minimum=1, common=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
     """Options of ``finetune`` that ``pretrain bert`` does not have."""
 
+    PANEL: ClassVar[str] = panels.FINETUNING
+
     train_data: str | None = option(
-        "Training data: TSV files (GLUE) or directories (RACE).", default=None, refers_to="files"
+        "Training data: TSV files (GLUE) or directories (RACE).", default=None, refers_to="files", common=True
     )
-    valid_data: str = option("Data that is evaluated after each epoch.", refers_to="files")
+    valid_data: str = option("Data that is evaluated after each epoch.", refers_to="files", common=True)
     pretrained_checkpoint: str | None = option(
-        "BERT checkpoint to start from; none: random weights.",
-        default=None,
-        refers_to="place",
+        "BERT checkpoint to start from; none: random weights.", default=None, refers_to="place", common=True
     )
     epochs: int | None = option(
-        "Training epochs; 0: evaluate only; none: 3, or 0 without --train-data.",
-        default=None,
-        minimum=0,
+        "Training epochs; 0: evaluate only; none: 3, or 0 without --train-data.", default=None, minimum=0, common=True
     )
 
 
@@ -115,39 +137,37 @@ class FinetuneConfig:
 class GenerateConfig:
     """Options of ``generate``; names are Megatron's where Megatron has the flag."""
 
+    PANEL: ClassVar[str] = panels.GENERATION
+
     prompts: str | None = option(
-        "Prompt file, one prompt per line; - or none: standard input.",
-        default=None,
-        refers_to="file",
+        "Prompt file, one prompt per line; - or none: standard input.", default=None, refers_to="file", common=True
     )
     sample_input_file: str | None = option("Alias of --prompts.", default=None, refers_to="file")
     genfile: str | None = option(
-        "Output file, one JSON object per sample.",
-        default=None,
-        refers_to="place",
+        "Output file, one JSON object per sample.", default=None, refers_to="place", common=True
     )
     sample_output_file: str | None = option("Alias of --genfile.", default=None, refers_to="place")
     num_samples: int | None = option(
-        "Samples per prompt; without prompts, the number of unconditional samples.", default=None, minimum=0
+        "Samples per prompt; without prompts, the number of unconditional samples.",
+        default=None,
+        minimum=0,
+        common=True,
     )
     max_new_tokens: int | None = option(
-        "Maximum number of new tokens; none: 64, or from --out-seq-length.",
-        default=None,
-        minimum=1,
+        "Maximum number of new tokens; none: 64, or from --out-seq-length.", default=None, minimum=1, common=True
     )
     out_seq_length: int | None = option("Maximum length of prompt and continuation in tokens.", default=None, minimum=1)
-    greedy: bool = option("Always choose the most likely token.", default=False)
+    greedy: bool = option("Always choose the most likely token.", default=False, common=True)
     temperature: float | None = option(
-        "Sampling temperature; 0: greedy; none: 1 with --top-k or --top-p.",
-        default=None,
+        "Sampling temperature; 0: greedy; none: 1 with --top-k or --top-p.", default=None, common=True
     )
-    top_k: int = option("Sample from the k most likely tokens; 0: all.", default=0, minimum=0)
-    top_p: float | None = option("Nucleus sampling probability; none: 1.", default=None)
+    top_k: int = option("Sample from the k most likely tokens; 0: all.", default=0, minimum=0, common=True)
+    top_p: float | None = option("Nucleus sampling probability; none: 1.", default=None, common=True)
     stop_token: str | None = option("Text that ends a continuation; not part of the output.", default=None)
-    seed: int = option("Random seed of sampling.", default=1234, minimum=0)
-    batch_size: int = option("Batch size in sequences.", default=8, minimum=1)
+    seed: int = option("Random seed of sampling.", default=1234, minimum=0, common=True)
+    batch_size: int = option("Batch size in sequences.", default=8, minimum=1, common=True)
     recompute: bool = option("Recompute the whole sequence for each token, without a KV cache.", default=False)
-    interactive: bool = option("Read prompts interactively until end of input.", default=False)
+    interactive: bool = option("Read prompts interactively until end of input.", default=False, common=True)
 
     @property
     def sampling_temperature(self) -> float:
@@ -166,10 +186,12 @@ class GenerateConfig:
 class HarnessConfig:
     """Options of ``evaluate lm-eval``."""
 
-    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place")
-    tasks: str = option("Comma-separated tasks: lambada, hellaswag, piqa, mathqa, winogrande, race.")
-    task_data: str = option("Folder of task data.")
-    limit: int | None = option("Maximum number of items per task; none: all.", default=None, minimum=1)
-    batch_size: int = option("Batch size in sequences.", default=8, minimum=1)
+    PANEL: ClassVar[str] = panels.TASK
+
+    load: str = option("Checkpoint or run to load: native, Megatron or Hugging Face.", refers_to="place", common=True)
+    tasks: str = option("Comma-separated tasks: lambada, hellaswag, piqa, mathqa, winogrande, race.", common=True)
+    task_data: str = option("Folder of task data.", common=True)
+    limit: int | None = option("Maximum number of items per task; none: all.", default=None, minimum=1, common=True)
+    batch_size: int = option("Batch size in sequences.", default=8, minimum=1, common=True)
     dtype: Literal["float32", "bfloat16", "float16"] = option("Data type of computation.", default="float32")
-    device: Literal["cpu", "cuda"] = option("Device type.", default="cpu")
+    device: Literal["cpu", "cuda"] = option("Device type.", default="cpu", common=True)

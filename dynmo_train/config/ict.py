@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from . import panels
 from .options import option
 from .parse import parse_counts
 
@@ -11,6 +13,8 @@ from .parse import parse_counts
 @dataclass(frozen=True, kw_only=True)
 class IctConfig:
     """Inverse cloze task (ict): two towers retrieve the block that a sentence is from."""
+
+    PANEL: ClassVar[str] = panels.RETRIEVAL
 
     titles_data_path: str | None = option(
         "Indexed dataset of document titles; none: no titles.",

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .._common.document import MAX_SAMPLES
+from . import panels
 from .options import option
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
@@ -19,10 +20,12 @@ IncrementStyle = Literal["constant", "linear", "cosine"]
 class OptimizerConfig:
     """AdamW, learning-rate schedule, gradient clipping."""
 
-    lr: float = option("Peak learning rate.", above=0)
-    min_lr: float = option("Minimum learning rate.", default=0.0, minimum=0)
+    PANEL: ClassVar[str] = panels.OPTIMIZER
+
+    lr: float = option("Peak learning rate.", above=0, common=True)
+    min_lr: float = option("Minimum learning rate.", default=0.0, minimum=0, common=True)
     lr_decay_style: DecayStyle = option(
-        "Learning-rate schedule after warm-up; WSD is warm-up, stable, decay.", default="linear"
+        "Learning-rate schedule after warm-up; WSD is warm-up, stable, decay.", default="linear", common=True
     )
     lr_decay_iters: int = option(
         "Steps until the learning rate is minimal, including warm-up.",
@@ -40,15 +43,15 @@ class OptimizerConfig:
     lr_wsd_decay_samples: int | None = option(
         "Samples of the final WSD decay, with --train-samples.", default=None, minimum=1, maximum=MAX_SAMPLES
     )
-    lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0)
+    lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0, common=True)
     lr_warmup_samples: int = option(
         "Samples of linear warm-up, with --train-samples.", default=0, minimum=0, maximum=MAX_SAMPLES
     )
     lr_warmup_fraction: float | None = option(
-        "Linear warm-up as a fraction of the decay length.", default=None, minimum=0, maximum=1
+        "Linear warm-up as a fraction of the decay length.", default=None, minimum=0, maximum=1, common=True
     )
     lr_warmup_init: float = option("Initial learning rate of the warm-up.", default=0.0, minimum=0)
-    weight_decay: float = option("Decoupled weight decay of weight matrices.", default=0.01, minimum=0)
+    weight_decay: float = option("Decoupled weight decay of weight matrices.", default=0.01, minimum=0, common=True)
     start_weight_decay: float | None = option(
         "Initial weight decay for --weight-decay-incr-style linear or cosine.", default=None, minimum=0
     )
@@ -59,4 +62,4 @@ class OptimizerConfig:
     adam_beta1: float = option("Decay rate of Adam's first moment.", default=0.9, minimum=0, below=1)
     adam_beta2: float = option("Decay rate of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
-    clip_grad: float = option("Maximum global gradient norm; 0 disables clipping.", default=1.0, minimum=0)
+    clip_grad: float = option("Maximum global gradient norm; 0 disables clipping.", default=1.0, minimum=0, common=True)

@@ -53,6 +53,8 @@ class _Declaration:
     below: float | None
     flag: bool
     refers_to: Reference
+    common: bool
+    panel: str | None
 
 
 _KEY = "dynmo.option"
@@ -69,6 +71,8 @@ def option(
     below: float | None = None,
     flag: bool = True,
     refers_to: Reference = "value",
+    common: bool = False,
+    panel: str | None = None,
 ) -> Any:
     """Declare an option as a dataclass field; it is required without ``default`` and ``derive``.
 
@@ -82,6 +86,8 @@ def option(
         below: exclusive upper bound.
         flag: False for a value that the subcommand sets.
         refers_to: what the value refers to, which determines how processes compare it at startup.
+        common: whether ``--help`` shows it; ``--help-all`` shows all options.
+        panel: section of help pages; None: ``PANEL`` of the dataclass.
     """
     description, function = derive if derive else ("", None)
     declaration = _Declaration(
@@ -94,6 +100,8 @@ def option(
         below=below,
         flag=flag,
         refers_to=refers_to,
+        common=common,
+        panel=panel,
     )
     if default is dataclasses.MISSING:
         return field(metadata={_KEY: declaration})
@@ -112,6 +120,7 @@ class OptionSpec:
         optional: whether None is allowed.
         default: default value; ``dataclasses.MISSING`` if there is none.
         declaration: help text and bounds.
+        panel: section of help pages.
     """
 
     name: str
@@ -121,6 +130,7 @@ class OptionSpec:
     optional: bool
     default: Any
     declaration: _Declaration
+    panel: str
 
     @property
     def flag(self) -> str:
@@ -232,6 +242,7 @@ def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...], bool]:
 def concern_specs(concern: str, dataclass_type: type) -> tuple[OptionSpec, ...]:
     """The options that ``dataclass_type`` declares, in order."""
     annotations = typing.get_type_hints(dataclass_type)
+    title = getattr(dataclass_type, "PANEL", concern.replace("_", " ").capitalize())
     specs = []
     for entry in dataclasses.fields(dataclass_type):
         kind, choices, optional = _plain_type(annotations[entry.name])
@@ -244,6 +255,7 @@ def concern_specs(concern: str, dataclass_type: type) -> tuple[OptionSpec, ...]:
                 optional=optional,
                 default=entry.default,
                 declaration=entry.metadata[_KEY],
+                panel=entry.metadata[_KEY].panel or title,
             )
         )
     return tuple(specs)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from . import panels
 from .options import option
 
 
@@ -11,8 +13,10 @@ from .options import option
 class PrecisionConfig:
     """Compute type and loss scaling; parameters, gradients and moments stay float32."""
 
-    bf16: bool = option("Compute in bfloat16.", default=False)
-    fp16: bool = option("Compute in float16 with loss scaling.", default=False)
+    PANEL: ClassVar[str] = panels.PRECISION
+
+    bf16: bool = option("Compute in bfloat16.", default=False, common=True)
+    fp16: bool = option("Compute in float16 with loss scaling.", default=False, common=True)
     loss_scale: float | None = option("Static loss scale with --fp16; none: dynamic.", default=None, above=0)
     initial_loss_scale: float = option("Initial dynamic loss scale.", default=2.0**32, above=0)
     min_loss_scale: float = option("Minimum dynamic loss scale.", default=1.0, above=0)

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
+from . import panels
+from .balance import BalanceConfig
 from .batch_schedule import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
@@ -40,10 +42,6 @@ CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
 ReportFormat = Literal["text", "json"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"]
-BalanceMode = Literal["off", "online", "offline"]
-Granularity = Literal["layer", "sublayer"]
-Planner = Literal["internal", "external"]
-BalancePolicy = Literal["never", "always", "threshold", "regret"]
 Options = TypeVar("Options")
 
 
@@ -63,8 +61,12 @@ def _is_llama(values: Mapping[str, Any]) -> bool:
 class ModelConfig:
     """Architecture of the model."""
 
+    PANEL: ClassVar[str] = panels.MODEL
+
     family: str = option("Model family, set by the subcommand.", default="gpt", flag=False)
-    num_layers: int = option("Number of transformer blocks; for t5, of the encoder.", minimum=1, maximum=MAX_LAYERS)
+    num_layers: int = option(
+        "Number of transformer blocks; for t5, of the encoder.", minimum=1, maximum=MAX_LAYERS, common=True
+    )
     encoder_num_layers: int | None = option("Alias of --num-layers (t5).", default=None, minimum=1, maximum=MAX_LAYERS)
     decoder_num_layers: int = option(
         "Number of decoder blocks (t5).",
@@ -72,7 +74,7 @@ class ModelConfig:
         maximum=MAX_LAYERS,
         derive=("--num-layers", lambda v, _: v["num_layers"]),
     )
-    hidden_size: int = option("Hidden size of the transformer.", minimum=1)
+    hidden_size: int = option("Hidden size of the transformer.", minimum=1, common=True)
     ffn_hidden_size: int = option(
         "Hidden size of the MLP.",
         minimum=1,
@@ -80,12 +82,14 @@ class ModelConfig:
             "4 x --hidden-size; for llama 8/3 x, rounded down to a multiple of 64",
             lambda v, _: max(64, 8 * v["hidden_size"] // 3 // 64 * 64) if _is_llama(v) else 4 * v["hidden_size"],
         ),
+        common=True,
     )
-    num_attention_heads: int = option("Number of attention heads.", minimum=1)
+    num_attention_heads: int = option("Number of attention heads.", minimum=1, common=True)
     num_query_groups: int = option(
         "Number of key-value heads for grouped-query attention (llama).",
         minimum=1,
         derive=("--num-attention-heads", lambda v, _: v["num_attention_heads"]),
+        common=True,
     )
     kv_channels: int = option(
         "Size of an attention head (llama, t5).",
@@ -95,7 +99,7 @@ class ModelConfig:
             lambda v, _: max(1, v["hidden_size"] // v["num_attention_heads"]),
         ),
     )
-    seq_length: int = option("Sequence length in tokens; for t5, of the encoder.", minimum=1)
+    seq_length: int = option("Sequence length in tokens; for t5, of the encoder.", minimum=1, common=True)
     encoder_seq_length: int | None = option("Alias of --seq-length (t5).", default=None, minimum=1)
     decoder_seq_length: int = option(
         "Decoder sequence length in tokens (t5).",
@@ -105,6 +109,7 @@ class ModelConfig:
     position_embedding_type: Positions = option(
         "Position embedding: learned, rotary (llama) or relative (t5).",
         derive=("rotary for llama, else learned", lambda v, _: "rotary" if _is_llama(v) else "learned"),
+        common=True,
     )
     max_position_embeddings: int = option(
         "Number of learned positions in tokens.",
@@ -113,6 +118,7 @@ class ModelConfig:
             "--seq-length; for t5 the longer of encoder and decoder",
             lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if base_family(v["family"]) == "t5" else 1),
         ),
+        common=True,
     )
     rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
     use_rope_scaling: bool = option("Scale rotary frequencies as Llama 3.1 does (llama).", default=False)
@@ -123,7 +129,11 @@ class ModelConfig:
     )
     bert_no_binary_head: bool = option("Train BERT without sentence-order prediction and token types.", default=False)
     num_experts: int | None = option(
-        "Number of experts per MLP (gpt, llama); none: dense.", default=None, minimum=2, maximum=MAX_EXPERTS
+        "Number of experts per MLP (gpt, llama); none: dense.",
+        default=None,
+        minimum=2,
+        maximum=MAX_EXPERTS,
+        common=True,
     )
     moe_router_topk: int = option("Number of experts per token.", default=2, minimum=1, maximum=MAX_EXPERTS)
     moe_routing: MoeRouting = option(
@@ -147,18 +157,21 @@ class ModelConfig:
             "vocabulary size of the tokenizer",
             lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
         ),
+        common=True,
     )
     attention_dropout: float = option(
         "Dropout probability of attention weights.",
         minimum=0,
         below=1,
         derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+        common=True,
     )
     hidden_dropout: float = option(
         "Dropout probability of hidden states.",
         minimum=0,
         below=1,
         derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+        common=True,
     )
     layernorm_epsilon: float = option("Epsilon of layer normalization.", default=1e-5, above=0)
     init_method_std: float = option("Standard deviation of the initial weights.", default=0.02, above=0)
@@ -182,9 +195,13 @@ def _implies_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
 class ParallelConfig:
     """Tensor, pipeline, data and expert parallelism."""
 
-    tensor_model_parallel_size: int = option("Tensor-parallel size in ranks.", default=1, minimum=1, maximum=MAX_RANKS)
+    PANEL: ClassVar[str] = panels.PARALLELISM
+
+    tensor_model_parallel_size: int = option(
+        "Tensor-parallel size in ranks.", default=1, minimum=1, maximum=MAX_RANKS, common=True
+    )
     sequence_parallel: bool = option(
-        "Shard activations along the sequence dimension across tensor-parallel ranks.", default=False
+        "Shard activations along the sequence dimension across tensor-parallel ranks.", default=False, common=True
     )
     pipeline_model_parallel_size: int = option(
         "Pipeline-parallel size in ranks.",
@@ -194,6 +211,7 @@ class ParallelConfig:
             "world size; 1 as in Megatron if --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
             lambda v, facts: 1 if _implies_replicas(v, facts) else max(1, facts.world_size),
         ),
+        common=True,
     )
     data_parallel_size: int = option(
         "Data-parallel size in replicas.",
@@ -207,17 +225,18 @@ class ParallelConfig:
         ),
     )
     expert_model_parallel_size: int = option(
-        "Expert-parallel size: replicas that share the experts of a layer.", default=1, minimum=1, maximum=MAX_RANKS
+        "Expert-parallel size: replicas that share the experts of a layer.",
+        default=1,
+        minimum=1,
+        maximum=MAX_RANKS,
+        common=True,
     )
     DDP_impl: DdpImpl = option(
         "Gradient reduction: after the step (local) or overlapped with backward (torch).",
         default="local",
     )
     zero_stage: int = option(
-        "ZeRO stage: shard states between steps (1, 2) or always (3).",
-        default=0,
-        minimum=0,
-        maximum=3,
+        "ZeRO stage: shard states between steps (1, 2) or always (3).", default=0, minimum=0, maximum=3, common=True
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         "Transformer blocks per virtual stage (interleaved-1f1b); sets --virtual-stages-per-worker.",
@@ -231,6 +250,7 @@ class ParallelConfig:
             "interleaved-1f1b if --num-layers-per-virtual-pipeline-stage makes several stages, else 1f1b",
             lambda v, _: "interleaved-1f1b" if virtual_stages_from_blocks(v) > 1 else "1f1b",
         ),
+        common=True,
     )
     virtual_stages_per_worker: int = option(
         "Number of stages per pipeline rank.",
@@ -244,6 +264,7 @@ class ParallelConfig:
                 else virtual_stages_from_blocks(v)
             ),
         ),
+        common=True,
     )
 
 
@@ -251,7 +272,9 @@ class ParallelConfig:
 class TrainingConfig:
     """Batches, length, evaluation and logging."""
 
-    micro_batch_size: int = option("Microbatch size in samples.", minimum=1, maximum=MAX_RANKS)
+    PANEL: ClassVar[str] = panels.BATCH
+
+    micro_batch_size: int = option("Microbatch size in samples.", minimum=1, maximum=MAX_RANKS, common=True)
     global_batch_size: int = option(
         "Global batch size in samples per optimizer step.",
         minimum=1,
@@ -259,6 +282,7 @@ class TrainingConfig:
             "--micro-batch-size x replicas x --gradient-accumulation-steps",
             lambda v, _: v["micro_batch_size"] * v["data_parallel_size"] * (v["gradient_accumulation_steps"] or 1),
         ),
+        common=True,
     )
     gradient_accumulation_steps: int | None = option(
         "Microbatches per step and replica; none: from --global-batch-size.",
@@ -271,36 +295,58 @@ class TrainingConfig:
         default=None,
     )
     train_samples: int | None = option(
-        "Training length in samples, instead of --train-iters.", default=None, minimum=1, maximum=MAX_SAMPLES
+        "Training length in samples, instead of --train-iters.",
+        default=None,
+        minimum=1,
+        maximum=MAX_SAMPLES,
+        common=True,
     )
     train_iters: int = option(
         "Training length in optimizer steps.",
         minimum=1,
         derive=("from --train-samples", lambda v, _: iters_of_samples(v)),
+        common=True,
     )
-    seed: int = option("Random seed of weights, dropout and sample order.", default=1234, minimum=0, maximum=2**32 - 1)
+    seed: int = option(
+        "Random seed of weights, dropout and sample order.", default=1234, minimum=0, maximum=2**32 - 1, common=True
+    )
     recompute_granularity: Recompute = option(
         "Activation checkpointing: recompute whole layers (full), or all but matrix products (selective).",
         default="none",
+        common=True,
+        panel=panels.PRECISION,
     )
     torch_compile: bool = option(
-        "Compile embeddings, attention and MLPs with torch.compile, layer by layer.", default=False
+        "Compile embeddings, attention and MLPs with torch.compile, layer by layer.",
+        default=False,
+        common=True,
+        panel=panels.PRECISION,
     )
-    torch_compile_backend: str = option("Backend of --torch-compile.", default="inductor")
+    torch_compile_backend: str = option("Backend of --torch-compile.", default="inductor", panel=panels.PRECISION)
     skip_train: bool = option("Evaluate the --load model on validation and test data; do not train.", default=False)
-    eval_interval: int = option("Steps between evaluations on the validation data.", default=1000, minimum=1)
-    eval_iters: int = option("Number of batches per evaluation; 0 disables evaluation.", default=100, minimum=0)
-    log_interval: int = option("Steps between log lines.", default=100, minimum=1)
-    log_throughput: bool = option("Log model FLOP/s per device.", default=False)
+    eval_interval: int = option(
+        "Steps between evaluations on the validation data.", default=1000, minimum=1, common=True
+    )
+    eval_iters: int = option(
+        "Number of batches per evaluation; 0 disables evaluation.", default=100, minimum=0, common=True
+    )
+    log_interval: int = option("Steps between log lines.", default=100, minimum=1, common=True, panel=panels.LOGGING)
+    log_throughput: bool = option("Log model FLOP/s per device.", default=False, common=True, panel=panels.LOGGING)
     check_for_nan_in_loss_and_grad: bool = option(
-        "Check loss and gradients for NaN and infinity at each step.",
-        default=True,
+        "Check loss and gradients for NaN and infinity at each step.", default=True, panel=panels.ELASTICITY
     )
     max_skipped_iterations: int = option(
-        "Consecutive non-finite steps before the run ends with exit code 3.", default=10, minimum=1
+        "Consecutive non-finite steps before the run ends with exit code 3.",
+        default=10,
+        minimum=1,
+        panel=panels.ELASTICITY,
     )
-    exit_interval: int | None = option("Save and exit after a step divisible by N.", default=None, minimum=1)
-    exit_duration_in_mins: float | None = option("Save and exit after N minutes.", default=None, above=0)
+    exit_interval: int | None = option(
+        "Save and exit after a step divisible by N.", default=None, minimum=1, panel=panels.ELASTICITY
+    )
+    exit_duration_in_mins: float | None = option(
+        "Save and exit after N minutes.", default=None, above=0, common=True, panel=panels.ELASTICITY
+    )
     curriculum_shortest: int | None = option(
         "Initial sequence length of curriculum learning in tokens; none: no curriculum.",
         default=None,
@@ -320,78 +366,51 @@ class TrainingConfig:
     curriculum_root_degree: float = option(
         "Degree of the root of --curriculum-schedule fixed_root.", default=2.0, above=0
     )
-    num_threads: int = option("CPU threads per process.", default=1, minimum=1, maximum=MAX_JOBS)
-    device: Device = option("Device type; auto: cuda if available, else cpu.", default="auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
-    """Placement and migration of layers."""
-
-    balance: BalanceMode = option(
-        "Layer migration: off, online (dynmo-plan decides), or offline (--plan, no migration).",
-        default="off",
+    num_threads: int = option(
+        "CPU threads per process.", default=1, minimum=1, maximum=MAX_JOBS, panel=panels.PARALLELISM
     )
-    plan: str | None = option("Initial partition plan.", default=None, refers_to="file")
-    rebalance_interval: int = option("Steps between possible migrations.", default=10, minimum=1)
-    granularity: Granularity = option(
-        "Unit of placement: whole blocks, or attention and MLP separately.", default="layer"
+    device: Device = option(
+        "Device type; auto: cuda if available, else cpu.", default="auto", common=True, panel=panels.PARALLELISM
     )
-    balancer: str = option(
-        "Partitioning algorithm of the planner; `dynmo-plan partition --help` lists them.", default="exact"
-    )
-    balance_policy: BalancePolicy = option("Policy that decides when to migrate.", default="threshold")
-    balance_min_gain: float = option(
-        "Minimum predicted gain of a migration, as a fraction of step time.",
-        default=0.02,
-        minimum=0,
-        below=1,
-    )
-    balance_lockstep: bool = option("Wait for the planner's answer before continuing.", default=False)
-    pack_to: int | None = option(
-        "Number of pipeline ranks to shrink to; none: release none.",
-        default=None,
-        minimum=1,
-        maximum=MAX_RANKS,
-    )
-    min_throughput_fraction: float | None = option(
-        "Release pipeline ranks while this fraction of balanced throughput remains.",
-        default=None,
-        above=0,
-        maximum=1,
-    )
-    planner: Planner = option(
-        "Start dynmo-plan watch (internal), or use one started elsewhere (external).", default="internal"
-    )
-    planner_timeout_s: float = option(
-        "Seconds to wait for the planner; its heartbeat gets at least 10.",
-        default=30.0,
-        above=0,
-    )
-    profile_interval: int = option("Steps between profile records.", default=1, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Run directory, checkpoints and dry run."""
 
+    PANEL: ClassVar[str] = panels.CHECKPOINTS
+
     deepspeed_config: str | None = option(
         "DeepSpeed JSON file: batch, precision, ZeRO, optimizer, clipping, curriculum.",
         default=None,
         refers_to="place",
+        common=True,
+        panel=panels.CONFIGURATION,
     )
-    dry_run: bool = option("Print parameters, FLOPs and memory per rank; do not train.", default=False)
-    dry_run_device: str = option("Device of --dry-run: h200, h100, a100, cpu, or a TOML file.", default="h200")
+    dry_run: bool = option(
+        "Print parameters, FLOPs and memory per rank; do not train.", default=False, common=True, panel=panels.DRY_RUN
+    )
+    dry_run_device: str = option(
+        "Device of --dry-run: h200, h100, a100, cpu, or a TOML file.", default="h200", common=True, panel=panels.DRY_RUN
+    )
     dry_run_processes: int | None = option(
-        "World size of --dry-run; none: tensor x pipeline size.", default=None, minimum=1, maximum=MAX_RANKS
+        "World size of --dry-run; none: tensor x pipeline size.",
+        default=None,
+        minimum=1,
+        maximum=MAX_RANKS,
+        common=True,
+        panel=panels.DRY_RUN,
     )
-    dry_run_format: ReportFormat = option("Output format of --dry-run.", default="text")
-    run_dir: str | None = option("Run directory; none: --save, else runs/UTC-model.", default=None, refers_to="place")
+    dry_run_format: ReportFormat = option("Output format of --dry-run.", default="text", panel=panels.DRY_RUN)
+    run_dir: str | None = option(
+        "Run directory; none: --save, else runs/UTC-model.", default=None, refers_to="place", common=True
+    )
     save: str | None = option("Alias of --run-dir.", default=None, refers_to="place")
     load: str | None = option(
         "Checkpoint or run to load: native, Megatron, DeepSpeed or Hugging Face.",
         default=None,
         refers_to="place",
+        common=True,
     )
     exit_on_missing_checkpoint: bool | None = option(
         "Exit if --load has no checkpoint; none: if any was saved.", default=None
@@ -402,12 +421,13 @@ class RunConfig:
         refers_to="place",
     )
     tensorboard_dir: str | None = option(
-        "Folder of TensorBoard event files; none: not written.", default=None, refers_to="place"
+        "Folder of TensorBoard event files; none: not written.",
+        default=None,
+        refers_to="place",
+        common=True,
+        panel=panels.LOGGING,
     )
-    finetune: bool = option(
-        "Load only the weights from --load and start at step 0.",
-        default=False,
-    )
+    finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
     no_load_rng: bool = option(
         "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
@@ -416,9 +436,15 @@ class RunConfig:
     no_save_rng: bool = option(
         "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
     )
-    async_save: bool = option("Write checkpoints asynchronously from a copy in host memory.", default=False)
-    save_interval: int | None = option("Steps between checkpoints; none: only at the end.", default=None, minimum=1)
-    keep_checkpoints: int | None = option("Number of checkpoints to keep; none: all.", default=None, minimum=1)
+    async_save: bool = option(
+        "Write checkpoints asynchronously from a copy in host memory.", default=False, common=True
+    )
+    save_interval: int | None = option(
+        "Steps between checkpoints; none: only at the end.", default=None, minimum=1, common=True
+    )
+    keep_checkpoints: int | None = option(
+        "Number of checkpoints to keep; none: all.", default=None, minimum=1, common=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
+from .._common.help import HelpCommand
 from .compat import FLAGS, CompatFlag, becomes, ignored, refused, translate
 from .options import OptionSpec
+from .panels import TASK_PANELS
 from .resolve import built_in_specs
 
 MODEL_KEY = "dynmo.model"
@@ -85,11 +86,13 @@ def split_training_options(
     return own, model, dropped
 
 
-class TaskCommand(TyperCommand):
+class TaskCommand(HelpCommand):
     """A command on a trained model that also accepts the flags of Megatron's scripts.
 
     Values of model options are in ``ctx.meta[MODEL_KEY]``.
     """
+
+    panel_order = TASK_PANELS
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translate Megatron's flags, then parse; raises ``DocumentError`` for refused flags."""
@@ -97,7 +100,9 @@ class TaskCommand(TyperCommand):
             name: 0 if getattr(option, "is_flag", False) else option.nargs
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
-        } | {"--help": 0}
+        } | {"--help": 0, "--help-all": 0}
+        if ctx.resilient_parsing:  # completion
+            return super().parse_args(ctx, args)
         specs = built_in_specs()
         training = {spec.flag: 0 if spec.kind is bool else 1 for spec in specs.values()}
         training |= {spec.negative: 0 for spec in specs.values() if spec.negative}

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from . import panels
 from .options import option
 from .parse import parse_freeze_schedule, parse_layers
 
@@ -19,7 +20,9 @@ PruningScope = Literal["global", "layer"]
 class PruningConfig:
     """Gradual magnitude pruning on the cubic schedule of Zhu and Gupta (arXiv:1710.01878)."""
 
-    sparsify: bool = option("Prune weights gradually during training.", default=False)
+    PANEL: ClassVar[str] = panels.TECHNIQUES
+
+    sparsify: bool = option("Prune weights gradually during training.", default=False, common=True)
     pruning_start_iter: int = option("First pruning step.", default=0, minimum=0)
     pruning_end_iter: int = option(
         "Step at which --final-sparsity is reached.",
@@ -28,10 +31,9 @@ class PruningConfig:
     )
     pruning_freq: int = option("Steps between prunings.", default=100, minimum=1)
     initial_sparsity: float = option("Initial fraction of pruned weights.", default=0.0, minimum=0, below=1)
-    final_sparsity: float = option("Final fraction of pruned weights.", default=0.9, minimum=0, below=1)
+    final_sparsity: float = option("Final fraction of pruned weights.", default=0.9, minimum=0, below=1, common=True)
     pruning_mode: PruningMode = option(
-        "Pruned unit: weights, 2:4 pattern, blocks, or heads and MLP columns.",
-        default="unstructured",
+        "Pruned unit: weights, 2:4 pattern, blocks, or heads and MLP columns.", default="unstructured", common=True
     )
     pruning_scope: PruningScope = option(
         "Scope of magnitude ranking: whole model (global) or each matrix (layer).", default="global"
@@ -50,11 +52,15 @@ class PruningConfig:
 class FreezingConfig:
     """Layer freezing from the embedding on."""
 
+    PANEL: ClassVar[str] = panels.TECHNIQUES
+
     freeze_schedule: str | None = option(
-        "STEP:LAYERS,...: after STEP, freeze embedding and the first LAYERS blocks.", default=None
+        "STEP:LAYERS,...: after STEP, freeze embedding and the first LAYERS blocks.", default=None, common=True
     )
     freeze_tied: bool = option("Freeze the weight shared by embedding and output layer too.", default=False)
-    freeze_adaptive: bool = option("Freeze blocks when their plasticity converges (arXiv:2201.06227).", default=False)
+    freeze_adaptive: bool = option(
+        "Freeze blocks when their plasticity converges (arXiv:2201.06227).", default=False, common=True
+    )
     freeze_interval: int = option("Steps between plasticity measurements.", default=50, minimum=1)
     freeze_window: int = option("Number of measurements in the plasticity trend.", default=10, minimum=2)
     freeze_tolerance: float = option(
@@ -77,11 +83,10 @@ class FreezingConfig:
 class DepthConfig:
     """Mixture of depths (arXiv:2404.02258): routed blocks process a fraction of the tokens."""
 
+    PANEL: ClassVar[str] = panels.TECHNIQUES
+
     mod_capacity: float | None = option(
-        "Fraction of tokens that a routed block processes; none: off.",
-        default=None,
-        above=0,
-        maximum=1,
+        "Fraction of tokens that a routed block processes; none: off.", default=None, above=0, maximum=1, common=True
     )
     mod_every: int = option("Interval of routed blocks; 2 routes blocks 1, 3, 5, ...", default=2, minimum=1)
     mod_router_loss_weight: float = option("Weight of the auxiliary loss for causal routing.", default=0.01, minimum=0)
@@ -91,7 +96,11 @@ class DepthConfig:
 class ExitConfig:
     """Early exit (arXiv:2207.07061): confident tokens skip the remaining blocks."""
 
-    early_exit_layers: str | None = option("Blocks (from 0) after which tokens may exit, such as 3,7.", default=None)
+    PANEL: ClassVar[str] = panels.TECHNIQUES
+
+    early_exit_layers: str | None = option(
+        "Blocks (from 0) after which tokens may exit, such as 3,7.", default=None, common=True
+    )
     early_exit_loss_weight: float = option("Total weight of the exit losses.", default=0.3, minimum=0)
     early_exit_threshold: float = option("Minimum confidence of an exit.", default=0.9, minimum=0, maximum=1)
     early_exit_measure: ExitMeasure = option(
@@ -109,6 +118,10 @@ class ExitConfig:
 class SparseAttentionConfig:
     """Dynamic sparse attention (arXiv:2306.01160): queries attend to the keys of their hash bucket."""
 
-    sparse_attention: bool = option("Restrict attention to hash buckets, redrawn per step and layer.", default=False)
+    PANEL: ClassVar[str] = panels.TECHNIQUES
+
+    sparse_attention: bool = option(
+        "Restrict attention to hash buckets, redrawn per step and layer.", default=False, common=True
+    )
     sparse_attention_buckets: int = option("Number of hash buckets, even.", default=16, minimum=2)
     sparse_attention_block: int = option("Block size of sparse attention in tokens.", default=32, minimum=1)

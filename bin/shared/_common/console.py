@@ -15,14 +15,14 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
-from typer.core import TyperGroup
 
 from .. import __version__
+from .completion import SHELLS, current_shell, install, run_completion, script, variable_of
 from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
+from .help import CommandLine, HelpGroup
 
 LOG_EVERY_S = 5.0
 DISTRIBUTION = "dynmo-toolkit"
-_SENTENCE_END = re.compile(r"[.?](?=\s+[A-Z]|\s*$)")
 
 
 class Format(StrEnum):
@@ -147,39 +147,6 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
     yield tick_line
 
 
-def first_sentence(text: str) -> str:
-    """The first sentence of a help text as one line, without its full stop."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    end = _SENTENCE_END.search(paragraph)
-    if end is None:
-        return paragraph
-    return paragraph[: end.start()] + ("?" if end[0] == "?" else "")
-
-
-def command_list(*order: str) -> type[TyperGroup]:
-    """The class of a command's root: lists ``order`` first, each with the whole first sentence of its help.
-
-    The list of typer and click cuts each sentence at the width of the terminal.
-    """
-
-    class CommandList(TyperGroup):
-        def list_commands(self, ctx: Any) -> list[str]:
-            names = super().list_commands(ctx)
-            return [*(name for name in order if name in names), *(name for name in names if name not in order)]
-
-        def format_commands(self, ctx: Any, formatter: Any) -> None:
-            commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-            rows = [
-                (name, command.short_help or first_sentence(command.help or ""))
-                for name, command in commands
-                if command is not None and not command.hidden
-            ]
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
-
-    return CommandList
-
-
 def version_text(prog: str) -> str:
     """Versions of the command and of what it computes with; reads metadata and imports none of them."""
     from importlib import metadata
@@ -200,8 +167,44 @@ def _show_version(ctx: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def add_version(app: typer.Typer) -> None:
-    """Give the root of a command line the option ``--version``."""
+def _show_completion(ctx: typer.Context, requested: bool) -> None:
+    if requested and not ctx.resilient_parsing:
+        emit(script(ctx.find_root().info_name or "", ctx.meta.get(_SHELL) or current_shell()).rstrip())
+        raise typer.Exit
+
+
+def _install_completion(ctx: typer.Context, requested: bool) -> None:
+    if requested and not ctx.resilient_parsing:
+        shell = ctx.meta.get(_SHELL) or current_shell()
+        for path in install(ctx.find_root().info_name or "", shell):
+            print_message(f"wrote {path}")
+        print_message(f"Completion starts with the next {shell}.")
+        raise typer.Exit
+
+
+_SHELL = "dynmo.shell"
+
+
+class _Root(HelpGroup):
+    """The root of a command line; ``--install-completion`` and ``--show-completion`` may name a shell."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the name of the shell, then parse."""
+        if args[:1] in (["--install-completion"], ["--show-completion"]) and args[1:] and args[1] in SHELLS:
+            ctx.meta[_SHELL] = args[1]
+            args = [args[0], *args[2:]]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+def command_line(*order: str, help: str) -> CommandLine:
+    """A root command line with ``--version``, completion and its commands in this order.
+
+    Args:
+        order: names of the commands that help lists first.
+        help: what the program does.
+    """
+    app = CommandLine(cls=type("Root", (_Root,), {"first": order}), help=help)
 
     @app.callback()
     def root(
@@ -214,8 +217,28 @@ def add_version(app: typer.Typer) -> None:
                 help="Show versions of command, Python, numpy, torch.",
             ),
         ] = False,
+        show: Annotated[
+            bool,
+            typer.Option(
+                "--show-completion",
+                callback=_show_completion,
+                is_eager=True,
+                help="Print the completion script for bash, zsh, fish, or this shell.",
+            ),
+        ] = False,
+        install_: Annotated[
+            bool,
+            typer.Option(
+                "--install-completion",
+                callback=_install_completion,
+                is_eager=True,
+                help="Install completion for bash, zsh, fish, or this shell.",
+            ),
+        ] = False,
     ) -> None:
         pass
+
+    return app
 
 
 def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
@@ -229,7 +252,10 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, _raise_on_sigterm)
     try:
-        app(prog_name=prog)
+        if (shell := os.environ.get(variable_of(prog))) in SHELLS:
+            run_completion(app, prog, shell, sys.argv[1:])
+        else:
+            app(prog_name=prog)
     except DynmoError as error:
         if os.environ.get("DYNMO_TRACEBACK") == "1":
             raise
