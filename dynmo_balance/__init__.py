@@ -1,3 +1,3 @@
 """DynMo planning: offline and online load-balance planning, simulation and what-if for pipelines."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

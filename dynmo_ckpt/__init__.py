@@ -1,3 +1,3 @@
 """DynMo checkpoints: inspect, verify, merge, split and convert."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -11,6 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import dynmo_train
+
 COMMANDS = {
     "dynmo-prep": "dynmo_tools",
     "dynmo-train": "dynmo_train",
@@ -39,7 +41,7 @@ def test_version_does_not_import_torch(command, package):
         "print('torch' in sys.modules)"
     )
     line, loaded = run("-c", program).stdout.splitlines()
-    assert line.startswith(f"{command} 0.1.0 | distribution: dynmo-toolkit | python: 3.")
+    assert line.startswith(f"{command} {dynmo_train.__version__} | distribution: dynmo-toolkit | python: 3.")
     assert " | numpy: " in line
     assert " | torch: " in line
     assert loaded == "False"

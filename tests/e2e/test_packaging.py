@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,7 @@ PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
 BASE = ("numpy", "typer", "rich")
 OPTIONAL = ("torch", "tokenizers", "safetensors", "ftfy", "langdetect", "datasketch", "orjson", "transformers")
 FIXTURES = ROOT / "tests" / "contracts" / "fixtures"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -35,6 +37,17 @@ def run(*command, cwd, check=True):
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def requirements_of(extra):
+    """The distributions that one extra of the project asks for, with those of the extras that it names."""
+    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]:
+        requirement = Requirement(line)
+        if requirement.name == "dynmo-toolkit":
+            for inner in requirement.extras:
+                yield from requirements_of(inner)
+        else:
+            yield requirement.name
 
 
 def needed(names):
@@ -68,23 +81,25 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
     return next(folder.glob("dynmo_toolkit-*.whl"))
+
+
+def install(wheel, home, distributions, extra=""):
+    """The ``bin`` of a new environment that holds the wheel and these distributions: pip finds nothing missing."""
+    run(sys.executable, "-m", "venv", "--without-pip", home / "venv", cwd=home)
+    site_packages = next((home / "venv" / "lib").glob("python*/site-packages"))
+    for distribution in distributions:
+        link(distribution, site_packages)
+    python = home / "venv" / "bin" / "python"
+    run(*PIP, "--python", python, "install", "--no-index", f"{wheel}{extra}", cwd=home)
+    return python.parent
 
 
 @pytest.fixture(scope="module")
 def programs(wheel, tmp_path_factory):
-    """The ``bin`` of an environment that holds the wheel and what it requires: pip finds nothing missing."""
-    home = tmp_path_factory.mktemp("installed")
-    run(sys.executable, "-m", "venv", "--without-pip", home / "venv", cwd=home)
-    site_packages = next((home / "venv" / "lib").glob("python*/site-packages"))
-    for distribution in needed(BASE):
-        link(distribution, site_packages)
-    python = home / "venv" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "--no-index", wheel, cwd=home)
-    return python.parent
+    """The programs of the wheel without extras."""
+    return install(wheel, tmp_path_factory.mktemp("installed"), needed(BASE))
 
 
 def test_wheel_has_every_file_of_the_packages(wheel):
@@ -166,6 +181,96 @@ def test_wheel_missing_extra_is_named(programs, tmp_path, command, extra):
     assert done.returncode == 2, done.stderr
     assert f"is not installed; run: pip install 'dynmo-toolkit[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SAMPLE = """\
+dynmo-prep sample-corpus --output corpus.jsonl
+dynmo-prep train-tokenizer corpus.jsonl -o tokenizer.json --vocab-size 400
+dynmo-prep binarize corpus.jsonl -o corpus --tokenizer-model tokenizer.json --append-eod
+"""
+PRETRAIN = f"dynmo-train pretrain gpt {TRAIN} --micro-batch-size 1 --data-path corpus_text_document --save run"
+# What a user of one extra does with it alone. Compressed input and Parquet are additions to prep.
+USES = {
+    "prep": SAMPLE,
+    "prep,gz": "gzip corpus.jsonl\ndynmo-prep shuffle corpus.jsonl.gz -o shuffled.jsonl",
+    "prep,parquet": "dynmo-prep shuffle corpus.parquet -o shuffled.jsonl",
+    "train": PRETRAIN.replace("--vocab-size 9", "--vocab-size 400"),
+    "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
+    "hf": "dynmo-ckpt convert run hf --to hf",
+    "lm-eval": "dynmo-train evaluate lm-eval --help",
+    "ray": "dynmo-prep --help",
+}
+
+
+@pytest.fixture(scope="module")
+def used(wheel, tmp_path_factory):
+    """A data set and a checkpoint that the programs of this environment made: input of each extra."""
+    folder = tmp_path_factory.mktemp("used")
+    for line in (*SAMPLE.splitlines(), PRETRAIN.replace("--vocab-size 9", "--vocab-size 400")):
+        program, *words = line.split()
+        run(Path(sys.executable).parent / program, *words, cwd=folder)
+    return folder
+
+
+def test_uses_has_every_extra():
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    combined = {"all", "quickstart", "dev", "apex"}  # apex is empty, dev is for the tests; CI installs the others
+    assert {extra for extras in USES for extra in extras.split(",")} >= extras - combined
+
+
+@pytest.mark.parametrize("extras", USES)
+def test_wheel_each_extra_alone_is_enough(wheel, used, tmp_path, extras):
+    try:
+        distributions = needed([*BASE, *(name for extra in extras.split(",") for name in requirements_of(extra))])
+    except importlib.metadata.PackageNotFoundError as error:
+        pytest.skip(f"the extra {extras} is not installed in this environment: {error}")
+    programs = install(wheel, tmp_path, distributions, f"[{extras}]")
+    work = tmp_path / "work"
+    shutil.copytree(used, work)
+    if "parquet" in extras:
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [json.loads(line) for line in (work / "corpus.jsonl").read_text().splitlines()]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), work / "corpus.parquet")
+    if extras == "prep":
+        for path in work.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if extras == "train":
+        shutil.rmtree(work / "run")
+    for line in USES[extras].splitlines():
+        program, *words = line.split()
+        run(programs / program if program.startswith("dynmo-") else program, *words, cwd=work)
+
+
+def test_sdist_gives_the_same_wheel(wheel, tmp_path):
+    """The source distribution has all that the build needs, and no more than the packages and the root files."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone: the files are listed by git")
+    source = tmp_path / "source"
+    names = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    program = "import sys, setuptools.build_meta as build; print(build.build_sdist(sys.argv[1]))"
+    run(sys.executable, "-c", program, tmp_path, cwd=source)
+    (sdist,) = tmp_path.glob("dynmo_toolkit-*.tar.gz")
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "again", sdist, cwd=tmp_path)
+    (again,) = (tmp_path / "again").glob("*.whl")
+
+    def contents(path):
+        with zipfile.ZipFile(path) as archive:
+            return {each.filename: each.CRC for each in archive.infolist() if ".dist-info/" not in each.filename}
+
+    assert contents(again) == contents(wheel)
+
+
+def test_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    assert {importlib.import_module(name).__version__ for name in PACKAGES} == {project}
+    assert citation[1] == project
 
 
 def tracked_texts():
