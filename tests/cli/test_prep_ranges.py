@@ -25,8 +25,9 @@ from dynmo_tools.runner.registry import steps
 def numbers():
     """(command, flag, least value, largest value) of every option that is a number."""
     for command in cli.app.registered_commands:
-        resolved = typing.get_type_hints(command.callback, include_extras=True)
-        for name, parameter in inspect.signature(command.callback).parameters.items():
+        function = command.cls.function
+        resolved = typing.get_type_hints(function, include_extras=True)
+        for name, parameter in inspect.signature(function).parameters.items():
             hint = resolved.get(name, parameter.annotation)
             members = [*typing.get_args(hint), *(k for inner in typing.get_args(hint) for k in typing.get_args(inner))]
             info = next((one for one in typing.get_args(hint) if isinstance(one, OptionInfo)), None)

@@ -75,7 +75,8 @@ def test_every_integer_option_shows_its_bounds(named):
     unbounded = [
         (*words, option.name)
         for words, option in options
-        if (option.min is None or option.max is None) and not re.search(r" \[\d+ to [\d,]+\]", option.help)
+        if (option.min is None or option.max is None)
+        and not re.fullmatch(r"\d+ to [\d,]+|at least \d+", getattr(option.rich_help_panel, "bounds", ""))
     ]
     assert options
     assert unbounded == []
