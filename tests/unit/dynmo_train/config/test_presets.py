@@ -12,13 +12,18 @@ from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.registry import family_of
 
 REST = {"micro_batch_size": 1, "train_iters": 5000, "lr": 1e-4, "data_path": "corpus"}
-# Exact counts: of GPT-2 medium and BERT large with their vocabularies padded to 128, of Llama 2 as published.
+# Exact counts: of GPT-2 medium and BERT large with their vocabularies padded to 128, of Llama 2 as published,
+# of the small models of the guides.
 EXACT = {
     "gpt-345m": ("gpt", {"vocab_size": 50257}, 354_871_296),
     "bert-345m": ("bert", {"vocab_size": 30522}, 336_297_858),
     "llama-2-7b": ("llama", {}, 6_738_415_616),
     "llama-2-13b": ("llama", {}, 13_015_864_320),
     "llama-2-70b": ("llama", {}, 68_976_648_192),
+    "tutorial": ("gpt", {"vocab_size": 1024}, 269_696),
+    "tutorial-bert": ("bert", {"vocab_size": 1024}, 179_458),
+    "tutorial-ict": ("ict", {"vocab_size": 1024}, 339_712),
+    "tutorial-t5": ("t5", {"vocab_size": 1024}, 304_384),
 }
 SIZES = ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1")
 
