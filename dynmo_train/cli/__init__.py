@@ -11,6 +11,7 @@ from ..config.task_command import TaskCommand
 from . import cluster as _cluster  # noqa: F401 - registers commands of launch
 from . import cluster_batch as _cluster_batch  # noqa: F401 - registers commands of launch
 from .cache import cache as cache_app
+from .doctor.command import doctor
 from .evaluate import evaluate as evaluate_app
 from .explain_flags.command import explain_flags
 from .finetune import finetune as finetune_app
@@ -22,6 +23,7 @@ from .tasks import tasks as tasks_command
 from .tools import compare, monitor, tune_sparse
 
 COMMAND_ORDER = (
+    "doctor",
     "explain-flags",
     "tune-sparse",
     "pretrain",
@@ -47,6 +49,7 @@ app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_ex
 app.command("generate", cls=TaskCommand)(generate_text)
 app.add_typer(cache_app, name="cache")
 app.command("tune-sparse")(tune_sparse)
+app.command("doctor")(doctor)
 app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)
 app.command("monitor")(monitor)

@@ -21,13 +21,11 @@ A full disk does not end the run: lines wait in memory, in order, until they can
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..._common.console import print_message
@@ -46,6 +44,7 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import BoundaryShape, ModelFamily, live_before
+from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
 from ...parallel.process_groups import World, all_gather_objects
 from ..run_directory import RunDirectory
 
@@ -121,16 +120,13 @@ def describe_workers(world: World) -> list[WorkerInfo]:
 def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkInfo:
     """Latency and bandwidth of a link from the one-way times of one byte and of a payload.
 
-    A disturbed latency measurement can take most of the payload's time. At least half of that time counts as transfer,
-    so that the bandwidth is at most twice the measured one.
-
     Args:
         payload_bytes: size of the payload.
         latency_ns: one-way time of one byte, in nanoseconds.
         payload_ns: one-way time of the payload, in nanoseconds.
     """
-    transfer_ns = max(payload_ns - latency_ns, payload_ns / 2, 1.0)
-    return LinkInfo(bandwidth_bytes_per_s=max(1, int(payload_bytes / transfer_ns * 1e9)), latency_ns=int(latency_ns))
+    bandwidth = bandwidth_without_latency(payload_bytes, latency_ns, payload_ns)
+    return LinkInfo(bandwidth_bytes_per_s=bandwidth, latency_ns=int(latency_ns))
 
 
 def measure_links(world: World) -> tuple[LinkInfo | None, LinkInfo | None]:
@@ -164,26 +160,7 @@ def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 
     Returns:
         Latency in nanoseconds and bandwidth in bytes per second; meaningful on the two ranks only.
     """
-    fastest: list[float] = []
-    for size in (1, payload_bytes):
-        block = torch.zeros(size, dtype=torch.uint8, device=world.device)
-        times: list[float] = []
-        for _ in range(repeats + 1):
-            # Both ends start together: waiting for the other one must not count as transfer.
-            dist.barrier()
-            begin = time.perf_counter_ns()
-            if world.rank == here:
-                dist.send(block, there)
-                dist.recv(block, there)
-            elif world.rank == there:
-                dist.recv(block, here)
-                dist.send(block, here)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-            times.append((time.perf_counter_ns() - begin) / 2)
-        # Other load can only add to a time: the minimum is closest to the link.
-        fastest.append(min(times[1:]))
-    latency, large = fastest
+    latency, large = (one_way_ns(world, here, there, size, repeats) for size in (1, payload_bytes))
     return link_from(payload_bytes, latency, large)
 
 
