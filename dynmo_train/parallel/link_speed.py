@@ -22,7 +22,7 @@ from .process_groups import World, all_gather_objects
 SIZES = (1, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 CUDA_SIZES = (*SIZES, 1 << 26, 1 << 28)
 REPEATS = 5
-# All pairs of so many ranks are measured; of more, the neighbors in the order of ranks.
+# Up to this number of ranks all pairs are measured; above it, the neighbors in the order of ranks.
 MAX_RANKS_OF_ALL_PAIRS = 8
 
 
