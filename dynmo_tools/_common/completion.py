@@ -28,8 +28,7 @@ _BASH = """\
 # Completion of PROG for bash. Use: source <(PROG --show-completion bash)
 _FUNC() {
     local IFS=$'\\n' words=("${COMP_WORDS[@]:1:COMP_CWORD}")
-    COMPREPLY=($(VARIABLE=bash PROG "${words[@]}" 2>/dev/null))
-    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace 2>/dev/null
+    COMPREPLY=($(VARIABLE=bash "${1/#\\~/$HOME}" "${words[@]}" 2>/dev/null))
     return 0
 }
 complete -o default -o bashdefault -F _FUNC PROG
@@ -39,7 +38,7 @@ _ZSH = """\
 # Completion of PROG for zsh. Use: source <(PROG --show-completion zsh), after compinit
 _FUNC() {
     local -a lines
-    lines=("${(@f)$(VARIABLE=zsh PROG "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    lines=("${(@f)$(VARIABLE=zsh ${~words[1]} "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
     if [[ -z "${lines[1]}" ]]; then
         _files
     else

@@ -380,6 +380,23 @@ def option_help(command: Any, ctx: Any) -> tuple[list[OptionHelp], list[OptionHe
 class HelpCommand(HelpPage, TyperCommand):
     """A command with a grouped help page."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse a command line; for completion, without converting values.
+
+        typer converts the default of each option, for which it imports pydantic: half of the time of a completion.
+        """
+        if not ctx.resilient_parsing:
+            parsed: list[str] = super().parse_args(ctx, args)
+            return parsed
+        values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
+        source = sys.modules[type(ctx).__module__].ParameterSource.COMMANDLINE
+        for name, value in values.items():
+            ctx.params[name] = value
+            if value is not None and type(value).__name__ != "Sentinel":
+                ctx.set_parameter_source(name, source)
+        ctx.args = list(rest)
+        return list(rest)
+
 
 _SENTENCE_END = re.compile(r"[.?](?=\s+[A-Z]|\s*$)")
 
