@@ -55,6 +55,7 @@ class OptionHelp:
 
     Attributes:
         names: flags, such as ``-o, --output``; ``--[no-]verify`` for a flag and its negative.
+        flags: the same flags, each by itself.
         value: type or choices; empty for a flag.
         text: help, without default and bounds.
         bounds: allowed range of a number, or empty.
@@ -63,9 +64,11 @@ class OptionHelp:
         panel: section of the option.
         required: whether a value must be given.
         rare: whether only ``--help-all`` shows it.
+        table: table of the option in a configuration file, or empty.
     """
 
     names: str
+    flags: tuple[str, ...] = ()
     value: str = ""
     text: str = ""
     bounds: str = ""
@@ -74,6 +77,7 @@ class OptionHelp:
     panel: str = OTHER
     required: bool = False
     rare: bool = False
+    table: str = ""
 
     def notes(self, *, default: bool = True) -> str:
         """Bounds, environment variable and default in brackets; empty if there are none."""
@@ -165,6 +169,7 @@ def describe(option: Any, ctx: Any) -> OptionHelp:
     envvar = option.envvar if isinstance(option.envvar, str) else " ".join(option.envvar or ())
     return OptionHelp(
         names=_names(option),
+        flags=(*option.opts, *option.secondary_opts),
         value=_value(option, ctx),
         text=text,
         bounds=panel.bounds or _bounds(option),
@@ -173,6 +178,7 @@ def describe(option: Any, ctx: Any) -> OptionHelp:
         panel=str(panel),
         required=option.required or panel.required,
         rare=panel.rare,
+        table=panel.table,
     )
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 OTHER = "Options"
 
 
@@ -18,24 +16,27 @@ class Panel(str):
         required: the value may also come from a file, so that typer must not require it.
         default: description of the default; empty if typer has it.
         bounds: description of the bounds; empty if typer has them.
+        table: table of the option in a configuration file; empty if it has none.
     """
 
     rare: bool
     required: bool
     default: str
     bounds: str
+    table: str
 
     def __new__(
-        cls, title: str, *, rare: bool = False, required: bool = False, default: str = "", bounds: str = ""
+        cls,
+        title: str,
+        *,
+        rare: bool = False,
+        required: bool = False,
+        default: str = "",
+        bounds: str = "",
+        table: str = "",
     ) -> Panel:
         """A panel of this title."""
         panel = super().__new__(cls, title)
-        panel.rare, panel.required, panel.default, panel.bounds = rare, required, default, bounds
+        panel.rare, panel.required = rare, required
+        panel.default, panel.bounds, panel.table = default, bounds, table
         return panel
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _panel, (str(self), self.rare, self.required, self.default, self.bounds)
-
-
-def _panel(title: str, rare: bool, required: bool, default: str, bounds: str) -> Panel:
-    return Panel(title, rare=rare, required=required, default=default, bounds=bounds)

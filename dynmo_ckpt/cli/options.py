@@ -53,7 +53,12 @@ TargetFormat = Annotated[
     ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
-Jobs = Annotated[int, typer.Option(min=1, max=MAX_JOBS, help="Number of copy threads; each needs up to 64 MiB.")]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        min=1, max=MAX_JOBS, help="Number of copy threads; each needs up to 64 MiB. Default: 2, or 1 on one processor."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Show files, bytes, memory and time; write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before OUT appears.")]

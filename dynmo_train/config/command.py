@@ -18,7 +18,7 @@ from .compat import translate
 from .extensions import base_family
 from .options import OptionSpec
 from .panels import PANELS
-from .resolve import ALTERNATIVES, built_in_specs, installed_specs
+from .resolve import ALTERNATIVES, built_in_concerns, built_in_specs, installed_specs
 
 # In ``ctx.meta``: values of the options of installed packages, by name.
 INSTALLED_KEY = "dynmo.installed_options"
@@ -39,6 +39,7 @@ def _panel(spec: OptionSpec, default: str | None, *, always: bool) -> Panel:
         required=is_required,
         default=default,
         bounds=f"at least {bounds.removesuffix(unbounded)}" if bounds.endswith(unbounded) else bounds,
+        table=spec.concern if spec.concern in built_in_concerns() else "",
     )
 
 

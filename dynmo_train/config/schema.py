@@ -5,7 +5,7 @@ Names are Megatron's wherever Megatron has the flag. Everything else is generate
     flags     ──┐
     --config  ──┼─> resolve.py ──> Config ──> validate.py ──> trainer
     --recipe  ──┘                    │
-                                     └─> --help, run.json, the option tables of the README
+                                     └─> --help, run.json, cli/OPTIONS.md
 
 A ``Config`` is complete: every derived default is filled in.
 """

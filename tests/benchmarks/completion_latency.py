@@ -1,6 +1,7 @@
 """Times one completion of each program, each in a new process, as a shell starts it.
 
-Run: ``nice -n -10 python tests/benchmarks/completion_latency.py --repeats 3``. The programs lie next to the interpreter.
+Run: ``nice -n -10 python tests/benchmarks/completion_latency.py --repeats 3``.
+The programs lie next to the interpreter.
 """
 
 from __future__ import annotations

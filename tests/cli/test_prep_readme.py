@@ -21,7 +21,7 @@ def test_readme_examples_use_existing_flags():
     import typer.main
 
     group = typer.main.get_command(cli.app)
-    for line in re.findall(r"`dynmo-prep ([a-z-]+[^`]*)`", text):
+    for line in re.findall(r"`dynmo-prep ([a-z][a-z-]+[^`]*)`", text):
         name, *words = line.split()
         known = {option for param in group.commands[name].params for option in [*param.opts, *param.secondary_opts]}
         assert {word for word in words if word.startswith("-")} <= known, line

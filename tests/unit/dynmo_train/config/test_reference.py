@@ -9,17 +9,10 @@ import typer
 from dynmo_train.cli import app
 from dynmo_train.config import check, resolve
 from dynmo_train.config.options import Facts
-from dynmo_train.config.reference import options_markdown
 from dynmo_train.config.resolve import parse_config_file
 from tests.paths import ROOT
 
 README = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
-
-
-def test_readme_option_tables_equal_the_declared_options():
-    begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
-    written = README[README.index(begin) + len(begin) : README.index(end)]
-    assert written == options_markdown(), "print them again: python -m dynmo_train.config.reference"
 
 
 def test_readme_example_config_is_complete():
