@@ -91,7 +91,8 @@ def packages() -> Iterator[Finding]:
 
 def limits(shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Processors, memory, shared memory and the number of open files."""
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total  # Linux only
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     yield ok("Machine", "processors", f"{usable} of {total} | OMP_NUM_THREADS: {threads}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,6 +110,8 @@ def limits(shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
         )
     else:
         yield ok("Machine", "open files", shown)
+    if sys.platform != "linux":
+        return
     size = shutil.disk_usage(shm).total if shm.is_dir() else 0
     if size < MIN_SHM_BYTES:
         yield Finding(
