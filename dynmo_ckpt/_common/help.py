@@ -266,7 +266,7 @@ class _Page:
             line = "  "
             for content, (_, width, style) in zip(columns, cells, strict=True):
                 part = content[at] if at < len(content) else ""
-                line += self.paint(part, style) + " " * (width - len(part) + 2)
+                line += self.paint(part, style) + " " * max(1, width - len(part) + 2)
             self.lines.append((line + (texts[at] if at < len(texts) else "")).rstrip())
 
     def _name(self, name: str, style: str) -> None:

@@ -178,12 +178,15 @@ def completions(command: Any, prog: str, words: Sequence[str]) -> list[tuple[str
     return [(item.value, " ".join((item.help or "").split())) for item in items if item.type == "plain"]
 
 
-def run_completion(app: typer.Typer, prog: str, shell: str, words: Sequence[str]) -> None:
+def run_completion(app: typer.Typer, prog: str, shell: str, words: list[str]) -> None:
     """Print the completions of a line on stdout in the syntax of a shell."""
     if shell == "bash":
         # bash splits words at "=": --schedule = zb; the value alone is completed.
         words = [word for at, word in enumerate(words) if word != "=" or at == len(words) - 1]
         words = [*words[:-1], ""] if words and words[-1] == "=" else words
+    if "--" in words[:-1]:
+        # After it is a command of the same program: dynmo-train launch local --nproc 4 -- pretrain gpt
+        words = words[words.index("--") + 1 :]
     for value, text in completions(typer.main.get_command(app), prog, words):
         if shell == "zsh":
             value = value.replace("\\", "\\\\").replace(":", "\\:")

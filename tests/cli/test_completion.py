@@ -64,6 +64,15 @@ def test_bash_completes_a_value_after_an_equals_sign():
     assert run("bash", "--norc", "-c", program).split() == ["zero-bubble", "zb-v"]
 
 
+def test_completion_after_two_dashes_is_that_of_the_command():
+    words = ["launch", "local", "--nproc", "4", "--", "pretrain", "gpt", "--schedule", "zb"]
+    assert run(str(BIN / "dynmo-train"), *words, _DYNMO_TRAIN_COMPLETE="zsh").split() == ["zb-v"]
+
+
+def test_completion_of_a_broken_line_is_empty():
+    assert run(str(BIN / "dynmo-train"), "no-command", "--x", _DYNMO_TRAIN_COMPLETE="bash") == ""
+
+
 @needs("fish")
 @pytest.mark.parametrize("prog", COMMANDS)
 def test_fish_completes_a_line(prog, tmp_path):

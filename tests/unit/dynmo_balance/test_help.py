@@ -149,3 +149,14 @@ def test_help_in_a_pipe_is_plain_ascii():
     done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "TERM": "xterm"})
     assert b"\x1b" not in done.stdout
     done.stdout.decode("ascii")
+
+
+def test_help_separates_a_choice_that_is_wider_than_its_column():
+    def long(kind="b"): ...
+
+    metavar = "a|" + "b" * 60
+    long.__annotations__ = {"kind": Annotated[str, typer.Option(metavar=metavar, help="Kind.")]}
+    one = CommandLine()
+    one.command()(long)
+    lines = CliRunner().invoke(one, ["--help"], env={"COLUMNS": "120"}).output.splitlines()
+    assert any(line.split()[0] == "b" * 60 for line in lines if line.strip())
