@@ -1,36 +1,31 @@
-"""The README's run at scale on few cores: its command lines, on two workers and four layers."""
+"""The run at scale on few cores of the pipeline's guide: its command lines, exactly as printed."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "dynmo_train" / "README.md").read_text(encoding="utf-8")
-SMALLER = {
-    "--layers 24 --workers 8": "--layers 4 --workers 2",
-    "--nproc 8": "--nproc 2",
-    "--num-layers 24": "--num-layers 4",
-    "--global-batch-size 32": "--global-batch-size 8",
-    "--emulate-scale 10": "--emulate-scale 1",
-}
+from tests.paths import ROOT
+
+GUIDE = (ROOT / "dynmo_train" / "pipeline" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_readme_emulation_example_runs(tmp_path):
-    lines = README[README.index("dynmo-prep sample-corpus --output data/corpus.jsonl") :].partition("\n```")[0]
-    for written, small in SMALLER.items():
-        assert lines.count(written) == 1
-        lines = lines.replace(written, small)
+def test_emulation_example_runs_as_printed(tmp_path):
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.M | re.S)
+    data = [line for line in blocks[0].splitlines() if line.startswith("dynmo-prep")]
+    (emulation,) = [block for block in blocks if "--emulate" in block]
     done = subprocess.run(
-        ["bash", "-euc", f"{lines.rstrip()} --run-dir run"],
+        ["bash", "-euc", "\n".join([*data, emulation])],
         cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    run = tmp_path / "runs" / "emulated"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 11))
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
     assert "plan_applied" in kinds
