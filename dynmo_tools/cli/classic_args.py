@@ -1,4 +1,8 @@
-"""Arguments in the syntax of Megatron's tools: one flag with several values, files without flags."""
+"""Arguments in the syntax of Megatron's tools: one flag with several values, files without flags.
+
+Scripts of these tools then work with the name of the program changed. Arguments are only translated where they have one
+meaning; everything else is left to typer, which reports it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,10 @@ def expand_list_flags(arguments: Sequence[str]) -> list[str]:
     flag: str | None = None
     expects_value = False
     for position, argument in enumerate(arguments):
+        # Everything after "--" is positional, also what looks like a flag.
         if argument == "--":
             return [*expanded, *arguments[position:]]
+        # A flag=value has its value already; such an argument is in no list.
         if argument.startswith("-") and argument != "-":
             flag = argument if argument in LIST_FLAGS else None
             expects_value = flag is not None
@@ -54,6 +60,7 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
+        # Values up to the next flag, as argparse collects them for ``nargs="+"``.
         values = list(itertools.takewhile(lambda value: not value.startswith("-"), remaining))
         pairs = list(zip(values[::2], values[1::2], strict=False)) if len(values) % 2 == 0 else []
         if (step, flag) == ("find-duplicates", "--inputs") and pairs:
@@ -61,11 +68,13 @@ def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
         elif (step, flag) in RENAMED_FLAGS and len(values) == 1:
             expanded += [RENAMED_FLAGS[step or "", flag], *values]
         elif (step, flag) == ("merge", "--json_path") and len(values) == 1:
+            # The folder is escaped, the pattern is not: a folder may be named "a[1]".
             expanded += ["--input", os.path.join(glob.escape(values[0]), "*.json")]
         elif (step, flag) == ("decontaminate", "--dedup-dataset") and len(pairs) == 1:
             expanded += ["--input", values[0], "--json-key", values[1]]
         elif (step, flag) == ("decontaminate", "--lambada-path") and len(values) == 1:
             expanded += ["--task", f"lambada={values[0]}"]
+        # Megatron's --tasks only has names; the file of lambada is that of --lambada-path.
         elif (step, flag) == ("decontaminate", "--tasks") and "--lambada-path" in arguments:
             expanded += [word for name in values if name != "lambada" for word in ("--task", name)]
         else:

@@ -1,4 +1,11 @@
-"""The commands of ``dynmo-prep``: one per step of ``runner/registry.py``, and those that are not steps."""
+"""The commands of ``dynmo-prep``: one per step of ``runner/registry.py``, and those that are not steps.
+
+    argv ─> classic_args ─> typer ─> values ─> build ─> settings ─┬─> Job ─> dispatch_step, run_job ─> Summary
+                                                                  └─> Execution
+    Summary ─> one line or JSON on stdout; messages on stderr; exit code
+
+``--help`` must be instant: modules of steps, numpy and the runner are imported within the commands.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +38,11 @@ from .classic_args import expand_list_flags, from_classic_syntax
 if TYPE_CHECKING:
     from ..runner.job import Summary
 
+# The output is complete, but a script must see that lines are missing from it.
 EXIT_SOME_REJECTED = 3
 MAX_SECONDS = 86_400
 
+# The order of help pages: that of a pipeline, from the corpus to the dataset.
 COMMAND_ORDER = (
     "sample-corpus",
     "blacklist-urls",
@@ -78,6 +87,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 def _step_parameters(step: Step) -> list[inspect.Parameter]:
+    # Inputs are accepted in both ways: shells expand patterns to arguments, Megatron's tools have --input.
     inputs = typer.Argument(help=step.input_help)
     more = typer.Option("--input", "--input-files", help="Input file or pattern, in addition to INPUTS. Repeat.")
     output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
@@ -94,6 +104,13 @@ def _step_parameters(step: Step) -> list[inspect.Parameter]:
 
 def _step_callback(step: Step) -> Callable[..., None]:
     def body(**values: Any) -> None:
+        """Run the step with the values of its flags.
+
+        Raises:
+            UsageError: no inputs, or invalid settings.
+            DynmoError: a task failed, or the file system did.
+            typer.Exit: with code 3, some lines were rejected or names not found.
+        """
         from ..io.paths import expand_inputs
         from ..runner.job import run_job
         from ..runner.submit import dispatch_step
@@ -116,6 +133,7 @@ def _step_callback(step: Step) -> Callable[..., None]:
         with _report_os_errors():
             done = dispatch_step(job, step, run, _execution(run), sys.argv[1:])
             if done is not None:
+                # A subset produces no data, so its line is a message. That of a submission has the job id, for scripts.
                 (print_message if run.task_index is not None else emit)(done)
                 return
             summary = run_job(job, step.phases_of(), _execution(run))
@@ -171,6 +189,7 @@ def _report_os_errors() -> Iterator[None]:
     """Report an error of the file system in one line."""
     try:
         yield
+    # An OSError too, but of stdout: run_app ends quietly when a reader such as ``head`` is done.
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -206,6 +225,7 @@ def _add_step(step: Step) -> None:
         app.command(step.name)(command(step.name, text, _step_parameters(step), _step_callback(step)))
 
 
+# A filter of another package never replaces a command; main() warns about it.
 for _step in steps().values():
     if _step.name not in COMMAND_ORDER or not _step.package:
         _add_step(_step)
@@ -249,6 +269,7 @@ def _pipeline_callback(
     text, source = recipe_text(recipe)
     report = print_message if format_ is Format.JSON else emit
     recipe_ = parse_recipe(text, source, set_ or [])
+    # A changed step of a recipe replaces its own output without --overwrite; other files are never replaced.
     execution = _execution(run, rerun_changed=True)
     inputs = inputs_of(recipe_, input_ or [], work_dir)
     with _report_os_errors():
@@ -469,6 +490,7 @@ def fetch_urls(
     from ..web.http_client import AllowedHosts
     from ..web.url_filter import expand_folder
 
+    # Checked here: http.client would refuse the header field at each URL, which then counts as failed.
     if not (user_agent.isprintable() and user_agent.isascii()):
         raise UsageError(f"--user-agent {user_agent!r}: must be printable ASCII")
     allowed = AllowedHosts.parse(allow_host or [])
@@ -478,6 +500,7 @@ def fetch_urls(
         allowed=allowed, **({"user_agent": user_agent} if user_agent else {}),
     )  # fmt: skip
     journal = default_work(output) / "journal.jsonl"
+    # With a journal, the output may be that of the same run: write_pages compares it before it is replaced.
     check_new_outputs(paths, [output], overwrite=overwrite or journal.exists())
     journal.parent.mkdir(parents=True, exist_ok=True)
     with _report_os_errors(), UrlList(paths, journal.parent) as urls:
@@ -555,5 +578,6 @@ def main() -> None:
     """Run the command line."""
     for message in name_conflicts(COMMAND_ORDER):
         print_message(f"dynmo-prep: warning: {message}")
+    # In place, not passed on: a Slurm script repeats sys.argv, which then has the flags of this command line only.
     sys.argv[1:] = expand_list_flags(from_classic_syntax(sys.argv[1:]))
     run_app(app, "dynmo-prep")

@@ -1,4 +1,11 @@
-"""Settings declared once: a dataclass field with a help sentence becomes a flag, a TOML key and a line of help."""
+"""Settings declared once: a dataclass field with a help sentence becomes a flag, a TOML key and a line of help.
+
+    setting(...) ─> field of a dataclass ─┬─ parameters ─> flags and help ─> build ────────┐
+                                          └─ keys of a recipe ─> from_mapping ─────────────┴─> settings of a Job
+    settings ─> jsonable, files_of ─> digest of the task manifest, sidecar of the dataset
+
+A flag, its recipe key and its line of help therefore never differ.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +67,7 @@ def setting(
         "maximum": maximum,
         "panel": Panel(panel or OTHER, rare=rare),
     }
+    # dataclasses refuse both as well, but ask for a default_factory, which has no value to show in the help.
     if isinstance(default, list | dict):
         raise TypeError("a default must be immutable")
     return dataclasses.field(default=default, metadata=metadata)
@@ -72,6 +80,7 @@ def flag_name(field_name: str) -> str:
 
 def hints(kind: type) -> dict[str, Any]:
     """The resolved types of the fields of a settings dataclass."""
+    # With ``from __future__ import annotations``, the types of fields are strings.
     return typing.get_type_hints(kind)
 
 
@@ -87,6 +96,7 @@ def _without_none(hint: Any) -> Any:
 
 def _violated_rule(value: float, minimum: float | None, maximum: float | None) -> str:
     """The rule that a number violates; empty if none."""
+    # NaN passes every comparison below.
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if minimum is not None and value < minimum:
@@ -98,10 +108,27 @@ def _violated_rule(value: float, minimum: float | None, maximum: float | None) -
 def number(
     *names: str, help: str, minimum: float | None = None, maximum: float | None = None, panel: str | None = None
 ) -> Any:
-    """A typer option of a number within bounds, which the help states; NaN and infinity are refused."""
+    """A typer option of a number within bounds, which the help states; NaN and infinity are refused.
+
+    Args:
+        names: names of the flag; without any, typer derives one from the parameter.
+        help: one sentence, with the unit.
+        minimum: smallest value; None has no limit.
+        maximum: largest value; None has no limit for floats, and is 63 bits for integers.
+        panel: section of help pages; None is the default one.
+
+    Raises:
+        typer.BadParameter: later, when the option is parsed and its value is outside the bounds.
+    """
     import typer
 
+    # typer's own bounds let NaN pass, and do not limit integers to 63 bits.
     def check(context: Any, parameter: Any, value: Any) -> Any:
+        """Return a value within the bounds.
+
+        Raises:
+            typer.BadParameter: the value is outside.
+        """
         if value is not None and (rule := _violated_rule(value, minimum, maximum)):
             raise typer.BadParameter(f"{value} must be {rule}.", ctx=context, param=parameter)
         return value
@@ -139,6 +166,7 @@ def parameters(kind: type) -> list[inspect.Parameter]:
     for field in dataclasses.fields(kind):
         hint = resolved[field.name]
         default = ... if field.default is dataclasses.MISSING else field.default
+        # typer knows lists for repeated flags, settings are frozen and have tuples; ``build`` converts them back.
         if _is_tuple(hint):
             hint = list[typing.get_args(hint)[0]]  # type: ignore[misc]
             default = list(default) if default is not ... else ...
@@ -174,6 +202,7 @@ def command(
     def run(**values: Any) -> None:
         body(**values)
 
+    # typer reads name, docstring and signature of a function; this one gets those of the settings.
     run.__name__ = name.replace("-", "_")
     run.__doc__ = help
     run.__signature__ = inspect.Signature(list(params))  # type: ignore[attr-defined]
@@ -182,7 +211,15 @@ def command(
 
 
 def build(kind: type, values: Mapping[str, Any]) -> Any:
-    """A settings object from parsed flags; lists become tuples."""
+    """A settings object from parsed flags; lists become tuples.
+
+    Args:
+        kind: dataclass of the settings.
+        values: values of all flags of the command; those of other settings are ignored.
+
+    Raises:
+        UsageError: see ``check_numbers`` and the rules of the dataclass.
+    """
     known = {field.name for field in dataclasses.fields(kind)}
     settings = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
     check_numbers(settings)
@@ -208,6 +245,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         if value not in choices:
             raise UsageError(f"{where} {value!r}: must be one of {', '.join(map(str, choices))}")
         return hint(value)
+    # Not isinstance: a bool is an int, and ``workers = true`` must not be 1.
     if type(value) is not hint:
         raise UsageError(f"{where} {value!r}: must be of type {hint.__name__}")
     return value
@@ -247,6 +285,7 @@ def parse_assignment(text: str) -> tuple[str, str, Any]:
     step, dot, key = left.strip().rpartition(".")
     if not equals or not dot or not step or not key:
         raise UsageError(f"--set {text!r} must have the form step.key=value")
+    # As TOML first, so that numbers and lists keep their type; a path or a name needs no quotes on the command line.
     try:
         value = parse_toml(f"value = {right}")["value"]
     except ValueError:

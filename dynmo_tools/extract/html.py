@@ -1,13 +1,19 @@
-"""Text of HTML pages, with the parser of the standard library."""
+"""Text of HTML pages, with the parser of the standard library.
+
+Pages of the web are rarely well-formed: tags are open, crossed or closed twice. The parser reports tags as they occur
+and builds no tree, so nothing that a page lacks can end the extraction.
+"""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
 
+# Contents that a browser does not show as text, and lists of links and controls around it.
 SKIPPED_TAGS = frozenset(
     {"script", "style", "noscript", "template", "svg", "head", "nav", "form", "button", "iframe", "select"}
 )
+# Tags that begin a new line in a browser; text of all other tags continues the line.
 BLOCK_TAGS = frozenset(
     {"p", "div", "br", "li", "ul", "ol", "table", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
     | {"header", "footer", "main", "aside", "blockquote", "pre", "dl", "dt", "dd", "hr", "figure", "figcaption", "body"}
@@ -17,6 +23,7 @@ SPACES = re.compile(r"\s+")
 
 class _TextExtractor(HTMLParser):
     def __init__(self) -> None:
+        # Entities arrive as characters, within the text around them.
         super().__init__(convert_charrefs=True)
         self.lines: list[list[str]] = [[]]
         self.title: list[str] = []
@@ -36,6 +43,7 @@ class _TextExtractor(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
+        # An end tag also ends the open tags within it; one without a start tag is ignored.
         if tag in self._skipped:
             del self._skipped[self._skipped.index(tag) :]
         elif tag in BLOCK_TAGS:
@@ -49,7 +57,14 @@ class _TextExtractor(HTMLParser):
 
 
 def extract_text(html: str) -> tuple[str, str]:
-    """Extract the title and the text of a page, one line per block element."""
+    """Extract the title and the text of a page.
+
+    Args:
+        html: decoded page.
+
+    Returns:
+        The title, empty if there is none, and the text, one line per block element without blank lines.
+    """
     reader = _TextExtractor()
     reader.feed(html)
     reader.close()

@@ -24,10 +24,12 @@ from ..io.codecs import wrap_write
 from ..io.jsonl import encode_row
 from ..io.paths import check_writable
 
+# Installed packages differ between machines, tests have few sentences.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
 )
 DOCUMENT_ENDINGS = (".txt", ".rst", ".md")
+# Shorter texts are names and headings, shorter blocks are notes to one line of code.
 MIN_CHARACTERS = 40
 MIN_COMMENT_LINES = 3
 MAX_SECTION_CHARACTERS = 4_000
@@ -39,6 +41,7 @@ def stdlib_folder() -> Path:
 
 
 def _files(root: Path) -> Iterator[Path]:
+    # Sorted: the file system determines the order otherwise, and documents are numbered and shuffled by it.
     for path in sorted(root.iterdir()):
         if path.is_dir():
             if path.name not in SKIPPED_FOLDERS and not path.is_symlink():
@@ -64,6 +67,7 @@ def docstrings(source: str) -> list[str]:
             text = ast.get_docstring(node, clean=False)
             if text and text.strip():
                 found.append(inspect.cleandoc(text).strip())
+            # Before the siblings: the documents of a class stay together, in the order of the source.
             waiting = [child for child in node.body if isinstance(child, ast.stmt)] + waiting
     return found
 
@@ -86,6 +90,7 @@ def comments(source: str) -> list[str]:
 
 def topics(source: str) -> dict[str, str]:
     """The topics of ``pydoc_data/topics.py``, the dictionary literal that it assigns."""
+    # Evaluated as a literal: no module of the library is imported, so none can run code.
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             value = ast.literal_eval(node.value)
@@ -94,7 +99,7 @@ def topics(source: str) -> dict[str, str]:
 
 
 def sections(parts: list[str], limit: int = MAX_SECTION_CHARACTERS) -> list[str]:
-    """Join parts by blank lines into texts of at most about ``limit`` characters."""
+    """Join parts by blank lines into texts of at most about ``limit`` characters; a longer part stays complete."""
     joined: list[list[str]] = [[]]
     size = 0
     for part in parts:
@@ -156,6 +161,13 @@ def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int, overwri
     """Write the sample as JSON lines, atomically.
 
     An existing output is replaced if ``overwrite`` is set or its bytes are the same.
+
+    Args:
+        root: folder of the standard library.
+        output: file of the sample, compressed by its extension.
+        max_bytes: maximum UTF-8 bytes of text; 0 is unlimited.
+        seed: seed of the order.
+        overwrite: replace an existing output.
 
     Returns:
         The report of the command.

@@ -31,12 +31,14 @@ def extract(task: Task) -> None:
     try:
         base = settings.url_base or read_base(path)
         for found in read_pages(task.slice):
+            # Pages are not lines of JSON: they are counted here, by the bytes of their markup.
             task.count(found.markup)
             reason = _skip(found, settings)
             text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
             if reason or not text:
                 task.tally.drop(reason or "empty")
                 continue
+            # Keys, and their order, of WikiExtractor's --json.
             row = {
                 "id": found.number,
                 "revid": found.revision,
@@ -54,6 +56,7 @@ def extract(task: Task) -> None:
 
 
 def _skip(page: Page, settings: ExtractWikiSettings) -> str | None:
+    # A redirect has one link and no text; WikiExtractor writes it as an empty document.
     if page.redirect:
         return "redirect"
     return None if page.namespace in settings.namespaces else "namespace"

@@ -1,5 +1,8 @@
 """Plain text of MediaWiki markup.
 
+    markup ─> remove_extension_tags ─> tokens ─> _Page.plain ─> remove_leftover_markup ─> tidy ─> lines of text
+              (broken_markup)          (mwparserfromhell)       (broken_markup)
+
 The markup is split by the tokenizer of mwparserfromhell. Its node tree is not built: that takes ten times as long, and
 most nodes are dropped. Templates, tables, references, files and categories are dropped, except a few templates with
 running text. Sections without text lose their title, as in WikiExtractor.
@@ -19,11 +22,13 @@ from typing import Any
 from .._common.errors import MissingExtraError
 from .broken_markup import remove_extension_tags, remove_leftover_markup
 
+# Control characters are not allowed in XML, so no dump has them: marks cannot be confused with text.
 LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
 DROPPED_TAGS = frozenset(
     {"ref", "references", "table", "gallery", "math", "timeline", "syntaxhighlight", "source", "score", "imagemap"}
     | {"style", "hiero", "chem", "graph", "mapframe", "templatestyles", "noinclude", "includeonly"}
 )
+# Templates within sentences: without their text, words would be missing. All others are boxes, notes and citations.
 LAST_VALUE_TEMPLATES = frozenset(
     {"lang", "transl", "transliteration", "nowrap", "nobr", "small", "big", "visible anchor"}
 )
@@ -31,6 +36,7 @@ SPACE_TEMPLATES = frozenset({"nbsp", "spaces", "snd", "spnd", "ndash", "mdash", 
 TWO_VALUE_TEMPLATES = frozenset({"convert", "cvt"})
 NAMESPACE_LINK = re.compile(r"^:?[a-z][\w -]*:\S", re.IGNORECASE)
 BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
+# What dropped templates leave: "Kyoto (, ) is" for "Kyoto ({{lang|...}}, {{IPA|...}}) is".
 EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/])*\)|\s?\[\s*\]")
 LEADING_SEPARATORS = re.compile(r"\((?:\s*[,;])+\s*")
 SPACED_COMMA = re.compile(r" +([,.;:!?)])")
@@ -50,6 +56,7 @@ PAIRS = (
 SEPARATORS = ("TemplateParamSeparator", "TemplateParamEquals", "WikilinkSeparator", "ExternalLinkSeparator")
 TAG_SEPARATORS = ("TagAttrStart", "TagCloseOpen", "TagOpenClose")
 BEGIN, END, SEPARATOR = range(3)
+# Arguments of the tokenizer: start outside of any node, and read quotes of italics and bold as tags.
 CONTEXT, SKIP_STYLES = 0, False
 
 
@@ -62,6 +69,7 @@ class _MarkupParser:
         except ImportError as error:
             raise MissingExtraError("mwparserfromhell", "prep") from error
         tokens: Any = import_module("mwparserfromhell.parser.tokens")
+        # The tokenizers in C and in Python give the same tokens; some installations only have the second.
         if parser.use_c:
             tokenizer = parser.CTokenizer()
         else:
@@ -78,6 +86,7 @@ class _MarkupParser:
 
     def markup(self, tokens: list[Any]) -> str:
         """The markup of some tokens."""
+        # Nearly always: names of templates and titles of links. The builder is needed for nested nodes only.
         if all(type(token) is self.text for token in tokens):
             return "".join([token["text"] for token in tokens])
         return str(self._builder().build(tokens))
@@ -99,6 +108,7 @@ class _Page:
         self._ends: dict[int, int] = {}
         self._parts: dict[int, list[int]] = {}
         roles, ends, parts = language.roles, self._ends, self._parts
+        # One pass: the tokenizer closes nodes in order, so a stack finds the end of each.
         opened: list[int] = []
         for at, token in enumerate(tokens):
             role = roles.get(type(token))
@@ -166,6 +176,7 @@ class _Page:
     def _link(self, opened: int, close: int) -> str:
         parts = self._parts.get(opened)
         title = self._markup(opened + 1, parts[0] if parts else close)
+        # [[File:...]] and [[Category:...]] show no text here; a leading colon makes a link of them.
         if NAMESPACE_LINK.match(title) and not title.startswith(":"):
             return ""
         return self.plain(parts[0] + 1, close) if parts else title.removeprefix(":")
@@ -175,6 +186,7 @@ class _Page:
         return self.plain(parts[0] + 1, close) if parts else ""
 
     def _entity(self, opened: int, close: int) -> str:
+        # Tokens between start and end: one for a name, two for a decimal number, three for a hexadecimal one.
         value = self._tokens[close - 1]["text"]
         if close == opened + 2:
             character = chr(name2codepoint[value])
@@ -191,21 +203,29 @@ class _Page:
         name = self._markup(opened + 1, parts[0] if parts else close).strip().lower()
         if name in DROPPED_TAGS:
             return ""
+        # Only those of wiki markup (*, #, ;, :), which have no end: their text follows as text of the line.
         if name in ("li", "dt", "dd") and self._tokens[opened].wiki_markup:
             return LIST_MARK
         if name == "br":
             return "\n"
+        # Without a begin and an end, the tag closes itself and has no contents.
         contents = self._of_kind(opened, kinds.TagCloseOpen, kinds.TagOpenClose)
         return self.plain(contents[0] + 1, contents[-1]) if len(contents) > 1 else ""
 
 
 def tidy(text: str, *, keep_lists: bool) -> str:
-    """Remove residues of dropped markup; a title stays only before text, and ends with a full stop."""
+    """Remove residues of dropped markup; a title stays only before text, and ends with a full stop.
+
+    Args:
+        text: result of ``remove_leftover_markup``, with marks.
+        keep_lists: keep list items, each as a line that starts with "- ".
+    """
     text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
     lines: list[str] = []
     title: str | None = None
     for line in text.split("\n"):
         if line.startswith(TITLE_MARK):
+            # Held back: the next title replaces it if no text follows, as for sections of references only.
             title = line[1:].strip()
             continue
         listed = LIST_MARK in line

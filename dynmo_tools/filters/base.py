@@ -58,6 +58,7 @@ class DocumentFilter(ABC):
         settings: an object of ``settings_type``.
     """
 
+    # Class attributes: the registry reads them for the command line, when no settings exist yet.
     settings_type: ClassVar[type[FilterSettings]]
     repairs_surrogates: ClassVar[bool] = False
     output_names: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,11 @@
-"""Clean: repair text, keep one language, drop short documents, by the rules of Megatron's ``cleanup_dataset``."""
+"""Clean: repair text, keep one language, drop short documents, by the rules of Megatron's ``cleanup_dataset``.
+
+    text ─> ftfy ─> punctuation ─> empty? ─> short? ─> other language? ─> text to write
+                                     └─────────┴───────────┴─ drop reason
+
+The verdicts and texts are those of Megatron's loop. The cost is not: texts that ftfy cannot change are not given to it,
+texts of 8 characters per token are not tokenized, and short texts are dropped before their language is detected.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +31,12 @@ _LANGUAGES = (
 )
 LANGUAGES = tuple(_LANGUAGES.split())
 """Languages of langdetect."""
+# Megatron's cleanup_dataset: ``len(text) < 8 * 128`` characters decides whether the tokens are counted.
 CHARACTERS_PER_TOKEN = 8
-FTFY_LINE_CHARACTERS = 1_000_000  # ftfy splits longer lines
+# ftfy splits longer lines itself, at places that depend on its limit. Such a text is left to it as a whole.
+FTFY_LINE_CHARACTERS = 1_000_000
+
+# The ASCII sign for each: web text mixes both, and a tokenizer has different tokens for them.
 
 ASCII_PUNCTUATION = str.maketrans(
     {
@@ -33,6 +44,7 @@ ASCII_PUNCTUATION = str.maketrans(
         **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u2036\u00ab\u00bb", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2043\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u2014\u2015\u2e3a\ufe58", " - "),
+        # Full-width forms are ASCII plus 0xFEE0. The first 15 are punctuation; digits and letters stay.
         **{chr(0xFF01 + at): chr(0x21 + at) for at in range(15)},
         **dict.fromkeys("\uff1a\ufe55", ":"),
         **dict.fromkeys("\uff1b\ufe54", ";"),
@@ -69,6 +81,7 @@ class CleanSettings(FilterSettings):
 
 def is_plain(text: str) -> bool:
     """Whether ftfy cannot change ``text``: printable ASCII, tabs and newlines, without ampersands."""
+    # An ampersand may begin an HTML entity, a control character a terminal escape; ftfy replaces both.
     if not text.isascii() or "&" in text:
         return False
     return text.isprintable() or text.replace("\n", " ").replace("\t", " ").isprintable()
@@ -97,6 +110,7 @@ def repair(text: str) -> str:
     lines = text.split("\n")
     if max(map(len, lines)) >= FTFY_LINE_CHARACTERS:
         return fix(text)
+    # From the first line with "<" on, ftfy takes a text for HTML: the decision is carried from line to line.
     html = False
     last = len(lines) - 1
     for at, line in enumerate(lines):
@@ -127,6 +141,7 @@ def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
     """
     if len(text) >= CHARACTERS_PER_TOKEN * min_tokens:
         return False
+    # A token has at least one byte, and one token is the end of the document.
     if len(text.encode("utf-8", "surrogatepass")) + 1 < min_tokens:
         return True
     return count(text) + 1 < min_tokens
@@ -134,7 +149,7 @@ def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def language_detector(seed: int) -> LanguageDetector:
-    """The detector for a seed; loaded once per process."""
+    """The detector for a ``seed`` of its random draws; loaded once per process."""
     from .language import LanguageDetector
 
     return LanguageDetector(seed)
@@ -162,7 +177,14 @@ def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
 def clean_text(
     text: str, settings: CleanSettings, count: Callable[[str], int], detector: LanguageDetector | None
 ) -> FilterResult:
-    """Repair one text and decide whether it is dropped. The cheap tests run first; their order changes no decision."""
+    """Repair one text and decide whether it is dropped. The cheap tests run first; their order changes no decision.
+
+    Args:
+        text: the text.
+        settings: settings of the step.
+        count: returns the number of tokens of a text.
+        detector: detects the language; None keeps all languages.
+    """
     text = repair(text)
     if settings.punctuation:
         text = plain_punctuation(text)
@@ -170,6 +192,7 @@ def clean_text(
         return FilterResult(text=text, drop_reason="empty")
     if is_short(text, settings.min_tokens, count):
         return FilterResult(text=text, drop_reason="short")
+    # Last: detection takes the most time of all tests, and reads repaired text as in Megatron.
     if detector is not None:
         language = detector.detect(text)
         if language is None:
@@ -183,6 +206,7 @@ class CleanFilter(DocumentFilter):
     """The step ``clean``."""
 
     settings_type = CleanSettings
+    # ftfy replaces lone surrogates, so their lines need not be rejected.
     repairs_surrogates = True
 
     def __init__(self, settings: CleanSettings) -> None:

@@ -21,8 +21,11 @@ from .clean import language_detector, repair
 if TYPE_CHECKING:
     from .language import LanguageDetector
 
+# Megatron's ``general_cleaning``, unchanged: a newline is joined only after a word character, so that a paragraph that
+# ends with a full stop stays one.
 SPACES_AND_BROKEN_LINES = re.compile(r"  +|\b\n+ |\b\n+")
 BLANK_LINES = re.compile(r"\n\n+")
+# The ``stories`` variant of Megatron's comments, in its order: corpora of split words have spaces around these signs.
 SPACED_SIGNS = (
     (" '", "'"), (" !", "!"), (" ?", "?"), (" .", "."), (" ,", ","), (" - ", "-"), (" @ ", "@"),
 )  # fmt: skip
@@ -58,7 +61,14 @@ class FixSettings(FilterSettings):
 
 
 def drop_reason(text: str, tasks: Collection[FixTask], detector: LanguageDetector) -> str | None:
-    """The chosen filter that drops ``text``, or None; lengths are in characters."""
+    """The chosen filter that drops ``text``, or None; lengths are in characters.
+
+    Args:
+        text: the text.
+        tasks: chosen filters and repairs.
+        detector: used by ``remove_512_non_english`` only.
+    """
+    # 256 and 512 characters are the limits of Megatron's cleanup_fix_dataset, and part of the names of its tasks.
     if FixTask.REMOVE_512 in tasks and len(text) < 512:
         return FixTask.REMOVE_512.value
     if FixTask.REMOVE_256_JAVASCRIPT in tasks and len(text) < 256 and "javascript" in text.lower():

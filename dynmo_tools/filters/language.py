@@ -19,8 +19,11 @@ import numpy.typing as npt
 
 from .._common.errors import MissingExtraError
 
+# Entries of the cache of words. Text has new words without end, so the cache must have one.
 MAX_WORDS = 200_000
+# As langdetect: it normalizes the probabilities, and looks for convergence, at every fifth draw.
 DRAWS_BETWEEN_CHECKS = 5
+# Far above the rounding errors of seven sums of probabilities, far below any difference of languages that matters.
 CERTAIN = 1e-9
 
 Floats = npt.NDArray[np.float64]
@@ -84,6 +87,8 @@ class LanguageDetector:
         except ImportError as error:
             raise MissingExtraError("langdetect", "prep") from error
         factory = detector_factory.DetectorFactory()
+        # langdetect reads the folder in the order of the file system, which decides the order of languages and, in the
+        # last bit, of sums. Sorted, all machines agree.
         profiles = sorted(Path(detector_factory.PROFILES_DIRECTORY).iterdir())
         factory.load_json_profile([path.read_text(encoding="utf-8") for path in profiles])
         self._seed = seed
@@ -120,7 +125,10 @@ class LanguageDetector:
         if text.isascii():
             return text
         latin = others = 0
+        # By distinct characters: ``count`` runs in C, a loop over all characters does not. Sums of integers
+        # are the same in any order of the set.
         for character in set(text):
+            # As in langdetect, including the six signs between "Z" and "a".
             if "A" <= character <= "z":
                 latin += text.count(character)
             elif character >= "\u0300" and self._block(character) != "Latin Extended Additional":
@@ -158,12 +166,15 @@ class LanguageDetector:
 
     def _decide(self, grams: Sequence[int]) -> str | None:
         rules = self._rules
+        # Seeded for each text, as in langdetect with a seed: a verdict does not depend on the texts before it, and
+        # therefore not on slices and workers.
         draw = random.Random(self._seed)
         total: Floats = np.zeros(len(self._languages))
         trials = 7
         for trial in range(1, trials + 1):
             total += self._trial(grams, draw, rules) / trials
             first, second = np.partition(total, -2)[[-1, -2]]
+            # A trial adds at most 1 / trials to a language: with a larger lead, the rest cannot change the result.
             left = (trials - trial) / trials
             if first - second > left + CERTAIN and first > rules.PROB_THRESHOLD:
                 break
@@ -174,13 +185,16 @@ class LanguageDetector:
         count = len(self._languages)
         weight = (rules.ALPHA_DEFAULT + draw.gauss(0.0, 1.0) * rules.ALPHA_WIDTH) / rules.BASE_FREQ
         shares: Floats = np.full(count, 1.0 / count)
+        # langdetect checks after draw 0, 5, 10, ...: the first block has one draw.
         step, draws = 0, 1
         while True:
             block = self._table.take(_choices(draw, grams, draws), axis=0)
             block += weight
+            # In the order of the draws: another order rounds differently, and a verdict may depend on the last bit.
             block[0] *= shares
             shares = np.multiply.reduce(block, axis=0)
             step += draws
+            # Python's sum, as in langdetect; numpy adds in another order.
             listed = shares.tolist()
             whole = sum(listed)
             shares /= whole

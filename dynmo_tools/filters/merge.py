@@ -52,9 +52,12 @@ def count_rows(task: Task) -> None:
 def number_rows(task: Task) -> None:
     """Task function: number the documents of one slice."""
     settings: AddIdSettings = task.job.settings
+    # Numbers follow from the counts of earlier slices, so slices are numbered in parallel, with the same numbers as one
+    # process would give.
     number = sum(read_marker(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))
     for row in task.rows():
         number += 1
+        # Ten digits, as in Megatron's add_id: the names sort in input order.
         name = encode_text(f"{settings.id_prefix}-{number:010d}")
         task.write_row(writer, with_value(row, settings.id_key, name))

@@ -17,11 +17,15 @@ from ..runner.parts import records_ending
 from ..runner.task import Phase, Task, read_marker
 from ..runner.task_manifest import TaskManifest
 
+# A bucket is shuffled as objects in memory; short documents need more than the bytes of their text.
 BUCKET_BYTES = 32 << 20
+# A task of the second pass opens the file of every slice, and a marker lists runs for every bucket.
 MAX_BUCKETS = 1024
 MAX_BYTES_IN_MEMORY = 64 << 20
+# Of compressed text, approximately. An error only makes buckets larger or smaller, the order stays random.
 COMPRESSION_RATIO = 4
 DRAWN_AT_ONCE = 4096
+# Keys of the generators of both passes: without them, task 0 of each would draw the same numbers.
 SCATTER_STREAM, ORDER_STREAM = 0, 1
 
 
@@ -42,6 +46,7 @@ def shuffle_phases(manifest: TaskManifest) -> list[Phase]:
 
 def _draws(generator: np.random.Generator, count: int) -> Iterator[int]:
     """Endless random integers below ``count``."""
+    # In blocks: a call of numpy per document would take longer than the copy of a short document.
     while True:
         yield from generator.integers(count, size=DRAWN_AT_ONCE).tolist()
 
@@ -58,6 +63,7 @@ def scatter(task: Task) -> None:
     buffered_bytes = position = 0
 
     def flush(position: int) -> int:
+        """Write the buffered documents at byte ``position``, one run per bucket; returns the new position."""
         for bucket, lines in enumerate(buffered):
             if lines:
                 payload = b"".join(lines)
@@ -83,6 +89,7 @@ def order(task: Task) -> None:
     """Task function: the documents of one bucket from all slices, shuffled."""
     settings: ShuffleSettings = task.job.settings
     lines: list[bytes] = []
+    # In the order of slices and runs: the permutation is applied to the same list in every run.
     for index in range(len(task.manifest.tasks)):
         runs = read_marker(task, "scatter", index)["result"]["runs"][task.index]
         with open(task.part("scattered.jsonl", index), "rb") as handle:

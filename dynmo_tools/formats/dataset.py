@@ -1,6 +1,13 @@
 """The sidecar of an indexed dataset, ``PREFIX.dataset.json``: its origin, and checksums of its bytes.
 
 ``dataset.md`` is the specification. The sidecar is optional.
+
+    inputs ─> digest per slice ─┐
+    tokens ─> digest per part ──┼─> PREFIX.dataset.json, renamed between PREFIX.bin and PREFIX.idx
+    settings of all steps ──────┘
+
+Checksums are per piece, the bytes of one task, because tasks hash their own tokens in parallel: one digest of the
+complete ``.bin`` would need a second pass over it.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ def _problems(document: Any) -> list[Problem]:
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
         DOCUMENT(document, "", problems)
+    # A rule across fields, which the schema cannot state; dataset_fields.py has the others.
     if not problems and document["tokenizer"] is not None and document["eod_id"] is not None:
         size = document["tokenizer"]["vocab_size"]
         if document["eod_id"] >= size:
@@ -73,6 +81,7 @@ def encode_sidecar(document: Mapping[str, Any]) -> bytes:
 
 def digest_vocabulary(ids: Mapping[str, int]) -> str:
     """The digest of a vocabulary: SHA-256 of the JSON array of [id, token], ascending, in ASCII."""
+    # By id: the order of a dict is that of the tokenizer's file, which does not change the tokens of a dataset.
     pairs = sorted((number, token) for token, number in ids.items())
     return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 

@@ -48,7 +48,9 @@ DTYPES: dict[int, npt.DTypeLike] = {
     8: np.uint16,
 }
 CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
+# Megatron's limit, not 65,536; other writers use the latter, and their headers state their type.
 SMALL_VOCABULARY = 65_500
+# The lengths of mmap are int32.
 MAX_SEQUENCE_TOKENS = (1 << 31) - 1
 VERIFY_TOKENS = 1 << 22
 
@@ -228,6 +230,7 @@ def _read_mmap(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem
     lengths = _column(handle, "<i4", count, size)
     pointers = _column(handle, "<i8", count, size)
     documents = _column(handle, "<i8", boundaries, size)
+    # The header does not state whether modes follow; exactly one byte per sequence at the end means that they do.
     left = size - handle.tell()
     modes = _column(handle, "i1", count, size) if left == count and count else None
     if left and modes is None:
@@ -293,6 +296,7 @@ def _problems(index: Index, tokens_bytes: int) -> list[Problem]:
             problems.append(Problem(f"idx.lengths[{begin + at}]", "range", f"is {block[at]}; must not be negative"))
             break
         begin += len(block)
+    # Exactly: a longer .bin is one whose index was not renewed, which readers would not notice.
     expected = index.num_tokens * index.dtype.itemsize
     if tokens_bytes != expected:
         problems.append(Problem("bin", "length", f"has {tokens_bytes} bytes; the index states {expected}"))
@@ -357,6 +361,7 @@ class IndexedReader:
     def blocks(self) -> Iterator[npt.NDArray[Any]]:
         """All tokens in blocks ``[up to VERIFY_TOKENS]``, read instead of mapped."""
         kind = self.index.dtype.newbyteorder("<")
+        # Mapped pages would count as memory of the process until they are evicted.
         for at in range(0, self.index.num_tokens, VERIFY_TOKENS):
             yield np.fromfile(bin_path(self._prefix), kind, VERIFY_TOKENS, offset=at * kind.itemsize)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+# 2 MiB of int64. The join of binarize holds a few blocks at a time, whatever the number of documents is.
 BLOCK = 1 << 18
 
 Int64s = npt.NDArray[np.int64]
@@ -57,6 +58,7 @@ def in_memory(values: npt.ArrayLike) -> IntColumn:
 
 def in_file(path: Path, kind: str, count: int, offset: int = 0) -> IntColumn:
     """``count`` numbers of data type ``kind`` at byte ``offset`` of a file."""
+    # Read, not mapped: a column is read once from begin to end, and mapped pages would count as memory of the process.
     size = np.dtype(kind).itemsize
 
     def blocks() -> Iterator[Int64s]:
@@ -117,6 +119,7 @@ def bounds(column: IntColumn) -> IntColumn:
     """The sum of the elements before each one, and the total: ``[count + 1]``, starting with 0."""
 
     def blocks() -> Iterator[Int64s]:
+        # The 0 is a block of its own, so the blocks of this column are not those of ``column``.
         yield np.zeros(1, dtype=np.int64)
         before = 0
         for block in column.blocks():

@@ -29,7 +29,12 @@ from .._common.document import (
 
 
 def undated_header(format_name: str, version: int) -> dict[str, Any]:
-    """The envelope of an output whose bytes do not depend on the time."""
+    """The envelope of an output whose bytes do not depend on the time.
+
+    Args:
+        format_name: name of the format.
+        version: version of the format, from 1.
+    """
     fields = envelope(format_name, version, f"dynmo-prep {__version__}")
     del fields["created_utc"]
     return fields
@@ -80,6 +85,7 @@ class WorkFormat:
             header = envelope(self.name, self.version, f"dynmo-prep {__version__}")
         document = {**header, **fields}
         payload = encode_json(document)
+        # The bytes are parsed again and checked: what a resumed run refuses must fail here, in the run that writes it.
         try:
             problems = self._problems(parse_json(payload, MAX_TABLE_BYTES))
         except ValueError as error:
@@ -114,6 +120,7 @@ MANIFEST = WorkFormat(
             "output": string(),
             "settings": mapping(anything()),
             "limits": mapping(anything()),
+            # Times before 1970 are negative; some archives set them.
             "sources": array(obj({"path": string(), "size_bytes": integer(), "mtime_ns": integer(-(1 << 63))})),
             "tasks": array(obj({"path": string(), "begin": integer(), "end": nullable(integer())})),
         }

@@ -27,7 +27,11 @@ def sweep_temporaries(path: Path) -> None:
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:
-    """``UsageError`` if one of the outputs exists."""
+    """Refuse outputs that exist.
+
+    Raises:
+        UsageError: one of ``paths`` exists, or is a link, also a broken one.
+    """
     for path in paths:
         if path.exists() or path.is_symlink():
             raise UsageError(f"{path}: already exists; use --overwrite to replace it, or choose another output")
@@ -35,6 +39,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 def _is_same(new: Path, old: Path) -> bool:
     """Whether two files have the same bytes."""
+    # Sizes first: most changed files differ in size, and no byte need be read.
     if not old.is_file() or old.stat().st_size != new.stat().st_size:
         return False
     with open(new, "rb") as one, open(old, "rb") as other:
@@ -63,6 +68,7 @@ def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep_temporaries(path)
+    # In the same folder: a rename is atomic within one file system only. Hidden, so that patterns do not match it.
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb", buffering=io.DEFAULT_BUFFER_SIZE * 64) as handle:

@@ -72,6 +72,7 @@ def _entries(raw: bytes, opened: int) -> Iterator[tuple[str, int, int]]:
     while (first := _KEY_BEGIN.match(raw, at)) is not None:
         begin, end = first.end() - 1, _string_end(raw, first.end() - 1)
         quoted = raw[begin:end]
+        # A key may be written with escapes; json.loads only for those, because it takes longer than the slice.
         key: str = json.loads(quoted) if b"\\" in quoted else quoted[1:-1].decode()
         colon = _COLON.match(raw, end)
         if colon is None:
@@ -92,9 +93,13 @@ def replace_value(raw: bytes, path: Sequence[str], encoded: bytes) -> bytes:
 
     Returns:
         The row with this one change.
+
+    Raises:
+        DynmoError: the row has no such value, which is an error of the caller.
     """
     begin, end = raw.index(b"{"), len(raw)
     for key in path:
+        # All entries are read, not only up to the first match: the last of repeated keys is the one to replace.
         spans = [(first, last) for name, first, last in _entries(raw, begin) if name == key]
         if not spans:
             raise _unparsed(begin)

@@ -138,6 +138,7 @@ def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Li
         offset: offset of this position in the file.
         limit_bytes: maximum bytes of a line; longer lines are yielded without their bytes.
     """
+    # Split at newlines only. Python's file iteration would do the same, but holds a line of any length in memory.
     number, partial, skipped_bytes, head = 0, b"", 0, b""
     while piece := handle.read(PIECE_BYTES):
         lines = piece.split(b"\n")
@@ -163,6 +164,10 @@ def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Li
 def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
     """The lines of a slice.
 
+    Args:
+        part: the slice.
+        limit_bytes: maximum bytes of a line; longer lines are yielded without their bytes.
+
     Raises:
         TruncatedError: a compressed file ends within its stream.
         DynmoError: the file is not of its compression format, or cannot be read.
@@ -177,6 +182,7 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
                 if part.end is not None and line.offset >= part.end:
                     return
                 done = line.offset
+                # RFC 8259 allows parsers to ignore it. A later slice does not begin at offset 0.
                 if line.offset == 0 and line.raw is not None and line.raw.startswith(BOM):
                     line = line._replace(raw=line.raw[len(BOM) :])
                 yield line
@@ -187,6 +193,7 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
         ) from error
     except OSError as error:
         raise DynmoError(f"{part.path}: cannot read after byte {done}: {error}") from error
+    # The libraries have no common base class, and some are optional: their errors are known by name only.
     except Exception as error:
         if is_compressed(part.path) and type(error).__name__ in ("ZstdError", "LZMAError", "error", "IsalError"):
             raise DynmoError(f"{part.path}: damaged after byte {done} of its text: {error}") from error
@@ -324,6 +331,7 @@ def path_of(value: dict[str, Any], key: str) -> tuple[str, ...]:
 def exact_integer(row: Row, key: str) -> int | None:
     """The integer under ``key``, of any size; orjson rounds integers of 64 bits and more to floats."""
     found = row.value.get(key)
+    # Parsed a second time only for floats, which are rare as names.
     if isinstance(found, float):
         found = json.loads(row.raw, parse_int=_whole_number).get(key)
     return found if type(found) is int else None
@@ -346,6 +354,7 @@ def encode_row(value: dict[str, Any]) -> bytes:
         encoded: bytes = orjson.dumps(value)
     except (orjson.JSONEncodeError, TypeError):
         return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()
+    # orjson writes NaN as null without an error. Most rows have no "null", so the check costs one search.
     if b"null" in encoded and not _same_nulls(value):
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     return encoded
@@ -362,6 +371,7 @@ def _same_nulls(value: Any) -> bool:
 
 def excerpt(raw: bytes) -> str:
     """The first characters of a line, for the rejects file."""
+    # A character has at most four bytes, so a long line is not decoded completely.
     return raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
 
 

@@ -100,6 +100,7 @@ def _plain_pieces(part: Slice) -> Iterator[Piece]:
         if part.begin:
             handle.seek(part.begin)
         left = None if part.end is None else part.end - part.begin
+        # After the slice, reading continues in pieces until the page that began in it ends.
         while piece := handle.read(PIECE_BYTES if not left else min(left, PIECE_BYTES)):
             yield piece, left is None or left > 0
             left = None if left is None else max(left - len(piece), 0)
@@ -135,6 +136,7 @@ def _raw_pages(pieces: Iterator[Piece], *, whole: bool) -> Iterator[bytes]:
                 # A tag may extend over two pieces.
                 at = max(at, len(buffer) - TAIL_BYTES)
                 break
+            # The page begins after the slice: it belongs to the next task.
             if begin >= num_own:
                 return
             end = buffer.find(CLOSE, begin)
@@ -161,6 +163,7 @@ def read_pages(part: Slice) -> Iterator[Page]:
     cut = part.begin or part.end is not None
     pieces = _bzip2_pieces(part) if cut and part.path.suffix == ".bz2" else _plain_pieces(part)
     for raw in _raw_pages(pieces, whole=not cut):
+        # Each page is parsed alone: a tree of the dump would be as large as the dump, and slices have no root element.
         yield _page(ElementTree.fromstring(raw))
 
 

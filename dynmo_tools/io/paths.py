@@ -21,6 +21,7 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
     """
     found: dict[Path, None] = {}
     for pattern in map(str, patterns):
+        # A file of exactly this name counts, also if its name has brackets, which are signs of a pattern.
         paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not paths:
             raise UsageError(f"{pattern}: no file has this name or matches this pattern")
@@ -35,7 +36,16 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
 
 
 def check_output(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Refuse an output that is an input, or two outputs that are the same file."""
+    """Refuse an output that is an input, or two outputs that are the same file.
+
+    Args:
+        inputs: files that are read.
+        outputs: files and folders to write.
+
+    Raises:
+        UsageError: one of both.
+    """
+    # By real path: a link to an input, or another spelling of its path, is the same file.
     real = {path.resolve(): path for path in inputs}
     known: set[Path] = set()
     for output in outputs:
@@ -65,6 +75,7 @@ def check_writable(outputs: Sequence[Path], folders: Collection[Path] = (), tabl
             raise UsageError(f"{output}: is a folder, but this output is a file; name a file, such as '{output}/out'")
         if output not in folders:
             check_ending(output, is_output=True, is_table=output in tables)
+        # The folder may not exist yet. The nearest existing one decides whether it can be created.
         parent = next((folder for folder in output.parents if folder.exists()), Path())
         if not parent.is_dir():
             raise UsageError(f"{output}: {parent} is not a folder")
@@ -75,7 +86,17 @@ def check_writable(outputs: Sequence[Path], folders: Collection[Path] = (), tabl
 def check_new_outputs(
     inputs: Sequence[Path], outputs: Sequence[Path], *, overwrite: bool, tables: Collection[Path] = ()
 ) -> None:
-    """Refuse outputs that are inputs, cannot be written, or exist without ``overwrite``."""
+    """Refuse outputs that are inputs, cannot be written, or exist without ``overwrite``.
+
+    Args:
+        inputs: files that are read.
+        outputs: files to write.
+        overwrite: existing outputs may be replaced.
+        tables: the outputs with tab-separated columns.
+
+    Raises:
+        UsageError: one of these; see ``check_output``, ``check_writable`` and ``refuse_existing``.
+    """
     check_output(inputs, outputs)
     check_writable(outputs, tables=tables)
     if not overwrite:

@@ -57,7 +57,9 @@ from .task_manifest import (
 )
 
 FAILED = "failed.txt"
-EXIT_SOME_REJECTED = 3
+SUBSET_FOLDERS = ("parts", "done")
+# A wrong key or a damaged file shows in any sample of this size, so a run ends before it has read everything.
+MIN_DOCUMENTS_TO_STOP = 10_000
 EXIT_TOO_MANY_REJECTED = 4
 
 
@@ -69,7 +71,13 @@ class TooManyRejectedError(DynmoError):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSubset:
-    """The tasks ``index``, ``index + count``, ... of one phase; None is the first incomplete phase."""
+    """The tasks ``index``, ``index + count``, ... of one phase.
+
+    Attributes:
+        index: number of the subset, from 0 to ``count - 1``.
+        count: number of subsets.
+        phase: name of the phase; None is the first incomplete one.
+    """
 
     index: int
     count: int
@@ -78,7 +86,17 @@ class TaskSubset:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a job runs; nothing here changes the bytes of its output."""
+    """How a job runs; nothing here changes the bytes of its output.
+
+    Attributes:
+        workers: number of worker processes; 1 runs the tasks in this process.
+        executor: where the tasks run.
+        subset: the tasks to run; None is all.
+        overwrite: replace existing outputs, and discard an earlier run.
+        rerun_changed: discard an earlier run with other settings or inputs, as a pipeline does for a changed step.
+        max_rejects: maximum fraction of lines that are not documents, from 0 to 1.
+        log_interval: documents between two progress lines.
+    """
 
     workers: int = 1
     executor: ExecutorName = ExecutorName.LOCAL
@@ -91,7 +109,17 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a completed job."""
+    """The result of a completed job.
+
+    Attributes:
+        step: name of the step.
+        inputs: input files.
+        output: output file, or its prefix.
+        tally: document counts of all tasks.
+        seconds: wall time of the run that completed the job.
+        facts: further results of the step, such as ``tokens``.
+        reused: an earlier run completed the job, and this one ran no task.
+    """
 
     step: str
     inputs: tuple[Path, ...]
@@ -115,9 +143,6 @@ class Summary:
         }
 
 
-SUBSET_FOLDERS = ("parts", "done")
-
-
 @contextlib.contextmanager
 def lock_work_folder(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
     """Lock the work folder exclusively; with ``shared``, wait for the lock and share it with other subsets.
@@ -129,6 +154,8 @@ def lock_work_folder(work: Path, *, shared: bool = False) -> Iterator[Callable[[
     Raises:
         UsageError: another run holds the lock.
     """
+    # The file is never removed: a process that waits for the lock has it open, and would then hold the lock of a file
+    # that other processes no longer find.
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -161,6 +188,7 @@ def open_manifest(job: Job, execution: Execution) -> TaskManifest:
         print_message(f"{job.step}: settings or inputs changed since the last run: starting from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
+    # Markers and the summary of the old run go first: they must never be next to the new manifest.
     _remove_run(job)
     store_manifest(job, manifest)
     return manifest
@@ -208,6 +236,7 @@ def _refuse_changed_outputs(job: Job) -> None:
         except DocumentError:  # damaged marker: the task runs again
             continue
         for name, size in outputs.items():
+            # By size: markers have no checksums, because every start would have to read all outputs.
             if name in written and os.path.exists(name) and os.path.getsize(name) != size:
                 raise UsageError(
                     f"{name}: changed after this run wrote it; use --overwrite to replace it, or choose another output"
@@ -243,6 +272,7 @@ def create_work_folder(job: Job) -> None:
 
 def remove_temporary_files(job: Job) -> None:
     """Remove temporary files of killed runs."""
+    # Other files next to the output belong to other runs, which may be active: there, only names of this output go.
     own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
     for folder, name in (*own, (job.output.parent, job.output.name)):
         for path in folder.glob(f".{glob.escape(name)}*.tmp-*"):
@@ -257,6 +287,9 @@ def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], exec
         phases_of: makes the phases from the manifest.
         execution: how to run them.
 
+    Returns:
+        The result, with the time of the earlier run if that completed the job.
+
     Raises:
         UsageError: see ``open_manifest`` and ``create_work_folder``.
         TooManyRejectedError: too many lines are not documents.
@@ -268,6 +301,7 @@ def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], exec
         phases = phases_of(manifest)
         (job.work / "parts").mkdir(exist_ok=True)
         (job.work / "done").mkdir(exist_ok=True)
+        # The lock is exclusive and subsets share it, so no running process has a temporary file here.
         remove_temporary_files(job)
         started = time.monotonic()
         try:
@@ -279,7 +313,7 @@ def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], exec
             print_message(f"{job.step}: stopped; completed tasks are saved; run the same command again to resume")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
-        summary = _summarize(job, manifest, markers, time.monotonic() - started, reused=finished_before)
+        summary = _summarize(job, markers, time.monotonic() - started, reused=finished_before)
         if finished_before:
             return _stored_seconds(job, summary)
         _finish(job, manifest, phases, summary)
@@ -301,6 +335,7 @@ def _run_phases(
             done = known[phase.name]
             pending = [index for index in range(phase.tasks) if index not in done]
             meter.resume(phase, len(done))
+            # Tasks end in any order. Markers are stored by index, so nothing after this line depends on the order.
             for index, marker in _execute(pool, phase, pending, execution, meter.report if phase.reads else _ignore):
                 done[index] = marker
                 ran += 1
@@ -314,7 +349,16 @@ def _run_phases(
 def prepare_manifest(
     job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution
 ) -> Sequence[Phase]:
-    """Write the manifest of a job that other processes run; returns its phases."""
+    """Write the manifest of a job that other processes run; returns its phases.
+
+    Args:
+        job: the job.
+        phases_of: makes the phases from the manifest.
+        execution: whether an existing output or run may be discarded.
+
+    Raises:
+        UsageError: see ``open_manifest`` and ``create_work_folder``.
+    """
     create_work_folder(job)
     with lock_work_folder(job.work):
         return phases_of(open_manifest(job, execution))
@@ -336,11 +380,21 @@ def run_subset(
 ) -> str:
     """Run a subset of one phase's tasks, concurrently with other subsets.
 
+    The job is not completed here: ``run_job`` with the same job runs what is left and writes the summary.
+
+    Args:
+        job: the job.
+        phases_of: makes the phases from the manifest.
+        execution: how to run the tasks of the subset.
+        subset: the tasks.
+
     Returns:
-        One line for the user.
+        One line for the user, with the number of tasks that remain in the phase.
 
     Raises:
-        UsageError: the subset or phase does not exist, or earlier phases are incomplete.
+        UsageError: the subset or phase does not exist, or earlier phases are incomplete; or see ``open_manifest`` and
+            ``create_work_folder``.
+        DynmoError: a task failed.
     """
     if not 0 <= subset.index < subset.count:
         raise UsageError(f"--task-index {subset.index}: must be from 0 to --task-count - 1 = {subset.count - 1}")
@@ -389,6 +443,7 @@ def _execute(
         from .ray import run_ray
 
         return run_ray(pool.job, phase, pending, execution.workers, report)
+    # A single worker would add its start and imports, and nothing would run in parallel.
     if min(execution.workers, len(pending)) <= 1:
         return run_inline(pool.job, phase, pending, report)
     return pool.run(phase, pending, report)
@@ -413,7 +468,7 @@ def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: floa
     documents = sum(marker["tally"]["documents_in"] for marker in markers)
     rejected = sum(sum(marker["tally"]["rejected"].values()) for marker in markers)
     # A share of few documents is not meaningful, so a phase in progress is not stopped by one.
-    if rejected <= limit * documents or (partial and documents < 10_000):
+    if rejected <= limit * documents or (partial and documents < MIN_DOCUMENTS_TO_STOP):
         return
     raise TooManyRejectedError(
         f"{job.step}: {rejected:,} of {documents:,} lines are invalid documents, "
@@ -432,11 +487,10 @@ def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
     return f"; {count:,} lack --json-key {' or '.join(keys)}; the first of them has the keys {', '.join(found)}"
 
 
-def _summarize(
-    job: Job, manifest: TaskManifest, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool
-) -> Summary:
+def _summarize(job: Job, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool) -> Summary:
     tally = Tally()
     facts: dict[str, Any] = {}
+    # In the order of phases and tasks: a fact that is not a number is the one of the last task, in every run.
     for phase_markers in markers.values():
         for marker in phase_markers:
             tally.add(Tally(**marker["tally"]))
@@ -448,6 +502,7 @@ def _summarize(
 
 
 def _stored_seconds(job: Job, summary: Summary) -> Summary:
+    # This run only read markers; a rate from its time would be wrong.
     try:
         stored = SUMMARY.read(job.work / "summary.json")
     except DocumentError:
@@ -472,6 +527,7 @@ def _remove_parts(folder: Path) -> None:
 
 def _collect_rejects(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) -> None:
     """Move rejected lines to ``rejects/``, with line numbers relative to the file instead of the slice."""
+    # A task knows the lines of its slice only. How many lines precede the slice is known when all tasks are complete.
     before: dict[Path, int] = {}
     reading = next((phase for phase in phases if phase.reads), None)
     if reading is None:

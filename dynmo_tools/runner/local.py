@@ -22,7 +22,20 @@ from .task_manifest import Job
 
 
 def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run tasks in sequence in this process."""
+    """Run tasks in sequence in this process.
+
+    Args:
+        job: the job; its manifest must be stored.
+        phase: phase of the tasks.
+        indices: numbers of the tasks within the phase, from 0.
+        report: receives the numbers of documents and bytes that were read.
+
+    Yields:
+        The number and the marker of each task, once it is complete.
+
+    Raises:
+        DynmoError: a task failed.
+    """
     for index in indices:
         yield index, run_task(job, phase, index, report)
 
@@ -33,6 +46,7 @@ def worker_main(connection: Connection, job: Job) -> None:
     signal.signal(signal.SIGTERM, _stop)
 
     def report(documents: int, size: int) -> None:
+        """Send the numbers of ``documents`` and bytes (``size``) that were read."""
         connection.send(("progress", documents, size))
 
     while (task := connection.recv()) is not None:
@@ -42,6 +56,7 @@ def worker_main(connection: Connection, job: Job) -> None:
         except DynmoError as error:
             connection.send(("error", str(error), error.exit_code))
         except Exception:  # noqa: BLE001 - the parent must receive any error
+            # The text, not the exception: one of another package may not survive pickling.
             connection.send(("crash", traceback.format_exc(), 1))
 
 
@@ -77,6 +92,14 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def run(self, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
         """Run tasks of a phase.
+
+        Args:
+            phase: phase of the tasks.
+            indices: numbers of the tasks within the phase, from 0.
+            report: receives the numbers of documents and bytes that were read.
+
+        Yields:
+            The number and the marker of each task, in the order of completion.
 
         Raises:
             WorkerDiedError: a worker died; the message has its task.
@@ -122,6 +145,7 @@ def _hidden_main_module() -> Iterator[None]:
 
 
 def _send_next_task(worker: _Worker, phase: Phase, queue: list[int]) -> None:
+    # One task at a time, when the worker asks: a slow task then delays only itself.
     worker.index = queue.pop() if queue else None
     if worker.index is not None:
         with contextlib.suppress(ConnectionError):  # a dead worker is detected by _receive_message
@@ -152,6 +176,7 @@ def _stop_workers(pool: Sequence[_Worker]) -> None:
             with contextlib.suppress(ConnectionError):
                 worker.connection.send(None)
     for worker in pool:
+        # SIGTERM raises SystemExit in the worker, which deletes its temporary files; that takes a moment.
         worker.process.join(timeout=5)
         if worker.process.is_alive():
             worker.process.kill()

@@ -16,12 +16,20 @@ from .task_manifest import TaskManifest
 
 
 def join_parts(task: Task, kind: str, output: Path) -> None:
-    """Concatenate the slices' parts of one kind to ``output``; a single part is renamed instead of copied."""
+    """Concatenate the slices' parts of one kind to ``output``; a single part is renamed instead of copied.
+
+    Args:
+        task: task of the last phase.
+        kind: name of the parts, without their number.
+        output: file to write; with the compression of the parts.
+    """
+    # In task order, which is input order: the output is the same for any number of workers.
     parts = [task.part(kind, index) for index in range(len(task.manifest.tasks))]
     # A rename works within one file system only.
     if len(parts) == 1 and os.stat(parts[0]).st_dev == os.stat(output.parent).st_dev:
         task.rename_part(parts[0], output)
         return
+    # Plain: the parts are compressed already, and concatenated streams are a valid stream.
     append_files(task.create(output, plain=True), parts)
 
 
@@ -67,6 +75,12 @@ class MapWriter:
         """Write a document; if its text changed, only the bytes of the text are replaced.
 
         A text with lone surrogates is rejected: UTF-8 cannot encode them.
+
+        Args:
+            row: the document.
+            key: key of its text; dots address nested objects.
+            before: text of the row.
+            after: text to write.
         """
         if has_surrogates(after):
             self._task.reject(row.line, row.offset, "surrogate", row.raw)
@@ -117,6 +131,7 @@ def run_filter(task: Task) -> None:
             after, reason = result.text, result.drop_reason
         except DynmoError:
             raise
+        # The code of another package may raise anything; the message must name the package and the document.
         except Exception as error:
             place = f"{task.slice.path}, line {row.line} of the slice, byte {row.offset}"
             raise DynmoError(f"{place}: the {step.description} raised {type(error).__name__}: {error}") from error

@@ -34,7 +34,11 @@ def _run_remote(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, 
 
 @contextlib.contextmanager
 def working_directory(folder: Path) -> Iterator[None]:
-    """Change the working directory; a Ray worker runs one task at a time."""
+    """Change the working directory; a Ray worker runs one task at a time.
+
+    Raises:
+        UsageError: this node cannot open the folder.
+    """
     before = os.getcwd()
     try:
         os.chdir(folder)
@@ -52,6 +56,10 @@ def working_directory(folder: Path) -> Iterator[None]:
 def connect(ray: Any, workers: int) -> None:
     """Connect to the cluster of ``RAY_ADDRESS``, or start a local one.
 
+    Args:
+        ray: the module ``ray``.
+        workers: CPU cores of a local cluster, which runs one task per core; no effect on an existing cluster.
+
     Raises:
         DynmoError: no cluster responds at the address, or it refuses this version of Ray or Python.
     """
@@ -60,6 +68,7 @@ def connect(ray: Any, workers: int) -> None:
     try:
         if address:
             _probe(address)
+        # The output of remote processes would mix with the progress lines; errors are returned as values.
         ray.init(log_to_driver=False, **here)
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -92,7 +101,18 @@ def run_ray(
 
     At most two tasks per worker are submitted at a time; ``report`` is called after each task.
 
+    Args:
+        job: the job; its manifest must be stored.
+        phase: phase of the tasks.
+        indices: numbers of the tasks within the phase, from 0.
+        workers: processes of a local cluster; minimum number of workers that an existing cluster is assumed to have.
+        report: receives the numbers of documents and bytes of each completed task.
+
+    Yields:
+        The number and the marker of each task, in the order of completion.
+
     Raises:
+        DynmoError: see ``connect``.
         MissingExtraError: Ray is not installed.
         TaskFailedError: a task failed.
         WorkerDiedError: a task lost its worker more than ``MAX_RETRIES`` times.
@@ -101,10 +121,12 @@ def run_ray(
         import ray
     except ImportError as error:
         raise MissingExtraError("ray", "ray") from error
+    # Later phases, and later steps of a pipeline, use the connection of the first one.
     if not ray.is_initialized():
         connect(ray, workers)
     remote = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_run_remote)
     folder = Path.cwd()
+    # Two: the next task is at the worker when one ends, and few tasks are in progress when one fails.
     limit = 2 * max(workers, int(ray.cluster_resources().get("CPU", 1)))
     pending = list(reversed(indices))
     running: dict[Any, int] = {}
@@ -120,6 +142,7 @@ def run_ray(
             raise TaskFailedError(f"task {phase.name}-{index:05d} failed on the Ray cluster:\n{error}", 1) from error
         except ray.exceptions.RayError as error:
             raise WorkerDiedError.of(phase, index, type(error).__name__) from error
+        # An exception would be a RayTaskError with a remote traceback, and would lose the exit code.
         if kind == "error":
             raise TaskFailedError(value, exit_code)
         report(value["tally"]["documents_in"], value["tally"]["bytes_in"])

@@ -1,4 +1,11 @@
-"""Recipes: chains of steps where the output of one step is the input of the next; completed steps are reused."""
+"""Recipes: chains of steps where the output of one step is the input of the next; completed steps are reused.
+
+    recipe.toml, --set ─> parse_recipe ─> Recipe ─> jobs_of ─> Job, Job, ... ─> run_job ─> pipeline-summary.json
+                                                       ├─ documents: output of a step ─> input of the next
+                                                       └─ tokenizer.json of train-tokenizer ─> binarize
+
+A step runs again when its settings, or the size or date of an input changed.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +69,11 @@ def recipe_text(name: str) -> tuple[str, str]:
 def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Recipe:
     """Parse a recipe and apply ``step.key=value`` assignments.
 
+    Args:
+        text: TOML text of the recipe.
+        source: origin of the text, for messages.
+        assignments: values of ``--set``, which replace those of the recipe.
+
     Raises:
         UsageError: with the place and the violated rule.
     """
@@ -91,6 +103,7 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
         name, key, value = parse_assignment(text_)
         if name not in tables:
             raise UsageError(f"--set {text_}: {name!r} is not a step of the recipe; its steps are {', '.join(tables)}")
+        # A recipe may spell a key with either sign; both spellings together would be two values of one setting.
         tables[name].pop(key.replace("-", "_"), None)
         tables[name][key.replace("_", "-")] = value
     inputs = header.get("input", [])
@@ -115,6 +128,15 @@ def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Pa
 def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits) -> list[tuple[RecipeStep, Job]]:
     """The jobs of a recipe: documents are passed from step to step, a trained tokenizer to later steps.
 
+    Args:
+        recipe: the recipe.
+        inputs: inputs of the first step; they may not exist if an earlier job writes them.
+        folder: folder of all outputs.
+        limits: limits of dividing and reading.
+
+    Returns:
+        Each step of the recipe with its job, in order. Nothing is written.
+
     Raises:
         UsageError: a setting is unknown or missing, or a file that no step writes does not exist.
     """
@@ -135,6 +157,7 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
             limits=limits,
             package=chosen.step.package,
         )
+        # Files are checked before the first step runs, which may take hours. Those of earlier steps do not exist yet.
         for path in files_of(settings):
             if path not in [earlier.output for _, earlier in jobs]:
                 Source.of(path)
@@ -195,6 +218,10 @@ def run_pipeline(
 
     Returns:
         The document of ``pipeline-summary.json``.
+
+    Raises:
+        UsageError: see ``jobs_of`` and ``run_job``.
+        DynmoError: a step failed; the completed ones are reused by the next run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(recipe, inputs, folder, limits)

@@ -93,19 +93,32 @@ class Step:
         return f"filter {self.name!r} of the package {self.package}" if self.package else f"step {self.name!r}"
 
     def check(self) -> Step:
-        """This step; ``UsageError`` if it cannot be loaded."""
+        """This step.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
         if self.error:
             raise UsageError(self.error)
         return self
 
     def phases_of(self) -> Callable[[Any], Sequence[Any]]:
-        """The function that makes the step's phases from a task manifest."""
+        """The function that makes the step's phases from a task manifest.
+
+        Raises:
+            UsageError: the step cannot be loaded.
+        """
         module, _, function = self.check().phases.partition(":")
         phases: Callable[[Any], Sequence[Any]] = getattr(importlib.import_module(f"dynmo_tools.{module}"), function)
         return phases
 
     def load_filter(self) -> Any:
-        """The ``DocumentFilter`` class of a filter."""
+        """The ``DocumentFilter`` class of a filter.
+
+        Raises:
+            UsageError: the filter cannot be loaded.
+            ValueError: the step is not a filter.
+        """
         if self.check().entry_point is None:
             raise ValueError(f"{self.name} is not a filter")
         return self.entry_point.load()  # type: ignore[union-attr]
@@ -163,6 +176,7 @@ def steps() -> Mapping[str, Step]:
     """All steps by name. Of two steps with one name, the built-in or first one counts; see ``name_conflicts``."""
     filters = [_filter_step(EntryPoint(name, value, GROUP)) for name, value in BUILT_IN_FILTERS.items()]
     known: dict[str, Step] = {}
+    # Built-in steps come first: a package must not replace what a recipe means by ``clean``.
     for step in (*filters, *_STEPS, *_outside_filters()):
         known.setdefault(step.name, step)
     return known
@@ -194,6 +208,7 @@ def name_conflicts(commands: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _outside_filters() -> tuple[Step, ...]:
+    # By name: the file system determines the order of installed packages, and the first of two equal names counts.
     found = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.dist.name if point.dist else ""))
     return tuple(map(_filter_step, found))
 
@@ -237,6 +252,7 @@ def _checked_settings(name: str, loaded: Any) -> type:
     settings = getattr(loaded, "settings_type", None)
     if not (isinstance(settings, type) and issubclass(settings, base.FilterSettings)):
         raise TypeError("its settings_type must be a subclass of dynmo_tools.filters.base.FilterSettings")
+    # Fields of the settings and options of every step become flags of one command.
     taken = {field.name for field in dataclasses.fields(RunSettings)} | STEP_OPTIONS
     for field in dataclasses.fields(settings):
         if "help" not in field.metadata:

@@ -13,7 +13,8 @@ from .._common.errors import DynmoError, UsageError
 from .task import Phase
 
 DEFAULT_JOBS = 64
-MAX_ARRAY = 1000  # the default MaxArraySize of a cluster is 1001
+# The default MaxArraySize of a cluster is 1001, and indices must be below it.
+MAX_ARRAY = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,11 @@ class Submission:
 
 
 def check_jobs(jobs: int) -> None:
-    """``UsageError`` if an array cannot have this number of jobs."""
+    """Refuse a number of ``jobs`` that an array cannot have.
+
+    Raises:
+        UsageError: it is not from 1 to ``MAX_ARRAY``.
+    """
     if not 1 <= jobs <= MAX_ARRAY:
         raise UsageError(f"--task-count {jobs}: must be from 1 to {MAX_ARRAY}, the jobs of an array")
 
@@ -45,11 +50,15 @@ def job_arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefi
         phases: phases of the step.
         jobs: maximum number of jobs per array.
         prefix: prefix of the job names.
+
+    Raises:
+        UsageError: see ``check_jobs``.
     """
     check_jobs(jobs)
     submissions = []
     for phase in phases:
         count = min(phase.tasks, jobs)
+        # The count is in the command: with Slurm's own, a resubmitted part of an array would run other tasks.
         part = f"--phase {phase.name} --task-index $SLURM_ARRAY_TASK_ID --task-count {count}"
         submissions.append(Submission(name=f"{prefix}{phase.name}", line=f"{shlex.join(command)} {part}", jobs=count))
     return submissions
@@ -60,6 +69,10 @@ def sbatch_script(submissions: Sequence[Submission], log_folder: Path) -> str:
 
     A job whose predecessor failed is cancelled; otherwise it would be queued forever. If ``sbatch`` refuses a job, the
     earlier jobs are cancelled. All jobs run in the current directory of the process that writes the script.
+
+    Args:
+        submissions: the jobs, in order.
+        log_folder: folder of the logs, relative to the current directory.
     """
     here = Path.cwd()
     log_folder = here / log_folder
@@ -80,6 +93,7 @@ def sbatch_script(submissions: Sequence[Submission], log_folder: Path) -> str:
             f"job=$(sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name {shlex.quote(one.name)} {array}"
             f"--output {logs} --wrap {shlex.quote(one.line)})"
         )
+        # --parsable prints JOB, or JOB;CLUSTER in a federation.
         lines.append('jobs+=("${job%%;*}")')
         lines.append('after="--dependency=afterok:${job%%;*} --kill-on-invalid-dep=yes"')
     lines.append('echo "$job"')

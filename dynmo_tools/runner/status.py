@@ -34,6 +34,7 @@ def _one(work: Path) -> dict[str, Any]:
     documents = rejected = 0
     states = []
     for phase in phases:
+        # Existence is enough here. Only a run that resumes compares digests and sizes of outputs.
         markers = [path for index in range(phase.tasks) if (path := marker_path(work, phase.name, index)).exists()]
         states.append({"name": phase.name, "tasks": phase.tasks, "done": len(markers)})
         for path in markers:

@@ -68,11 +68,16 @@ def dispatch_step(job: Job, step: Step, run: RunSettings, execution: Execution, 
 
     Returns:
         One line for the user; None if neither was requested.
+
+    Raises:
+        UsageError: the subset or the number of jobs is not allowed, or see ``run_subset`` and ``prepare_manifest``.
+        DynmoError: a task or ``sbatch`` failed.
     """
     if (subset := _subset(run)) is not None:
         return run_subset(job, step.phases_of(), execution, subset)
     if run.executor is not ExecutorName.SLURM and run.emit_sbatch is None:
         return None
+    # Before the manifest is written: a refused command leaves nothing behind.
     check_jobs(run.task_count or DEFAULT_JOBS)
     phases = prepare_manifest(job, step.phases_of(), execution)
     line = ["dynmo-prep", *remove_flags(argv, EXECUTOR_FLAGS, SUBMIT_ONLY_SWITCHES)]
@@ -115,8 +120,23 @@ def dispatch_pipeline(
     has ``--task-count`` jobs, and a job without tasks exits immediately. One job completes each step after its arrays.
     The last job is the complete pipeline: it finds all steps complete and writes the summary.
 
+    Args:
+        recipe: the recipe.
+        inputs: inputs of its first step.
+        folder: folder of all outputs.
+        limits: limits of dividing and reading.
+        step: name of the step to run alone; None is the complete pipeline.
+        run: settings of the run; ``task_count`` None is ``DEFAULT_JOBS`` jobs per array.
+        execution: how steps and subsets run.
+        argv: command line, which the jobs of the arrays repeat.
+
     Returns:
         One line for the user; None if nothing of this was requested.
+
+    Raises:
+        UsageError: the recipe has no step of this name, a subset is requested without a step, the number of jobs is not
+            allowed, or see ``jobs_of`` and ``run_subset``.
+        DynmoError: a task or ``sbatch`` failed.
     """
     jobs = jobs_of(recipe, inputs, folder, limits)
     subset = _subset(run)
@@ -132,12 +152,14 @@ def dispatch_pipeline(
         return None
     count = run.task_count or DEFAULT_JOBS
     check_jobs(count)
+    # Here and once: the jobs run without --overwrite, so that none of them discards the work of an earlier one.
     if execution.overwrite:
         for _, job in jobs:
             discard_run(job)
     line = ["dynmo-prep", *remove_flags(argv, EXECUTOR_FLAGS, SUBMIT_ONLY_SWITCHES)]
     submissions: list[Submission] = []
     for number, (chosen, job) in enumerate(jobs):
+        # Only the inputs of the first step exist now. Later phases have at most one task per job of the array.
         manifest = make_manifest(job) if number == 0 else _placeholder_manifest(job, count)
         step_line = [*line, "--step", chosen.name]
         submissions += job_arrays(step_line, chosen.step.phases_of()(manifest), count, f"{chosen.name}-")

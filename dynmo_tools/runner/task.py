@@ -1,5 +1,8 @@
 """A task: reads its slice, writes temporary files, and is complete when its marker exists.
 
+    slice ─> rows, documents ─> task function ─> create() ─> .NAME.tmp-PID ─ fsync, rename ─> outputs ─> marker
+                  └─ lines that are not documents ─────────> NNNNN-rejects.jsonl
+
 Outputs are flushed to disk and renamed before ``done/PHASE-NNNNN.json`` is written. A marker whose outputs have the
 recorded sizes is a completed task; any other task runs again from its start.
 """
@@ -38,6 +41,7 @@ from ..io.jsonl import (
 )
 from .task_manifest import Job, TaskManifest, load_manifest
 
+# A report of a worker is a message through a pipe; one per document would cost more than most filters.
 REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
 KEYS_FOUND = "keys_found"
@@ -69,7 +73,13 @@ class WorkerDiedError(DynmoError):
 
     @classmethod
     def of(cls, phase: Phase, index: int | None, how: str) -> WorkerDiedError:
-        """The error with the name of the task."""
+        """The error with the name of the task.
+
+        Args:
+            phase: phase of the task.
+            index: number of the task within its phase, from 0; None is taken as 0.
+            how: how the worker ended, such as its exit code.
+        """
         return cls(
             f"the worker of task {phase.name}-{index or 0:05d} died ({how}); completed tasks are saved: "
             "run the same command again, with fewer workers if memory was insufficient"
@@ -85,7 +95,7 @@ class TaskFailedError(DynmoError):
 
 
 def marker_path(work: Path, phase: str, index: int) -> Path:
-    """The path of a task's marker."""
+    """The path of the marker of task ``index`` of a phase, from 0."""
     return work / "done" / f"{phase}-{index:05d}.json"
 
 
@@ -129,6 +139,7 @@ class Task:
     def create(self, path: Path, *, plain: bool = False) -> IO[bytes]:
         """Open an output that is renamed when the task succeeds; compressed by its extension unless ``plain``."""
         output = _Output(path, plain=plain)
+        # Registered before anything is written: a task that fails at once still removes its temporary file.
         self._outputs.append(output)
         return output.writer
 
@@ -249,6 +260,7 @@ class Task:
 
     def write_row(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
         """Write one line and count it as output; ``documents`` is 0 for a further piece of the same document."""
+        # Every line gets its own newline, so that the last line of a part cannot run into the first one of the next.
         writer.write(raw)
         writer.write(b"\n")
         self.tally.documents_out += documents
@@ -260,6 +272,7 @@ class Task:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # In the order of creation: a step that creates the file that completes its output last can rely on it.
         for output in self._outputs:
             output.finish(keep=kind is None)
 
@@ -277,6 +290,8 @@ class _Output:
         if existing is not None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder of the output, because a rename is atomic within one file system only. With the process id: Ray
+        # may restart a task while its lost worker still writes.
         self._temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         self._handle = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by finish()
         self.writer: IO[bytes] = self._handle
@@ -315,6 +330,7 @@ def sync_folder(path: Path) -> None:
 
 def resolve(name: str) -> Callable[[Task], None]:
     """The function named ``folder.module:function`` of this package."""
+    # Tasks carry the name, not the function: a worker imports only the step that it runs.
     module, _, function = name.partition(":")
     found: Callable[[Task], None] = getattr(importlib.import_module(f"dynmo_tools.{module}"), function)
     return found
@@ -336,6 +352,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
         DynmoError: the file system failed, or the task function raised it.
     """
     started = time.monotonic()
+    # From the work folder: every process, also one on another node, then uses the slices that were stored.
     task = Task(job=job, manifest=load_manifest(job.work), phase=phase, index=index, report=report)
     try:
         with task:
@@ -371,10 +388,11 @@ def read_valid_marker(
     Args:
         job: the job.
         phase: phase of the task.
-        index: number of the task.
+        index: number of the task within its phase, from 0.
         digest: digest of the manifest.
         outputs_removed: the last phase is complete, which removes the parts of earlier phases.
     """
+    # A marker that cannot be read, or that another run wrote, only costs one repeated task.
     try:
         marker = TASK.read(marker_path(job.work, phase.name, index))
     except DocumentError:
@@ -392,5 +410,9 @@ def read_valid_marker(
 
 
 def read_marker(task: Task, phase: str, index: int) -> dict[str, Any]:
-    """The marker of a completed task of an earlier phase of the same job."""
+    """The marker of the completed task ``index`` of an earlier phase of the same job.
+
+    Raises:
+        DocumentError: the task has no marker, or the marker violates its format.
+    """
     return TASK.read(marker_path(task.job.work, phase, index))

@@ -1,4 +1,11 @@
-"""The task manifest: inputs divided into tasks once, stored in ``manifest.json``, and reused by a resumed run."""
+"""The task manifest: inputs divided into tasks once, stored in ``manifest.json``, and reused by a resumed run.
+
+    inputs ─> Source (size, date) ─> cut ─> Slice, Slice, ... ─> one task each, in every phase that reads documents
+    settings, limits, versions ─> digest_of ─> digest ─> equal: resume; different: refuse, or start from scratch
+
+Slices are cut from sizes and line starts only, never from the number of workers: the same inputs and ``--task-bytes``
+give the same tasks, and thereby the same parts, for any executor.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +30,19 @@ from ..io.mediawiki_dump import cut_points, is_dump
 
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
+# A task of at least 1 MiB: smaller ones cost more for their files and markers than their balance saves.
 END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of dividing and reading inputs; part of the manifest."""
+    """Limits of dividing and reading inputs; part of the manifest.
+
+    Attributes:
+        task_bytes: bytes per slice of an uncompressed input, before it is moved to a line start.
+        max_line_bytes: maximum bytes of a line; longer lines are rejected.
+        repair_utf8: replace invalid UTF-8 by U+FFFD instead of rejecting the line.
+    """
 
     task_bytes: int = DEFAULT_TASK_BYTES
     max_line_bytes: int = DEFAULT_LINE_BYTES
@@ -37,7 +51,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An input file at the time of the manifest."""
+    """An input file at the time of the manifest.
+
+    Attributes:
+        path: the file.
+        size_bytes: its size in bytes.
+        mtime_ns: its modification time, in nanoseconds since 1970; may be negative.
+    """
 
     path: Path
     size_bytes: int
@@ -87,7 +107,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskManifest:
-    """The tasks of a job, and what a resumed run must have in common with it."""
+    """The tasks of a job, and what a resumed run must have in common with it.
+
+    Attributes:
+        digest: result of ``digest_of``.
+        sources: the inputs, in order.
+        tasks: one slice per task, in the order of the output.
+    """
 
     digest: str
     sources: tuple[Source, ...]
@@ -109,6 +135,7 @@ def written_files(job: Job) -> list[Path]:
 def _next_line_start(path: Path, offset: int) -> int:
     """The first line start at or after ``offset``, or the file size."""
     with open(path, "rb") as handle:
+        # From the byte before: if that is a newline, a line starts at ``offset`` itself.
         handle.seek(offset - 1)
         at = offset - 1
         while piece := handle.read(PIECE_BYTES):
@@ -141,15 +168,20 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
         source: the file.
         task_bytes: approximate bytes per slice.
         last: see ``task_size``.
+
+    Returns:
+        The slices in file order; together they have every byte of the file once.
     """
     size = source.size_bytes
 
     def step(at: int) -> int:
+        """Bytes of the task that begins at byte ``at``."""
         return task_size(size - at, task_bytes, last=last)
 
     bounds = [0]
     if is_dump(source.path):
         bounds += cut_points(source.path, size, step)
+    # A compressed stream can only be read from its beginning, and parquet has its metadata at the end.
     elif is_compressed(source.path) or source.path.suffix == PARQUET:
         return [Slice(path=source.path)]
     else:
@@ -163,7 +195,16 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
 
 
 def digest_of(job: Job, sources: Sequence[Source]) -> str:
-    """The digest of everything that a resumed run must have in common with the stored one."""
+    """The digest of everything that a resumed run must have in common with the stored one.
+
+    Args:
+        job: the job.
+        sources: its inputs as they are now.
+
+    Raises:
+        UsageError: a file of the settings cannot be read.
+    """
+    # Sizes and dates stand for contents: hashing terabytes of inputs would take longer than most steps.
     files = [Source.of(path).as_json() for path in files_of(job.settings)]
     content = {
         "step": job.step,
@@ -172,6 +213,7 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
         "sources": [source.as_json() for source in sources],
         "files": files,
         "output": str(job.output),
+        # Another version may write other bytes, and one output must not mix parts of two versions.
         "program": __version__,
         "package": job.package,
     }
@@ -179,7 +221,15 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
 
 
 def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
-    """Refuse more than ``MAX_TASKS`` tasks: each task writes several files to the work folder."""
+    """Refuse more than ``MAX_TASKS`` tasks: each task writes several files to the work folder.
+
+    Args:
+        sources: the inputs.
+        task_bytes: bytes per task.
+
+    Raises:
+        UsageError: there would be more; the message has the smallest allowed ``--task-bytes``.
+    """
     total = sum(source.size_bytes for source in sources)
     if total // task_bytes > MAX_TASKS:
         raise UsageError(
@@ -189,7 +239,11 @@ def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
 
 
 def make_manifest(job: Job) -> TaskManifest:
-    """Divide the inputs, as they are now, into tasks."""
+    """Divide the inputs, as they are now, into tasks.
+
+    Raises:
+        UsageError: an input or a file of the settings cannot be read.
+    """
     sources = tuple(Source.of(path) for path in job.inputs)
     tasks = tuple(
         part
@@ -200,7 +254,7 @@ def make_manifest(job: Job) -> TaskManifest:
 
 
 def store_manifest(job: Job, manifest: TaskManifest) -> None:
-    """Write ``manifest.json`` to the work folder."""
+    """Write ``manifest.json`` to the work folder, atomically: a killed run leaves the old manifest or the new one."""
     fields = {
         "step": job.step,
         "digest": manifest.digest,

@@ -35,8 +35,11 @@ from .fetch_queue import Frontier, Host, Request
 from .http_client import REDIRECTS, AllowedHosts, FetchError, Response, get, sendable, without_credentials
 from .url_filter import DropReasonStore, each_url
 
+# Other types, such as PDF, need parsers of their own; their URLs fail with the type as the reason.
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
+# RFC 9309, 2.5: a crawler must parse at least 500 KiB.
 ROBOTS_BYTES = 512 << 10
+# Reasons that concern the host, not its robots.txt; they are reported without the word "robots".
 UNREACHABLE = ("connection", "timeout", "internal address")
 MAX_REDIRECTS = 10
 MAX_ROBOTS_REDIRECTS = 5  # RFC 9309, 2.3.1.2
@@ -92,6 +95,7 @@ class Fetcher:
             FetchError: there is no page, or the rules forbid it.
         """
         url = sendable(url)
+        # The host belongs to this thread until it is released, so its robots.txt is fetched once.
         if self._rules.robots:
             if host.robots is None:
                 self._fetch_robots(urljoin(url, "/robots.txt"), host)
@@ -102,6 +106,7 @@ class Fetcher:
         response = self._get(url, host, self._rules.max_bytes)
         if response.status in REDIRECTS:
             return response.location
+        # Half a page would be a document that ends within a sentence.
         if not response.is_whole:
             raise FetchError("long")
         kind = response.headers.get_content_type()
@@ -128,6 +133,7 @@ class Fetcher:
                 robots_host = self._frontier.host_of(url)
         except FetchError as error:
             reason = str(error)
+            # An interruption decides nothing about the host: the resumed run fetches its robots.txt again.
             if reason == "stopped":
                 host.robots = None
                 raise
@@ -150,6 +156,7 @@ class Fetcher:
                 allowed=self._rules.allowed,
             )
         finally:
+            # The delay counts from the end of a request too: a slow server gets its pause.
             self._frontier.delay_next(host, self._rules.delay_s)
 
 
@@ -207,6 +214,11 @@ class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
         num_done: number of URLs with a response.
         failures: number of failures by reason.
 
+    Args:
+        journal: file of the responses; created if it does not exist.
+        digest: digest of the URLs and rules, which the journal must have.
+        count: number of URLs.
+
     Raises:
         UsageError: the journal belongs to other URLs or rules.
     """
@@ -216,6 +228,7 @@ class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
         self.failures: dict[str, int] = {}
         with contextlib.ExitStack() as opened:
             self._file = opened.enter_context(tempfile.TemporaryFile(dir=journal.parent, buffering=0))
+            # Zeros, which are PENDING, and take no disk space until they are written.
             self._file.truncate(count * ENTRY_BYTES)
             for offset, row in _journal_rows(journal, digest):
                 self._note(row, offset)
@@ -247,6 +260,7 @@ def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]
     with open(path, "a+b") as source:
         source.seek(0)
         for line in source:
+            # A killed run may have written a part of its last row. The URL counts as pending and is fetched again.
             if not line.endswith(b"\n"):
                 source.truncate(offset)  # the next row must begin a line
                 break
@@ -281,7 +295,18 @@ def discard_stale_journal(journal: Path, digest: str) -> None:
 def fetch_all(
     urls: UrlList, rules: FetchRules, journal: Path, tick: Callable[[float, str], None], *, digest: str
 ) -> None:
-    """Fetch all URLs without a response in the journal."""
+    """Fetch all URLs without a response in the journal.
+
+    Args:
+        urls: all URLs.
+        rules: rules of the fetch.
+        journal: file that each response is appended to.
+        tick: receives the number of URLs done, and a note.
+        digest: digest of the URLs and rules.
+
+    Raises:
+        UsageError: the journal belongs to other URLs or rules.
+    """
     stopped = threading.Event()
     written = threading.Lock()
 
@@ -293,6 +318,7 @@ def fetch_all(
                 row = _fetch_hop(fetcher, frontier, request, host)
             finally:
                 frontier.release(host)
+            # A row for an interrupted request would make a resumed run skip the URL.
             if row is not None and row.get("failed") != "stopped":
                 # One row at a time: the rows of two threads must not mix.
                 with written:
@@ -314,6 +340,7 @@ def fetch_all(
             ):
                 done.result()
         except BaseException:
+            # Also for Ctrl-C: the pool waits for its threads, which must wake up from delays and empty queues.
             stopped.set()
             frontier.close()
             raise
@@ -338,7 +365,14 @@ def _fetch_hop(fetcher: Fetcher, frontier: Frontier, request: Request, host: Hos
 
 
 def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, overwrite: bool = True) -> dict[str, int]:
-    """Write the output from the journal, in URL order.
+    """Write the output from the journal, in URL order, whatever the order of the responses was.
+
+    Args:
+        urls: all URLs.
+        journal: file of the responses.
+        output: file of the pages, compressed by its extension.
+        digest: digest of the URLs and rules.
+        overwrite: a different output may be replaced.
 
     Returns:
         The number of failures by reason.
@@ -366,6 +400,7 @@ def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, over
 
 def digest_rules(urls: UrlList, rules: FetchRules) -> str:
     """The digest of everything that a resumed run must have in common with the interrupted one."""
+    # Delay, timeout, connections and User-Agent are absent: a run may be resumed with other ones.
     allowed = sorted([*map(str, rules.allowed.networks), *rules.allowed.names])
     content = json.dumps(
         [urls.digest, {"max_bytes": rules.max_bytes, "robots": rules.robots, "allowed_hosts": allowed}]

@@ -19,7 +19,9 @@ from urllib.parse import urlsplit
 
 from .http_client import DEFAULT_PORTS
 
+# In memory: about 56 MB for the process with a list of 300,000 URLs (tests/benchmarks/prep_results.md).
 WINDOW = 8192
+# A robots.txt has up to 512 KiB, and every active host keeps its own.
 HOSTS = 256
 
 
@@ -95,6 +97,7 @@ class Frontier:
                 if self._num_queued == 0 or self._ended:
                     return None
                 now = time.monotonic()
+                # An active host that is free goes first: its robots.txt is known, and its slot becomes free sooner.
                 usable = [host for host in self.active_hosts.values() if host.waiting and not host.busy]
                 host = min(usable, key=lambda one: one.free_at, default=None)
                 if host is None or host.free_at > now:
@@ -129,7 +132,17 @@ class Frontier:
             return host
 
     def reserve(self, host: Host, delay_s: float) -> float:
-        """Reserve the next request to a host; returns the seconds to wait."""
+        """Reserve the next request to a host.
+
+        Threads of other hosts may request a robots.txt of this one, so a request is reserved before it is sent.
+
+        Args:
+            host: the host.
+            delay_s: minimum seconds between two requests to it.
+
+        Returns:
+            The seconds to wait before the request, from now.
+        """
         with self.changed:
             now = time.monotonic()
             start = max(now, host.free_at)
@@ -137,7 +150,7 @@ class Frontier:
             return start - now
 
     def delay_next(self, host: Host, delay_s: float) -> None:
-        """A request to a host ended: the next one may start after the delay."""
+        """A request to a host ended: the next one may start after ``delay_s`` seconds."""
         with self.changed:
             host.free_at = max(host.free_at, time.monotonic() + delay_s)
 
@@ -159,6 +172,7 @@ class Frontier:
 
     def _activate_host(self, now: float) -> Host | None:
         """Activate the first new host if a slot is free; an idle host without URLs releases its slot."""
+        # A host is idle only after its delay. Forgotten earlier, it could be activated again and requested too soon.
         if not self._new_hosts:
             return None
         while len(self.active_hosts) >= self._max_active_hosts:

@@ -27,6 +27,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
+# RFC 6052: the last 32 bits are an IPv4 address, to which a gateway of the network connects.
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -56,6 +57,7 @@ class Response:
 def is_public(address: Address) -> bool:
     """Whether an address is on the public internet; embedded IPv4 addresses in IPv6 are checked as IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
+        # Such an address reaches the IPv4 host in it: ::ffff:127.0.0.1 is this machine.
         embedded = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if embedded is None and address in NAT64:
             embedded = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
@@ -126,15 +128,17 @@ def sendable(url: str) -> str:
             netloc += f":{parts.port}"
     except ValueError as error:
         raise FetchError("malformed") from error
+    # All ASCII punctuation stays, also "%": text that is percent-encoded already must not be encoded twice.
     path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     return urlunsplit(parts._replace(netloc=netloc, path=path, query=query, fragment=""))
 
 
 def without_credentials(url: str) -> str:
     """The URL without ``user:password@``."""
-    before, slashes, delay_next = url.partition("//")
-    end = min((at for sign in "/?#" if (at := delay_next.find(sign)) >= 0), default=len(delay_next))
-    return before + slashes + delay_next[:end].rpartition("@")[2] + delay_next[end:]
+    before, slashes, rest = url.partition("//")
+    # The authority ends at the first of these signs; an "@" after it belongs to the path or query.
+    end = min((at for sign in "/?#" if (at := rest.find(sign)) >= 0), default=len(rest))
+    return before + slashes + rest[:end].rpartition("@")[2] + rest[end:]
 
 
 def _connect(host: str, port: int, timeout_s: float, allowed: AllowedHosts) -> socket.socket:
@@ -157,6 +161,7 @@ def _connect(host: str, port: int, timeout_s: float, allowed: AllowedHosts) -> s
     raise failure or OSError("no address")
 
 
+# Once per process: creating it loads the certificates of the system.
 @functools.cache
 def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
@@ -172,14 +177,17 @@ def _open(url: str, user_agent: str, timeout_s: float, allowed: AllowedHosts) ->
         if is_tls
         else http.client.HTTPConnection(host, port, timeout=timeout_s)
     )
+    # ``HTTPConnection.connect`` would resolve the name itself. With a socket in place, it is never called.
     raw = _connect(host, port, timeout_s, allowed)
     connection.sock = raw
     try:
         if is_tls:
+            # The certificate is checked against the name of the URL, not against the address.
             connection.sock = _tls().wrap_socket(raw, server_hostname=host)
         target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
         connection.request("GET", target, headers={"User-Agent": user_agent, "Connection": "close"})
     except BaseException:
+        # The caller has no connection to close yet; Ctrl-C must not leave the socket open either.
         raw.close()
         connection.close()
         raise
@@ -226,6 +234,7 @@ def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
         )
     if not 200 <= answer.status < 300:
         raise FetchError(str(answer.status))
+    # One byte more than the limit: a body of exactly the limit is complete, a longer one is not.
     payload = answer.read(limit + 1)
     is_whole = len(payload) <= limit
     if is_whole and answer.length:

@@ -24,6 +24,8 @@ from .._common.errors import MissingExtraError, UsageError
 from ..io.codecs import open_read, wrap_write
 from ..io.digests import DigestBuckets
 
+# Constants and pattern of Megatron's blacklist_urls: URLs of at most 8 characters are short. The pattern excludes hosts
+# with other characters than ASCII, user names, IPv6 addresses and localhost.
 MIN_CHARACTERS = 9
 PAGE = re.compile(
     r"^https?://"
@@ -33,6 +35,7 @@ PAGE = re.compile(
 )
 UNSENDABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ufffd]")  # control characters, spaces, invalid UTF-8
 IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
+# In the order of the tests, which is Megatron's: the first one that applies is counted.
 REASONS = ("domain", "ending", "short", "malformed", "duplicate")
 VERDICTS = (None, *REASONS)
 BLOCK_CODES = 1 << 20
@@ -57,9 +60,11 @@ def _suffixes() -> Any:
         from publicsuffixlist import PublicSuffixList
     except ImportError as error:
         raise MissingExtraError("publicsuffixlist", "prep") from error
+    # Without private suffixes, as Megatron's tldextract: the label of ``name.github.io`` is ``github``.
     return PublicSuffixList(accept_unknown=False, only_icann=True)
 
 
+# Lists name the same hosts many times, often one after another.
 @functools.lru_cache(maxsize=1 << 16)
 def domain_label(host: str) -> str:
     """The registered label: ``amazon`` for ``www.amazon.co.uk``; the address of an IPv4 host."""
@@ -79,7 +84,13 @@ def host_of(url: str) -> str:
 
 
 def drop_reason(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> str | None:
-    """The first of ``REASONS`` that applies to a URL; None if it is accepted."""
+    """The first of ``REASONS`` that applies to a URL, except ``duplicate``; None if it is accepted.
+
+    Args:
+        url: the URL.
+        domains: blocked labels of registered domains.
+        endings: blocked endings of the path, lower-case.
+    """
     if domain_label(host_of(url)) in domains:
         return "domain"
     if url.partition("#")[0].partition("?")[0].lower().endswith(endings):
@@ -170,6 +181,7 @@ def filter_urls(
         UsageError: the number of URLs changed between the two passes.
     """
     ends = tuple(sorted(endings))
+    # Two passes: the list may be larger than memory, and the first of equal URLs must be known before any is written.
     with DropReasonStore(folder) as reasons:
         for url in each_url(paths, tick):
             reasons.add(url, drop_reason(url, domains, ends))
@@ -192,7 +204,19 @@ def write_urls(
     tick: Callable[[float], None],
     dropped: Path | None = None,
 ) -> UrlCounts:
-    """Write accepted URLs to ``output``, and dropped ones with their reasons to ``dropped``."""
+    """Write accepted URLs to ``output``, and dropped ones with their reasons to ``dropped``.
+
+    Args:
+        paths: files of URLs, one per line; regular files, which are read twice.
+        output: file of the accepted URLs.
+        domains: blocked labels of registered domains.
+        endings: blocked endings.
+        tick: receives the bytes of each line that was read.
+        dropped: file of tab-separated reasons and URLs; None writes none.
+
+    Raises:
+        UsageError: see ``filter_urls``.
+    """
     from ..io.atomic_write import open_atomic
 
     counts = UrlCounts()
