@@ -16,13 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 WORD = re.compile(r"\w+")
+# 2^64 / golden ratio, odd: multiplication is a bijection of 64-bit numbers.
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+# The map has 64 to 128 entries per n-gram, so less than 2 % of other windows are candidates.
 MIN_BITS, SPARE_BITS = 12, 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramSizes:
-    """Lengths of n-grams in words."""
+    """Lengths of n-grams in words.
+
+    Attributes:
+        min_words: shorter texts of tasks have no n-grams.
+        max_words: length of the n-grams of longer texts.
+    """
 
     min_words: int = 8
     max_words: int = 13
@@ -38,6 +45,7 @@ def word_starts(text: str) -> list[int]:
 
     Some characters become two when lower-cased; the offsets are converted back to the text.
     """
+    # Words are found in the lower-cased text, as in Megatron's tool, which takes their offsets for those of the text.
     lower = text.lower()
     starts = [match.start() for match in WORD.finditer(lower)]
     if len(lower) == len(text):
@@ -166,6 +174,7 @@ class NgramFinder:
             either |= candidates[length][:windows]
         for at in map(int, np.flatnonzero(either)):
             for length in order:
+                # The map selects only candidates; the words decide, so a collision cannot remove text.
                 if candidates[length][at] and (ngram := " ".join(words[at : at + length])) in self._known:
                     return Hit(at, ngram)
         if windows > 1:

@@ -1,7 +1,11 @@
 """The step ``decontaminate``: remove text of downstream tasks, by the rules of Megatron's ``filter_ngrams``.
 
+    task files ─ dictionary ─> n-grams ─ count ─> documents per n-gram ─ threshold ─> rare n-grams
+    documents ─ split ─> text before a hit, text after it (searched again) ─ join ─> output
+
 The first pass counts the documents of each n-gram; n-grams of many documents are common phrases and are removed from
-the dictionary. The second pass splits each document around the remaining n-grams.
+the dictionary. The second pass splits each document around the remaining n-grams. Texts and names are those of
+Megatron's tool.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from .ngrams import NgramFinder, NgramSizes, ngrams_of, split_words, word_starts
 
 SENTENCE_ENDS = ".!?"
 FORMAT, VERSION = "dynmo.ngrams", 1
+# Within the value of a task's key: answers of some task files are objects around the text.
 TEXT_KEYS = ("text", "input_text", "question")
 
 
@@ -89,6 +94,7 @@ def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, 
         length: characters of the n-gram, its words joined by single spaces.
         margin: minimum characters to remove on each side.
     """
+    # Megatron's rule: from the margin outwards to a sentence end, whose sign stays on the left only.
     at = start - margin
     while at > 0 and text[at] not in SENTENCE_ENDS:
         at -= 1
@@ -100,7 +106,17 @@ def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, 
 
 
 def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: int) -> list[str]:
-    """The pieces of ``text`` without n-grams, each longer than ``min_characters`` unless it is the complete text."""
+    """The pieces of ``text`` without n-grams, each longer than ``min_characters`` unless it is the complete text.
+
+    Args:
+        text: the document.
+        finder: the dictionary.
+        margin: minimum characters to remove on each side of an n-gram.
+        min_characters: pieces of at most this number of characters are dropped.
+
+    Returns:
+        The pieces in order; ``[text]`` if there is no n-gram, empty if nothing remains.
+    """
     waiting = text
     pieces: list[str] = []
     while waiting:
@@ -140,7 +156,11 @@ def decontaminate_phases(manifest: TaskManifest) -> list[Phase]:
 
 
 def make_dictionary(task: Task) -> None:
-    """Task function: the n-grams of all tasks, or of a saved dictionary."""
+    """Task function: the n-grams of all tasks, or of a saved dictionary.
+
+    Raises:
+        UsageError: no tasks, a file that is not a dictionary, or a task's file that cannot be read.
+    """
     settings: DecontaminateSettings = task.job.settings
     if settings.load_dictionary is not None:
         header, *entries = read_objects(settings.load_dictionary)
@@ -151,6 +171,7 @@ def make_dictionary(task: Task) -> None:
         sizes = NgramSizes(min_words=settings.min_ngram_size, max_words=settings.max_ngram_size)
         chosen = [parse_task(text) for text in settings.task]
         texts = (text for _, path, keys in chosen for text in read_task(path, keys))
+        # Distinct and in order: a set of strings has another order in every process.
         ngrams = list(dict.fromkeys(ngram for text in texts for ngram in ngrams_of(text, sizes)))
     else:
         raise UsageError("decontaminate: no tasks; use --task NAME=FILE, or --load-dictionary FILE")
@@ -175,6 +196,7 @@ def count_hits(task: Task) -> None:
     finder = _finder(task, "all-ngrams.json") if counting else None
     counts: Counter[str] = Counter()
     documents = 0
+    # Also without counting: the number of documents of each slice determines the names of the pieces of the next ones.
     for _, text in task.documents(settings.json_key):
         documents += 1
         if finder is not None:
@@ -211,6 +233,7 @@ def split_slice(task: Task) -> None:
     settings: DecontaminateSettings = task.job.settings
     finder = _finder(task, "rare-ngrams.json")
     names = "-".join(settings.name or [parse_task(text)[0] for text in settings.task]) or "dictionary"
+    # The number of the document in all inputs, so that names do not depend on slices.
     number = sum(read_marker(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))
     num_pieces = 0
@@ -226,6 +249,7 @@ def split_slice(task: Task) -> None:
             task.tally.changed += 1
         path, before = path_of(row.value, settings.json_key), _earlier_name(row)
         for part, piece in enumerate(pieces):
+            # Unchanged text keeps its bytes: encoding it again could change escapes.
             cut = row.raw if piece == text else replace_value(row.raw, path, encode_text(piece))
             name = encode_text(f"{before}{names}-{number:010d}-{part:04d}")
             task.write_row(writer, with_value(row._replace(raw=cut), "split_id", name), documents=int(part == 0))

@@ -20,6 +20,7 @@ import numpy as np
 from .._common.document import ESCAPED
 from .shingles import U64
 
+# 16 bytes per document instead of its name: names may be URLs of any length.
 LINE = np.dtype([("begin", "<i8"), ("digest", "<u8")])
 BUFFERED_LINES = 1 << 16
 CACHED_NAMES = 1 << 16
@@ -35,6 +36,7 @@ def digest_of_name(name: str | None) -> int:
     if name is None:
         return 0
     encoded = name.encode("utf-8", "surrogatepass")
+    # 0 stands for "no name", so it is not the digest of one. Python's hash differs between processes.
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
@@ -114,8 +116,8 @@ class NameTable(contextlib.AbstractContextManager["NameTable"]):
     def __init__(self, parts: Sequence[NamePart], repeated: U64) -> None:
         counts = [part.lines.stat().st_size // LINE.itemsize for part in parts]
         self._first = [0, *itertools.accumulate(counts)]
-        self._names = [_map(part.names) for part in parts]
-        self._lines = [_map(part.lines) for part in parts]
+        self._names = [map_bytes(part.names) for part in parts]
+        self._lines = [map_bytes(part.lines) for part in parts]
         self._repeated = repeated
         self.name = functools.lru_cache(CACHED_NAMES)(self._name)
 
@@ -138,7 +140,8 @@ class NameTable(contextlib.AbstractContextManager["NameTable"]):
         return str(name if name is not None and own else place)
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def map_bytes(path: Path) -> mmap.mmap | bytes:
+    """The bytes of a file, mapped; ``b""`` for an empty file, which cannot be mapped."""
     with open(path, "rb") as handle:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if handle.seek(0, os.SEEK_END) else b""
 

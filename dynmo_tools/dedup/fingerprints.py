@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..config.settings import MatchSettings
 from ..formats.int_columns import drop_first, map_file
 from ..formats.workfiles import FINGERPRINTS
 from ..io.concat_files import append_files
+from .doc_ids import map_bytes
 from .minhash import SCHEME, band_keys
 from .shingles import U32, U64
 
@@ -101,12 +101,6 @@ def save_parts(parts: Sequence[SignaturePart], folder: Path, settings: MatchSett
     FINGERPRINTS.write(folder / "header.json", {**rules_of(settings), "documents": sum(part.count for part in parts)})
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
-    with open(path, "rb") as handle:
-        filled = handle.seek(0, 2) > 0
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if filled else b""
-
-
 class SignatureStore:
     """Signatures and texts of all parts, concatenated; read from disk on access.
 
@@ -117,6 +111,7 @@ class SignatureStore:
 
     def __init__(self, parts: Sequence[SignaturePart], num_seeds: int) -> None:
         self.first = [0, *itertools.accumulate(part.count for part in parts)]
+        # Mapped: a task reads the columns of few bands, and the kernel can evict the pages.
         self._signatures: list[U32] = [
             np.asarray(np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds)))
             if part.count
@@ -126,7 +121,7 @@ class SignatureStore:
         self._offsets: list[npt.NDArray[np.int64]] = [
             np.asarray(np.memmap(part.path(OFFSETS), dtype=np.int64, mode="r")) for part in parts
         ]
-        self._texts = [_map(part.path(TEXTS)) for part in parts]
+        self._texts = [map_bytes(part.path(TEXTS)) for part in parts]
 
     @property
     def count(self) -> int:
@@ -134,14 +129,22 @@ class SignatureStore:
         return self.first[-1]
 
     def text(self, index: int) -> str:
-        """The text of a document."""
+        """The text of the document with the number ``index``, over all parts."""
         part = bisect.bisect_right(self.first, index) - 1
         at = index - self.first[part]
         begin, end = self._offsets[part][at : at + 2].tolist()
         return self._texts[part][begin:end].decode()
 
     def key_blocks(self, band: int, num_bands: int) -> Iterator[U64]:
-        """The keys of all documents in one band, in blocks ``[documents]``, uint64."""
+        """The keys of all documents in one band.
+
+        Args:
+            band: index of the band, from 0.
+            num_bands: number of bands; must divide the number of values per signature.
+
+        Yields:
+            Keys in document order, in blocks ``[documents]``, uint64.
+        """
         for signatures in self._signatures:
             for begin in range(0, len(signatures), BLOCK_DOCUMENTS):
                 yield band_keys(signatures[begin : begin + BLOCK_DOCUMENTS], band, num_bands)

@@ -28,7 +28,8 @@ from .union_find import UnionFind
 BUFFERED_NUMBERS = 1 << 16
 READ_BYTES = 1 << 20
 GROUPS_AT_ONCE = 1 << 14
-NUM_NAMES = 1 << 62  # first number of a location
+# The first number of a location. Numbers of names are below it, so both kinds have distinct numbers in one set.
+NUM_NAMES = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         return self._count - 1
 
     def join(self, first: int, second: int) -> None:
-        """Connect the names of two mentions."""
+        """Connect the names of the mentions with the numbers ``first`` and ``second``."""
         self._joined.add(first, second)
 
     def _encoded(self, mention: int) -> bytes:
@@ -122,6 +123,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         self._names.flush()
         self._begins.add(self._size)
         self._begins.flush()
+        # Two kinds of connection: mentions of one name, and mentions of one pair.
         sets = UnionFind(self._count)
         first_of_name = np.ones(self._count, dtype=np.bool_)
         for numbers, firsts in self._digests.duplicates():
@@ -132,7 +134,9 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         sets.flatten()
         parents = sets.parents
         first_of_name &= parents != np.arange(self._count, dtype=parents.dtype)
+        # The root of a group is its smallest mention, so it is the first of its name and leads the group.
         behind = np.flatnonzero(first_of_name)
+        # Stable: within a group, the names stay in the order of their first mentions.
         behind = behind[np.argsort(parents[behind], kind="stable")]
         roots = parents[behind]
         starts = np.flatnonzero(np.diff(roots, prepend=-1))

@@ -21,8 +21,10 @@ from .shingles import U64
 from .union_find import UnionFind
 
 MAX_KEYS_IN_MEMORY = 1 << 20
+# Open files of one band; with more documents than 256 Mi, a spill has more keys instead.
 MAX_SPILLS = 256
 BLOCK_BUCKETS = 1 << 18
+# Weights are summed over this number of ranges of components, whose bounds are also those of the verify tasks.
 CUT_BINS = 1 << 16
 
 I64 = npt.NDArray[np.int64]
@@ -130,7 +132,16 @@ class StoredBuckets:
 
 
 def connect(stored: Sequence[StoredBuckets], count: int) -> UnionFind:
-    """The connected components of documents that share buckets."""
+    """The connected components of documents that share buckets.
+
+    Args:
+        stored: all buckets.
+        count: number of documents.
+
+    Returns:
+        The flattened components of documents ``0 .. count - 1``.
+    """
+    # Each member is joined with the first one: a chain or a complete graph would give the same components.
     sets = UnionFind(count)
     for bucket in stored:
         for members, sizes in bucket.blocks():
@@ -157,6 +168,7 @@ def partition_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], p
         for members, sizes in bucket.blocks():
             groups = roots[members[np.cumsum(sizes) - sizes]] // width
             weights += np.bincount(groups, weights=sizes, minlength=len(weights)).astype(np.int64)
+    # Bucket members approximate the work: comparisons depend on similarities, which are not known yet.
     before = np.cumsum(weights)
     targets = before[-1] * np.arange(1, parts) // parts
     cuts = (np.searchsorted(before, targets, side="right") * width).tolist()

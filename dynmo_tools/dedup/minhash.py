@@ -23,7 +23,9 @@ from .._common.errors import MissingExtraError, UsageError
 from .shingles import U32, U64, code_points, hash_whole, hash_windows
 
 SCHEME = "affine32"
+# A block of hashes and its permuted copy take 512 KiB, so all permutations run within the CPU cache.
 BLOCK_SHINGLES = 1 << 16
+# What datasketch starts with: the maximum, which no minimum exceeds.
 EMPTY = np.uint32(0xFFFFFFFF)
 
 Permutations = tuple[U32, U32]

@@ -13,6 +13,8 @@ U64 = npt.NDArray[np.uint64]
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio; odd, so multiplication is a bijection
 _FINISH_1 = 0xBF58476D1CE4E5B9  # Steele, Lea, Flood 2014, SplitMix64
 _FINISH_2 = 0x94D049BB133111EB
+# Five characters, the default shingle, fit into one uint64. 4,095 distinct characters suffice for alphabets, but not
+# for all of Chinese: a pair is then numbered alone, or compared as strings.
 PACKED_BITS = 12
 
 
@@ -92,9 +94,15 @@ class Alphabet:
         self._count = 0
 
     def shingles(self, text: str, length: int) -> U64 | None:
-        """The distinct shingles of ``text``, sorted, uint64.
+        """The distinct shingles of a text, as numbers of this alphabet.
 
-        None if the text is shorter than a shingle or no numbers are left.
+        Args:
+            text: the text.
+            length: characters per shingle.
+
+        Returns:
+            Shingles ``[distinct shingles]``, sorted, uint64; None if the text is shorter than a shingle, a shingle
+            needs more than 64 bits, or no numbers are left.
         """
         points = code_points(text)
         if len(points) < length or length * PACKED_BITS > 64:
@@ -112,7 +120,7 @@ class Alphabet:
 
 
 def shingle_set(text: str, length: int) -> frozenset[str]:
-    """The distinct shingles of ``text`` as strings."""
+    """The distinct shingles of ``text`` as strings of ``length`` characters."""
     return frozenset(text[at : at + length] for at in range(len(text) - length + 1))
 
 

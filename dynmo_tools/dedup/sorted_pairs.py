@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 PAIR = np.dtype([("main", "<i8"), ("other", "<i8"), ("jaccard", "<f8")])
 MAX_PAIRS_IN_MEMORY = 1 << 20
+# Every run has a block in memory while all are merged.
 READ_PAIRS = 1 << 12
 
 
@@ -37,7 +38,13 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
         self._file.close()
 
     def add(self, main: int, other: int, jaccard: float) -> None:
-        """Add a pair; it may be repeated."""
+        """Add a pair; it may be repeated.
+
+        Args:
+            main: number of the earlier document.
+            other: number of the later document.
+            jaccard: Jaccard index of their shingles, 0 to 1.
+        """
         if self._filled == len(self._rows):
             self._flush()
         self._rows[self._filled] = (main, other, jaccard)
@@ -62,6 +69,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
         self._file.flush()
         before: tuple[int, int] | None = None
         for main, other, jaccard in heapq.merge(*(self._run(*run) for run in self._runs)):
+            # A pair of several buckets occurs several times, with one Jaccard index, because it is exact.
             if (main, other) != before:
                 yield main, other, jaccard
             before = main, other
@@ -75,6 +83,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
 
 def read_pairs(path: Path, first: int, last: int) -> Iterator[tuple[int, int, float]]:
     """The pairs of a file of sorted ``PAIR`` rows whose main document is in ``first .. last - 1``."""
+    # np.memmap refuses an empty file.
     if not path.stat().st_size:
         return
     rows = np.memmap(path, dtype=PAIR, mode="r")

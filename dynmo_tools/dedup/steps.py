@@ -45,6 +45,8 @@ from .verify import ShingleCache, match_group
 LINES, REPEATED = "lines.rows", "repeated.u64"
 FOUND = "found.i64"
 GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
+# Tasks per slice, and limits. From the manifest, never from the number of workers: the phases of a resumed run must be
+# those of the interrupted one. Components differ in size, so more verify tasks balance the workers.
 BAND_TASKS, MAX_BAND_TASKS = 2, 10
 VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
 DOCUMENT_CHARACTERS = 64  # overhead of the objects of one buffered document, in characters
@@ -131,6 +133,7 @@ def sign_documents(task: Task) -> None:
         ends.clear()
 
     for row, text in task.documents(settings.json_key):
+        # The texts are stored: the verify tasks read them in another order, and inputs may be compressed.
         encoded = text.encode()
         texts.write(encoded)
         name = name_of(row, settings.id_key)
@@ -177,6 +180,7 @@ def bucket_bands(task: Task) -> None:
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
     members, sizes = (task.create(task.part(kind)) for kind in (MEMBERS, SIZES))
+    # Proportional bounds: all bands are covered once for any number of tasks, also more tasks than bands.
     first, last = (settings.num_bands * at // task.phase.tasks for at in (task.index, task.index + 1))
     for band in range(first, last):
         keys = documents.key_blocks(band, settings.num_bands)
@@ -212,6 +216,7 @@ def verify_groups(task: Task) -> None:
                 lambda one, other: cache.jaccard(one, other, settings.jaccard.value),
                 threshold=settings.threshold,
                 rounds=settings.heuristic_iter,
+                # dedup needs groups only: pairs within a group that is known are not compared.
                 all_pairs=task.job.step == "find-duplicates",
             ):
                 found.add(pair.main, pair.other, pair.jaccard)
@@ -244,6 +249,7 @@ def remove_marked(task: Task) -> None:
     count = _count(task, task.index)
     removed = np.fromfile(task.part(REMOVED, 0), dtype=np.uint8, offset=begin, count=count)
     writer = task.create(task.part(records_kind(task)))
+    # strict: the inputs are read a second time, and must still have the documents that were signed.
     for drop, (row, _) in zip(removed, task.documents(settings.json_key), strict=True):
         if drop:
             task.tally.drop("duplicate")
@@ -282,6 +288,7 @@ def list_pairs(task: Task) -> None:
     count = sum(part.count for part in _parts(task)[0])
     first, last = (count * at // task.phase.tasks for at in (task.index, task.index + 1))
     verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.manifest)))
+    # Each file is sorted, and components are disjoint: merged, the pairs are in the order of their main documents.
     found = heapq.merge(*(read_pairs(path, first, last) for path in verified))
     writer = task.create(task.part(_pairs_kind(task)))
     task.facts["pairs"] = 0
@@ -307,6 +314,7 @@ def remove_named(task: Task) -> None:
     settings: RemoveDuplicatesSettings = task.job.settings
     removals = read_removal_set(settings.groups)
     writer = task.create(task.part(records_kind(task)))
+    # Once per slice: resolving a path reads the links of all its folders.
     real_file = os.path.realpath(task.slice.path)
     found: set[int] = set()
     unnamed = 0

@@ -14,6 +14,7 @@ Numbers = npt.NDArray[np.integer[Any]]
 
 def number_type(count: int) -> type[np.signedinteger[Any]]:
     """The integer type for numbers of ``count`` documents."""
+    # Files of components have this type; their readers compute it from the same count.
     return np.int32 if count < 1 << 31 else np.int64
 
 
@@ -39,9 +40,10 @@ class UnionFind:
         return root
 
     def join(self, first: int, second: int) -> None:
-        """Merge the sets of two documents."""
+        """Merge the sets of the documents ``first`` and ``second``."""
         a, b = self.find(first), self.find(second)
         if a != b:
+            # By number, not by size: the smallest number is the root, whatever the order of the pairs is.
             self.parents[max(a, b)] = min(a, b)
 
     def union_pairs(self, first: Numbers, second: Numbers) -> None:
@@ -77,7 +79,7 @@ class UnionFind:
                 block[:] = above
 
     def is_connected(self, first: int, second: int) -> bool:
-        """Whether two documents are in one set."""
+        """Whether the documents ``first`` and ``second`` are in one set."""
         return self.find(first) == self.find(second)
 
     def non_first_members(self) -> tuple[npt.NDArray[np.uint8], int, int]:
@@ -113,11 +115,11 @@ class SparseUnionFind:
         return index
 
     def join(self, first: int, second: int) -> None:
-        """Merge the sets of two documents."""
+        """Merge the sets of the documents ``first`` and ``second``."""
         a, b = self.find(first), self.find(second)
         if a != b:
             self._parents[max(a, b)] = min(a, b)
 
     def is_connected(self, first: int, second: int) -> bool:
-        """Whether two documents are in one set."""
+        """Whether the documents ``first`` and ``second`` are in one set."""
         return self.find(first) == self.find(second)

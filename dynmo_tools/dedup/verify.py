@@ -11,6 +11,7 @@ from .shingles import U64, Alphabet, jaccard, jaccard_index, num_common
 from .union_find import SparseUnionFind
 
 CACHE_BYTES = 256 << 20
+# At most 2,016 comparisons. In a larger bucket, a similar document needs no comparison after the first.
 ALL_PAIRS = 64
 COMPARED_PAIRS = 1 << 20
 
@@ -39,13 +40,20 @@ class ShingleCache:
         ids = self._alphabet.shingles(self._text_of(index), self._length)
         self._cached[index] = ids
         self._bytes += ids.nbytes if ids is not None else 0
+        # The last entry stays: it is the one that the caller needs, however large it is.
         while self._bytes > self._limit and len(self._cached) > 1:
             _, old = self._cached.popitem(last=False)
             self._bytes -= old.nbytes if old is not None else 0
         return ids
 
     def jaccard(self, first: int, second: int, divisor: str) -> float:
-        """The exact Jaccard index of two documents."""
+        """The exact Jaccard index of two documents.
+
+        Args:
+            first: number of one document.
+            second: number of the other document.
+            divisor: as in ``shingles.jaccard_index``.
+        """
         mine, theirs = self._ids(first), self._ids(second)
         if mine is None or theirs is None:
             return jaccard(self._text_of(first), self._text_of(second), self._length, divisor)
@@ -129,6 +137,7 @@ def match_group(
         rounds: see ``match_bucket``.
         all_pairs: also return pairs that other pairs connect already.
     """
+    # Similar documents share several bands: the same pair returns in several buckets.
     compared = SimilarityCache(similarity)
     sets = SparseUnionFind()
     for bucket in buckets:

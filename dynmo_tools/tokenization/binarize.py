@@ -37,6 +37,7 @@ from .provenance import new_sidecar, steps_of, tokenizer_files
 from .sentences import split_sentences
 from .tokenizers import Encoded, Tokenizer, TokenizerFiles, load_tokenizer
 
+# Texts of a call of the tokenizer; about 1 MiB amortizes the call, and bounds the memory of ids and texts.
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -48,6 +49,7 @@ def binarize_phases(manifest: TaskManifest) -> list[Phase]:
     ]
 
 
+# A worker runs many tasks: it loads the tokenizer, and compares the engines, once.
 @functools.lru_cache(maxsize=2)
 def _tokenizer(files: TokenizerFiles) -> Tokenizer:
     return load_tokenizer(files)
@@ -82,7 +84,12 @@ def eod_of(tokenizer: Tokenizer, settings: BinarizeSettings) -> int | None:
 
 
 def token_dtype(num_ids: int, form: IndexForm) -> np.dtype[Any]:
-    """The data type of tokens: by the vocabulary size for ``mmap``, int32 for ``cached`` and ``lazy``."""
+    """The data type of tokens.
+
+    Args:
+        num_ids: one more than the largest id of the tokenizer, including added tokens.
+        form: form of the index; ``cached`` and ``lazy`` always have int32, as in Megatron's builder.
+    """
     return best_dtype(num_ids) if form is IndexForm.MMAP else np.dtype(np.int32)
 
 
@@ -93,6 +100,9 @@ def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded
         encoded: the sequences.
         ends: whether a sequence ends a document ``[sequences]``.
         eod: end-of-document id.
+
+    Returns:
+        All sequences; those that end a document are one token longer.
     """
     # A bool counts 1: sequences that end a document become one token longer.
     lengths = encoded.lengths + ends
@@ -152,6 +162,7 @@ class SequenceWriter:
         Raises:
             UsageError: an id exceeds the data type.
         """
+        # Checked in every block: a conversion to uint16 would wrap around silently.
         largest = int(encoded.ids.max(initial=0))
         if largest > np.iinfo(self._dtype).max:
             raise UsageError(
@@ -219,6 +230,7 @@ def tokenize_slice(task: Task) -> None:
         tokens=[writer.piece() for writer in writers],
         input=digest_file(task.slice.path, task.slice.begin, task.slice.end),
     )
+    # Equal for all tasks, so it is computed once.
     if task.index == 0:
         task.result["vocab_sha256"] = digest_vocabulary(tokenizer.vocabulary())
 
@@ -236,6 +248,7 @@ def join(task: Task) -> None:
     settings: BinarizeSettings = task.job.settings
     slices = range(len(task.manifest.tasks))
     results = [read_marker(task, "tokenize", index)["result"] for index in slices]
+    # From the markers: this task need not load the tokenizer.
     num_ids = max((result["num_ids"] for result in results), default=0)
     dtype = token_dtype(num_ids, settings.dataset_impl)
     for number, key in enumerate(settings.json_keys):

@@ -7,6 +7,14 @@ another pair, its new pairs are merged separately for the words of each creation
 The symbols of all words are concatenated in memory-mapped files. Each token has a list of the positions where it
 begins, so a merge scans the shorter of two lists. Memory holds a table of candidate pairs. When it is full, the rarer
 half is dropped; when the rest is used up, all pairs are counted again.
+
+    words, counts ─> WordSymbols        symbols of all words, separated by -1, on disk
+                       │
+                     _count_pairs ─> table and heap of candidates ─> most frequent pair ─> _merge ─┐
+                       ^                  ^                                                        │
+                       │ table used up    └── changed counts of the pairs around each position ────┘
+
+Tests compare tokens and merges with those of the library, for any size of the table.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from .._common.portable import allocate
 
 Ints = npt.NDArray[Any]
 
-CHUNK = 1 << 18
+CHUNK = 1 << 18  # positions that are in memory at a time
 MAX_PAIRS_IN_MEMORY = 1 << 18
 MIN_SORTED = 64  # up to this number, sorting costs more than it saves
 
@@ -57,6 +65,7 @@ class MappedArray:
         Raises:
             OSError: the disk is full.
         """
+        # Allocated, not only extended: on a full disk, a write through the mapping would end the process with SIGBUS.
         allocate(self._file.fileno(), 0, max(size, 1) * self._dtype.itemsize)
         mapped = np.memmap(self._file, dtype=self._dtype, mode="r+")
         self.data: Ints = mapped.view(np.ndarray)  # operations on np.memmap take twice as long
@@ -86,6 +95,7 @@ class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
     """
 
     def __init__(self, folder: Path, words: int, symbols: int) -> None:
+        # A separator before, between and after the words: neighbors of a position are read without bounds checks.
         room = symbols + words + 1
         self._arrays = [
             MappedArray(folder, size, dtype)
@@ -166,10 +176,19 @@ class PairMerger:
         self._merged: dict[int, None] = {}  # in order
         self._heap: list[int] = []
         self._limit = _NO_LIMIT  # pairs beyond it, by count and ids, are not in the table
-        self._merge_number = 0  # the number of the merge
+        self._merge_number = 0  # of the last merge; 0 is the initial state
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of counted pairs in the table that are not merged, at most ``max_pairs`` after each merge."""
+        return len(self._counts) - len(self._merged)
 
     def merges(self, vocab_size: int, min_frequency: int) -> list[tuple[int, int]]:
         """Merge pairs until ``vocab_size`` tokens exist or no pair occurs ``min_frequency`` times.
+
+        Args:
+            vocab_size: number of tokens, including the initial ones.
+            min_frequency: minimum occurrences of a merged pair; below 1 counts as 1.
 
         Returns:
             The merged pairs as token ids, in merge order.
@@ -188,10 +207,12 @@ class PairMerger:
                     heapq.heappush(self._heap, key << _TIME_BITS | time)
                 elif count >= min_frequency and key <= self._limit:
                     self._merge(pair, time, min_frequency)
-                    if len(self._counts) - len(self._merged) > self._max_pairs:
+                    if self.num_candidates > self._max_pairs:
                         self._prune_rare_pairs(min_frequency)
+                # Without a limit, the table has all pairs, and none is frequent enough.
                 elif self._limit == _NO_LIMIT:
                     break
+                # A pair outside the table may be more frequent than this one: count again before it is merged.
                 else:
                     heapq.heappush(self._heap, item)
                     self._count_pairs(min_frequency)
@@ -203,16 +224,19 @@ class PairMerger:
 
     def _index_symbols(self) -> None:
         """Build the position list of each symbol."""
-        words, num_words = self._words, len(self._tokens)
+        words, num_tokens = self._words, len(self._tokens)
         used = words.first[: words.size]
-        sizes = np.zeros(num_words + 1, dtype=np.int64)
+        # Two passes over the symbols, as in a counting sort: sizes first, so that all lists fit into one array.
+        sizes = np.zeros(num_tokens + 1, dtype=np.int64)
         for begin in range(0, words.size, CHUNK):
-            sizes += np.bincount(used[begin : begin + CHUNK] + 1, minlength=num_words + 1)
+            # Index 0 counts the separators, which are -1.
+            sizes += np.bincount(used[begin : begin + CHUNK] + 1, minlength=num_tokens + 1)
         filled = np.cumsum(sizes) - sizes - sizes[0]
         self._begins, self._sizes = filled[1:].tolist(), sizes[1:].tolist()
         self._num_positions = int(sizes[1:].sum())
         for begin in range(0, words.size, CHUNK):
             symbols = used[begin : begin + CHUNK]
+            # Stable: each list is ascending, which _every_other and word_of rely on.
             order = np.argsort(symbols, kind="stable")
             order = order[np.count_nonzero(symbols < 0) :]
             found, firsts, many_of = np.unique(symbols[order], return_index=True, return_counts=True)
@@ -275,7 +299,7 @@ class PairMerger:
             for right, count in counts.items():
                 if (pair := left << _ID_BITS | right) not in self._counts:
                     self._add_pair(pair, count, times[right], min_frequency)
-            if len(self._counts) - len(self._merged) > self._max_pairs:
+            if self.num_candidates > self._max_pairs:
                 self._prune_rare_pairs(min_frequency)
 
     def _add_pair(self, pair: int, count: int, times: Iterable[int], min_frequency: int) -> None:
@@ -299,6 +323,7 @@ class PairMerger:
         if len(keys) > self._max_pairs // 2:
             self._limit = min(self._limit, keys[self._max_pairs // 2])
         del keys
+        # The library never resets the count of a merged pair: a new occurrence adds to it.
         self._counts = {
             pair: count
             for pair, count in self._counts.items()
@@ -312,13 +337,15 @@ class PairMerger:
         """Replace a pair by one token; if several merges created the pair, only in the words of this one."""
         words = self._words
         left, right = pair >> _ID_BITS, pair & _ID_MASK
-        token = self._tokens[left] + self._tokens[right].removeprefix(self._prefix)
-        merge_index = self._ids.setdefault(token, len(self._tokens))
-        if is_new := merge_index == len(self._tokens):
-            self._tokens.append(token)
+        text = self._tokens[left] + self._tokens[right].removeprefix(self._prefix)
+        # Two pairs may spell the same text, such as "ab" "c" and "a" "bc"; they share the token.
+        token = self._ids.setdefault(text, len(self._tokens))
+        if is_new := token == len(self._tokens):
+            self._tokens.append(text)
             self._spans.append(self._spans[left] + self._spans[right])
             self._begins.append(self._num_positions)
             self._sizes.append(0)
+        # A repeated merge moves to the end, as in the library.
         self._merged.pop(pair, None)
         self._merged[pair] = None
         self._merge_number += 1
@@ -334,15 +361,15 @@ class PairMerger:
                 positions = _every_other(positions, self._spans[left])
             if not len(positions):
                 continue
-            self._replace(positions, left, right, merge_index, decreases, increases)
+            self._replace(positions, left, right, token, decreases, increases)
             if is_new:
                 words.positions.data[self._num_positions : self._num_positions + len(positions)] = positions
                 self._num_positions += len(positions)
-                self._sizes[merge_index] += len(positions)
+                self._sizes[token] += len(positions)
             else:
                 found_again.append(positions)
         if found_again:
-            self._extend_positions(merge_index, found_again)
+            self._extend_positions(token, found_again)
         self._apply_changes(decreases, increases, min_frequency, is_new=is_new)
 
     def _affected_words(self, left: int, right: int, time: int) -> Ints:
@@ -358,7 +385,7 @@ class PairMerger:
         positions: Ints,
         left: int,
         right: int,
-        merge_index: int,
+        token: int,
         decreases: dict[int, int],
         increases: dict[int, int],
     ) -> None:
@@ -369,23 +396,23 @@ class PairMerger:
         before, after = words.last[positions - 1], words.first[ends]
         # The right token no longer begins at its position. The lists still have it and drop it when they are scanned.
         words.first[positions + span] = -1
-        words.first[positions] = merge_index
-        words.last[ends - 1] = merge_index
+        words.first[positions] = token
+        words.last[ends - 1] = token
         words.merge_index[positions] = self._merge_number
         # A neighbor that became this token as well is counted once, by the token to its left.
         alone = (before >= 0) & (words.last[positions - 1] == before)
         inner = after >= 0
-        num_words = len(self._tokens)
-        for neighbour, weight in _sums(before[alone], weights[alone], num_words):
-            neighbour <<= _ID_BITS
-            decreases[neighbour | left] = decreases.get(neighbour | left, 0) + weight
-            increases[neighbour | merge_index] = increases.get(neighbour | merge_index, 0) + weight
+        num_tokens = len(self._tokens)
+        for neighbor, weight in _sums(before[alone], weights[alone], num_tokens):
+            neighbor <<= _ID_BITS
+            decreases[neighbor | left] = decreases.get(neighbor | left, 0) + weight
+            increases[neighbor | token] = increases.get(neighbor | token, 0) + weight
         after, new_after, weights = after[inner], words.first[ends[inner]], weights[inner]
-        for neighbour, weight in _sums(after, weights, num_words):
-            pair = right << _ID_BITS | neighbour
+        for neighbor, weight in _sums(after, weights, num_tokens):
+            pair = right << _ID_BITS | neighbor
             decreases[pair] = decreases.get(pair, 0) + weight
-        for neighbour, weight in _sums(new_after, weights, num_words):
-            pair = merge_index << _ID_BITS | neighbour
+        for neighbor, weight in _sums(new_after, weights, num_tokens):
+            pair = token << _ID_BITS | neighbor
             increases[pair] = increases.get(pair, 0) + weight
 
     def _extend_positions(self, token: int, found: list[Ints]) -> None:
@@ -440,9 +467,10 @@ def _every_other(positions: Ints, span: int) -> Ints:
     return odd
 
 
-def _sums(ids: Ints, weights: Ints, num_words: int) -> Iterator[tuple[int, int]]:
-    """Ids below ``num_words`` with the sums of their weights; if there are few ids, an id may be repeated."""
-    if len(ids) > num_words // 4:
+def _sums(ids: Ints, weights: Ints, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ids below ``num_tokens`` with the sums of their weights; if there are few ids, an id may be repeated."""
+    # bincount makes an array of all ids, which is fast for many ids only.
+    if len(ids) > num_tokens // 4:
         sums = np.bincount(ids, weights=weights)  # floats are exact below 2 ** 53
         ids = np.flatnonzero(sums)
         weights = sums[ids].astype(np.int64)

@@ -20,7 +20,7 @@ from ..io.concat_files import append_files
 from ..io.paths import check_new_outputs
 from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
 
-BLOCK_TOKENS = 1 << 22
+BLOCK_TOKENS = 1 << 22  # 4 to 32 MiB, by the token type
 
 
 def expand_prefixes(names: Sequence[str]) -> list[Path]:
@@ -115,6 +115,7 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
         raise UsageError(f"{dtype.name}: not a token type of the format; convert the datasets first")
     if any((index.modes is None) != (indices[0].modes is None) for index in indices):
         raise UsageError("only some of the datasets are multimodal; merge them separately")
+    # Document boundaries count sequences of the merged dataset: those before this one are added, its 0 is left out.
     before = np.cumsum([0, *(len(index.lengths) for index in indices)])
     documents = [add_scalar(drop_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
     modes = [index.modes for index in indices if index.modes is not None]
@@ -155,6 +156,7 @@ def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, outpu
     tokenizer, eod_id = common_tokenizer(prefixes, sidecars)
     with _new_dataset(output) as (tokens, sidecar, idx):
         sources = [pieces_of(*pair) for pair in zip(prefixes, sidecars, strict=True)] if has_sidecar else []
+        # Without a cast, the bytes are copied and their checksums taken over: no token is read.
         if all(index.dtype == new.dtype for index in indices):
             append_files(tokens, [bin_path(prefix) for prefix in prefixes])
             pieces = [piece for source in sources for piece in source]

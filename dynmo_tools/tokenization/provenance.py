@@ -17,6 +17,7 @@ from ..formats.workfiles import MANIFEST, SUMMARY, TASK
 from ..runner.registry import default_work
 from ..runner.task_manifest import Job, load_manifest
 
+# Bounds the walk: work folders of files that were moved may refer to one another in a circle.
 MAX_EARLIER_STEPS = 64
 
 
@@ -29,7 +30,16 @@ def new_sidecar(
     bin_pieces: Sequence[Piece],
     idx: Piece,
 ) -> dict[str, Any]:
-    """The document of a sidecar, dated now; ``formats/dataset.md`` describes the fields."""
+    """The document of a sidecar, dated now; ``formats/dataset.md`` describes the fields.
+
+    Args:
+        tokenizer: type, vocabulary size and digest, and files; None if the tokenizer is unknown.
+        eod_id: id at the end of each document; None if documents are not terminated, or it is unknown.
+        inputs: path and pieces (bytes, SHA-256) of each input, in order.
+        steps: names and settings of all steps that made the dataset, in order.
+        bin_pieces: bytes and SHA-256 of consecutive parts of ``.bin``.
+        idx: bytes and SHA-256 of ``.idx``.
+    """
     return {
         **envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"),
         "tokenizer": tokenizer,
@@ -63,6 +73,7 @@ def _steps_before(path: Path) -> list[dict[str, Any]]:
             manifest = load_manifest(work)
             if marker["outputs"].get(str(path)) != path.stat().st_size:
                 break  # the file was replaced later
+        # The origin is a note: a removed or foreign work folder must not stop a new dataset.
         except (OSError, KeyError, TypeError, AttributeError, UsageError):
             break
         steps.insert(0, {"step": str(summary["step"]), "settings": dict(stored["settings"])})
@@ -97,6 +108,7 @@ def common_tokenizer(
                 f"{prefix} has the vocabulary of {describe_tokenizer(mine)}, {known[0][0]} that of "
                 f"{describe_tokenizer(first)}; both must have the same: binarize them with one tokenizer"
             )
+    # One dataset without a sidecar may have any tokenizer, so nothing is stated about the result.
     if len(known) < len(prefixes):
         return None, None
     ends = {sidecar["eod_id"] for _, sidecar in known}

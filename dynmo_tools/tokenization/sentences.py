@@ -15,6 +15,7 @@ from ..runner.task_manifest import TaskManifest
 
 END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"'\u2019\u201d)\]]*\s+")
 LAST_WORD = re.compile(r"([^\s(\[\"'\u2018\u201c]+)$")
+# A period after these ends a sentence only before a capital letter; after those of NEVER_LAST it never does.
 # fmt: off
 ABBREVIATIONS = frozenset((
     "mr", "mrs", "ms", "dr", "prof", "rev", "gen", "col", "capt", "lt", "sgt", "sen", "rep", "gov", "hon", "st",
@@ -37,6 +38,7 @@ def ends_sentence(before: str, after: str) -> bool:
         before: text up to and including the marks.
         after: text after the white space.
     """
+    # No abbreviation ends with "!", "?" or "...": only a lower-case letter after them continues the sentence.
     marks = before.rstrip("\"'\u2019\u201d)]")
     if not marks.endswith(".") or marks.endswith(".."):
         return not after[:1].islower()

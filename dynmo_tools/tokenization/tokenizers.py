@@ -24,7 +24,10 @@ from .._common.document import MAX_TABLE_BYTES, check_regular, parse_any_json, r
 from .._common.errors import MissingExtraError, UsageError
 from ..config.settings import Engine, TokenizerType
 
+# Growth of the process after which gigatoken is renewed: its cache of words has no limit.
 GROWTH_BYTES = 96 << 20
+# Where rules of tokenizers differ: contractions, digits, runs of white space, scripts, joined emoji, combining
+# characters, unusual spaces, special tokens, empty texts.
 PROBES = (
     "It's 2024, and they'll\tsee:  12,345.67 things\n\n\n  indented  ",
     "Grüße, naïve café — “quotes” … 日本語のテキスト 한국어 עברית العربية",
@@ -33,6 +36,7 @@ PROBES = (
     "",
     " ",
 )
+# As in Megatron's BERT tokenizer; the default of the tokenizers library is 100, and longer words are [UNK].
 BERT_MAX_WORD_CHARACTERS = 200
 SPACE_MARK = "\u2581"
 NORMAL_PIECE = 1
@@ -76,7 +80,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """The files of a tokenizer, and its engine."""
+    """The files of a tokenizer, and its engine.
+
+    Attributes:
+        kind: type of the tokenizer, which determines the files that it needs.
+        model: ``tokenizer.json``, or a SentencePiece model.
+        vocab: vocabulary.
+        merges: merges of GPT-2.
+        engine: library that runs a BPE tokenizer.
+    """
 
     kind: TokenizerType = TokenizerType.HUGGING_FACE
     model: Path | None = None
@@ -247,6 +259,7 @@ class RoutedTokenizer:
         encoded = []
         for is_exact, tokenizer in ((False, self.fast), (True, self.exact)):
             chosen = [text for text, is_special in zip(texts, special, strict=True) if is_special is is_exact]
+            # Two batches instead of single calls; the arrays return in the order of the texts below.
             batch = tokenizer.encode_batch(chosen)
             encoded.append(iter(np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) if chosen else []))
         arrays = [next(encoded[is_special]) for is_special in special]
@@ -291,6 +304,7 @@ def with_engine(definition: Definition, engine: Engine, *, trusted: bool = False
         return HuggingFaceTokenizer(definition)
     try:
         fast = GigatokenTokenizer(definition)
+        # Without probes, the tokenizers library is not imported.
         if trusted:
             return fast
         exact, strings = HuggingFaceTokenizer(definition), definition.added_tokens()
@@ -355,10 +369,16 @@ def built_in_gpt2() -> Definition:
 
     name = "gpt2-merges.txt"
     lines = _merge_lines((resources.files(__package__) / name).read_text(encoding="utf-8"))
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (chr(256 + at) for at in range(256 - len(printable)))
-    tokens = [*map(chr, printable), *others, *(line.replace(" ", "") for line in lines), "<|endoftext|>"]
+    # OpenAI's vocab.json has this order: characters of bytes, one token per merge, the end of text.
+    tokens = [*sorted(characters_of_bytes()), *(line.replace(" ", "") for line in lines), "<|endoftext|>"]
     return _gpt2({token: at for at, token in enumerate(tokens)}, lines, name)
+
+
+def characters_of_bytes() -> list[str]:
+    """What GPT-2 writes for each byte: itself where it is printable in Latin-1, else one of the characters from 256."""
+    others = iter(range(256, 512))
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _merge_lines(text: str) -> list[str]:
@@ -369,6 +389,7 @@ def _gpt2(ids: dict[str, int], merges: list[str], source: str) -> Definition:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     document: dict[str, Any] = {
         "version": "1.0",
+        # Empty: Megatron's tokenizer reads a literal <|endoftext|> in a document as text.
         "added_tokens": [],
         "normalizer": None,
         "pre_tokenizer": level,
@@ -417,6 +438,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """The fields of a protobuf message: number, and value or bytes."""
 
     def varint(at: int) -> tuple[int, int]:
+        """The integer at byte ``at``, 7 bits per byte and the lowest first, and the offset after it."""
         value = shift = 0
         while True:
             value |= (message[at] & 0x7F) << shift
@@ -427,6 +449,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(message):
         key, at = varint(at)
+        # The lower three bits are the wire type: 0 integer, 1 and 5 fixed 8 and 4 bytes, 2 length and bytes.
         if key & 7 == 0:
             value, at = varint(at)
             yield key >> 3, value
@@ -480,6 +503,7 @@ class SentencePieceTokenizer:
 
     def token_id(self, token: str | None) -> int | None:
         """The id of a piece, or of the model's end token for None; None if it does not exist."""
+        # sentencepiece returns the unknown id for a missing piece, and -1 for a missing end token.
         found: int = self._model.eos_id() if token is None else self._model.piece_to_id(token)
         if found < 0 or (token is not None and self._model.id_to_piece(found) != token):
             return None

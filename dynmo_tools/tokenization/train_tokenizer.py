@@ -15,6 +15,7 @@ from .bpe_trainer import PairMerger, WordSymbols
 from .trainers import make_trainer
 from .word_counts import WordBlock, WordCountWriter, read_blocks, select_words, sum_blocks
 
+# One shard per slice at most. Each task of the first phase writes a part of every shard.
 MAX_SHARDS = 256
 WORDS, SUMS = "words", "sums"
 
@@ -46,6 +47,7 @@ def count_words(task: Task) -> None:
 
 
 def _blocks_of_shard(task: Task) -> Iterator[WordBlock]:
+    # In slice order, so that the words of a shard have the same order in every run.
     for index in range(len(task.manifest.tasks)):
         for bounds in read_marker(task, "count", index)["result"]["bounds"]:
             yield from read_blocks(task.part(WORDS, index), bounds[task.index], bounds[task.index + 1])
@@ -55,6 +57,7 @@ def sum_shard(task: Task) -> None:
     """Task function: sum the counts of one shard, and collect the characters of its words."""
     kind = make_trainer(task.job.settings)
     target = task.create(task.part(SUMS))
+    # The alphabet has the characters of all words, also of those that are excluded later.
     begin: set[int] = set()
     continuing: set[int] = set()
     task.facts["distinct_words"] = 0

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config.settings import GPT2_END, Model, TrainTokenizerSettings
-from .tokenizers import PROBES, import_or_extra
+from .tokenizers import PROBES, characters_of_bytes, import_or_extra
 from .word_counts import WordBlock
 
 Ints = npt.NDArray[Any]
@@ -122,13 +122,6 @@ class ByteLevelTrainer(TokenizerTrainer):
         return tokenizer
 
 
-def characters_of_bytes() -> list[str]:
-    """What GPT-2 writes for each byte: itself where it is printable in Latin-1, else one of the characters from 256."""
-    others = iter(range(256, 512))
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 class WordPieceTrainer(TokenizerTrainer):
     """WordPiece as in BERT: every character is a symbol, a different one if it continues a word."""
 
@@ -148,6 +141,7 @@ class WordPieceTrainer(TokenizerTrainer):
 
     def extract_words(self, piece: str) -> Iterable[bytes]:
         """Words and single punctuation marks, after BERT's normalization."""
+        # Most words: BERT's normalization only lower-cases them, and they have no punctuation to split at.
         if piece.isascii() and piece.isalnum():
             return ((piece.lower() if self._lower else piece).encode(),)
         cleaned = self.normalizer.normalize_str(piece)
@@ -173,6 +167,7 @@ class WordPieceTrainer(TokenizerTrainer):
         """Special tokens, then all characters, then those that continue words."""
         begin, continuing = set(begin), set(continuing)
         plain = [chr(point) for point in sorted(begin | continuing)]
+        # Sorted code points: sets have no order, and ids must be the same in every run.
         tokens = list(
             dict.fromkeys([*self.special, *plain, *(self.prefix + chr(point) for point in sorted(continuing))])
         )

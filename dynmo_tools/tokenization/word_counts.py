@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+# The table is written when it reaches either limit: many short words, or few very long ones.
 MAX_WORDS_IN_MEMORY = 1 << 18
 MAX_BYTES_IN_MEMORY = 64 << 20
 BLOCK_WORDS = 1 << 14
@@ -151,17 +152,17 @@ class WordCountWriter:
 
     def flush(self) -> None:
         """Write the table."""
-        num_shards: list[dict[bytes, int]] = [{} for _ in range(self._num_shards)]
+        shards: list[dict[bytes, int]] = [{} for _ in range(self._num_shards)]
         while self._counted:
             # popitem frees the entries of the table while the shards grow.
             piece, count = self._counted.popitem()
             for word in self._words_of(piece):
                 # CRC-32 is the same in every process; Python's hash of bytes is not.
-                shard = num_shards[zlib.crc32(word) % self._num_shards]
+                shard = shards[zlib.crc32(word) % self._num_shards]
                 shard[word] = shard.get(word, 0) + count
         self._bytes = 0
         bounds = [self._at]
-        for counted in num_shards:
+        for counted in shards:
             self._at += sum(block.write(self._target) for block in _cut(counted.items()))
             counted.clear()
             bounds.append(self._at)
@@ -267,9 +268,11 @@ def select_words(paths: Sequence[Path], max_bytes: int) -> WordSelection:
     for path in paths:
         for block in read_blocks(path, texts=False):
             counts, places = np.unique(block.counts, return_inverse=True)
+            # By count, not by word: the table has one entry per distinct count, however large the corpus is.
             words.update(dict(zip(counts.tolist(), np.bincount(places).tolist(), strict=True)))
             of_count = np.bincount(places, weights=block.lengths).astype(np.int64)
             sizes.update(dict(zip(counts.tolist(), of_count.tolist(), strict=True)))
+    # The first count whose words do not all fit is the one that is divided; rarer words are excluded.
     last, budget = 0, max_bytes
     for count in sorted(sizes, reverse=True):
         if sizes[count] > budget:
