@@ -139,6 +139,7 @@ def verify(
     if against is not None and not findings:
         differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step, ignore_config)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
+    # Not after a finding: damaged bytes are the cause, and logits would only repeat it.
     logits = None
     if hf_logits is not None and not findings:
         logits = _logits(directory, hf_logits, step, ignore_config)

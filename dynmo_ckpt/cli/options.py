@@ -314,9 +314,14 @@ class ExportOptions:
 
 
 def parse_bytes(text: str) -> int:
-    """A size in bytes: ``5GB`` is 5,000,000,000; raises ``UsageError`` where ``text`` is not a size."""
+    """A size in bytes: ``5GB`` is 5,000,000,000.
+
+    Raises:
+        UsageError: ``text`` is not a size.
+    """
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "B": 1}
     upper = text.strip().upper()
+    # "B" is the last unit, because all others end with it.
     unit = next((unit for unit in units if upper.endswith(unit)), "")
     number = upper.removesuffix(unit).strip()
     if not number.replace(".", "", 1).isdecimal():

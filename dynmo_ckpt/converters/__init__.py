@@ -2,6 +2,9 @@
 
 # Name of each built-in format -> module and attribute of its CheckpointFormat. It is not in ``registry``, so that
 # ``--help`` lists the formats without importing what the registry needs.
+# The order decides where two formats match. A distributed checkpoint may have a `config.json`, and a run of
+# Megatron-core has the `latest_checkpointed_iteration.txt` of legacy Megatron: so dcp is before both. Any `.bin` file
+# may be one of llama2.c, which is last.
 BUILTIN = {
     "native": "native:NATIVE",
     "dcp": "torch_dcp:TORCH_DCP",

@@ -32,7 +32,15 @@ RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
 
 def check_model(model: Mapping[str, Any], source: Path) -> None:
-    """Raise ``CorruptError`` where the ``model`` of a manifest breaks the format, for example by impossible sizes."""
+    """Check the ``model`` of a manifest against the format.
+
+    Args:
+        model: the ``model``.
+        source: the file from which it was derived, for messages.
+
+    Raises:
+        CorruptError: a field breaks the format, for example by an impossible size.
+    """
     problems: list[Problem] = []
     model_check(model, "", problems)
     if problems:
@@ -74,6 +82,7 @@ def from_tensors(
         UnsupportedError: a tensor that belongs to no item of the model.
     """
     check_model(model, directory)
+    # With the dot: `layers.1` must not own the tensors of `layers.10`.
     items = tuple(f"{item}." for item in block_items(dict(model)))
     unknown = [name for name in tensors if not name.startswith(items)]
     if unknown:
@@ -126,6 +135,7 @@ def from_map(
                 raise CorruptError(f"{directory}: {pair.what} differ, where they must be equal")
             ties = {name: target for name, target in ties.items() if name != pair.native}
     if len(ties) != len(model_ties(model)):
+        # The links of a tensor that is no longer tied now count as stored.
         mapped, _ = to_native(layout, tensors, ties)
     manifest = new_manifest(model, _shapes(mapped), ties, run_id=f"from-{run_id}")
     if source is not None:
@@ -140,9 +150,11 @@ def from_megatron(found: MegatronCheckpoint, path: Path) -> tuple[NativeCheckpoi
     """A checkpoint from the result of one of Megatron's readers, and remarks for the user."""
     run_id = f"from-{path.resolve().name}"
     manifest = new_manifest(found.model, _shapes(found.tensors), found.ties, run_id=run_id, step=found.step)
+    # Only the seed: DynMo's trainer derives random numbers from seed and step, so Megatron's states have no use.
     manifest |= in_manifest(found.progress) | {"rng": {**RNG, "seed": found.progress.seed}}
     tensors = {item.name: item.content for item in found.tensors}
     pruned = total = 0
+    # equality imports numpy, which a checkpoint without masks does not need.
     if found.masks:
         from ..tensors.equality import count_true
     for name, mask in found.masks.items():
@@ -166,6 +178,7 @@ def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: 
         manifest["tensors"][item.name], tensors[item.name] = _entry("F32", item.shape, "optimizer"), item.content
     manifest["optimizer"] = {
         "type": "adamw",
+        # Megatron has one number for all parameters; DynMo counts for each, because frozen layers make fewer steps.
         "steps": dict.fromkeys(names, found.optimizer_steps),
         "groups": [
             {"name": "decay", "weight_decay": found.weight_decay, "parameters": decayed},

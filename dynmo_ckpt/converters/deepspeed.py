@@ -49,6 +49,7 @@ from .zero import read_zero, shard_files, shard_state
 
 # A pipeline without tensor parallelism has no "-model_TT" in the names of its layer files.
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+# ZeRO 3 writes a model file for each data-parallel rank; that of rank 0 has everything that is read from it.
 RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LM = "language_model."
 
@@ -77,12 +78,15 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
         raise UnsupportedError(f"{directory}: experts (MoE) of DeepSpeed are not supported")
     number = tree.get("iteration", tree.get("global_steps", 0))
+    # Megatron-DeepSpeed began after Megatron's version 3.0, so a file without a number has its order of rows. In legacy
+    # Megatron such a file has the order of version 0.
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
     layers = _layer_files(directory)
     progress = _progress(directory, first, args, number, with_optimizer=options.with_optimizer)
     facts = RankFacts(path=first.path, args=args, version=float(version), step=number, progress=progress)
+    # ZeRO 3 partitions the weights too: the module of the model file has placeholders without elements.
     zero3 = not layers and _is_empty(_tensors(first, "module"))
     stages: list[dict[str, list[Tensor]]] = []
     if not zero3:
@@ -142,6 +146,7 @@ def _state(
         if not layers:
             result[kind] = _single_stage(directory, [_unwrapped(part) for part in parts])
             continue
+        # The model-parallel ranks of a pipeline rank are consecutive: each slice of `width` is one pipeline rank.
         width = 1 + max(rank for files in layers.values() for rank in files)
         workers = [_by_layer(directory, parts[at : at + width], layers) for at in range(0, len(parts), width)]
         merged = {number: found for worker in workers for number, found in worker.items()}
@@ -187,6 +192,7 @@ def _by_layer(
     DeepSpeed wrote it; its state counts as a layer after the last.
     """
     found: dict[int, list[dict[str, Tensor]]] = {}
+    # The first file has the embedding. So the second one is the first block, which only the first pipeline rank has.
     first_block = sorted(layers)[1]
     is_first = any(name.startswith(f"{first_block}.") for part in parts for name in part)
     tied = min(layers) if is_first else max(layers) + 1
@@ -249,12 +255,15 @@ def _from_layers(
     directory: Path, layers: Mapping[int, Sequence[Mapping[str, Tensor]]]
 ) -> list[dict[str, list[Tensor]]]:
     """One stage for each layer, with the tensors of all tensor-parallel ranks under the names of a complete model."""
+    # The numbers of layer files also count functions without weights (a cast, a transpose), so they do not show what a
+    # layer is. The names and shapes of its tensors do.
     stages, blocks, has_words = [], 0, False
     for number, parts in layers.items():
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CorruptError(f"{directory}: layer {number}: the tensor-parallel ranks have different tensor names")
         names = set(parts[0])
         if "word_embeddings.weight" in names:
+            # A second table is the copy of the tied embedding on the last stage, for the head.
             table = HEAD_COPY if has_words else f"{LM}embedding.word_embeddings.weight"
             renamed = {name: f"{LM}embedding.{name}" for name in names if not has_words}
             renamed |= {"word_embeddings.weight": table}
@@ -262,6 +271,7 @@ def _from_layers(
         elif any(".query_key_value." in name for name in names):
             renamed = {name: f"{LM}encoder.layers.{blocks}.{name}" for name in names}
             blocks += 1
+        # The final norm and an untied head both have a `weight`: a vector and a matrix.
         elif names in ({"weight", "bias"}, {"weight"}) and len(parts[0]["weight"].shape) == 1:
             renamed = {name: f"{LM}encoder.final_layernorm.{name}" for name in names}
         elif len(names) == 1 and len(next(iter(parts[0].values())).shape) == 2:

@@ -50,9 +50,19 @@ def write_legacy(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportP
 
 
 def stage_layer_counts(model: Mapping[str, Any], num_stages: int, partition: str | None) -> list[int]:
-    """Number of layers of each stage; by default a T5 is cut between encoder and decoder, as Megatron requires."""
+    """Number of layers of each stage; by default a T5 is cut between encoder and decoder, as Megatron requires.
+
+    Args:
+        model: the ``model`` of a manifest.
+        num_stages: number of pipeline ranks times virtual stages of each.
+        partition: the value of ``--partition``; None splits evenly.
+
+    Raises:
+        UsageError: ``partition`` is not one number for each stage, or does not add up to the layers of the model.
+    """
     if partition is not None or model["family"] != "t5" or num_stages == 1:
         return layer_counts(num_blocks(model), num_stages, partition)
+    # In proportion to the layers, with at least one stage for each side: no stage may have layers of both.
     encoder = min(max(1, round(num_stages * model["num_layers"] / max(1, num_blocks(model)))), num_stages - 1)
     sides = ((model["num_layers"], encoder), (model["num_decoder_layers"], num_stages - encoder))
     return [count for layers, stages in sides for count in layer_counts(layers, stages, None)]

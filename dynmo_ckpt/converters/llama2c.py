@@ -1,6 +1,7 @@
 """Reads ``NAME.bin`` of llama2.c: seven int32 sizes, then concatenated float32 matrices, layers stacked.
 
-Its rotary embedding pairs neighboring elements of a head; ``maps/llama2c.json`` reorders the rows.
+Its rotary embedding pairs neighboring elements of a head, DynMo's an element with the one half a head further. So
+``maps/llama2c.json`` reorders the rows of query and key; values and the output projection are not rotated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ..tensors.views import Tensor, as_tensor
 from .assemble import from_map
 from .registry import CheckpointFormat
 
+# Seven int32.
 HEADER_BYTES = 28
+# The file has no magic number. In any other `.bin` file, one of the seven numbers is most likely above this limit.
 MAX_SIZE = 1 << 24
 
 
@@ -41,6 +44,7 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
         header = handle.read(HEADER_BYTES)
     numbers = [int.from_bytes(header[i : i + 4], "little", signed=True) for i in range(0, HEADER_BYTES, 4)]
     hidden, inner, layers, heads, groups, signed_vocab, positions = numbers
+    # llama2.c stores a negative vocabulary size where the output matrix is not tied to the embedding.
     vocab = abs(signed_vocab)
     sizes = (hidden, inner, layers, heads, groups, vocab, positions)
     if path.name.startswith("pytorch_model"):
@@ -62,6 +66,7 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
         ("w2", True, (hidden, inner)),
         ("w3", True, (inner, hidden)),
         ("norm", False, (hidden,)),
+        # Two tables of cosines and sines, each for half of a head. The map ignores them: they follow from the sizes.
         ("freq_cis", False, (positions, width)),
         *([("output", False, (vocab, hidden))] if signed_vocab < 0 else []),
     ]
@@ -71,6 +76,7 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
             key = f"{name}.{i}" if stacked else name
             tensors[key] = as_tensor(StoredArray(path=path, key=key, dtype="F32", shape=shape, offset=at))
             at += 4 * math.prod(shape)
+    # The only proof that this is a file of llama2.c.
     if at != path.stat().st_size:
         raise CorruptError(f"{path}: has {path.stat().st_size} bytes; its header requires {at}")
     model = {
@@ -84,6 +90,7 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
         "max_position_embeddings": positions,
         "vocab_size": vocab,
         "padded_vocab_size": -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by,
+        # The file has neither epsilon nor rotary base: they are constants in llama2.c.
         "layernorm_epsilon": 1e-5,
         "normalization": "rmsnorm",
         "activation": "swiglu",

@@ -42,6 +42,7 @@ def write_native(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportP
     """
     model = checkpoint.manifest["model"]
     counts = layer_counts(num_blocks(model), options.pp * options.vpp, options.partition)
+    # Without options of topology, nothing moves: the stages of the input are kept.
     partition = checkpoint.manifest["topology"]["partition"]
     if len(counts) > 1:
         partition = partition_from_counts(counts, model)
@@ -57,7 +58,7 @@ def plan_native_export(
         checkpoint: the input.
         options: tensor-parallel size, virtual stages, weight type, optimizer state and tokenizer of the output.
         partition: the item names of each stage, in layer order.
-        dp: number of data-parallel replicas, which the manifest records.
+        dp: number of data-parallel replicas. The manifest records it; the files do not depend on it.
 
     Raises:
         UnsupportedError: sizes that the tensor-parallel ranks do not divide.
@@ -73,6 +74,7 @@ def plan_native_export(
         dtype=options.dtype,
     )
 
+    # Called after the copy: the manifest has the checksums of the written bytes.
     def manifest_file(written: Mapping[str, WrittenFile], small: Mapping[str, bytes]) -> dict[str, bytes]:
         sums = {name: (len(payload), zlib.crc32(payload)) for name, payload in small.items()}
         return {"manifest.json": seal(complete_manifest(plan, written, sums))}
@@ -95,7 +97,9 @@ def _small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[s
     """
     directory, listed = checkpoint.directory, checkpoint.manifest["files"]
     shards = {shard["file"] for entry in checkpoint.manifest["tensors"].values() for shard in entry["shards"]}
+    # The `conversion.json` of an earlier conversion does not describe this one, which writes its own.
     copied = {name: directory / name for name in sorted(set(listed) - shards - {"conversion.json"})}
+    # The manifest of an imported checkpoint lists no files: its tokenizer lies next to its weights.
     if tokenizer is not None or not listed:
         copied = {name: path for name, path in copied.items() if not name.startswith("tokenizer/")}
         names = tokenizer_names(tokenizer or directory)

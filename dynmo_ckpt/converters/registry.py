@@ -97,6 +97,7 @@ def detect(path: Path) -> CheckpointFormat:
         formats.append(_builtin(name))
         if formats[-1].detect(path):
             return formats[-1]
+    # Last: no package can take over a checkpoint that a built-in format recognizes.
     external, failures = external_formats()
     for _, found in external:
         formats.append(found)
@@ -132,6 +133,7 @@ def open_checkpoint(
         raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
     if not options.optimizer_if_present:
         return found.read(path, options)
+    # Only opening shows whether there is a state. A second open is cheap, for no tensor is read.
     options = replace(options, optimizer_if_present=False, with_optimizer=True)
     try:
         return found.read(path, options)
@@ -182,6 +184,7 @@ def _load(entry: EntryPoint) -> CheckpointFormat:
         raise UsageError(f"{where}: the name is taken by a built-in format; rename the entry point")
     try:
         loaded = entry.load()
+    # The module of another package may raise anything. The user must learn which package it is.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise UsageError(f"{where} cannot be imported ({reason}); update or uninstall the package") from error

@@ -58,6 +58,7 @@ DTYPES = {
 # Prefixes of the float32 weights, by release of Megatron-core.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 MOMENTS = {kind: f"optimizer.state.{kind}." for kind in STATE_KINDS[1:]}
+# To the names of llama2.c: both have Meta's matrices, with neighboring elements of a head as rotary pairs.
 TITAN = (
     (re.compile(r"tok_embeddings\.weight"), "tok_embeddings"),
     (re.compile(r"layers\.(\d+)\.attention\.(w[qkvo])\.weight"), r"\2.\1"),
@@ -67,6 +68,7 @@ TITAN = (
     (re.compile(r"output\.weight"), "output"),
     (re.compile(r"freqs_cis|freq_cis|rope\.cache"), "freq_cis"),
 )
+# The name of the word embedding, which every model has, shows the naming scheme of all names.
 ANCHORS = {
     "embedding.word_embeddings.weight": "core",
     "tok_embeddings.weight": "titan",
@@ -76,6 +78,7 @@ ANCHORS = {
     "wte.weight": "hf",
 }
 OPTIMIZER_NAME = re.compile(r"(.*\.)?optim(izer)?\.")
+# What torch.compile, activation checkpointing and FSDP insert into the names of parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -165,6 +168,7 @@ def _fields(tree: Any, source: str) -> tuple[dict[str, Any], list[tuple[dict[str
     entries, places = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise CorruptError(f"{source}: not the metadata of a distributed checkpoint")
+    # `storage_data` is a dictionary with objects as keys: `MetadataIndex` to `_StorageInfo`.
     pairs = [
         (k.attributes, v.attributes)
         for k, v in places.items()
@@ -197,6 +201,7 @@ def _tensor(
             raise CorruptError(f"{source}: a chunk has no valid offsets and sizes")
         if any(b + n > size for b, n, size in zip(begin, extents, shape, strict=True)):
             raise CorruptError(f"{source}: a chunk exceeds the shape {list(shape)}")
+        # The offset of a `MetadataIndex` is optional: without it, the tensor has one chunk.
         info = locations.get((name, begin), locations.get((name, None)))
         if info is None:
             raise CorruptError(f"{source}: no file is recorded for the chunk at {list(begin)}")
@@ -283,6 +288,8 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
             f"state dict of an unknown model: it must have one of {', '.join(ANCHORS)}; it has "
             f"{short_names(sorted(named))}"
         )
+    # The shortest prefix: `model.embed_tokens.weight` also ends with the anchor `embed_tokens.weight`, and then
+    # `model.` would be taken for the name of a wrapper.
     table, anchor = min(found, key=lambda pair: len(pair[0]) - len(pair[1]))
     outer = table.removesuffix(anchor)
     inner = {name.removeprefix(outer): tensor for name, tensor in named.items()}
@@ -353,6 +360,7 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     number = found.common.get("iteration", 0)
     step = number if isinstance(number, int) else 0
     progress = read_progress(found.common, args, step, found.number)
+    # Version 3.0, because Megatron-core has its order of query, key and value rows.
     facts = RankFacts(path=found.directory, args=args, version=3.0, step=step, progress=progress)
     if not options.with_optimizer:
         return assemble(facts, *_stage(tensors), options)
@@ -364,13 +372,13 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     for kind in STATE_KINDS:
         prefixes = MASTERS if kind == "master" else (MOMENTS[kind],)
         part = {n.removeprefix(p): t for p in prefixes for n, t in found.tensors.items() if n.startswith(p)}
+        # A run in float32 has no masters: the weights themselves are the float32 parameters of Adam.
         if kind == "master" and not part and any(name.startswith(MOMENTS["exp_avg"]) for name in found.tensors):
             part = dict(tensors)
         if not part or any(tensor.dtype != "F32" for tensor in part.values()):
             raise UnsupportedError(
                 f"{found.directory}: has no float32 {kind} of each weight; Megatron-core must write the optimizer "
-                "state "
-                "as fully_reshardable, not as the flat buckets of dp_reshardable"
+                "state as fully_reshardable, not as the flat buckets of dp_reshardable"
             )
         state[kind] = _stage(part)
     return assemble_state(facts, state, _steps(found), options)

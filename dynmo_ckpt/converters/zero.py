@@ -115,7 +115,11 @@ def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
 
 
 def shard_state(file: TorchFile) -> dict[str, Any]:
-    """The optimizer state of a shard; raises ``CorruptError`` where the shard has none."""
+    """The optimizer state of a shard.
+
+    Raises:
+        CorruptError: the shard has none.
+    """
     state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
     if not isinstance(state, dict):
         raise CorruptError(f"{file.path}: has no optimizer_state_dict")
@@ -124,6 +128,7 @@ def shard_state(file: TorchFile) -> dict[str, Any]:
 
 def _replicas(file: TorchFile) -> int | None:
     count = shard_state(file).get("partition_count")
+    # ZeRO 1 and 2 record one count for each group, since each may have its own process group (experts).
     count = max(count, default=None) if isinstance(count, list) else count
     return count if isinstance(count, int) else None
 
@@ -135,6 +140,7 @@ def _read_shard(path: Path, model: TorchFile) -> _Shard:
     refs = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(refs, list) or stage not in (1, 2, 3):
         raise UnsupportedError(f"{path}: has no flat groups of float32 weights; its ZeRO stage is {short_repr(stage)}")
+    # ZeRO 3 stores Adam's state under the same key as the state around it.
     base = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     found = _entries(path, base, len(refs))
     groups = base.get("param_groups", []) if isinstance(base, dict) else []
@@ -202,6 +208,7 @@ def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
         )
     if numbers:
         return numbers.pop()
+    # DeepSpeed also counts the steps that an overflow of the loss scale skipped; Adam did not make them.
     done, skipped = (model.tree.get(name, 0) for name in ("global_steps", "skipped_steps"))
     return done - skipped if isinstance(done, int) and isinstance(skipped, int) else 0
 
@@ -257,6 +264,7 @@ def _merge_mapped_slices(
     found = {}
     for g, group in enumerate(shapes):
         for name, shape in group.items():
+            # A rank without elements of this parameter has no entry for it. The order of ranks is that of the elements.
             parts = []
             for shard, each in zip(shards, flats, strict=True):
                 if g < len(shard.slices) and name in shard.slices[g]:
@@ -279,6 +287,7 @@ def _merge_stage_3(
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         count = math.prod(shape)
         share = -(-count // len(shards))
+        # Every rank has a share of equal length, so the last ones end with padding, which narrow removes.
         parts = [_cut(directory, flat, at, share, name) for flat in buffers]
         found[name] = concatenate(parts, 0).narrow(0, 0, count).unflatten(0, shape)
         at += share

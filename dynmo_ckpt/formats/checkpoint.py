@@ -27,6 +27,7 @@ from .checkpoint_rules import cross_field_problems
 
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
+# The CRC-32 is in the file that it covers. So it is computed with its own digits blanked, and has a fixed length.
 BLANK_SEAL = "0" * 8
 _SEAL_FIELD = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
@@ -61,6 +62,7 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
     Raises:
         WriterError: the manifest breaks its own format.
     """
+    # What a reader will parse: JSON turns tuples into lists, and keys into strings.
     if problems := manifest_problems(json.loads(encode_json({**manifest, "manifest_crc32": BLANK_SEAL}))):
         raise WriterError("manifest.json", problems)
     blank = encode_json({**manifest, "manifest_crc32": BLANK_SEAL})
@@ -69,12 +71,16 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
-    """The manifest in ``payload``; raises ``DocumentError`` with every problem.
+    """The manifest in ``payload``.
 
     Args:
         payload: the bytes of ``manifest.json``.
         source: the file, for messages.
+
+    Raises:
+        DocumentError: another checksum, or every problem of the fields.
     """
+    # Before the JSON is parsed: any altered byte is then reported as such, and not as a broken rule.
     at = _seal_offset(payload, source)
     recorded = payload[at : at + 8].decode()
     found = f"{zlib.crc32(payload[:at] + BLANK_SEAL.encode() + payload[at + 8 :]):08x}"

@@ -99,6 +99,7 @@ def _partition(manifest: Document) -> Iterator[Problem]:
         if item not in items:
             yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
     owners = tuple(f"{item}." for item in items)
+    # Older trainers stored the padding rows of the vocabulary; new files have the true number.
     rows = [model["vocab_size"], model["padded_vocab_size"]]
     for name, entry in manifest["tensors"].items():
         if not name.startswith(owners):
@@ -125,6 +126,7 @@ def _coverage(manifest: Document) -> Iterator[Problem]:
         if dim is None:
             covered = boxes == [full]
         else:
+            # Each slice must begin where the preceding one ends; its other dimensions must be complete.
             spans = sorted(box[dim] for box in boxes)
             ends = [0, *(end for _, end in spans)]
             covered = all(begin == at and end >= begin for (begin, end), at in zip(spans, ends, strict=False))

@@ -58,6 +58,7 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
                 f"config.json: {alias} {short_repr(found[alias])} and {name} {short_repr(found[name])} are the same "
                 "setting; they must be equal"
             )
+    # A missing key has the default of transformers, which is the first value of the list.
     needs = {**table["every"]["needs"], **kind["needs"]}
     for key, values in needs.items():
         if found.get(key, values[0]) not in values:

@@ -18,6 +18,7 @@ from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
+# Copied byte for byte: loading and saving a tokenizer with transformers may drop metadata.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,6 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
+# Only for the message about a directory with weights of another kind.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -127,8 +129,10 @@ def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[S
     ]
     groups = shard_by_size(tensors, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    # transformers looks for this name first, and needs no index then.
     if len(groups) == 1:
         names = ["model.safetensors"]
+    # Older releases of transformers refuse a file without this entry.
     return [safetensors_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
@@ -162,6 +166,7 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
     if "tokenizer.json" not in files:
         return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
     ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
+    # Such a token would be beyond the embedding, which has no padding rows here.
     if max(ids.values(), default=-1) >= vocab_size:
         raise UsageError(
             f"{directory}: the tokenizer has the token id {max(ids.values())}; the vocabulary of the model ends at "

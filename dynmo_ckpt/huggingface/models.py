@@ -16,6 +16,7 @@ from .config_keys import complete_config
 Config = Mapping[str, Any]
 Model = dict[str, Any]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+# Three implementations of the same approximation.
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PRE_TRAINING, MASKED = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
 ROTARY_FIELDS = {
@@ -46,8 +47,17 @@ class Architecture:
 
 
 def architecture_of_model(model: Config) -> tuple[str, Architecture]:
-    """The ``model_type`` that computes a model; raises ``UnsupportedError`` where transformers has none."""
+    """The ``model_type`` of transformers that computes a model, and its functions.
+
+    Args:
+        model: the ``model`` of a manifest.
+
+    Raises:
+        UnsupportedError: transformers has no such model.
+    """
     family = model["family"]
+    # By what is computed, not by name: Megatron's T5 has learned positions, biases and norms before each part, as
+    # Blenderbot. The T5 of transformers has relative positions. BertModel has its norms after each part.
     name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
@@ -62,10 +72,8 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
             raise UnsupportedError(f"{name} implements {field} = {needed} only; the model has {model[field]}")
     if model["activation"] not in ACTIVATIONS:
         raise UnsupportedError(f"{name}: does not implement the activation {model['activation']}")
-    if (
-        model.get("head_dim", model["hidden_size"] // model["num_attention_heads"]) * model["num_attention_heads"]
-        != (model["hidden_size"])
-    ):
+    heads, hidden = model["num_attention_heads"], model["hidden_size"]
+    if model.get("head_dim", hidden // heads) * heads != hidden:
         raise UnsupportedError(
             f"{name}: head_dim {model['head_dim']} times the number of heads must be the hidden size"
         )
@@ -112,7 +120,15 @@ def hf_model(config: Config, make_vocab_size_divisible_by: int, ignored: Sequenc
 
 
 def size(config: Config, field: str) -> int:
-    """A size of a configuration; raises ``CorruptError`` where it is not a positive integer."""
+    """A size of a configuration.
+
+    Args:
+        config: the configuration.
+        field: its key; the unit is that of the key (layers, heads, elements, tokens).
+
+    Raises:
+        CorruptError: the value is not a positive integer.
+    """
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CorruptError(f"config.json: {field} must be a positive integer, found {short_repr(value)}")
@@ -193,6 +209,7 @@ def _llama_model(config: Config) -> Model:
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
     positions = size(config, "max_position_embeddings")
+    # Mistral is a Llama with a window, which has no effect where it covers all positions.
     _refuse_window(config, positions)
     base, scaling = _rotary(config, positions)
     model = {
@@ -240,6 +257,7 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
         raise CorruptError("config.json: rope_scaling and rope_parameters must be objects")
     rope: dict[str, Any] = {}
     for each in found:
+        # Older releases of transformers write `type`.
         named = ({"rope_type": each["type"]} if "type" in each else {}) | each
         differing = sorted(key for key in rope.keys() & named.keys() if rope[key] != named[key])
         if differing:
@@ -293,6 +311,7 @@ def _bert_model(config: Config) -> Model:
     head = next((head for head, name in TASK_HEADS.items() if name == names[0]), None)
     if head is None and config["tie_word_embeddings"] is not True:
         raise UnsupportedError("tie_word_embeddings = False: DynMo's BERT ties its head to the embedding")
+    # 2 is the default of transformers.
     labels = len(config["id2label"] or ()) or config["num_labels"] or 2
     task = (
         {} if head is None else {"task_head": head, "num_classes": labels if head == "classification" else RACE_CHOICES}
@@ -314,6 +333,7 @@ def _bert_model(config: Config) -> Model:
 
 
 def _blenderbot_config(model: Config) -> dict[str, Any]:
+    # Blenderbot has no key for it, and uses the default of torch.nn.LayerNorm.
     if model["layernorm_epsilon"] != 1e-5:
         raise UnsupportedError(
             f"blenderbot: layernorm_epsilon must be 1e-5; the model has {model['layernorm_epsilon']}"
@@ -327,8 +347,10 @@ def _blenderbot_config(model: Config) -> dict[str, Any]:
         "decoder_layers": model["num_decoder_layers"],
         **{f"{side}_{field}": value for side in ("encoder", "decoder") for field, value in both.items()},
         "max_position_embeddings": model["max_position_embeddings"],
+        # Megatron does not multiply embeddings by the square root of their width.
         "scale_embedding": False,
         "is_encoder_decoder": True,
+        # Blenderbot's default would end each text with token 2 of its own vocabulary.
         "forced_eos_token_id": None,
     }
 

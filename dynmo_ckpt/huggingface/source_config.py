@@ -107,6 +107,7 @@ def export_generation_config(source: Mapping[str, Any] | None, computed: dict[st
 def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
     """Whether a configuration describes a model; the padding of the vocabulary is ignored."""
     try:
+        # Unknown keys were refused, or ignored by an option, when the source was read.
         described = hf_model(config, 1, ignored=("*",))
     except DynmoError:
         return False

@@ -59,5 +59,5 @@ def combine_parts(parts: Iterable[Part], num_bytes: int, missing: Callable[[int,
 
 
 def altered_message(where: str, found: int, recorded: int) -> str:
-    """The message for bytes that do not have their recorded checksum."""
+    """The message for bytes whose CRC-32 is ``found`` where ``recorded`` is expected; ``where``: file and tensor."""
     return f"{where}: CRC-32 is {found:08x}, expected {recorded:08x}: the bytes were altered"

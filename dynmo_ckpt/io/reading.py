@@ -28,7 +28,16 @@ class SourceFiles:
     descriptors: Mapping[Path, int]
 
     def read(self, array: StoredArray, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from byte ``offset`` of the array's file; raises ``CorruptError`` at its end."""
+        """Fill a buffer from the file of an array.
+
+        Args:
+            array: the array; its file must be open.
+            offset: from the begin of the file, in bytes.
+            buffer: the bytes to fill.
+
+        Raises:
+            CorruptError: the file ends before ``buffer`` is full.
+        """
         done = 0
         while done < len(buffer):
             got = read_into(self.descriptors[array.path], buffer[done:], offset + done)
@@ -84,7 +93,14 @@ class Reader:
             self._record(array, start, payload)
 
     def block(self, array: StoredArray, start: int, count: int, itemsize: int) -> Words:
-        """``count`` words from byte ``start`` of the stored array, valid until the next call."""
+        """Part of a stored array, valid until the next call.
+
+        Args:
+            array: the array; its file must be open.
+            start: offset in the array, in bytes.
+            count: number of words.
+            itemsize: size of each word, in bytes.
+        """
         words = self.buffer("block", count, itemsize)
         if self.cached != (array, start, count):
             # Until the read succeeds: after an error, a partly filled buffer must not count as the block.
@@ -125,6 +141,7 @@ class Reader:
         found = combine_parts(parts, array.num_bytes, lambda start, end: self._checksum(array, start, end))
         if found == array.crc32:
             return
+        # Read again: only that shows whether the source was altered or the copy is faulty.
         again = self._checksum(array, 0, array.num_bytes)
         place = f"{array.path}: {short_name(array.key)}"
         if again == array.crc32:

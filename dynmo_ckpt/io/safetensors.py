@@ -18,7 +18,9 @@ from .files import open_file
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
 # Types of the format that DynMo does not read: eight bits and fewer, whose scales are separate tensors, and others.
 OTHER_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "C64")
+# The limit of the safetensors library: a larger header would not open there.
 HEADER_LIMIT_BYTES = 100_000_000
+# The data begins at a page, so that reads and writes of whole pages are aligned.
 _PAGE_BYTES = 4096
 
 
@@ -95,8 +97,7 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
     if dtype in OTHER_TYPES:
         raise UnsupportedError(
             f"{path}: {short_name(key)} has the type {dtype}; supported are {', '.join(DTYPE_BYTES)}. Convert it to "
-            "one of "
-            "these with the program that wrote it"
+            "one of these with the program that wrote it"
         )
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{short_name(key)} has the type {short_repr(dtype)}; must be one of {', '.join(DTYPE_BYTES)}")
@@ -113,6 +114,7 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
 
 
 def _contiguous(arrays: Mapping[str, StoredArray], begin: int, end: int) -> dict[str, StoredArray]:
+    # By size too: an array without elements begins where the next one begins.
     ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].num_bytes)))
     for key, array in ordered.items():
         if array.offset != begin:

@@ -25,10 +25,17 @@ class Writeback:
     started: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     def add(self, descriptor: int, begin: int, num_bytes: int) -> None:
-        """Record written bytes; a full window starts writeback, and the oldest started one leaves the cache."""
+        """Record written bytes; a full window starts writeback, and the oldest started one leaves the cache.
+
+        Args:
+            descriptor: the open file.
+            begin: offset of the first written byte.
+            num_bytes: number of written bytes.
+        """
         if not self.release:
             return
         first, end = self.spans.get(descriptor, (begin, begin))
+        # A window is contiguous: a write elsewhere in the file begins a new one.
         if end != begin:
             self._start(descriptor)
             first = begin

@@ -51,8 +51,10 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
     """
     expected = stored_shape(axes, sizes)
     flat = tuple(sizes[axis] for group in axes for axis in group)
+    # The maps are applied one after the other: the tensor may already have a dimension per axis.
     if tensor.shape == flat:
         return tensor
+    # Some formats store a vector with a dimension of size 1, such as the bias [1, v] of Blenderbot.
     if tensor.shape != expected and [n for n in tensor.shape if n != 1] == [n for n in flat if n != 1]:
         return tensor.with_unit_dims(flat)
     if finer and len(tensor.shape) > len(expected):
@@ -72,6 +74,7 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
 
 def _merged(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
     """``tensor`` with adjacent dimensions flattened until it has ``shape``; None where that is impossible."""
+    # Dimensions of size 1 would stop the search: any number of them may lie between the others.
     result = tensor.with_unit_dims(tuple(size for size in tensor.shape if size != 1))
     for dim, size in enumerate(shape):
         while dim + 1 < len(result.shape) and result.shape[dim] < size:

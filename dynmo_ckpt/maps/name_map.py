@@ -103,7 +103,7 @@ class NameMap:
         return result
 
     def ignored_names(self, num_layers: int) -> set[str]:
-        """Foreign names that may be present and have nothing to convert."""
+        """Foreign names that may be present and have nothing to convert, those of ``num_layers`` layers included."""
         return {name.replace("{i}", str(i)) for name in self.ignored for i in range(max(1, num_layers))}
 
 
@@ -157,6 +157,8 @@ def load_map(name: str, variant: str = "") -> NameMap:
     """
     document = parse_json(resources.files(__package__).joinpath(f"{name}.json").read_bytes())
     prefix = document["prefix"]
+    # A table with variants names a layout instead of stating it: Megatron's versions differ in the order of the query,
+    # key and value rows alone.
     layouts = document["variants"][variant] if variant else {}
 
     def part(row: Mapping[str, Any], side: str) -> Part | None:
@@ -205,11 +207,17 @@ def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
         "f": model["ffn_hidden_size"],
         "g": groups,
         "q": heads // groups,
+        # The rows of a group lie together, "(g t d) h". So a contiguous slice of rows has complete groups, and a rank
+        # that gets it computes attention without its neighbors. Where t comes first, as in Megatron's version 0, each
+        # rank has its own [Q; K; V], and the slices must be permuted before they are concatenated.
         "t": heads // groups + 2,
         "d": width,
+        # A head is "(b w)" where rotary embedding pairs elements half a head apart (rotate_half of transformers and
+        # Megatron), and "(w b)" where it pairs neighbors (Meta, llama2.c).
         "w": width // 2,
         "b": 2,
         "x": 2,
+        # "(p f) h": the gate, then the up projection. Ranks split f, so each has a slice of both.
         "p": 2,
         "one": 1,
         "two": 2,
@@ -260,6 +268,7 @@ def layout_of(name_map: NameMap, model: Mapping[str, Any], *, foreign_vocab_size
         model: the ``model`` of a manifest.
         foreign_vocab_size: number of rows of the foreign vocabulary, with padding; None: the true number.
     """
+    # DynMo stores the true vocabulary; padding belongs to a format and to its number of ranks.
     sizes = axis_sizes(model, model["vocab_size"])
     foreign = sizes if foreign_vocab_size is None else axis_sizes(model, foreign_vocab_size)
     return Layout(
@@ -280,6 +289,7 @@ def _with_begins(links: Iterable[Link], sizes: Sizes) -> Iterator[Link]:
             ("native", link.native, link.native_part),
             ("foreign", link.foreign, link.foreign_part),
         ):
+            # A part is after those of the rows before it, so the order of rows in a table is that of q, k and v.
             begins.append(filled.get((side, name), 0))
             filled[side, name] = begins[-1] + (sizes[part[1]] if part else 0)
         yield replace(link, native_begin=begins[0], foreign_begin=begins[1])
@@ -308,6 +318,7 @@ def to_foreign(
         UnsupportedError: a tensor without a link, a link without its tensor, or a shape that does not fit the model.
     """
     links = [link for link in layout.links if link.native not in ties or link.shared]
+    # Before anything is mapped: a tensor without a rule must not be lost.
     check_names_match({link.native for link in links if link.native not in ties}, set(tensors))
     result = []
     for name, group in _by(links, "foreign"):
@@ -372,6 +383,7 @@ def to_native(
     optional = {link.foreign for link in links} | {copy for copy, _ in name_map.copies} | layout.ignored
     named = {name if name in optional else name_map.prefix + name: value for name, value in tensors.items()}
     stored = [link for link in links if link.native not in ties]
+    # Optional are tied tensors, copies, and buffers without weights; some files have them, others do not.
     expected = {link.foreign for link in stored}
     check_names_match(expected, set(named) - (optional - expected))
     result = []
@@ -390,6 +402,7 @@ def _link_to_native(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tens
     axes, native = _flat(link.foreign_axes), _flat(link.native_axes)
     sizes = _local(_tensor_sizes(layout.foreign_sizes, link.foreign_part, link.native_part), link, len(ranks))
     parts = []
+    # Of a replicated tensor one rank is enough; megatron.read compares the others with it.
     for tensor in ranks if link.split else ranks[:1]:
         part = expand(tensor, link.foreign_axes, sizes, link.foreign)
         if link.foreign_part:
@@ -467,7 +480,15 @@ def _by(links: Iterable[Link], side: str) -> list[tuple[str, list[Link]]]:
 
 
 def check_names_match(expected: set[str], found: set[str]) -> None:
-    """Raise ``UnsupportedError`` where names are unknown or missing."""
+    """Check that two sets of tensor names are equal.
+
+    Args:
+        expected: the names that the map needs.
+        found: the names of the input.
+
+    Raises:
+        UnsupportedError: a name is unknown or missing.
+    """
     for names, what in ((found - expected, "the map has no rule for"), (expected - found, "the input lacks")):
         if names:
             raise UnsupportedError(f"{what} {len(names)} tensors: {short_names(sorted(names))}")

@@ -15,7 +15,9 @@ from .._common.document import parse_json
 from ..io.errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
 
+# A layer without a number: the layers are one tensor with a first dimension of layers.
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")
+# Transformer Engine's float8 scales, which are not weights.
 EXTRA_STATE = "_extra_state"
 LEGACY_LAYER = re.compile(r"language_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 LAYER_PARTS = {

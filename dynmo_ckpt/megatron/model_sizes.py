@@ -31,6 +31,7 @@ def family_of(merged: Merged) -> str:
         return "t5"
     if any(name.startswith(("lm_head.", *TASK_HEADS)) for name in merged):
         return "bert"
+    # DynMo's GPT has learned positions and its Llama rotary ones, which have no tensor.
     has_positions = f"{LM}embedding.position_embeddings.weight" in merged
     return "gpt" if has_positions else "llama"
 
@@ -62,15 +63,20 @@ def model_of(
         UsageError: a size that is neither recorded nor given, or an impossible one.
     """
 
-    def rows(name: str) -> tuple[int, ...]:
+    def matrix_shape(name: str) -> tuple[int, ...]:
+        """The shape of a weight on one tensor-parallel rank.
+
+        Raises:
+            UnsupportedError: it is missing, or not a matrix.
+        """
         found = merged.get(f"{LM}{name}.weight")
         if found is None or len(found[0].shape) != 2:
             raise UnsupportedError(f"{path}: not a {family}: has no matrix {LM}{name}.weight")
         return found[0].shape
 
-    word = rows("embedding.word_embeddings")
+    word = matrix_shape("embedding.word_embeddings")
     padded, hidden = word[0] * ranks, word[1]
-    inner = rows("encoder.layers.0.mlp.dense_h_to_4h")[0] * ranks
+    inner = matrix_shape("encoder.layers.0.mlp.dense_h_to_4h")[0] * ranks
     heads = given["num_attention_heads"] or args.get("num_attention_heads")
     if not isinstance(heads, int) or heads < 1 or (hidden % heads and "kv_channels" not in args):
         raise UsageError(
@@ -81,6 +87,7 @@ def model_of(
         "family": family,
         "num_layers": layers["encoder"],
         "hidden_size": hidden,
+        # Gate and up projection are one matrix in Megatron.
         "ffn_hidden_size": inner // 2 if family == "llama" else inner,
         "num_attention_heads": heads,
         **_vocabulary(args, given["vocab_size"], padded, remarks),
@@ -88,10 +95,11 @@ def model_of(
     }
     if family == "llama":
         return model | llama_sizes(
-            path, args, rows("encoder.layers.0.self_attention.query_key_value")[0] * ranks, model
+            path, args, matrix_shape("encoder.layers.0.self_attention.query_key_value")[0] * ranks, model
         )
+    # Megatron's fused kernel of bias and GELU, its default, computes the tanh approximation.
     is_tanh = bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False))
-    model["max_position_embeddings"] = rows("embedding.position_embeddings")[0]
+    model["max_position_embeddings"] = matrix_shape("embedding.position_embeddings")[0]
     model["activation"] = "gelu_tanh" if is_tanh else "gelu"
     model["tied_embeddings"] = f"{LM}output_layer.weight" not in merged
     if family == "bert":
@@ -118,8 +126,7 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
     if not 1 <= vocab <= padded:
         raise UsageError(
             f"vocabulary size {vocab} (from --vocab-size, --vocab-file or the checkpoint's arguments): must be between "
-            "1 "
-            f"and {padded}, the number of rows of the embedding"
+            f"1 and {padded}, the number of rows of the embedding"
         )
     return {"vocab_size": vocab, "padded_vocab_size": padded}
 
@@ -127,8 +134,15 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
 def llama_sizes(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes that only Llama has, from Megatron's arguments and the number of rows of the qkv weight.
 
+    Args:
+        path: the file, for messages.
+        args: the arguments of the files; may be empty.
+        qkv_rows: number of rows of the query-key-value matrix of a layer, over all tensor-parallel ranks.
+        model: the sizes known so far, with ``num_attention_heads`` and ``hidden_size``.
+
     Raises:
         UnsupportedError: rows and arguments contradict each other.
+        UsageError: the number of positions is not recorded.
     """
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     width = args.get("kv_channels") or hidden // heads
@@ -166,8 +180,9 @@ def llama_sizes(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) 
 def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
     """Number of rows of the word embedding that Megatron expects with ``ranks`` tensor-parallel ranks.
 
-    Megatron pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. A recorded
-    number that is not a multiple of 128 comes from another divisor; it is used where the ranks divide it.
+    Megatron computes it too, and refuses a table of another shape. It pads the vocabulary to a multiple of
+    ``--make-vocab-size-divisible-by`` (128) times the ranks. A recorded number that is not a multiple of 128 comes from
+    another divisor; it is used where the ranks divide it.
     """
     vocabulary, recorded = int(model["vocab_size"]), int(model["padded_vocab_size"])
     if recorded % MEGATRON_DIVISOR and recorded % ranks == 0:
@@ -223,7 +238,11 @@ def legacy_args(
 
 
 def llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments of a Llama, from the manifest's ``model``."""
+    """Megatron's arguments of a Llama, from the manifest's ``model``.
+
+    Raises:
+        UnsupportedError: a rotary scaling that a legacy checkpoint cannot store.
+    """
     heads, scaling = model["num_attention_heads"], model.get("rotary_scaling")
     groups = model.get("num_key_value_heads", heads)
     args = {
@@ -241,9 +260,8 @@ def llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
         unlike = {name: scaling.get(name) for name, fixed in MEGATRON_SCALING.items() if scaling.get(name) != fixed}
         if unlike:
             raise UnsupportedError(
-                f"rotary scaling {short_repr(unlike)}: a legacy checkpoint can store {MEGATRON_SCALING} only; use --to "
-                "hf "
-                "or native"
+                f"rotary scaling {short_repr(unlike)}: a legacy checkpoint can store {MEGATRON_SCALING} only; use "
+                "--to hf or native"
             )
         args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
     return args

@@ -47,6 +47,7 @@ RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 MEGATRON_WEIGHT_DECAY = 0.01  # Megatron's default
+# The second name: with the distributed optimizer of April 2022 to May 2023, whose state has its own files.
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 MAX_DICT_DEPTH = 100
 MAX_DICT_ENTRIES = 1_000_000
@@ -125,6 +126,7 @@ def find_iteration(path: Path, step: int | None) -> Path:
     if step is None:
         if not tracker.is_file():
             raise CorruptError(f"{path}: has neither mp_rank_* nor latest_checkpointed_iteration.txt")
+        # `release` in place of a number: published or converted weights, without the state of a run.
         text = read_word(tracker)
         if text != "release" and not text.isdecimal():
             raise CorruptError(f"{tracker}: {text!r} must be a number or 'release'")
@@ -181,6 +183,7 @@ def assemble_state(
         CorruptError: ranks with different numbers of steps, or masters that do not round to the weights.
         UsageError: options that change the set of tensors.
     """
+    # State is found by position, so the weights must be exactly those of the trained module.
     if options.drop or options.untie or options.sparse:
         raise UsageError("--with-optimizer: cannot be combined with --drop, --untie or --sparse")
     if len(steps) != 1:
@@ -246,6 +249,7 @@ def assemble(
     merged: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, Tensor, Tensor]] = []
     dropped: dict[str, None] = {}
+    # An untied model has its head under this name; the copy on the last stage then is a weight of its own.
     if options.untie:
         stages = [{OUTPUT_LAYER if name == HEAD_COPY else name: ranks for name, ranks in s.items()} for s in stages]
     for stage in stages:
@@ -253,6 +257,9 @@ def assemble(
             if any(fnmatchcase(name, pattern) for pattern in options.drop):
                 dropped[name] = None
                 continue
+            # Two stages may have the same tensor: the first one of a T5's decoder the embedding, the last one a copy of
+            # the word table for the head. Megatron keeps them equal by an all-reduce of their gradients, so a
+            # difference is an error.
             original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
             if original is not None:
                 copies += [
@@ -276,8 +283,10 @@ def assemble(
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
     model = model_of(str(facts.path), family, args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
+        # What is stored decides, not the argument: an option may have renamed or dropped the head.
         model["tied_embeddings"] = OUTPUT_LAYER not in merged
     ties = model_ties(model)
+    # Version 3.0 renamed arguments; its rows have the order of version 2.0.
     variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
     layout = layout_of(load_map(f"legacy_{family}", variant), model, foreign_vocab_size=model["padded_vocab_size"])
     tensors, equal = to_native(layout, merged, ties)
@@ -326,6 +335,7 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
         )
     name_map = load_map("legacy_gpt", "2")
     grid = [[_read_rank(found[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
+    # Megatron saves without an atomic rename. So a job that was killed leaves ranks of different iterations.
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
             raise CorruptError(
@@ -350,6 +360,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
         named = legacy_names(flat) if is_core(flat) else flat
         chunks.append({name_map.canonical(name): tensor for name, tensor in named.items()})
     known = read_args(tree, str(file.path))
+    # Without a number: written before 2020-09-29, with the rows of version 0. `total_iters` is the key of 2019.
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
         raise CorruptError(
@@ -423,6 +434,8 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
             ranks = [row[stage].chunks[chunk] for row in grid]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise CorruptError(f"{grid[0][stage].path}: its tensor-parallel ranks have different tensor names")
+            # Each stage numbers its layers from 0. The global number is the count of layers before it: a product of
+            # stage and layers per stage would be wrong for uneven stages.
             begins = dict(counts)
             for stack in counts:
                 found = [match for name in ranks[0] if (match := LAYER_NAME.match(name)) and match[1] == stack]

@@ -34,6 +34,7 @@ from .read_optimizer import Key, OptimizerState, module_order
 WORLD_FILE, REPLICA_FILE = "distrib_optim.pt", "optim.pt"
 SHARED = ("language_model.embedding.word_embeddings.weight", "word_embeddings_for_head.weight")
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+# In elements, of at least 16 bits: parameters begin at multiples of 128 bytes, and buckets of 256 bytes.
 PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 Chunk = Mapping[str, Tensor]
 Args = Mapping[str, Any]
@@ -88,6 +89,7 @@ def _steps(file: TorchFile, tree: Any, step: int) -> int:
 
 def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[str, dict[Key, Tensor]]:
     tree = world.tree
+    # ChainedOptimizer of Megatron-core writes a list, with an entry for each of its optimizers.
     if isinstance(tree, list) and len(tree) == 1:
         tree = tree[0]
     buffers = {key: value for key, value in tree.items() if isinstance(key, int)} if isinstance(tree, dict) else {}
@@ -193,13 +195,18 @@ def layout(
     begins: dict[str, int] = {}
     end = 0
 
-    def close(at: int) -> None:
+    def close(num_elements: int) -> None:
+        """Close the current bucket at a length of ``num_elements``."""
         nonlocal begins, end
-        buckets.append(Bucket(begins=begins, num_elements=at))
+        buckets.append(Bucket(begins=begins, num_elements=num_elements))
         begins, end = {}, 0
 
+    # Backward computes gradients from the last parameter to the first: in this order the buckets become complete, and
+    # each is reduced while backward continues.
     for name in reversed(module_order(chunk)):
         count = math.prod(chunk[name].shape)
+        # The copies of the embedding on the first and the last stage must be sharded alike, for their gradients are
+        # summed shard by shard. In a bucket of its own, the sharding does not depend on the stage.
         alone = separate_shared and name in SHARED
         begin = -(-end // alignment) * alignment
         if alone and begins:
@@ -274,6 +281,7 @@ def _owned(chunks: Sequence[Chunk], replica: int, replicas: int) -> list[list[tu
     groups: list[list[tuple[Key, int, int]]] = [[], []]
     for number, chunk in enumerate(chunks):
         total = sum(math.prod(weight.shape) for weight in chunk.values())
+        # Megatron pads the buffer of 2022 to a multiple of the replicas.
         share = -(-total // replicas)
         # The buffer has the last parameter first, so the parameters are counted from its end.
         low, high = replica * share, (replica + 1) * share

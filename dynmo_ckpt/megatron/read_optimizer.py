@@ -17,6 +17,7 @@ from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile
 
+# The key of the float32 masters, by release of Megatron; the last one is DeepSpeed's.
 MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params", "fp32_from_fp16", "fp32_groups")
 LM = "language_model."
 MODULES: tuple[str, ...] = (f"{LM}embedding.", f"{LM}encoder.", f"{LM}decoder.", f"{LM}pooler.", f"{LM}output_layer.")
@@ -88,6 +89,7 @@ def module_order(names: Iterable[str]) -> list[str]:
     BERT's heads, and a decoder before the modules after it.
     """
 
+    # sorted is stable: within a module, the order of the state dict is that of its parameters.
     def part(name: str) -> int:
         return next((at for at, prefix in enumerate(MODULES) if name.startswith(prefix)), len(MODULES))
 

@@ -19,7 +19,11 @@ PER_TENSOR_RANK = 2718  # added with the tensor-parallel rank, for tensor-parall
 
 
 def mersenne_words(seed: int) -> list[int]:
-    """The 624-word state of a Mersenne twister after ``init_genrand`` (Matsumoto and Nishimura 1998)."""
+    """The 624-word state of a Mersenne twister after ``init_genrand`` (Matsumoto and Nishimura 1998).
+
+    Args:
+        seed: of the generator; its low 32 bits are used.
+    """
     words = [seed & 0xFFFFFFFF]
     for at in range(1, MERSENNE_WORDS):
         words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + at) & 0xFFFFFFFF)
@@ -28,6 +32,8 @@ def mersenne_words(seed: int) -> list[int]:
 
 def torch_state(seed: int) -> bytes:
     """What ``torch.get_rng_state`` returns after ``torch.manual_seed`` on a CPU: 5,056 bytes."""
+    # The struct `CPUGeneratorImplStateLegacy` of ATen: seed, left (1: generate on the first call), seeded, next, and
+    # 64-bit words. The rest caches normal samples, of which there are none after seeding.
     words = struct.pack(f"<{MERSENNE_WORDS}Q", *mersenne_words(seed))
     return struct.pack("<QiiQ", seed, 1, 1, 0) + words + bytes(24 + 8) + bytes(8)
 

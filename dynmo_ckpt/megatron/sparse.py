@@ -92,6 +92,7 @@ def _width(source: str, base: str, merged: Mapping[str, list[Tensor]]) -> int:
             raise UnsupportedError(f"{source}: the width of its sparse rows is unknown: no stage has the embedding")
         return words[0].shape[1]
     first = base.removesuffix("4h_to_h") + "h_to_4h"
+    # The columns of the second matrix are the rows of the first.
     offsets, weight = merged.get(first + OFFSETS), merged.get(first + ".weight")
     if offsets is None and weight is None:
         raise UnsupportedError(f"{source}: the width of its sparse rows is unknown: {short_name(first)} is missing")
@@ -147,6 +148,7 @@ def write_dense(
         for begin in range(0, rows, max(1, PANEL_ELEMENTS // width)):
             end = min(rows, begin + max(1, PANEL_ELEMENTS // width))
             low, high = int(offsets[begin]), int(offsets[end])
+            # The panels of the values do not end with rows: what is left over begins the next panel of rows.
             while len(buffered) < high - low:
                 buffered = np.concatenate([buffered, next(stored)])
             at = np.repeat(np.arange(end - begin), steps[begin:end]), columns[low:high]

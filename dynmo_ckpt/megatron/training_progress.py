@@ -78,6 +78,7 @@ def _count(value: Any) -> int:
 def _consumed(tree: Mapping[Any, Any], args: Mapping[str, Any], step: int) -> int:
     """Number of training samples: Megatron's, else DeepSpeed's, else the steps times a constant batch size."""
     recorded = _count(args.get("consumed_train_samples")) or _count(tree.get("global_samples"))
+    # With a growing batch size, the steps do not show the number of samples.
     ramps_up = args.get("rampup_batch_size") is not None
     return recorded or (0 if ramps_up else step * _count(args.get("global_batch_size")))
 
@@ -179,6 +180,10 @@ def adam_group(progress: Progress, weight_decay: float) -> dict[str, Any]:
 
     Before the next step the scheduler overwrites the learning rate, and sets the weight decay to its value times
     ``wd_mult``.
+
+    Args:
+        progress: of the run; without a scheduler the learning rate is 0, without ``adam`` Megatron's defaults apply.
+        weight_decay: decay per step relative to the learning rate; 0 for the group without decay.
     """
     adam = dict(ADAM) | dict(progress.adam or {})
     return {

@@ -21,6 +21,7 @@ from .rng_state import rng_states
 from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
 from .write_optimizer import mapped_moments, optimizer_tree
 
+# Megatron renamed them in January 2021, after version 3.0; loaders of version 3.0 read both.
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
@@ -112,7 +113,15 @@ def plan_legacy(
 
 
 def check_supported(model: Mapping[str, Any], version: float) -> None:
-    """Raise ``UnsupportedError`` for a model that legacy Megatron cannot represent."""
+    """Check that legacy Megatron can represent a model.
+
+    Args:
+        model: the ``model`` of a manifest.
+        version: of the checkpoint format, 0 to 3.0; grouped queries exist since 2.0.
+
+    Raises:
+        UnsupportedError: positions, activation, experts or a head that Megatron does not implement.
+    """
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]
     if model["family"] == "llama":
@@ -138,7 +147,15 @@ def check_supported(model: Mapping[str, Any], version: float) -> None:
 
 
 def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
-    """The first stage of a T5's decoder; None with one stage. Raises ``UsageError`` where a stage has both stacks."""
+    """The first stage of a T5's decoder; None for other families, and with one stage.
+
+    Args:
+        model: the ``model`` of a manifest.
+        counts: number of layers of each stage, in layer order.
+
+    Raises:
+        UsageError: a stage has layers of both the encoder and the decoder.
+    """
     if model["family"] != "t5" or len(counts) == 1:
         return None
     done = 0
@@ -159,9 +176,11 @@ def _chunk_weights(
 ) -> dict[str, Mapped]:
     """The weights of one chunk by full name; the last stage has a copy of the embedding for its head."""
     here = tuple(f"{item}." for item in stages[stage])
+    # The first stage of the decoder embeds its tokens with its own copy of the tables.
     if "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]:
         here = (*here, "encoder.embedding.")
     found = {each.name: each for each in mapped if each.source_name.startswith(here)}
+    # On a single stage the head reads the table itself, and Megatron stores no copy.
     if stage == len(stages) - 1 and tied and WORD not in found:
         found[HEAD_COPY] = next(each for each in mapped if each.name == WORD)
     return found
@@ -182,6 +201,7 @@ def nested_model(
     state: dict[str, Any] = {"language_model": {}}
 
     def local(match: re.Match[str]) -> str:
+        # The first name of a stack has its lowest number: the weights are in layer order.
         begin = first_layer.setdefault(match[1], int(match[2]))
         return f"language_model.{match[1]}.layers.{int(match[2]) - begin}."
 

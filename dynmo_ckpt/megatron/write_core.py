@@ -65,6 +65,7 @@ def plan_core(
     weights = to_foreign(layout, stored, ties, masks)
     entries = _entries("", weights, dtype)
     if with_optimizer:
+        # The masters are float32, whatever the type of the weights.
         entries |= _entries("optimizer.state.fp32_param.", weights, "F32")
         moments = mapped_moments(checkpoint, layout, rank=0, ranks=1)
         for kind in MOMENTS:
@@ -109,6 +110,7 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
     """The object that torch pickles as ``.metadata``."""
     tensors: dict[str, NewObject] = {}
     places: list[tuple[NewObject, NewObject]] = []
+    # plan_core concatenates the chunks in the order of the entries, so both are walked in step.
     at = iter(zip(data.begins, data.parts, strict=True))
     for name, chunks in entries.items():
         described = []
@@ -169,10 +171,10 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
         if len(steps) > 1:
             raise UnsupportedError(
                 f"{checkpoint.directory}: its parameters did {sorted(steps)} optimizer steps; Megatron-core stores one "
-                "number; "
-                "use --no-optimizer or --to native"
+                "number; use --no-optimizer or --to native"
             )
         decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
+        # A group lists no parameters: in this form Megatron-core finds the state of a parameter by its name.
         groups = [{**adam_group(progress, each), "step": max(steps, default=0), "params": []} for each in (decay, 0.0)]
         state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
         scaler = grad_scaler(progress, constants)

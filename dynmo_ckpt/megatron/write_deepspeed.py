@@ -75,6 +75,7 @@ def plan_deepspeed(
         files.append(_model_file(f"{tag}/mp_rank_{rank:02d}_model_states.pt", tree, mapped, progress, rank, dtype))
         if with_optimizer:
             moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size)
+            # The shards of DeepSpeed's BF16_Optimizer have this prefix; a loader searches for one name only.
             prefix = "bf16_" if types == {"BF16"} else ""
             name = f"{tag}/{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"
             files.append(_shard(name, checkpoint, progress, groups, mapped, moments))
@@ -107,6 +108,7 @@ def _model_tree(
         "checkpoint_version": 3.0,
     }
     if groups is not None:
+        # In the order of the flat buffers: ds_to_universal cuts them by these shapes alone.
         tree["param_shapes"] = [{n: NewCall(Name("torch", "Size"), (mapped[n].shape,)) for n in g} for g in groups]
         tree |= {"frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None}
     return tree
@@ -151,8 +153,7 @@ def _shard(
         if len(steps) > 1:
             raise UnsupportedError(
                 f"{checkpoint.directory}: its parameters did {sorted(steps)} optimizer steps; DeepSpeed stores one "
-                "number; use "
-                "--no-optimizer or --to native"
+                "number; use --no-optimizer or --to native"
             )
         done = max(steps, default=0)
         # ZeRO has one flat parameter for each group, so the optimizer state has one entry for each group.
@@ -179,6 +180,7 @@ def _shard(
 
 def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:
     """DeepSpeed's dynamic loss scaler, which counts from the last overflow and grows after each window."""
+    # The window must be longer than the clean steps, which readers take modulo the window. 1000 is the default.
     window = 1000
     while window <= scale["clean_steps"]:
         window *= 2

@@ -72,6 +72,7 @@ def optimizer_tree(
         is_half: the run computes in 16 bits, so that masters are expected for weights of any type.
     """
     weights = [(name, chunk[name]) for chunk in chunks for name in module_order(chunk)]
+    # As in Megatron, biases and norms, which are vectors, have no weight decay.
     groups = [[pair for pair in weights if (len(pair[1].shape) > 1) is decays] for decays in (True, False)]
     decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
     state: dict[int, Any] = {}
@@ -87,6 +88,8 @@ def optimizer_tree(
         masters.append(members)
     inner = {"state": state, "param_groups": described}
     written = {dtype or weight.content.dtype for _, weight in weights}
+    # Megatron's optimizer for float32 weights has no masters, and stores torch's state dict without an outer
+    # dictionary.
     if written <= {"F32"} and not is_half:
         return inner
     copies = [[_stored(weight, tensors, "F32") for _, weight in members] for members in masters]

@@ -51,7 +51,11 @@ class NativeCheckpoint:
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint directory; raises ``CorruptError`` with every problem of it."""
+    """The manifest of one checkpoint directory.
+
+    Raises:
+        CorruptError: the file is missing, altered, or breaks the format; the message has every problem.
+    """
     path = directory / "manifest.json"
     try:
         return parse_manifest(read_file(path, MAX_TABLE_BYTES), str(path))
@@ -113,6 +117,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, list[str
         )
     remarks = latest_problems(folder)
     latest = read_latest(folder)
+    # LATEST is written after a checkpoint is renamed into place. But a disk may lose data, and a user may delete files:
+    # then the newest complete step is used, and the reason is reported.
     for name in ([latest] if latest in names else []) + [name for name in names if name != latest]:
         reason = incomplete_reason(folder / name)
         if not reason:
@@ -190,6 +196,7 @@ def _assemble(
                 f"{directory / shard['file']}: {short_name(shard['key'])}: found {found}; the manifest records "
                 f"{entry['dtype']} {list(shape)} for this part of {short_name(name)}"
             )
+        # safetensors has no checksums: with that of the manifest, each copy also verifies what it reads.
         view = as_tensor(replace(array, crc32=int(shard["crc32"], 16))).pieces[0].view
         pieces.append(Piece(tuple(begin for begin, _ in shard["index"]), view))
     return Tensor(entry["dtype"], tuple(entry["shape"]), tuple(pieces))

@@ -137,6 +137,7 @@ def plan_native(
     model = manifest["model"]
     workers = len(partition) // virtual_stages_per_worker
     stage_of = {p: s for s, items in enumerate(partition) for p in finest_items(items, model)}
+    # As in Megatron, consecutive stages are on consecutive pipeline ranks; with virtual stages this repeats.
     owner = {item: stage_of[item] % workers for item in model_items(model)}
     entries_to_write = {n: e for n, e in manifest["tensors"].items() if with_optimizer or e["role"] != "optimizer"}
     contents: dict[str, list[OutputTensor]] = {}
@@ -144,6 +145,7 @@ def plan_native(
     for name, entry in entries_to_write.items():
         worker = owner[next(item for item in owner if name.startswith(f"{item}."))]
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
+        # One rank has the complete tensor: no dimension is recorded as split.
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
         # Only parameters: masks and optimizer state keep their types.
         cast = dtype if entry["role"] == "parameter" and dtype != entry["dtype"] else None
@@ -166,6 +168,7 @@ def plan_native(
             "shards": shards,
         }
     topology = {
+        # Each expert is stored whole, so a plan has no expert parallelism.
         **{key: value for key, value in manifest["topology"].items() if key != "expert_parallel_size"},
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": workers,
@@ -185,7 +188,15 @@ def plan_native(
 
 
 def check_divisible(model: Mapping[str, Any], ranks: int) -> None:
-    """Raise ``UnsupportedError`` where ``ranks`` tensor-parallel ranks do not divide a size of the model."""
+    """Check that the sizes of a model can be split over tensor-parallel ranks.
+
+    Args:
+        model: the ``model`` of a manifest.
+        ranks: number of tensor-parallel ranks.
+
+    Raises:
+        UnsupportedError: ``ranks`` does not divide the heads, the key-value heads or the FFN size.
+    """
     for field in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         if model.get(field, 0) % ranks:
             raise UnsupportedError(
@@ -207,6 +218,7 @@ def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> l
     if dim is None:
         return [([0, 0], tensor)]
     at, outer = 0, math.prod(shape[:dim])
+    # Find the axis with which dimension `dim` of the stored shape begins.
     while math.prod(tensor.shape[:at]) < outer or tensor.shape[at] == 1:
         at += 1
     size, each = tensor.shape[at], shape[dim] // tensor.shape[at]

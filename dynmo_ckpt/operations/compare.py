@@ -51,6 +51,7 @@ def differences(
         tick: advances a progress display, in MB.
     """
     both_masked = bool(left.names("mask")) == bool(right.names("mask"))
+    # Where one side has masks, their effect is compared instead: see the docstring.
     compared = tuple(role for role in roles if role != "mask" or both_masked)
     names = [dict.fromkeys(side.names(*compared)) for side in (left, right)]
     for name in names[0] | names[1]:
@@ -89,6 +90,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
         for one, other in aligned(_values(left, Reader(files)), _values(right, Reader(files))):
             if np.array_equal(one, other):
                 continue
+            # In float64: numpy has no difference of booleans, and that of unsigned integers wraps.
             with np.errstate(invalid="ignore"):
                 gap = np.abs(one.astype(np.float64) - other.astype(np.float64))
             same = (one == other) | (np.isnan(one) & np.isnan(other))

@@ -63,13 +63,17 @@ def convert(
     if write.tokenizer is not None and not write.tokenizer.is_dir():
         raise UsageError(f"--tokenizer {write.tokenizer}: not a directory")
     name = detect(source).name if source_format == AUTO else source_format
+    # A format without optimizer state does not need that of the input.
     optional = read.optimizer_if_present and output.stores_optimizer
     read = replace(read, with_optimizer=bool(with_optimizer), optimizer_if_present=optional)
     checkpoint = open_and_report(source, name, read)
     if optional:
         with_optimizer = checkpoint.manifest["optimizer"] is not None
+    # A native copy is complete by default. In other formats the state is found by position or flat offset, so it is
+    # written on request only.
     if with_optimizer is None:
         with_optimizer = output.name == "native"
+    # Between native checkpoints names and layouts stay; the checksums of the bytes prove more than logits.
     if check_logits is not False and (check_logits or not name == output.name == "native"):
         check = LogitsCheck(
             source=checkpoint,

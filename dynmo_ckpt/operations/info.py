@@ -49,6 +49,7 @@ def stored_files(checkpoint: NativeCheckpoint) -> dict[str, dict[str, int]]:
     """The files with the tensors of a checkpoint whose manifest does not list them: path -> ``bytes``."""
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
     found = sorted({piece.view.array.path for piece in pieces})
+    # Sparse weights were unpacked to a scratch directory, which is not part of the checkpoint.
     inside = [path for path in found if path.is_relative_to(checkpoint.directory)]
     return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in inside}
 

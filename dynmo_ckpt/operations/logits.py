@@ -80,7 +80,18 @@ class LogitsCheck:
         return ""
 
     def compare(self, target: Path) -> dict[str, Any]:
-        """Compare the input with the output in ``target``; raises ``UnsupportedError`` where their logits differ."""
+        """Compare the input with an output.
+
+        Args:
+            target: the directory of the output.
+
+        Returns:
+            As :func:`difference`.
+
+        Raises:
+            UnsupportedError: their logits differ by more than the limit.
+            CorruptError: transformers cannot compute one of them.
+        """
         from ..converters.registry import open_checkpoint
 
         model = self.source.manifest["model"]
@@ -89,6 +100,7 @@ class LogitsCheck:
             with _suggest_option():
                 before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
         else:
+            # Rounded to the type of the output first: --dtype must not count as a difference.
             before = model_logits(self.source, tokens, self.dtype)
         if self.target_format == HF:
             with _suggest_option():
@@ -98,13 +110,13 @@ class LogitsCheck:
         found = difference(before, after, str(target))
         scale = max(1.0, float(np.abs(before[0]).max()))
         exact_head = model["family"] != "bert" or model["activation"] == "gelu" or model.get("task_head")
+        # Relative to the largest logit, as rounding is.
         limit = scale * (ATOL if exact_head else HEAD_GELU_ATOL)
         # Not ``>``: a difference of NaN must be refused as well.
         if not found["max_abs"] <= limit:
             raise UnsupportedError(
                 f"the logits of input and output differ by {found['max_abs']:.3g}; the limit is {limit:.3g}. The "
-                "output "
-                "would compute something else, and was removed; --no-check-logits writes it anyway"
+                "output would compute something else, and was removed; --no-check-logits writes it anyway"
             )
         return found
 
@@ -129,7 +141,15 @@ def unsupported_reason(model: Mapping[str, Any]) -> str:
 
 
 def fixed_tokens(model: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Ids:
-    """Two random sequences of token ids, ``[2, T]`` int64, the same in every call."""
+    """Two random sequences of token ids, the same in every call.
+
+    Args:
+        model: the ``model`` of a manifest.
+        num_tokens: length of each sequence; at most the number of positions is used.
+
+    Returns:
+        Token ids ``[2, T]`` int64, below the true vocabulary size.
+    """
     count = min(num_tokens, model["max_position_embeddings"])
     return np.random.default_rng(0).integers(0, model["vocab_size"], (2, count))
 
@@ -203,6 +223,7 @@ def hf_logits(
         strict = importlib.import_module("huggingface_hub.errors")
     except ImportError as error:
         raise MissingExtraError("transformers", "hf") from error
+    # Newer releases of huggingface_hub check configurations with an error class of their own.
     failures = (*FAILURES, getattr(strict, "StrictDataclassError", ValueError))
     with _silent(transformers):
         try:
@@ -211,6 +232,7 @@ def hf_logits(
             loaded, found = opened.from_pretrained(directory, output_loading_info=True, **weight_type)
             _refuse_unlike(directory, found, KEYS_OF_SOURCE if is_source else KEYS_OF_TARGET)
             if dtype is not None:
+                # Rounded and kept in float32: the matrix products of both sides then have the same precision.
                 for tensor in loaded.state_dict().values():
                     tensor.copy_(tensor.to(getattr(torch, TYPES[dtype])))
             with torch.no_grad():
@@ -237,6 +259,7 @@ def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
     first, second = tokens[:, None]
     inputs = {"input_ids": first}
     if model["family"] == "bert":
+        # Both types occur, so that a lost or exchanged table of token types changes the logits.
         inputs["token_type_ids"] = torch.arange(first.shape[1])[None] % max(1, model.get("num_tokentypes", 0))
     if model.get("task_head") == "multichoice":
         inputs = {"input_ids": tokens[None], "token_type_ids": inputs["token_type_ids"].expand(2, -1)[None]}

@@ -100,6 +100,7 @@ class _Model:
             binary = self.linear("head.binary", self.pooled(x_TD))[0]
         if self.family == "bert":
             x_TD = self.norm("head.dense_norm", self.activate(self.linear("head.dense", x_TD)))
+        # The T5 of transformers scales the output of the decoder where the head is tied to the embedding.
         if self.relative:
             x_TD = x_TD * np.float32(self.model["hidden_size"] ** -0.5)
         result = x_TD @ self.load("head.weight")[:vocabulary].T
@@ -153,6 +154,7 @@ class _Model:
     def attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
         heads = self.model["num_attention_heads"]
         groups = self.model.get("num_key_value_heads", heads)
+        # R rows of each group: its query heads, then one key head and one value head.
         shape = (len(x_TD), groups, heads // groups + 2, -1)
         qkv_TGRH = self.linear(f"{name}.qkv", self.norm(f"{name}.norm", x_TD)).reshape(shape)
         q_TGQH, k_TGH, v_TGH = qkv_TGRH[:, :, :-2], qkv_TGRH[:, :, -2], qkv_TGRH[:, :, -1]
@@ -165,7 +167,14 @@ class _Model:
         return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS))
 
     def relative_bias(self, name: str, tokens: int, *, causal: bool) -> Array:
-        """The relative position bias ``[N, T, T]`` of the attention scores (T5, arXiv:1910.10683, section 2.1)."""
+        """The relative position bias ``[N, T, T]`` of the attention scores (T5, arXiv:1910.10683, section 2.1).
+
+        Args:
+            name: of an attention of the stack.
+            tokens: number of tokens T.
+            causal: keys after the query are masked, so all buckets are for those before it.
+        """
+        # All layers of a stack share the table of its first layer.
         table_BN = self.load(f"{name.split('.')[0]}.layers.0.attention.relative.weight")
         count, max_distance = len(table_BN), self.model.get("relative_max_distance", 128)
         ahead_TS = np.arange(tokens)[None] - np.arange(tokens)[:, None]
@@ -176,6 +185,7 @@ class _Model:
         gap_TS = np.maximum(-ahead_TS, 0) if causal else np.abs(ahead_TS)
         exact = count // 2
         ratio = np.log(np.maximum(gap_TS, 1).astype(np.float32) / exact) / math.log(max_distance / exact)
+        # The first half of the buckets has one distance each, the others logarithmic ranges up to max_distance.
         wide_TS = np.minimum(exact + (ratio * (count - exact)).astype(np.int64), count - 1)
         bias_NTS: Array = table_BN[offset_TS + np.where(gap_TS < exact, gap_TS, wide_TS)].transpose(2, 0, 1)
         return bias_NTS
@@ -185,6 +195,7 @@ class _Model:
         q_TNH = self.linear(f"{name}.query", self.norm(f"{name}.norm", x_TD)).reshape(len(x_TD), heads, -1)
         kv_SN2H = self.linear(f"{name}.key_value", memory_SD).reshape(len(memory_SD), heads, 2, -1)
         q_NTH, k_NSH, v_NSH = (x.transpose(1, 0, 2) for x in (q_TNH, kv_SN2H[:, :, 0], kv_SN2H[:, :, 1]))
+        # A bias of zero, because T5's cross-attention has no positions, but unscaled scores as well.
         no_bias = np.zeros(1, np.float32) if self.relative else None
         return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=no_bias))
 
@@ -196,6 +207,7 @@ class _Model:
         if scaling is not None:
             inverse = _scaled(inverse, scaling)
         angles = np.outer(np.arange(len(x)), inverse).astype(np.float32)
+        # Both halves of a head have the same angles: element i rotates with element i + H / 2.
         angles = np.concatenate([angles, angles], -1).reshape(len(x), *[1] * (x.ndim - 2), width)
         low, high = x[..., : width // 2], x[..., width // 2 :]
         result: Array = x * np.cos(angles) + np.concatenate([-high, low], -1) * np.sin(angles)
@@ -214,6 +226,7 @@ class _Model:
         if self.model["activation"] == "gelu_tanh":
             gate = np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))
         else:
+            # numpy has no erf.
             gate = np.vectorize(math.erf, otypes=[np.float32])(x / np.float32(math.sqrt(2)))
         result: Array = np.float32(0.5) * x * (1 + gate)
         return result

@@ -46,7 +46,12 @@ class FileSums:
 
 
 def directory_to_verify(path: Path, step: int | None) -> Path:
-    """The checkpoint directory of ``path``, even if it is incomplete: that is a finding, not an error."""
+    """The checkpoint directory of ``path``, even if it is incomplete: that is a finding, not an error.
+
+    Args:
+        path: a run directory, its ``checkpoints``, or one checkpoint.
+        step: the step; None: the one that ``LATEST`` names, else the newest complete one.
+    """
     if STEP_NAME.fullmatch(path.name) and path.is_dir():
         return path
     if step is None and not (path / "manifest.json").exists() and path.is_dir():
@@ -87,6 +92,7 @@ def full_findings(directory: Path, tick: Tick) -> Iterator[str]:
     """All of :func:`header_findings`, then the checksum of each file and of each shard of a tensor."""
     found = list(header_findings(directory))
     yield from found
+    # Checksums of files with wrong sizes or headers would repeat the same findings.
     if found:
         return
     manifest = open_native(directory).manifest
@@ -118,7 +124,16 @@ def _shards_by_file(manifest: Mapping[str, Any]) -> dict[str, dict[str, tuple[st
 
 
 def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> int:
-    """CRC-32 of ``num_bytes`` of a file from byte ``begin`` on; None: to its end."""
+    """CRC-32 of a range of a file.
+
+    Args:
+        path: the file.
+        begin: offset of the first byte.
+        num_bytes: number of bytes; None: to the end of the file.
+
+    Raises:
+        CorruptError: the file ends within the range.
+    """
     buffer = bytearray(_CHUNK_BYTES)
     remaining = path.stat().st_size - begin if num_bytes is None else num_bytes
     checksum = 0
@@ -136,6 +151,7 @@ def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> in
 def stream_sums(path: Path, index: Index) -> FileSums:
     """CRC-32 of a safetensors file and of each of its arrays, in one pass."""
     arrays = array_sums(path, index.arrays.values())
+    # The header and the arrays are the complete file, so its CRC-32 follows without a second read.
     total = zlib.crc32(index.header)
     for key, array in index.arrays.items():
         total = combine(total, arrays[key], array.num_bytes)
@@ -236,6 +252,7 @@ def _stored_arrays(checkpoint: NativeCheckpoint) -> list[StoredArray]:
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
     arrays = dict.fromkeys(piece.view.array for piece in pieces)
     folders = dict.fromkeys(array.path.parent for array in arrays if array.path.suffix == ".pt")
+    # Optimizer state may be in files next to the weights (distrib_optim.pt, zero_pp_rank_*).
     files = [path for folder in folders for path in sorted(folder.glob("*.pt"))]
     stored = [array for path in files for array in open_torch(path).storages.values()]
     return stored + [array for array in arrays if array.path not in files]

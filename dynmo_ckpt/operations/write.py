@@ -91,9 +91,11 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
     with new_directory(target) as staging:
         with progress("write", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
             written = execute(staging, plan.files, jobs=settings.jobs, tick=tick, verify=settings.verify)
+        # The manifest comes last: it has the checksums of all other files.
         final = {} if plan.finish is None else plan.finish(written, small)
         for name, payload in {**small, **final}.items():
             write_synced(staging / name, payload)
+        # Within the block: any error here removes the staging directory, and the output never appears.
         if settings.verify:
             _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
             if MANIFEST in final:
@@ -114,6 +116,7 @@ def conversion_record(source: Path, decisions: Mapping[str, Any]) -> bytes:
     document = envelope("dynmo.conversion", 1, f"dynmo-ckpt {__version__}")
     payload = encode_json({**document, "source": str(source), "decisions": dict(decisions)})
     problems: list[Problem] = []
+    # A format of another package may record decisions that are not JSON.
     _CONVERSION(parse_json(payload), "", problems)
     if problems:
         raise WriterError("conversion.json", problems)
@@ -149,14 +152,21 @@ def _show_plan(
         return
     emit_table(f"would write {target}", ("file", "bytes"), [(name, f"{size:,}") for name, size in sizes.items()])
     emit(
-        f"{len(sizes)} files, {human_bytes(total)} | memory: at most {human_bytes(memory)} | time: about {seconds:.1f} "
-        "s "
-        f"at {rate / 1e9:.2f} GB/s, as just measured on this disk | nothing was written"
+        f"{len(sizes)} files, {human_bytes(total)} | memory: at most {human_bytes(memory)} | "
+        f"time: about {seconds:.1f} s at {rate / 1e9:.2f} GB/s, as just measured on this disk | nothing was written"
     )
 
 
 def copy_rate(target: Path, num_bytes: int) -> float:
-    """Measured write rate of the disk of a new directory, in bytes per second, with checksums and a flush."""
+    """Measured write rate of the disk of a new directory, in bytes per second, with checksums and a flush.
+
+    Args:
+        target: the new directory, which need not exist.
+        num_bytes: number of bytes of the probe, at least 1.
+
+    Raises:
+        StorageError: the system refused to write.
+    """
     parent = next(parent for parent in target.resolve().parents if parent.is_dir())
     panel = bytes(min(num_bytes, 1 << 20))
     try:

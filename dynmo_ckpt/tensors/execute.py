@@ -229,7 +229,12 @@ class _TensorWriter:
         return True
 
     def end(self) -> int:
-        """Compare the checksums; returns that of the tensor."""
+        """Compare the checksums; returns that of the tensor.
+
+        Raises:
+            CorruptError: the source does not have its recorded checksum.
+            StorageError: the written bytes read back differently.
+        """
         job, reader = self.job, self.worker.reader
         got = self.read_crc if self.worker.verify else self.sent_crc
         if job.source is not None:

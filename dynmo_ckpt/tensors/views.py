@@ -98,6 +98,7 @@ class Tensor:
         sources = [next(dims) if size != 1 else None for size in shape]
 
         def pick(values: Sequence[int], single: int) -> tuple[int, ...]:
+            """``values`` for the dimensions of ``shape``; ``single`` for each dimension of size 1."""
             return tuple(single if at is None else values[at] for at in sources)
 
         pieces = tuple(

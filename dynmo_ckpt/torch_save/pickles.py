@@ -134,6 +134,7 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
     done = 0
     try:
         while (code := bounded.read(1)) != STOP:
+            # Opcodes that no checkpoint needs, such as INST and EXT, are in no table and are refused here.
             found = _BY_CODE.get(code)
             if found is None:
                 raise CorruptError(f"{source}: {_unknown(code)}")
@@ -169,6 +170,7 @@ class _Bounded:
         return self.handle.tell()
 
     def read(self, size: int) -> bytes:
+        """At most ``size`` bytes, and not beyond the end."""
         return self.handle.read(min(size, self.end - self.handle.tell(), MAX_PICKLE_BYTES))
 
     def readline(self) -> bytes:
@@ -208,7 +210,11 @@ class _Machine:
         self.stack = []
 
     def to_mark(self) -> list[Any]:
-        """Close the last group and return its values."""
+        """Close the last group and return its values.
+
+        Raises:
+            CorruptError: no group is open.
+        """
         if not self.below:
             raise CorruptError(f"{self.source}: the pickle closes a group that is not open")
         items, self.stack = self.stack, self.below.pop()
@@ -216,7 +222,11 @@ class _Machine:
         return items
 
     def check_bounds(self) -> None:
-        """Refuse a pickle whose stack, memo or open groups exceed the limits for its size."""
+        """Compare the stack, the memo and the open groups with the limits for the size of the pickle.
+
+        Raises:
+            CorruptError: one of them is above its limit.
+        """
         for what, count, limit in (
             ("open groups", len(self.below), MAX_GROUPS),
             ("values on its stack", self.num_below + len(self.stack), self.max_entries),
@@ -227,7 +237,14 @@ class _Machine:
                 raise CorruptError(f"{self.source}: the pickle has more than {limit:,} {what}, the limit for its size")
 
     def charge(self, count: int) -> None:
-        """Count elements that are to be copied or hashed; refuse more than the limit for the size of the pickle."""
+        """Count elements that are to be copied or hashed.
+
+        Args:
+            count: number of elements.
+
+        Raises:
+            CorruptError: all counts together are above the limit for the size of the pickle.
+        """
         self.work_left -= count
         if self.work_left < 0:
             raise CorruptError(f"{self.source}: the pickle copies or hashes more values than the limit for its size")
@@ -272,7 +289,11 @@ class _Machine:
         return 0, 1 + (value.bit_length() >> 6 if isinstance(value, int) else 0)
 
     def global_name(self, name: Name) -> Name:
-        """``name``, where it is on a list; raises ``UnsafePickleError`` elsewhere."""
+        """``name``, where it is on a list.
+
+        Raises:
+            UnsafePickleError: it is on no list.
+        """
         package = name.module.partition(".")[0]
         known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
         if not known and name not in OPAQUE_NAMES:
@@ -282,9 +303,19 @@ class _Machine:
         return name
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """The result of a call as data; only the containers of ``_PLAIN`` are called."""
+        """The result of a call as data; only the containers of ``_PLAIN`` are called.
+
+        Args:
+            function: what the pickle calls.
+            arguments: of the call.
+
+        Raises:
+            CorruptError: ``function`` is not a global.
+            UnsafePickleError: an attribute of something that is not an enum.
+        """
         if not isinstance(function, Name):
             raise CorruptError(f"{self.source}: the pickle calls a {type(function).__name__}, not a global")
+        # The order matters: each test is for one exact name, and what is left becomes opaque data.
         if function in MEMBER_OF:
             return self._member(*arguments)
         if function == Name("_codecs", "encode"):
@@ -329,7 +360,16 @@ class _Machine:
         return OpaquePickle(of, (member,))
 
     def persistent(self, identifier: Any) -> StorageRef:
-        """The storage of a persistent id of torch."""
+        """The storage of a persistent id of torch.
+
+        Args:
+            identifier: ``("storage", type, key, device, number of elements)``; before torch 0.4 with a sixth field.
+
+        Raises:
+            CorruptError: not a storage, of an unknown type, or a view of another storage.
+            UnsupportedError: a type that DynMo does not read, such as float8.
+        """
+        # The device, which is ignored, is that of the process that saved.
         kind, storage_type, key, _, count = identifier[:5]
         name = storage_type.name if isinstance(storage_type, Name) else ""
         if kind == "storage" and name == "UntypedStorage":
@@ -343,8 +383,7 @@ class _Machine:
         if len(identifier) > 5 and identifier[5] is not None:
             raise CorruptError(
                 f"{self.source}: the storage {short_name(key)} is a view of another, as before torch 0.4; save it "
-                "again with a "
-                "newer torch"
+                "again with a newer torch"
             )
         key = str(key) if isinstance(key, int) else _string(key)
         return self.storages.setdefault(key, StorageRef(key, STORAGE_DTYPES[name], int(count)))

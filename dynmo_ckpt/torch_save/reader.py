@@ -35,13 +35,22 @@ class TorchFile:
     storages: Mapping[str, StoredArray]
 
     def tensor(self, ref: TensorRef, name: str) -> Tensor:
-        """A tensor of the tree, lazily; raises ``CorruptError`` where it exceeds its storage."""
+        """A tensor of the tree, lazily.
+
+        Args:
+            ref: the tensor, as the pickle describes it.
+            name: of the tensor, for messages.
+
+        Raises:
+            CorruptError: invalid shape or strides, or a tensor that exceeds its storage.
+        """
         array = self._typed(ref.storage)
         if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides, ref.start), default=0) < 0:
             raise CorruptError(
                 f"{self.path}: {short_name(name)}: invalid shape {short_repr(ref.shape)} or strides "
                 f"{short_repr(ref.strides)}"
             )
+        # The pickle is untrusted: its strides must not reach beyond the storage into other bytes of the file.
         last = ref.start + sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
         if 0 not in ref.shape and last >= array.shape[0]:
             raise CorruptError(
@@ -85,7 +94,7 @@ class TorchFile:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file."""
+    """A range of a file as a file; zipfile searches the end of the archive from the end of its file."""
 
     def __init__(self, handle: BinaryIO, begin: int, num_bytes: int) -> None:
         super().__init__()
@@ -101,10 +110,12 @@ class _Window(io.RawIOBase):
         return self.at
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """As ``io.IOBase.seek``: to byte ``offset`` from the begin (``whence`` 0), here (1) or the end (2)."""
         self.at = max(0, offset + (0, self.at, self.num_bytes)[whence])
         return self.at
 
     def read(self, size: int = -1) -> bytes:
+        """At most ``size`` bytes; all that are left where it is negative."""
         left = max(0, self.num_bytes - self.at)
         self.handle.seek(self.begin + self.at)
         found = self.handle.read(left if size < 0 else min(size, left))
@@ -150,6 +161,7 @@ def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, 
         if len(pickled) != 1:
             raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, expected one")
         for name, info in entries.items():
+            # Tensors are read at their place in the file, and no entry can expand to more memory than its bytes.
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise CorruptError(
                     f"{path}: the entry {short_name(name)} is compressed or encrypted; torch writes it uncompressed"

@@ -22,7 +22,9 @@ from .pickles import STORAGE_DTYPES, Name
 from .reader import open_torch
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+# As torch.save since 1.6, so that a memory-mapped storage is aligned for vector instructions.
 ALIGN_BYTES = 64
+# torch names the folder in the archive after the file; torch.load accepts any name.
 STEM = "model_optim_rng"
 ZIP32_LIMIT = 0xFFFFFFFF
 _LOCAL_BYTES = 30
@@ -95,6 +97,7 @@ def _encode(value: Any) -> bytes:
         case bool():
             return b"\x88" if value else b"\x89"
         case int():
+            # LONG1 for any size: up to 255 bytes, and one opcode instead of three.
             payload = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             return b"\x8a" + bytes([len(payload)]) + payload
         case float():
@@ -140,6 +143,7 @@ def _encode_tensor(tensor: NewTensor) -> bytes:
     identifier = (
         b"(" + _encode("storage") + kind + _encode(str(tensor.storage)) + _encode("cpu") + _encode(count) + b"t"
     )
+    # _rebuild_tensor_v2 takes storage, offset, shape, strides, requires_grad (False), and backward hooks (none).
     hooks = _global(Name("collections", "OrderedDict")) + b")R"
     arguments = b"(" + identifier + b"Q" + _encode(0) + _encode(tensor.shape) + _encode(tuple(strides))
     return _global(Name("torch._utils", "_rebuild_tensor_v2")) + arguments + b"\x89" + hooks + b"tR"
@@ -193,6 +197,7 @@ class TorchSaveFile:
             *((f"{STEM}/data/{n}", sum(t.num_bytes for t in parts), None) for n, parts in enumerate(self._storages)),
             *((f"{STEM}/data/{name}", len(payload), payload) for name, payload in self.constants.items()),
         ]
+        # The version of torch's zip format; torch.load refuses an archive without it.
         members.append((f"{STEM}/version", 2, b"3\n"))
         entries, at = [], 0
         for name, size, payload in members:
