@@ -31,7 +31,7 @@ def string(*choices: str) -> Check:
 
 
 def integer(minimum: int = 0, maximum: int = MAX_INTEGER) -> Check:
-    """An integer within the bounds; booleans and floats are refused."""
+    """An integer from ``minimum`` to ``maximum``, both allowed; booleans and floats are refused."""
 
     def check(value: Any, path: str, problems: list[Problem]) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -45,7 +45,7 @@ def integer(minimum: int = 0, maximum: int = MAX_INTEGER) -> Check:
 
 
 def number(minimum: float | None = None, maximum: float | None = None) -> Check:
-    """A finite number within the bounds."""
+    """A finite number from ``minimum`` to ``maximum``, both allowed; None means unbounded."""
 
     def check(value: Any, path: str, problems: list[Problem]) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):

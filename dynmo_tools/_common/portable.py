@@ -15,6 +15,11 @@ def allocate(descriptor: int, begin: int, num_bytes: int) -> None:
 
     Without ``posix_fallocate`` (macOS) the file is only made that long: a full disk is reported by the write.
 
+    Args:
+        descriptor: file that is open for writing.
+        begin: first byte of the part.
+        num_bytes: its length.
+
     Raises:
         OSError: the disk has no space for it.
     """
@@ -25,13 +30,28 @@ def allocate(descriptor: int, begin: int, num_bytes: int) -> None:
 
 
 def drop_cached(descriptor: int, begin: int, num_bytes: int) -> None:
-    """Start writing a part of a file to disk, and give up its pages; no effect without ``posix_fadvise`` (macOS)."""
+    """Start writing a part of a file to disk, and give up its pages; no effect without ``posix_fadvise`` (macOS).
+
+    Args:
+        descriptor: open file.
+        begin: first byte of the part.
+        num_bytes: its length; 0 means up to the end of the file.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read from byte ``offset`` into ``view``; returns the number of bytes, 0 at the end of the file."""
+    """Read a part of a file in one call of the system; the position of the file does not matter.
+
+    Args:
+        descriptor: file that is open for reading.
+        view: where the bytes go; its length is the most that are read.
+        offset: first byte to read.
+
+    Returns:
+        Number of bytes that were read, which may be fewer than asked for; 0 at the end of the file.
+    """
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [view], offset)
     part = os.pread(descriptor, len(view), offset)

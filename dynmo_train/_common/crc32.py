@@ -37,5 +37,11 @@ def _power(num_bytes: int) -> int:
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two concatenated strings, from those of each and the length of the second."""
+    """The CRC-32 of two concatenated strings, without reading them.
+
+    Args:
+        first: CRC-32 of the first string.
+        second: CRC-32 of the second string.
+        second_bytes: length of the second string in bytes; that of the first does not matter.
+    """
     return _multiply(_power(second_bytes), first) ^ second

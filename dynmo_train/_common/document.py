@@ -44,11 +44,13 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxother = SHORT_CHARACTERS
 
     def repr_int(self, value: int, level: int) -> str:
+        """``value`` in digits, or its size: Python refuses to print more than 4,300 digits. ``level`` is unused."""
         if value.bit_length() > 4 * SHORT_CHARACTERS:
             return f"<an integer of {value.bit_length():,} bits>"
         return repr(value)
 
     def repr_instance(self, value: Any, level: int) -> str:
+        """Scalars and strings, shortened; of anything else its type. ``level`` is the depth left for containers."""
         if isinstance(value, str):
             return self.repr_str(str(value), level)
         if isinstance(value, bytes | bytearray):
@@ -98,7 +100,11 @@ class WriterError(DynmoError):
 
 @contextlib.contextmanager
 def own_document() -> Iterator[None]:
-    """Read a new document back before it is written: a ``DocumentError`` within becomes a ``WriterError``."""
+    """Read a new document back before it is written.
+
+    Raises:
+        WriterError: a ``DocumentError`` within. The document is ours, so the fault is ours, not the user's.
+    """
     try:
         yield
     except DocumentError as error:
@@ -156,7 +162,11 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what other code, which may block, would open: raises ``UnreadableError`` as ``open_regular``."""
+    """Refuse what other code, which may block, would open.
+
+    Raises:
+        UnreadableError: as of ``open_regular``.
+    """
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind is not None:
@@ -205,7 +215,16 @@ def read_bytes(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
-    """Read a whole file of UTF-8; raises as ``read_bytes``, and ``DocumentError`` where it is not UTF-8."""
+    """Read a whole file of UTF-8.
+
+    Args:
+        path: the file.
+        max_bytes: its greatest size; a larger one is refused unread.
+
+    Raises:
+        UnreadableError: as of ``read_bytes``.
+        DocumentError: it is larger, or is not UTF-8.
+    """
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -246,7 +265,13 @@ def type_name(value: Any) -> str:
 
 
 def envelope(format_name: str, version: int, written_by: str) -> dict[str, Any]:
-    """The first fields of a new document, dated now."""
+    """The first fields of a new document, dated now.
+
+    Args:
+        format_name: name of the format, such as ``dynmo.plan``.
+        version: version of the format that it is written in; readers refuse a newer one than theirs.
+        written_by: program and its version.
+    """
     created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"format": format_name, "version": version, "written_by": written_by, "created_utc": created}
 
@@ -316,7 +341,7 @@ def _parse(payload: bytes | str, max_bytes: int, **hooks: Any) -> Any:
 
 
 def parse_json(payload: bytes | str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Parse a document of ours: bounded, every number finite, no key repeated.
+    """Parse a document of ours: at most ``max_bytes``, every number finite, no key repeated.
 
     Raises:
         ValueError: it breaks one of these rules, or is not JSON.
@@ -341,7 +366,11 @@ def parse_any_json(
 
 
 def read_json(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Read one JSON document of ours; raises ``DocumentError`` where it cannot be read or breaks a rule of JSON."""
+    """Read one JSON document of ours of at most ``max_bytes``.
+
+    Raises:
+        DocumentError: it cannot be read, is larger, or breaks a rule of JSON.
+    """
     try:
         return parse_json(read_bytes(path, max_bytes), max_bytes)
     except ValueError as error:
@@ -349,7 +378,11 @@ def read_json(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
 
 
 def read_any_json(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """Read one JSON document of another program; raises ``DocumentError`` where it cannot be read or is not JSON."""
+    """Read one JSON document of another program, of at most ``max_bytes``.
+
+    Raises:
+        DocumentError: it cannot be read, is larger, or is not JSON.
+    """
     try:
         return parse_any_json(read_bytes(path, max_bytes), max_bytes)
     except ValueError as error:
@@ -357,7 +390,11 @@ def read_any_json(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """Read the values of a ``.jsonl`` document of ours; raises ``DocumentError`` that names the line."""
+    """Read the values of a ``.jsonl`` document of ours.
+
+    Raises:
+        DocumentError: as of ``read_lines``, or a line is not JSON; it names the line.
+    """
     for number, line in enumerate(read_lines(path), 1):
         try:
             yield parse_json(line)

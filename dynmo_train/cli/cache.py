@@ -18,7 +18,7 @@ cache = CommandLine(help="List or remove checkpoints that --load converted.")
 
 
 def count_text(count: int) -> str:
-    """``1 converted checkpoint``, ``2 converted checkpoints``."""
+    """``count`` in words: ``1 converted checkpoint``, ``2 converted checkpoints``."""
     return f"{count} converted checkpoint{'' if count == 1 else 's'}"
 
 

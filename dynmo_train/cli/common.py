@@ -37,7 +37,11 @@ ConfigFile = Annotated[
 
 
 def need_torch() -> None:
-    """Raise ``MissingExtraError`` if torch is not installed; does not import it."""
+    """Check that torch is installed, without importing it, which would take seconds.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     if find_spec("torch") is None:
         raise MissingExtraError("torch", "train")
 
@@ -63,7 +67,11 @@ def ignore_signals_until_training() -> Iterator[None]:
 
 
 def world_size() -> int:
-    """``WORLD_SIZE`` from the launcher; 1 without a launcher."""
+    """``WORLD_SIZE`` from the launcher; 1 without a launcher.
+
+    Raises:
+        UsageError: it is not a positive integer.
+    """
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or text == "0":
         raise UsageError(f"WORLD_SIZE={text!r}: must be a positive integer, the number of processes")

@@ -120,7 +120,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def check_supported(config: Any) -> None:
-    """Raise ``UsageError`` for training options that fine-tuning does not support."""
+    """Check that fine-tuning supports the training options.
+
+    Raises:
+        UsageError: one of them has no meaning for a head on a trained model.
+    """
     wrong = {
         "--balance": config.balance.balance != "off",
         "--rampup-batch-size": config.training.rampup_batch_size is not None,

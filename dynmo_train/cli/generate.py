@@ -149,6 +149,9 @@ def read_prompts(given: list[str] | None, options: GenerateConfig) -> list[str]:
     """The prompts from the command line, a file or standard input, one per line without blank lines.
 
     Without prompts, ``--num-samples`` empty prompts.
+
+    Raises:
+        UsageError: there are two sources, none, an unreadable one, or one of blank lines.
     """
     named = options.prompts or options.sample_input_file
     if given and named:

@@ -115,7 +115,11 @@ def run_processes(
 
 
 def check_command(arguments: list[str]) -> None:
-    """Raise ``UsageError`` for a nested launch, and for options in the place of a command."""
+    """Check the words after the options of launch.
+
+    Raises:
+        UsageError: they start with an option, or with another launch, whose processes would be no peers.
+    """
     if arguments[0].startswith("-"):
         raise UsageError(f"COMMAND cannot start with the option {arguments[0]}; options of launch must precede --")
     if arguments[0] == "launch":
@@ -147,7 +151,11 @@ def launch_local(
 
 
 def parse_node_range(flag: str, text: str) -> tuple[int, int]:
-    """Parse ``N`` or ``MIN:MAX``, the value of ``flag``, into minimum and maximum number of nodes."""
+    """Parse ``N`` or ``MIN:MAX``, the value of ``flag``, into minimum and maximum number of nodes.
+
+    Raises:
+        UsageError: the value has another form, or numbers out of range.
+    """
     low, _, high = text.partition(":")
     if not low.isdecimal() or not (high or low).isdecimal():
         raise UsageError(f"{flag} {text!r}: must be N or MIN:MAX")

@@ -170,7 +170,11 @@ def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dic
 
 
 def read_config_file(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
-    """Read and parse a TOML file of options; raises ``UsageError`` if it cannot be read."""
+    """Read and parse a TOML file of options.
+
+    Raises:
+        UsageError: it cannot be read, is not TOML, or has unknown keys.
+    """
     try:
         text = read_input(path, MAX_CONFIG_BYTES)
     except DocumentError as error:

@@ -95,7 +95,11 @@ class TaskCommand(HelpCommand):
     panel_order = TASK_PANELS
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Translate Megatron's flags, then parse; raises ``DocumentError`` for refused flags."""
+        """Translate Megatron's flags, then parse.
+
+        Raises:
+            DocumentError: a flag of Megatron is refused; all refused ones at once.
+        """
         declared = {
             name: 0 if getattr(option, "is_flag", False) else option.nargs
             for option in self.params
@@ -126,12 +130,15 @@ def model_flags(ctx: typer.Context) -> Mapping[str, Any]:
 
 
 def check_model_flags(flags: Mapping[str, Any], model: Mapping[str, Any], directory: object) -> None:
-    """Raise ``DocumentError`` if model options disagree with the checkpoint.
+    """Check model options against the checkpoint, which has the model's real shape.
 
     Args:
         flags: values of model options by name, as :func:`model_flags` returns them.
         model: object ``model`` of the checkpoint's manifest.
         directory: path of the checkpoint, for the message.
+
+    Raises:
+        DocumentError: options disagree with the checkpoint; all of them at once.
     """
     problems = []
     for name, value in flags.items():

@@ -208,7 +208,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_path(plans: Path, plan_id: int) -> Path:
-    """Return the path of a plan."""
+    """Return the path of the plan with the number ``plan_id``; numbers above 999,999 have more digits."""
     return plans / f"plan-{plan_id:06d}.json"
 
 

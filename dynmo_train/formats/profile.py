@@ -181,7 +181,16 @@ def plan_request_record(step: int) -> dict[str, Any]:
 def plan_result_record(
     *, plan_id: int, step: int, result: PlanOutcome, pause_ns: int, num_bytes: int, reason: str
 ) -> dict[str, Any]:
-    """Return the line with the result of a plan at the boundary after ``step``; ``num_bytes`` were moved."""
+    """Return the line with the result of a plan.
+
+    Args:
+        plan_id: number of the plan.
+        step: the result is of the boundary after this step.
+        result: what became of the plan.
+        pause_ns: time that the migration took from training; 0 where nothing moved.
+        num_bytes: bytes that moved between workers.
+        reason: why, for people.
+    """
     return {
         "record": "plan_result",
         "plan_id": plan_id,
@@ -205,7 +214,11 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def next_segment(path: Path) -> int:
-    """Return the segment of the next header: one above that of the last complete header, 0 in a new profile."""
+    """Return the segment of the next header: one above that of the last complete header, 0 in a new profile.
+
+    Raises:
+        DocumentError: a line with a header is damaged; a guessed segment could repeat one.
+    """
     if not path.exists():
         return 0
     segment = 0

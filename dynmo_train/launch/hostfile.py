@@ -202,6 +202,11 @@ def run_on_hosts(job: HostJob) -> int:
     readers: list[threading.Thread] = []
 
     def terminate(number: int, _frame: object) -> None:
+        """End the nodes on the signal ``number``: the remote launchers stop when their standard input closes.
+
+        Raises:
+            SystemExit: always, with 128 and the number, as a shell does.
+        """
         for child in children:
             if child.stdin is not None:
                 child.stdin.close()

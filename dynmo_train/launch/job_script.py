@@ -108,7 +108,11 @@ def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environmen
 
 
 def parse_exports(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` words; raises ``UsageError`` for another format."""
+    """Parse ``NAME=VALUE`` words.
+
+    Raises:
+        UsageError: a word has another form.
+    """
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -75,7 +75,11 @@ class KubernetesJob:
 
 
 def parse_claim(text: str) -> Claim:
-    """Parse ``NAME:/PATH``, the value of ``--claim``."""
+    """Parse ``NAME:/PATH``, the value of ``--claim``.
+
+    Raises:
+        UsageError: the value has another form, or a name that Kubernetes refuses (RFC 1123).
+    """
     name, colon, path = text.partition(":")
     if not colon or not _NAME.fullmatch(name) or not path.startswith("/"):
         raise UsageError(f"--claim {text!r}: must be NAME:/PATH")
@@ -150,7 +154,11 @@ class Requirement:
 
 
 def parse_version(option: str, text: str) -> Version:
-    """Parse ``1.31``, ``v1.31.2`` or ``1.31+`` into (1, 31); raises ``UsageError`` for another format."""
+    """Parse ``1.31``, ``v1.31.2`` or ``1.31+``, as ``kubectl version`` prints them, into (1, 31).
+
+    Raises:
+        UsageError: the text has another form.
+    """
     match = re.match(r"v?(\d+)\.(\d+)(?:[.+-].*)?$", text)
     if match is None:
         raise UsageError(f"{option} {text!r}: must be a version such as 1.31")
@@ -158,7 +166,11 @@ def parse_version(option: str, text: str) -> Version:
 
 
 def override_version(version: Version) -> Version:
-    """The newest version in ``TRAINER_OVERRIDES`` up to ``version``; raises ``UsageError`` if there is none."""
+    """The newest version in ``TRAINER_OVERRIDES`` up to ``version``.
+
+    Raises:
+        UsageError: there is none: the Trainer is older than any that has TrainJobs.
+    """
     known = [each for each in TRAINER_OVERRIDES if each <= version]
     if not known:
         found = f"{version[0]}.{version[1]}"
@@ -190,13 +202,16 @@ def trainer_requirements(job: KubernetesJob) -> list[Requirement]:
 
 
 def check_version(requirements: Sequence[Requirement], product: str, version: Version, source: str) -> None:
-    """Raise ``UsageError`` if a product is older than a manifest requires.
+    """Check that a product is as new as a manifest requires.
 
     Args:
         requirements: requirements of the manifest.
         product: name of the product.
         version: its version.
         source: option or place of the version, for the message.
+
+    Raises:
+        UsageError: it is older; a cluster would drop the unknown fields without a word.
     """
     missing = [each for each in requirements if each.product == product and each.version > version]
     if missing:
@@ -233,6 +248,7 @@ def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
     container["ports"] = [{"containerPort": PORT, "name": "pytorchjob-port"}]
 
     def replicas(count: int) -> dict[str, Any]:
+        """The spec of ``count`` pods of one role."""
         return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _training_pod(job, container)}}
 
     policy: dict[str, Any] = {"cleanPodPolicy": "Running" if elastic else "None", "backoffLimit": job.max_restarts}

@@ -187,7 +187,11 @@ def _rendezvous_handler(group: WorkerGroupConfig) -> type:
             return RendezvousInfo(self.store, group.index, group.count, RendezvousStoreInfo(group.host, group.port))
 
         def num_nodes_waiting(self) -> int:
-            """Called at every check of the processes, which may exit within the grace period."""
+            """Called at every check of the processes, which may exit within the grace period.
+
+            Raises:
+                PeerFailureError: another node failed longer ago than the grace period.
+            """
             # Zero waiting nodes: torch would restart the workers for a positive number. The raise ends the round.
             reason = group.failure_reason()
             if reason is None:

@@ -31,17 +31,17 @@ def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processe
 
 
 def process_count(config: Mapping[str, Mapping[str, Any]], before: int, workers: int) -> int:
-    """Number of processes of a run that resumes with ``workers`` pipeline ranks."""
+    """Number of processes of a run that had ``before`` of them and resumes with ``workers`` pipeline ranks."""
     return before // int(config["parallel"]["pipeline_model_parallel_size"]) * workers
 
 
 def resume_flags(run_dir: str, pipeline: int | None) -> tuple[str, ...]:
-    """Flags that, appended to the command, resume the run of ``run_dir``."""
+    """Flags that, appended to the command, resume the run of ``run_dir``, on ``pipeline`` ranks where they changed."""
     size = () if pipeline is None else ("--pipeline-model-parallel-size", str(pipeline))
     return ("--run-dir", run_dir, "--save", run_dir, "--load", run_dir, *size)
 
 
 def pack_to_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) -> tuple[str, ...]:
-    """Flags that keep the planner from releasing the pipeline ranks that a user requested."""
+    """Flags that keep the planner from releasing any of the ``workers`` pipeline ranks that a user requested."""
     pack_to = config.get("balance", {}).get("pack_to")
     return () if workers is None or pack_to is None else ("--pack-to", str(max(int(pack_to), workers)))

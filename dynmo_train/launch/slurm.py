@@ -106,7 +106,11 @@ class SlurmJob:
 
 
 def parse_het_group(text: str) -> HetGroup:
-    """Parse ``NODES:PARTITION[:GPUS]``, the value of ``--het``."""
+    """Parse ``NODES:PARTITION[:GPUS]``, the value of ``--het``.
+
+    Raises:
+        UsageError: the value has another form, or numbers out of range.
+    """
     words = text.split(":")
     if len(words) not in (2, 3) or not words[0].isdecimal() or int(words[0]) < 1 or not all(words):
         raise UsageError(f"--het {text!r}: must be NODES:PARTITION or NODES:PARTITION:GPUS")

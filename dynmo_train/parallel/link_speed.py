@@ -104,7 +104,7 @@ def one_way_ns(world: World, here: int, there: int, num_bytes: int, repeats: int
 
 
 def pairs_of(num_ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that are measured: all pairs of few ranks, else neighbors in a ring."""
+    """The pairs of ``num_ranks`` ranks that are measured: all pairs of few ranks, else neighbors in a ring."""
     if num_ranks <= MAX_RANKS_OF_ALL_PAIRS:
         return list(itertools.combinations(range(num_ranks), 2))
     return [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
@@ -121,7 +121,16 @@ def measure_pairs(world: World, sizes: Sequence[int]) -> list[LinkTime]:
 
 
 def measure_all_reduce(world: World, sizes: Sequence[int], repeats: int = REPEATS) -> list[ReduceTime]:
-    """The times of an all-reduce of float32 over all ranks, by size in bytes; the slowest rank counts; a collective."""
+    """Measure an all-reduce of float32 over all ranks; a collective.
+
+    Args:
+        world: all ranks.
+        sizes: message sizes in bytes.
+        repeats: measurements of each size after one that warms up; the shortest counts.
+
+    Returns:
+        The time of the slowest rank, for each size.
+    """
     found = []
     for size in sizes:
         block = torch.zeros(max(1, size // 4), dtype=torch.float32, device=world.device)
@@ -138,7 +147,7 @@ def measure_all_reduce(world: World, sizes: Sequence[int], repeats: int = REPEAT
 
 
 def bandwidth_without_latency(num_bytes: int, latency_ns: float, payload_ns: float) -> int:
-    """Bandwidth in bytes per second from the one-way times of one byte and of ``num_bytes``, in nanoseconds.
+    """Bandwidth in bytes per second from one-way times: ``latency_ns`` of one byte, ``payload_ns`` of ``num_bytes``.
 
     A disturbed latency measurement can take most of the payload's time. At least half of that time counts as transfer,
     so that the bandwidth is at most twice the measured one.

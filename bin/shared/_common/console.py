@@ -126,6 +126,7 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
             task = bar.add_task(label, total=total or None, unit=unit, note="")
 
             def tick_bar(amount: float, note: str = "") -> None:
+                """Advance the bar by ``amount`` in its unit."""
                 bar.update(task, advance=amount, note=note)
 
             yield tick_bar
@@ -134,6 +135,7 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
     state = {"done": 0.0, "reported": started}
 
     def tick_line(amount: float, note: str = "") -> None:
+        """Add ``amount`` in the unit of the total; prints a line now and then."""
         state["done"] += amount
         now = time.monotonic()
         if now - state["reported"] < LOG_EVERY_S:

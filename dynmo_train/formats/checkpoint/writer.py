@@ -41,7 +41,10 @@ def step_name(step: int) -> str:
 
 
 def new_staging(checkpoints_dir: Path, step: int) -> Path:
-    """Create the directory that all ranks write a new checkpoint into; rank 0 calls this and broadcasts the name."""
+    """Create the directory that all ranks write the checkpoint after ``step`` into.
+
+    Rank 0 calls this and broadcasts the name. The random part keeps the leftovers of a killed save apart.
+    """
     staging = checkpoints_dir / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
     staging.mkdir(parents=True)
     return staging

@@ -89,12 +89,12 @@ def document(cases: list[dict[str, Any]], *, command: str, repeats: int) -> dict
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """``new`` with the cases of ``old`` that it lacks; each case keeps the commit, date and machine that it is from."""
     fresh = {case["name"] for case in new["cases"]}
-    kept = [
+    earlier = [
         {**{key: old[key] for key in ("date", "commit", "machine")}, **case}
         for case in old["cases"]
         if case["name"] not in fresh
     ]
-    return {**new, "cases": sorted([*new["cases"], *kept], key=lambda case: (case["area"], case["name"]))}
+    return {**new, "cases": sorted([*new["cases"], *earlier], key=lambda case: (case["area"], case["name"]))}
 
 
 def number(value: float) -> str:
