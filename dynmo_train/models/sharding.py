@@ -63,7 +63,13 @@ def cut_tensor(tensor: torch.Tensor, dim: int | None, region: TensorRegion | Non
 
 
 def whole_shape(shape: torch.Size, dim: int | None, region: TensorRegion | None) -> tuple[list[int], list[list[int]]]:
-    """The global shape of a slice, and the slice's ``[begin, end]`` in each dimension."""
+    """The global shape of a slice of ``shape``, and the slice's ``[begin, end]`` in each dimension.
+
+    Args:
+        shape: local shape, any number of dimensions.
+        dim: dimension that ``region`` splits; None where every rank has the whole tensor.
+        region: ranks that share the tensor; None for one rank.
+    """
     whole = list(shape)
     index = [[0, size] for size in shape]
     if region is not None and dim is not None:

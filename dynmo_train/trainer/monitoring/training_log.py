@@ -355,7 +355,7 @@ def target_lines(train: int, valid: int, test: int) -> list[str]:
 
 
 def complete_line(run: Path, step: int, rule: str) -> str:
-    """A message for a loaded run that has no steps left; ``rule`` names the option that sets their number."""
+    """A message for a run that was loaded after its last ``step``; ``rule`` names the option that sets their number."""
     return f"the run in {run} is complete: {step:,} steps are done, {rule} to continue it"
 
 

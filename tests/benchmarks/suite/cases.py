@@ -150,7 +150,7 @@ def tokens(work: Path) -> dict[str, Program]:
 
 
 def balance(work: Path) -> dict[str, Program]:
-    """The quickstart's model, frozen from step 4 on; the value is the median step time once nothing changes any more."""
+    """The quickstart's model, frozen from step 4 on; the value is the median time of a later step."""
     (work / "data").mkdir()
     prepare("dynmo-prep", "sample-corpus", "--output", "data/corpus.jsonl", cwd=work)
     prepare("dynmo-prep", "pipeline", "quickstart", "--work-dir", "data", cwd=work)
