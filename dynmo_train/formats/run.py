@@ -1,4 +1,4 @@
-"""Reads and writes ``run.json``, the description of a run, and ``grow.json``. The specification is ``run.md``."""
+"""Reads and writes ``run.json``, the description of a run, and ``resize.json``. The specification is ``run.md``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .run_fields import DOCUMENT
 
 FORMAT = "dynmo.run"
 VERSION = 1
-_GROW = obj({"workers": integer(1)})
+_RESIZE = obj({"workers": integer(1)})
 
 
 def write_run(path: Path, document: Mapping[str, Any]) -> None:
@@ -69,29 +69,29 @@ def parse_run(document: Any, source: str) -> dict[str, Any]:
     return dict(document)
 
 
-def read_grow_request(path: Path) -> int:
-    """Return the number of workers in a ``grow.json``.
+def read_resize_request(path: Path) -> int:
+    """Return the number of workers in a ``resize.json``.
 
     Raises:
         DocumentError: The document is not ``{"workers": N}``.
     """
     document = read_json(path, MAX_CONFIG_BYTES)
     problems: list[Problem] = []
-    _GROW(document, "", problems)
+    _RESIZE(document, "", problems)
     if problems:
         raise DocumentError(str(path), problems)
     return int(document["workers"])
 
 
-def take_grow_request(path: Path) -> int | None:
-    """Return the number of workers in ``requests/grow.json`` and rename it to ``grow.taken.json``; None without it.
+def take_resize_request(path: Path) -> int | None:
+    """Return the number of workers in ``requests/resize.json`` and rename it to ``resize.taken.json``; None without it.
 
     Raises:
         DocumentError: The request is not ``{"workers": N}``.
     """
-    request = path / "requests" / "grow.json"
+    request = path / "requests" / "resize.json"
     if not request.exists():
         return None
-    workers = read_grow_request(request)
+    workers = read_resize_request(request)
     request.replace(request.with_suffix(".taken.json"))
     return workers

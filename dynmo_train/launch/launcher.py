@@ -20,7 +20,7 @@ from pathlib import Path
 from .._common.console import print_message
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..formats.os_errors import reason
-from ..formats.run import read_run, take_grow_request
+from ..formats.run import read_run, take_resize_request
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
@@ -170,7 +170,7 @@ class _Launcher:
             return Decision(restart=False, code=shell_exit_code(code), message=message)
         self.restarts += 0 if is_relaunch else 1
         away = self.rendezvous.departed_nodes().union(lost)
-        self.workers = take_grow_request(run_dir) or (self.workers if not away else None)
+        self.workers = take_resize_request(run_dir) or (self.workers if not away else None)
         remaining = [count for node, count in zip(current.members, current.processes, strict=True) if node not in away]
         processes, flags = _next_size(run_dir, sum(current.processes), self.workers, sum(remaining) if away else None)
         return self._restart(processes, remaining, flags)

@@ -59,7 +59,7 @@ def imported_trace(path: Path) -> bytes:
 READERS = {
     "plan of dynmo-train": train_plan.read_plan,
     "run.json": train_run.read_run,
-    "grow.json": train_run.read_grow_request,
+    "resize.json": train_run.read_resize_request,
     "DeepSpeed": read_deepspeed,
     "sparse table": read_sparse_table,
     "trace": lambda path: emulation_trace.read_trace(path, ["embedding"]),
@@ -184,9 +184,9 @@ def test_a_file_above_the_limit_is_refused_unread(tmp_path):
     with path.open("wb") as handle:
         handle.truncate(document.MAX_DOCUMENT_BYTES + 1)
     assert "has 67,108,865 bytes; the limit is 67,108,864" in refused(train_plan.read_plan, path)
-    grow = tmp_path / "grow.json"
+    grow = tmp_path / "resize.json"
     grow.write_bytes(b" " * (document.MAX_CONFIG_BYTES + 1))
-    assert "the limit is 1,048,576" in refused(train_run.read_grow_request, grow)
+    assert "the limit is 1,048,576" in refused(train_run.read_resize_request, grow)
 
 
 def test_a_line_above_the_limit_is_refused(tmp_path):

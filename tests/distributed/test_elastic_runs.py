@@ -44,7 +44,7 @@ def headers(run: Path) -> list[dict]:
 
 def ask(run: Path, text: str) -> None:
     (run / "requests").mkdir(parents=True, exist_ok=True)
-    request = run / "requests" / "grow.json"
+    request = run / "requests" / "resize.json"
     request.write_text(text)
     os.utime(request, (0, 0))  # written long ago, so that nobody waits for the rest of it
 
@@ -84,11 +84,11 @@ def test_growth_without_a_launcher_exits_with_75(static):
     ask(run, '{"workers": 3}')
     results = run_workers(run_command, 2, arguments(data, run), joins=False)
     assert [code for code, _ in results] == [75, 75], str(results)
-    assert [event["workers"] for event in events(run, "grow")] == [3]
+    assert [event["workers"] for event in events(run, "resize")] == [3]
     train(data, run, 3, "--load", str(run))
     assert figures(run) == expected
     assert tensors(run, 24) == weights
-    assert not (run / "requests" / "grow.json").exists()
+    assert not (run / "requests" / "resize.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_invalid_resize_request_is_logged_once(static, text, words):
     ask(run, text)
     train(data, run, 1, train_iters="3", lr_decay_iters="24")
     assert figures(run) == {step: expected[step] for step in (1, 2, 3)}
-    (refused,) = events(run, "grow_refused")
+    (refused,) = events(run, "resize_refused")
     assert words in refused["message"]
-    assert (run / "requests" / "grow.refused.json").exists()
+    assert (run / "requests" / "resize.refused.json").exists()
 
 
 def test_launched_run_releases_and_grows_again(static):

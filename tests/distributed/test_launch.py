@@ -170,7 +170,7 @@ def test_workers_end_with_a_killed_launcher(tmp_path):
 def test_restart_request_grows_the_run(tmp_path):
     program = BEGIN_RUN + (
         "if start == 'round-0':\n"
-        "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
+        "    put('run/requests/resize.json', '{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
         "sys.exit(4 if start == 'round-1' else 0)\n"
     )
@@ -184,7 +184,7 @@ def test_restart_request_grows_the_run(tmp_path):
     assert grown[0] == ["3", "first", *more]
     assert after_failure == [["3", "first", *more]] * 3
     assert err.count("processes: 3") == 2
-    assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
+    assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["resize.taken.json"]
 
 
 def test_failed_run_is_restarted_up_to_the_limit(tmp_path):

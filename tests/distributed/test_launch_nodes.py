@@ -167,7 +167,7 @@ def test_finished_node_does_not_end_the_others(tmp_path):
 
 def test_growth_admits_a_waiting_node(tmp_path):
     program = (
-        "if start == 'round-0':\n    put('run/requests/grow.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
+        "if start == 'round-0':\n    put('run/requests/resize.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
         "print('sum', int(total), flush=True)\n"
     )
     port = free_port()

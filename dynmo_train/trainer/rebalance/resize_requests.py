@@ -1,6 +1,6 @@
 """Requests for another number of workers: the run exits, and the launcher restarts it with that number.
 
-A person or a scheduler writes ``requests/grow.json`` into the run directory. Rank 0 reads it; a valid request reaches
+A person or a scheduler writes ``requests/resize.json`` into the run directory. Rank 0 reads it; a valid request reaches
 the other ranks as ``relaunch`` of the boundary signals.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..._common.document import DocumentError, Problem
-from ...formats.run import read_grow_request
+from ...formats.run import read_resize_request
 
 # A file that changed more recently may still be being written, and is not yet invalid.
 UNCHANGED_S = 1.0
 
 
 class ResizeRequests:
-    """Reads ``requests/grow.json`` of a run.
+    """Reads ``requests/resize.json`` of a run.
 
     Args:
         requests: folder of the requests.
@@ -29,7 +29,7 @@ class ResizeRequests:
     def __init__(
         self, requests: Path, problems_of: Callable[[int], Sequence[Problem]], log_event: Callable[..., None]
     ) -> None:
-        self._request, self._problems_of, self._log_event = requests / "grow.json", problems_of, log_event
+        self._request, self._problems_of, self._log_event = requests / "resize.json", problems_of, log_event
 
     def is_pending(self, step: int, workers: int) -> bool:
         """Whether a number of workers other than ``workers`` is requested; an invalid request is logged and renamed.
@@ -41,7 +41,7 @@ class ResizeRequests:
         if not self._request.exists():
             return False
         try:
-            requested = read_grow_request(self._request)
+            requested = read_resize_request(self._request)
             problems = self._problems_of(requested) if requested != workers else ()
         except DocumentError as error:
             if not self._is_written():
@@ -50,16 +50,16 @@ class ResizeRequests:
         if problems:
             self._rename("refused")
             reasons = "; ".join(map(str, problems))
-            message = f"requests/grow.json is refused, training continues: {reasons}"
-            self._log_event("grow_refused", message, step=step)
+            message = f"requests/resize.json is refused, training continues: {reasons}"
+            self._log_event("resize_refused", message, step=step)
             return False
         if requested == workers:
             self._rename("taken")
-            self._log_event("grow", f"the run has the {requested} requested workers", step=step, workers=requested)
+            self._log_event("resize", f"the run has the {requested} requested workers", step=step, workers=requested)
             return False
         # The file stays: the launcher reads the number from it after this process has exited.
         message = f"restart with {requested} workers requested, the run has {workers}"
-        self._log_event("grow", message, step=step, workers=requested)
+        self._log_event("resize", message, step=step, workers=requested)
         return True
 
     def _is_written(self) -> bool:
@@ -70,4 +70,4 @@ class ResizeRequests:
 
     # Renamed, not removed: a person finds the request with its outcome, and no later boundary reads it again.
     def _rename(self, outcome: str) -> None:
-        self._request.replace(self._request.with_name(f"grow.{outcome}.json"))
+        self._request.replace(self._request.with_name(f"resize.{outcome}.json"))

@@ -9,12 +9,10 @@ import sys
 import pytest
 
 from tests.benchmarks.suite import results
-from tests.benchmarks.suite.cases import CASES
 from tests.benchmarks.suite.measure import BenchmarkError, Case, Program, run_case, summary_of
 from tests.paths import ROOT
 
 PRINT = "import json, pathlib; p = pathlib.Path('turns'); p.write_text((p.read_text() if p.exists() else '') + '{0}');"
-COMMITTED = ROOT / "tests" / "benchmarks" / "results.json"
 
 
 def printing(name, value):
@@ -105,21 +103,6 @@ def test_merged_keeps_cases_that_did_not_run(tmp_path):
     new = results.merged(old, results.document([entry], command="second", repeats=3))
     assert [case["name"] for case in new["cases"]] == ["a-case", "b-case"]
     assert [case.get("commit") for case in new["cases"]] == [None, "before"]
-
-
-def test_committed_results_have_every_case_and_the_page():
-    committed = results.read(COMMITTED)
-    assert [case["name"] for case in committed["cases"]] == sorted(case.name for case in CASES)
-    assert COMMITTED.with_suffix(".md").read_text(encoding="utf-8") == results.markdown(committed)
-    assert all(len(found["values"]) == 3 for case in committed["cases"] for found in case["programs"].values())
-
-
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_readme_figures_are_those_of_the_committed_results(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert results.with_figures(text, results.read(COMMITTED)) == text, (
-        "run: bin/bench --readme --output tests/benchmarks"
-    )
 
 
 def test_bench_runs_a_case_and_writes_both_files(tmp_path):

@@ -11,7 +11,7 @@ from dynmo_train._common.document import WriterError
 from dynmo_train.formats.checkpoint.writer import read_latest
 from dynmo_train.formats.run_lines import append_event, append_metrics
 
-EVENT = {"time_utc": "2026-01-31T12:00:00Z", "step": 3, "kind": "grow", "message": "Grew."}
+EVENT = {"time_utc": "2026-01-31T12:00:00Z", "step": 3, "kind": "resize", "message": "Grew."}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from dynmo_train._common.document import DocumentError, append_line
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
-from dynmo_train.formats.run import read_run, take_grow_request
+from dynmo_train.formats.run import read_run, take_resize_request
 from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
 from dynmo_train.trainer.run_directory import choose_path, open_run_directory
 
@@ -106,17 +106,17 @@ def test_launcher_gets_the_run_directory(tmp_path, monkeypatch):
     assert (tmp_path / "run_directory").read_text() == str(run.path.resolve())
 
 
-def test_grow_request_is_read_once(tmp_path):
+def test_resize_request_is_read_once(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
-    assert take_grow_request(run.path) is None
-    (run.requests / "grow.json").write_text('{"workers": 4}')
-    assert take_grow_request(run.path) == 4
-    assert take_grow_request(run.path) is None
+    assert take_resize_request(run.path) is None
+    (run.requests / "resize.json").write_text('{"workers": 4}')
+    assert take_resize_request(run.path) == 4
+    assert take_resize_request(run.path) is None
 
 
 @pytest.mark.parametrize("text", ["", "4", '{"workers": 0}', '{"workers": 1.5}', "{}", '{"workers": 2, "more": 1}'])
-def test_invalid_grow_request_is_refused(tmp_path, text):
+def test_invalid_resize_request_is_refused(tmp_path, text):
     run = begin(run_dir=str(tmp_path / "r"))
-    (run.requests / "grow.json").write_text(text)
-    with pytest.raises(DocumentError, match=r"grow\.json"):
-        take_grow_request(run.path)
+    (run.requests / "resize.json").write_text(text)
+    with pytest.raises(DocumentError, match=r"resize\.json"):
+        take_resize_request(run.path)
