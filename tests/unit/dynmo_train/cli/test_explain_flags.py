@@ -152,7 +152,7 @@ def test_readme_table_is_generated_and_names_are_unique():
 
 def test_bin_every_script_is_in_the_table_or_our_own(tmp_path):
     ours = {row.equivalent.removeprefix("bin/") for row in TABLE if row.equivalent.startswith("bin/")}
-    own = {"constraints", "environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
+    own = {"bench", "constraints", "environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
     own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
     own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
     files = {str(path.relative_to(ROOT / "bin")) for path in (ROOT / "bin").rglob("*") if path.is_file()}
