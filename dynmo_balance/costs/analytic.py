@@ -33,7 +33,10 @@ from .devices import BYTES_PER_NUMBER, Device
 
 RECOMPUTE = ("none", "selective", "full")
 STREAM = (5.5, 8.5)
-"""Memory accesses per token and hidden unit of norm, dropout and residual, forward and backward."""
+"""Memory accesses per token and hidden unit of norm, dropout and residual, forward and backward.
+
+With unfused kernels each elementwise operation reads its inputs and writes its output once.
+"""
 INNER = (3.0, 4.0)
 """The same between the matrices of an item: transposes, or bias and activation."""
 SCORES = (6.5, 9.5)
@@ -90,14 +93,19 @@ class Shape:
 
 def item_times(work: Work, shape: Shape, device: Device) -> tuple[int, int, int]:
     """Forward, input-gradient and weight-gradient time of one item, in ns."""
+    # Both gradients of a matrix product take the operations of its forward pass each: ``products`` three times.
     products = sum(device.product_ns(2 * shape.tokens * n, shape.dtype) for n in work.weights)
     scores = device.product_ns(work.score_flops, shape.dtype)
     moved = [device.touch_ns(size) for size in work.score_bytes]
     stream = [device.touch_ns(size) for size in work.stream_bytes]
     reduce = device.reduce_ns(work.reduce_bytes, shape.tensor_parallel) if work.reduce_bytes else 0.0
+    # One launch per matrix, and one for the elementwise operations between them, which queue up behind the products.
     launch = device.operation_ns * (len(work.weights) + 1)
     forward = products + scores + moved[0] + stream[0] + reduce + launch
+    # Scores have no weights: the gradients of both their factors are input gradients, hence twice the operations.
     backward_input = products + 2 * scores + moved[1] + stream[1] + reduce + launch
+    # Recomputation runs before the input gradient, which other workers wait for, so it is counted there. Fused
+    # attention always recomputes its scores (FlashAttention: Dao et al. 2022, arXiv 2205.14135, section 3.1).
     if shape.recompute == "full":
         backward_input += forward
     elif shape.recompute == "selective" or shape.fused_attention:
@@ -132,17 +140,20 @@ def work_of_item(
     stream = shape.tokens * shape.hidden * number
     outer = stream / t if shape.sequence_parallel else stream
     if item.kind == "embedding":
+        # A lookup has no product, and its backward pass needs little more than the token ids.
         return Work(
             weights=(), stream_bytes=(3 * outer, 3 * outer), reduce_bytes=stream, activation_bytes=2 * shape.tokens
         )
     if item.kind == "head":
         found = tuple(weights or (item.param_count,))
+        # The loss stores its logits in float32, whatever the dtype (Korthikanti et al., section 4.3).
         logits = 4 * shape.tokens * max(1, found[-1] // max(1, shape.hidden))
         return Work(
             weights=found,
             stream_bytes=(2 * outer + LOGITS[0] * logits, 3 * outer + LOGITS[1] * logits),
             activation_bytes=round(2 * outer) + logits,
         )
+    # An item of a whole layer is the sum of its two halves: two norms, two residuals, two reductions.
     attends = item.kind in ("attention", "cross_attention", "layer")
     parts = 2 if item.kind == "layer" else 1
     score = shape.tokens * s * heads / t * number if attends else 0.0
@@ -175,6 +186,8 @@ def _activation_bytes(kind: str, shape: Shape, score_bytes: float, wider: float 
         stored = 0.0 if kind == "mlp" else width / (t if shape.sequence_parallel else 1)
         return round(stored)
     stored = width / 2 * ((outer / t if shape.sequence_parallel else outer) + wider * inner / t)
+    # Per score: two bytes after the softmax, one of the dropout mask, two after the dropout (section 4.1). These 5
+    # bytes are 5 / 2 of ``score_bytes``, which has 2 per score.
     if shape.recompute == "none" and not shape.fused_attention:
         stored += 5 * score_bytes / 2
     return round(stored)
@@ -205,7 +218,11 @@ def costs_of(works: Sequence[Work], shape: Shape, device: Device) -> ItemCosts:
 
 
 def whole(value: object, name: str) -> int:
-    """A value of an optional ``x_`` key of a header, which the format does not check, as a non-negative integer."""
+    """A value of an optional ``x_`` key of a header, which the format does not check, as a non-negative integer.
+
+    Raises:
+        UsageError: the value is not an integer of at least 0.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UsageError(
             f"the header's x_ value of {name} must be a whole number of at least 0, is {short_repr(value)}"
@@ -218,6 +235,9 @@ def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
 
     A tied head has the weights of the item that it is tied to. Without the optional keys, the number of heads is the
     hidden size over 64, and a token uses all parameters of an item.
+
+    Raises:
+        UsageError: an ``x_`` value is not an integer of at least 0.
     """
     stated = header.model.x_num_attention_heads
     heads = max(1, header.model.hidden_size // 64 if stated is None else whole(stated, "model.num_attention_heads"))
@@ -226,6 +246,7 @@ def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
     for item in header.items:
         stated = item.x_active_param_count
         used = item.param_count if stated is None else whole(stated, f"{item.name}.active_param_count")
+        # A tied head may be listed without parameters of its own, but it multiplies by the whole table.
         if item.kind == "head":
             used = max(used, params.get(item.tied_to or "", 0))
         works.append(work_of_item(item, shape, heads, (used,)))
@@ -268,6 +289,9 @@ def costs_of_header(
 
 
 def step_flops(header: Header, works: Sequence[Work], shape: Shape) -> float:
-    """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward."""
+    """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward.
+
+    Recomputation does not count, as in the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B).
+    """
     forward = sum(2 * shape.tokens * sum(work.weights) + work.score_flops for work in works)
     return 3.0 * forward * header.microbatches * header.tensor_parallel_size

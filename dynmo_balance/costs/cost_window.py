@@ -1,4 +1,15 @@
-"""From step records to one integer cost per item: the median over a window, with gaps carried forward."""
+"""From step records to one integer cost per item: the median over a window, with gaps carried forward.
+
+::
+
+    Step records --add--> last ``size`` records --------------- costs: median per item --> ItemCosts (normal speed)
+                    +---> last known sample of each item --+-- fills the gaps
+                                                           +-- works: every record of the window, for policies
+
+The median and not the mean: one slow step (a checkpoint, an evaluation, other processes) must not move layers. Trainers
+sample only some items in a step (``null``), so gaps are usual. Times on slow workers are converted to normal speed
+before they are compared, because a plan may move the item to a faster worker.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +60,12 @@ def median(values: Sequence[int]) -> int:
 
 
 def normal_speed(samples: Samples, speeds_ppm: Sequence[int]) -> Samples:
-    """The samples at normal speed: time measured on a worker of half the speed counts half."""
+    """The samples at normal speed: time measured on a worker of half the speed counts half.
+
+    Args:
+        samples: per item, in ns; None is not sampled.
+        speeds_ppm: per item, the speed of its worker in parts per million.
+    """
     return tuple(
         None if ns is None else ns * speed // SPEED_UNIT for ns, speed in zip(samples, speeds_ppm, strict=True)
     )
@@ -63,6 +79,7 @@ class CostWindow:
     """
 
     def __init__(self, items: int, size: int) -> None:
+        """``items`` is the length of every sample list; ``size`` the maximum number of records in the window."""
         self._items = items
         self._records: deque[Step] = deque(maxlen=size)
         self._known: dict[str, list[int | None]] = {}
@@ -99,6 +116,7 @@ class CostWindow:
     def _medians(self, name: str, records: Sequence[Step]) -> Samples:
         columns = [samples for record in records if (samples := getattr(record, name)) is not None]
         known = self._known.get(name, [None] * self._items)
+        # The usual case of an analytic profile, which has one record; it needs no sort per item.
         if len(columns) == 1:
             return tuple(carried if value is None else value for value, carried in zip(columns[0], known, strict=True))
         result = []
@@ -123,6 +141,8 @@ class CostWindow:
             else:
                 backward = (record.backward_input_ns or (), record.backward_weight_ns or ())
             work = [_total(*parts) for parts in zip(record.forward_ns, *backward, strict=True)]
+            # Items that the first record does not sample start with their newest value: an older one is not stored,
+            # and 0 would look like a cost change.
             if known is None:
                 names = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")
                 columns = [self._known[name] for name in names if name in self._known]
@@ -149,6 +169,7 @@ class CostWindow:
         if speeds_ppm is not None:
             times = [normal_speed(column, speeds_ppm) for column in times]
         forward, first, second = (*times, (0,) * self._items)[:3]
+        # A trainer without memory statistics writes null; memory limits are then those of parameters and state alone.
         activation = tuple(value or 0 for value in self._medians("activation_bytes", records))
         return ItemCosts(
             forward_ns=_certain(forward),
@@ -172,7 +193,13 @@ def _certain(samples: Samples) -> tuple[int, ...]:
 
 
 def scaled(costs: ItemCosts, factors: Sequence[float], kinds: tuple[str, ...] = ("forward", "backward")) -> ItemCosts:
-    """The costs with the times of each item multiplied by its factor, rounded to whole nanoseconds."""
+    """The costs with the times of each item multiplied by its factor, rounded to whole nanoseconds.
+
+    Args:
+        costs: of all items.
+        factors: one per item.
+        kinds: the passes whose times change.
+    """
 
     def times(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(round(value * factor) for value, factor in zip(values, factors, strict=True))
@@ -194,6 +221,8 @@ SPLIT_SCHEDULES = ("zero-bubble", "zb-v", "custom")
 
 def split_in_half(costs: ItemCosts) -> ItemCosts:
     """Costs with half of a backward pass that was measured whole as the weight gradient."""
+    # The two gradients of a matrix product take the same number of operations, ``2 b s n`` (``analytic``). The odd
+    # nanosecond goes to the input gradient, so that the sum is exact.
     halves = [backward // 2 for backward in costs.backward_input_ns]
     rest = tuple(b - h for b, h in zip(costs.backward_input_ns, halves, strict=True))
     return replace(costs, backward_input_ns=rest, backward_weight_ns=tuple(halves), split=True)
@@ -205,7 +234,7 @@ def costs_for(schedule: str, costs: ItemCosts) -> ItemCosts:
 
 
 def speed_ppm(relative_speed: float) -> int:
-    """A relative speed in parts per million, at least 1."""
+    """``relative_speed``, a factor of the normal speed, in parts per million; at least 1, as times divide by it."""
     return max(1, round(relative_speed * SPEED_UNIT))
 
 

@@ -65,7 +65,7 @@ class Device:
         return 1e9 * size_bytes / (self.memory_bandwidth_bytes_per_s * self.memory_efficiency)
 
     def reduce_ns(self, size_bytes: float, ranks: int) -> float:
-        """The time in ns of a ring all-reduce within a node.
+        """The time in ns of a ring all-reduce of ``size_bytes`` among ``ranks`` devices of a node; 0 for one device.
 
         It moves ``2 (t - 1) / t`` of the bytes over the link, and adds its latency. A reduce-scatter followed by an
         all-gather, as in sequence parallelism, takes the same time.
@@ -79,13 +79,19 @@ class Device:
         """The link between neighboring stages of a pipeline on ``devices`` devices.
 
         Within a node each stage sends over one link. Between nodes the tensor-parallel ranks of a stage each send a
-        share over the network and gather it within the node, as in Megatron. The slowest hop determines the result.
+        share over the network and gather it within the node, as in Megatron (Narayanan et al. 2021, section 4.1). The
+        slowest hop determines the result.
+
+        Args:
+            devices: number of devices of the pipeline, with its tensor-parallel ranks.
+            tensor_parallel: number of tensor-parallel ranks of a stage.
 
         Returns:
             bandwidth in bytes per second, and latency in ns.
         """
         if devices <= self.node_size or self.network_bandwidth_bytes_per_s is None:
             return round(self.link_bandwidth_bytes_per_s * self.link_efficiency), self.link_latency_ns
+        # The gather within the node is left out: in the presets the links there are about ten times as fast.
         rate = self.network_bandwidth_bytes_per_s * min(tensor_parallel, self.node_size) * self.link_efficiency
         latency = self.link_latency_ns if self.network_latency_ns is None else self.network_latency_ns
         return round(rate), latency
@@ -112,12 +118,15 @@ PRESETS: Mapping[str, Device] = {
     "cpu": Device(
         name="cpu",
         kind="cpu",
+        # Without matrix instructions a CPU converts half precision to float32 and back, so it is slower.
         flops_per_s={"bfloat16": 50e9, "float16": 25e9, "float32": 100e9},
         memory_bandwidth_bytes_per_s=20e9,
         memory_bytes=16 * 10**9,
         link_bandwidth_bytes_per_s=10**9,
         link_latency_ns=100_000,
+        # All processes are taken as one node, because the preset has no network.
         node_size=1_000_000,
+        # Far below that of a GPU, whose many processors are idle in a small product.
         half_flops=2e6,
     ),
 }
@@ -142,6 +151,7 @@ def load_device(name: str) -> Device:
     if unknown := sorted(content.keys() - known):
         raise UsageError(f"{name}: unknown fields {', '.join(unknown)}; the fields are {', '.join(sorted(known))}")
     missing = sorted(field.name for field in fields(Device) if field.default is MISSING and field.name not in content)
+    # All problems at once, so that a hand-written file is corrected in one pass. The name defaults to the file's.
     problems = [f"{name} is missing" for name in missing if name != "name"]
     for key, value in content.items():
         problems += _field_problems(key, value)
@@ -182,5 +192,6 @@ _WHOLE = (
 
 
 def _rate(key: str, value: object) -> list[str]:
+    # TOML has ``inf`` and ``nan``, and in Python true is an integer: none of them is a rate.
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     return [] if good else [f"{key} must be a number above 0, is {short_repr(value)}"]

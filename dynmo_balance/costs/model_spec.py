@@ -3,6 +3,11 @@
 ``inputs.model_config`` reads it from configurations. Parameter counts are exact, with biases, norms, positions,
 routers and the extra layers of each family's head. Tests compare them with published counts and with transformers' own
 models.
+
+``*_params`` count everything that is stored and moved. ``*_matrices`` list only what a token is multiplied with: they
+determine the operations, and with a mixture of experts they are far fewer. In both, ``ranks`` is the number of
+tensor-parallel ranks, and the result is that of one rank: matrices are sliced, norms and output biases are not
+(Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -30,7 +35,13 @@ class Latent:
     biases: bool = False
 
     def matrices(self, hidden: int, heads: int, ranks: int) -> tuple[int, ...]:
-        """Weights of the projections on one tensor-parallel rank; those down to the latents are on every rank."""
+        """Weights of the projections on one tensor-parallel rank; those down to the latents are on every rank.
+
+        Args:
+            hidden: hidden size of the model.
+            heads: number of attention heads.
+            ranks: number of tensor-parallel ranks.
+        """
         wide = heads * (self.nope + self.rope)
         queries = (self.query_rank * hidden, wide * self.query_rank // ranks) if self.query_rank else ()
         return (
@@ -41,7 +52,7 @@ class Latent:
         )
 
     def extra_params(self, hidden: int) -> int:
-        """Norms of the latents, and biases."""
+        """Parameters of the norms of the latents, and biases, in a model of hidden size ``hidden``."""
         biases = self.query_rank + self.kv_rank + self.rope + hidden if self.biases else 0
         return self.query_rank + self.kv_rank + biases
 
@@ -119,14 +130,14 @@ class ModelSpec:
         return self.hidden * (2 if self.norm_biases else 1)
 
     def attention_matrices(self, ranks: int) -> tuple[int, ...]:
-        """Weights of the projections of one attention on one tensor-parallel rank."""
+        """Weights of the projections of one attention on one of ``ranks`` tensor-parallel ranks."""
         if self.latent is not None:
             return self.latent.matrices(self.hidden, self.heads, ranks)
         each = self.hidden * self.head_size
         return each * (self.heads + 2 * self.kv_heads) // ranks, each * self.heads // ranks
 
     def attention_params(self, ranks: int) -> int:
-        """All parameters of one attention on one tensor-parallel rank, its norms with it."""
+        """All parameters of one attention on one of ``ranks`` tensor-parallel ranks, with its norms."""
         extra = self.block_norms * self.norm_params + self.qk_norm + (self.heads // ranks if self.sinks else 0)
         if self.latent is not None:
             extra += self.latent.extra_params(self.hidden)
@@ -150,12 +161,16 @@ class ModelSpec:
         return self.heads * (2 * self.latent.nope + self.latent.rope + self.latent.value)
 
     def keys(self, layer: int, sequence: int) -> int:
-        """The most tokens that a token of this block attends to."""
+        """The most tokens that a token of block ``layer`` attends to, of ``sequence`` tokens.
+
+        A causal mask halves the number on average, but the published formulas count the whole square, and so do these.
+        """
         local = bool(self.local_layers) and self.local_layers[layer % len(self.local_layers)]
         return min(self.window, sequence) if self.window is not None and local else sequence
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the block has experts instead of a dense MLP."""
+        """Whether block ``layer``, counted from 0, has experts instead of a dense MLP."""
+        # transformers' rule (Qwen 3 MoE): with a step of 2 the blocks 1, 3, 5 have experts.
         chosen = layer >= self.first_dense and (layer + 1) % self.sparse_step == 0
         return self.experts > 1 and chosen and layer not in self.dense_only
 
@@ -168,10 +183,11 @@ class ModelSpec:
         return sum(self._matrices(width, ranks)) + extra
 
     def mlp_params(self, ranks: int, layer: int) -> int:
-        """All parameters of a block's MLP, with all experts, the router and the norms, on one tensor-parallel rank."""
+        """All parameters of block ``layer``'s MLP, with all experts, router and norms, on one of ``ranks`` ranks."""
         norms = self.block_norms * self.norm_params
         if not self.has_experts(layer):
             return self._mlp(self.ffn, ranks, self.mlp_biases) + norms
+        # Each rank routes its tokens to all experts, so the router is not sliced.
         router = self.experts * (self.hidden + self.router_biases)
         shared = self._mlp(self.shared_ffn, ranks, self.mlp_biases) if self.shared_ffn else 0
         return (
@@ -179,7 +195,10 @@ class ModelSpec:
         )
 
     def mlp_matrices(self, ranks: int, layer: int) -> tuple[int, ...]:
-        """Weights of the matrices that one token uses in a block's MLP; those of its experts as one of each kind."""
+        """Weights of the matrices that one token uses in the MLP of block ``layer``, on one of ``ranks`` ranks.
+
+        The experts of a token count as one larger matrix of each kind, as if grouped products were as efficient as one.
+        """
         if not self.has_experts(layer):
             return self._matrices(self.ffn, ranks)
         routed = [self.experts_per_token * one for one in self._matrices(self.expert_ffn or self.ffn, ranks)]
@@ -188,7 +207,8 @@ class ModelSpec:
     def mlp_width(self, layer: int) -> int:
         """Numbers a token between the matrices of a block's MLP, those of a gated one at their share of the traffic.
 
-        An activation reads and writes a number for each unit of width; a gated one reads two and writes one.
+        An activation reads and writes a number for each unit of width; a gated one reads two and writes one. ``layer``
+        is the block, counted from 0.
         """
         width = self.ffn
         if self.has_experts(layer):
@@ -201,11 +221,11 @@ class ModelSpec:
         return self.vocabulary * self.hidden
 
     def embedding_params(self, ranks: int) -> int:
-        """Parameters of the embedding: words, positions, token types."""
+        """Parameters of the embedding on one of ``ranks`` ranks: words (sliced), positions, token types."""
         return self.table_params // ranks + (self.positions + self.token_types) * self.hidden
 
     def head_extra_params(self, ranks: int) -> int:
-        """Parameters of the head next to the vocabulary's matrix."""
+        """Parameters of the head next to the vocabulary's matrix, on one of ``ranks`` ranks."""
         extra = self.norm_params
         if self.head_transform:
             extra += self.hidden * self.hidden + self.hidden + self.norm_params + self.vocabulary // ranks
@@ -214,7 +234,7 @@ class ModelSpec:
         return extra
 
     def relative_params(self, ranks: int) -> int:
-        """Parameters of the relative positions of a stack."""
+        """Parameters of the relative positions of a stack, on one of ``ranks`` ranks."""
         return self.relative_buckets * self.heads // ranks
 
     @property
@@ -225,6 +245,7 @@ class ModelSpec:
         blocks += sum(attention + self.mlp_params(1, layer) for layer in range(self.encoder_layers))
         ends = self.embedding_params(1) + self.head_extra_params(1) + (0 if self.tied else self.table_params)
         if self.encoder_layers:
+            # Cross-attention of the decoder, a table of relative positions per stack, and the encoder's final norm.
             blocks += self.layers * attention + 2 * self.relative_params(1)
             ends += self.norm_params
         return blocks + ends

@@ -1,4 +1,15 @@
-"""Partition plans: read, validate, write. The specification is ``plan.md`` in this folder."""
+"""Partition plans: read, validate, write. The specification is ``plan.md`` in this folder.
+
+::
+
+    bytes --read_json--> document --DOCUMENT--> structure --_build--> Plan --_across--> rules across fields
+           (bounded)    (envelope)  (generated from plan.schema.json)        |
+                                                                             +--header_problems--> rules with a profile
+    Plan --to_document--> document --encode_plan (validated again)--> publish: temporary file, flush, link()
+
+``DOCUMENT`` is the structural part; only rules that relate several fields are written here. All problems are reported
+at once, each with its path.
+"""
 
 from __future__ import annotations
 
@@ -172,6 +183,7 @@ class Plan:
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    # Records are frozen and hashable, hence tuples; nested ``x_`` keys have no field.
     return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if not key.startswith("x_")}
 
 
@@ -359,6 +371,7 @@ def header_problems(plan: Plan, header: Header) -> list[Problem]:
         problems.append(
             Problem("run_id", "reference", f"is {short_repr(plan.run_id)}, the profile's is {header.run_id!r}")
         )
+    # Order as well as presence: a stage executes its items in the order of its list, so another one is another model.
     planned = [item for stage in plan.stages for item in stage.items]
     listed = [item.name for item in header.items]
     if planned != listed:
@@ -394,7 +407,10 @@ def plan_numbers(folder: Path) -> list[int]:
 
 
 def plan_path(folder: Path, plan_id: int) -> Path:
-    """The path of the plan with this id."""
+    """The path of the plan with id ``plan_id`` in the folder ``plans`` of a run.
+
+    Six digits keep the names in order; larger ids are longer, and readers accept them.
+    """
     return folder / f"plan-{plan_id:06d}.json"
 
 
@@ -406,6 +422,8 @@ def publish(folder: Path, plan: Plan) -> Plan:
     """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
+        # ``exclusive`` creates the name by link(), which fails if it exists. Two planners, such as one that was taken
+        # for dead and its successor, thus never write the same number, and the trainer never reads half of a plan.
         numbered = replace(plan, plan_id=max(plan_numbers(folder), default=-1) + 1)
         try:
             path = plan_path(folder, numbered.plan_id)

@@ -36,6 +36,7 @@ __all__ = [
 
 
 def _known(kind: type, value: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
+    # Keys that begin with ``x_`` are permitted by the format; those without a field here are ignored.
     names = {field.name for field in fields(kind)}
     plain = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if key in names}
     return {**plain, **replaced}
@@ -130,6 +131,7 @@ class LineParser:
         record = None
         if not problems:
             record = _build(value)
+            # Only for a line that is valid by itself: rules across lines need its fields.
             problems = self._across(record)
         where = f"line {self.lines}"
         located = [Problem(f"{where}.{p.path}" if p.path else where, p.kind, p.message) for p in problems]
@@ -138,12 +140,14 @@ class LineParser:
     def _across(self, record: Record) -> list[Problem]:
         if isinstance(record, Header):
             problems = _header_problems(record, self.header)
+            # An invalid header still replaces the former one, so that its lines are checked against their own header.
             self.header, self.last_step = record, 0
             return problems
         if self.header is None:
             return [Problem("record", "order", "must not be before the first valid header")]
         if isinstance(record, Step):
             problems = _step_problems(record, self.header, self.last_step)
+            # The maximum: after one step that goes back, the following ones are compared with the highest.
             self.last_step = max(self.last_step, record.step)
             return problems
         return []
@@ -190,6 +194,7 @@ def write_profile(path: Path, lines: Sequence[bytes]) -> None:
     Raises:
         WriterError: a line violates the format that readers check.
     """
+    # Read back before it is written: a fault of a writer here is reported as such, not to whoever reads the file next.
     with own_document():
         parse_profile(lines, str(path))
     write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in lines))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Samples = tuple[int | None, ...]
+"""One value per item or worker; None was not sampled in this step, 0 did not run."""
 # Kinds of events after which layers cost what they did before. Any other kind, a foreign one too, changes costs.
 COST_NEUTRAL_EVENTS = ("evaluated", "checkpoint")
 

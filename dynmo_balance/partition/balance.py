@@ -56,6 +56,13 @@ def balance(problem: PartitionProblem, balancer: str) -> Solution:
 
 
 def certify(problem: PartitionProblem, boundaries: tuple[int, ...], best: Solution) -> Solution:
-    """Any partition of the problem, measured against the lower bound of the best one."""
+    """Any partition of the problem, measured against the lower bound of the best one.
+
+    Args:
+        problem: the chain and the workers.
+        boundaries: ``[stages + 1]`` item positions.
+        best: the solution of ``solve_best`` for this problem.
+    """
+    # Reaching the bound proves optimality for any partition, whichever balancer found it.
     bottleneck = bottleneck_ns(problem, boundaries)
     return replace(best, boundaries=boundaries, bottleneck_ns=bottleneck, optimal=bottleneck == best.lower_bound_ns)

@@ -36,6 +36,7 @@ def balance_parameters(problem: PartitionProblem) -> tuple[int, ...]:
 
 def with_parameter_costs(problem: PartitionProblem) -> PartitionProblem:
     """The problem with parameter counts in place of times, on workers of equal speed without memory limits."""
+    # All of a count stands as forward time, so that every balancer that adds up times works on it unchanged.
     counts = tuple(item.param_count for item in problem.chain.items)
     zeros = (0,) * len(counts)
     costs = replace(problem.chain.costs, forward_ns=counts, backward_input_ns=zeros, backward_weight_ns=zeros)

@@ -66,12 +66,15 @@ class Limits:
         return self.slots[stage].time_ns(self.load[end] - self.load[begin])
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> int:
-        """Static memory of the units, and their activations of the microbatches in flight."""
+        """Static memory in bytes of the units ``[begin, end)`` on ``stage``, and their activations in flight."""
         activation_bytes = self.activation[end] - self.activation[begin]
         return self.static[end] - self.static[begin] + self.in_flight[stage] * activation_bytes
 
     def fits(self, stage: int, begin: int, end: int) -> bool:
-        """Whether the units fit into the memory of the stage's worker."""
+        """Whether the units ``[begin, end)`` fit into the memory of the stage's worker.
+
+        Monotone: whatever fits also fits without its first or last unit. All solvers rely on that.
+        """
         cap = self.slots[stage].memory_bytes
         return cap is None or self.memory_bytes(stage, begin, end) <= cap
 
@@ -120,6 +123,7 @@ def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None)
     stages, units = problem.num_stages, len(chain.cuts) - 1
     lowest = [min(units, p * problem.min_units) for p in range(stages + 1)]
     highest = [max(0, units - (stages - p) * problem.min_units) for p in range(stages + 1)]
+    # The ends are fixed: the stages contain all units.
     lowest[stages], highest[0] = units, 0
     for item, stage in problem.pins:
         if not 0 <= stage < stages:
@@ -137,9 +141,11 @@ def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None)
             lowest[p] = max(lowest[p], lowest[p - 1] + problem.min_units)
             highest[stages - p] = min(highest[stages - p], highest[stages - p + 1] - problem.min_units)
         _check_pins(problem, lowest, highest)
+    # Without memory limits ``static`` is empty: ``is_work_only`` and the loops test that instead of each stage.
     limited = any(slot.memory_bytes is not None for slot in problem.slots)
     weights = chain.work_ns if weights is None else weights
     load = chain.prefix_at_cuts(weights)
+    # If every item is a unit, the maximum needs no differences, which matters at 100,000 items.
     whole = len(load) == len(weights) + 1
     return Limits(
         load=load,

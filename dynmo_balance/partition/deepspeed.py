@@ -19,6 +19,7 @@ def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     cuts = problem.chain.cuts
     load = problem.chain.prefix_at_cuts(problem.chain.work_ns)
     units, parts = len(cuts) - 1, problem.num_stages
+    # With fewer units than parts some part has to be empty, or the table would have no partition at all.
     least = 1 if units >= parts else 0
     best: list[_Prefix | None] = [(0, load[i], load[i], (0, i)) if i >= least else None for i in range(units + 1)]
     for part in range(2, parts + 1):

@@ -17,6 +17,7 @@ from .constraints import Limits, make_limits
 from .problem import PartitionProblem
 
 MAX_ROUNDS = 1000
+"""Each round that changes a cut makes some pair strictly faster, so the search ends by itself long before this."""
 
 
 def _split(limits: Limits, left: int, begin: int, end: int) -> int:
@@ -24,6 +25,7 @@ def _split(limits: Limits, left: int, begin: int, end: int) -> int:
     load = limits.load
     speed = limits.slots[left].speed_ppm
     share = (load[end] - load[begin]) * speed // (speed + limits.slots[left + 1].speed_ppm)
+    # The even split by speed lies between two cuts; the slower neighbor is fastest at one of them.
     target = bisect_right(load, load[begin] + share, begin, end + 1)
     least = limits.min_units if end - begin >= 2 * limits.min_units else 0
     choices = [min(max(at, begin + least), end - least) for at in (target - 1, target)]

@@ -21,6 +21,14 @@
 ``_work_only_greedy`` and ``_work_only_ends`` repeat ``greedy`` and ``find_blocking_run`` without a function call in
 their loops. This case is the usual one, and a plan at a thousand layers takes milliseconds only with them.
 
+Invariants that a change must keep (``tests/unit/dynmo_balance/partition/test_exact.py`` compares with brute force):
+
+* Everything is an integer. Floats would turn "no partition has a lower bottleneck" into "within a tolerance".
+* Work and memory are monotone in the units of a stage; each greedy step and each two-pointer loop needs that.
+* A failed probe returns no value above the least one that could change it. A larger one would skip the optimum.
+* Ties are broken by fixed rules (fewest moved bytes, then the latest begin; the shortest, then the first blocking run).
+  So the same profile gives the same plan, on every machine and after a restart.
+
 Sources: Han, Narahari and Choi, "Mapping a chain task to chained processors" (1992) for the probe.
 """
 
@@ -131,6 +139,7 @@ def _work_only_greedy(limits: Limits, bottleneck: int) -> _Probe:
     load, slot = limits.load, limits.slots[0]
     highest, least = limits.highest, limits.min_units
     work = slot.work_ns(bottleneck)
+    # Local names, no attribute look-ups and no calls: ``tests/benchmarks/plan_results.md`` has the times.
     units, whole, width = limits.units, load[-1], limits.search_width
     begin, cuts, following, done = 0, [0], whole + 1, load[0]
     left = limits.stages
@@ -216,7 +225,7 @@ def find_blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     bottleneck or do not fit.
     """
     if bottleneck == 0:
-        return 0, 0
+        return 0, 0  # nothing is below 0, so no run is needed to prove it
     if is_work_only(limits):
         left, right = _work_only_ends(limits, bottleneck)
         runs = [(a, b) for a, b in zip(left, right[1:], strict=False) if a < b]
@@ -354,6 +363,7 @@ def solve(problem: PartitionProblem, weights: Sequence[int] | None = None) -> So
     limits = make_limits(problem, weights)
     bottleneck, cuts = minimize_bottleneck(limits)
     positions = problem.chain.cuts
+    # Only after the bottleneck: moving fewer bytes once does not make up for a slower step for the rest of the run.
     if problem.current is not None:
         cuts = minimize_moved_bytes(limits, bottleneck, *_current_cuts(problem))
     begin, end = find_blocking_run(limits, bottleneck)

@@ -1,7 +1,15 @@
 """Feasible cuts: the set of positions at which stage ``p`` can end, represented as a few intervals.
 
 If stages may be empty, the furthest greedy end answers this. If every stage must contain a unit it does not: a later
-stage may be unable to contain one particular unit, so an earlier stage must stop before it.
+stage may be unable to contain one particular unit, so an earlier stage must stop before it::
+
+    units           0    1    2    3    4    5            stage 1 cannot contain unit 3 (memory)
+    starts of 1         [1 ............ 5]                where stage 0 can end
+    feasible            [1 .. 2]   [4 .. 5]               without a start at unit 3
+    ends of 1                [2, 3]     [5 ...]           intervals again: a run of starts has a run of ends
+
+The last line holds because work and memory only grow with a stage: the ends of neighboring feasible starts overlap or
+adjoin. So a few intervals represent the exact set.
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ def reachable_cuts(
         high = limits.highest[stage + 1]
         found: list[Interval] = []
         for first, last in _feasible_starts(limits, oversize, sets[-1], stage, work):
+            # Both ends of the run move right with its starts, so its first start has the first end, its last the last.
             start = max(first + limits.min_units, limits.lowest[stage + 1])
             end = min(limits.latest_end(stage, last, work), high)
             if end < high:
@@ -79,7 +88,7 @@ class OversizedUnits:
         return self._loads[at][0] if at < len(self._loads) else None
 
     def units(self, stage: int, work: int) -> list[int]:
-        """The units that the stage cannot contain, in order."""
+        """The units that the stage cannot contain within ``work`` ns or its memory, in order."""
         limits = self._limits
         found = {unit for _, unit in self._loads[bisect_right(self._loads, (work, limits.units)) :]}
         cap = limits.slots[stage].memory_bytes
@@ -103,6 +112,8 @@ def _feasible_starts(
     bad = oversize.units(stage, work)
     for first, last in starts:
         last = min(last, limits.units - limits.min_units)
+        # A stage of one unit is blocked by units that are too large, which are sorted once for all stages. More units
+        # per stage are rare, and each start is checked.
         if limits.min_units > 1:
             blocked: Sequence[int] = [
                 begin

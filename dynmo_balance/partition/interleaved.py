@@ -29,9 +29,12 @@ from .problem import InfeasibleError, PartitionProblem, check_size
 
 Array = npt.NDArray[np.int64]
 MAX_ROUNDS = 300
+"""Maximum number of improvements of a descent; each is strict, so it usually ends earlier."""
 NUM_PERTURBATIONS = 150
 NUM_NEIGHBORS = 600
+"""Rounds of random shifts, and candidates per round. A round is a few array operations, so candidates are cheap."""
 SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
+"""Shifts in units to draw from; repeated ones are more likely."""
 MAX_TABLE_CELLS = 4_000_000
 """Largest table of the exact V solver; it has ``workers * units^2`` cells."""
 
@@ -92,6 +95,7 @@ class WorkerLoads:
             cap = self.limits.slots[worker].memory_bytes
             if cap is not None:
                 stages = [stage for stage, at in enumerate(self.positions) if at == worker]
+                # The stages of a worker reach their maxima at different times, so combinations are compared.
                 most = np.max(stored[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
                 over += np.maximum(0, static[:, worker] + most - cap)
         return over
@@ -301,6 +305,10 @@ def _minimize_migration(problem: PartitionProblem, loads: WorkerLoads, cuts: tup
 def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int, ...]]:
     """The least bottleneck of a V whose stages may be empty, and cuts that have it, or the least found above it.
 
+    Args:
+        loads: of the problem.
+        low: lower bound of the bottleneck in ns, where the bisection starts.
+
     Raises:
         InfeasibleError: memory limits or pins rule out every partition.
     """
@@ -308,6 +316,7 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
     ceiling = max(slot.time_ns(limits.load[-1]) for slot in limits.slots) + 1
 
     def least(from_ns: int, min_units: int) -> tuple[int, tuple[int, ...]] | None:
+        """The least bottleneck from ``from_ns`` on, with ``min_units`` units per stage, and its cuts; None if none."""
         below, above = from_ns - 1, ceiling
         found = _v_partition(loads, above, min_units)
         if found is None:
@@ -327,6 +336,8 @@ def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int,
         raise InfeasibleError(infeasibility_reason(limits))
     if limits.min_units == 0 or all(b - a >= limits.min_units for a, b in pairwise(best[1])):
         return best
+    # Stages must not be empty: the table then no longer proves anything, because the assignment with most of the back
+    # may leave a later stage without a unit. Its result is used, with the bound for stages that may be empty.
     full = least(best[0], limits.min_units)
     return (best[0], full[1]) if full is not None else best
 
@@ -340,6 +351,7 @@ def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[i
     limits, workers = loads.limits, loads.workers
     nowhere = limits.units + 1
     front = np.arange(limits.units + 1)
+    # No worker has anything yet: the front up to 0, and the back from the last cut on.
     back = np.where(front == 0, limits.units, nowhere)
     backs, came_from = [back], []
     for worker in range(workers):
@@ -391,6 +403,7 @@ def _earliest_back_cuts(
     down = np.maximum(down, limits.lowest[other])
     if limits.static and slot.memory_bytes is not None:
         static, stored = (np.array(values, dtype=np.int64) for values in (limits.static, limits.activation))
+        # Each combination in flight limits the back by itself; the tightest one counts.
         for before, after in loads.in_flight_sets[worker]:
             ahead, behind = static + before * stored, static + after * stored
             free = slot.memory_bytes - (ahead[front] - ahead[first])

@@ -114,7 +114,7 @@ class Chain:
 
     @cached_property
     def static_bytes(self) -> tuple[int, ...]:
-        """Parameters, gradients and optimizer state of each item."""
+        """Parameters, gradients and optimizer state of each item, all present for the whole step."""
         return tuple(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in self.items)
 
     @cached_property
@@ -125,12 +125,14 @@ class Chain:
     @cached_property
     def frozen_items(self) -> int:
         """The number of items at the front that have no backward pass; they also receive no gradient."""
+        # Only the front counts: behind a trained item, a frozen one still passes its input gradient on.
         backward = zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)
         count = 0
         for input_ns, weight_ns in backward:
             if input_ns or weight_ns:
                 break
             count += 1
+        # Costs without any backward time, such as parameter counts in place of times, do not mean a frozen model.
         return count if count < len(self.items) else 0
 
     def prefix_at_cuts(self, values: Sequence[int]) -> list[int]:
@@ -278,7 +280,13 @@ def check_size(problem: PartitionProblem) -> None:
 
 
 def worker_slots(header: Header, count: int | None = None, memory_bytes: int | None = None) -> tuple[WorkerSlot, ...]:
-    """The first ``count`` workers of a profile (default: all); where there are fewer, copies of the first are added."""
+    """The first ``count`` workers of a profile (default: all); where there are fewer, copies of the first are added.
+
+    Args:
+        header: of the profile.
+        count: number of workers; None is all of the profile.
+        memory_bytes: memory limit of each worker; None is that of the profile.
+    """
     slots = [
         WorkerSlot(
             worker=worker.worker,

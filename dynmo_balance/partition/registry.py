@@ -49,6 +49,7 @@ def _entries() -> Mapping[str, EntryPoint]:
     entries = {name: EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _BUILT_IN.items()}
     for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
         known = entries.get(entry.name)
+        # A package may be found twice, such as an editable install next to a built one.
         if known is not None and known.value != entry.value:
             owner = "built in" if entry.name in _BUILT_IN else f"registered by {_package(known)}"
             raise UsageError(
@@ -80,7 +81,7 @@ def load_balancer(name: str) -> Balancer:
         raise UsageError(f"unknown balancer {name!r}; choose one of {', '.join(balancer_names())}")
     try:
         balancer: Balancer = entry.load()
-    except Exception as error:
+    except Exception as error:  # another package's import may raise anything; a user needs its name, not a traceback
         raise UsageError(
             f"the balancer {name!r} of {_package(entry)} cannot be loaded from {entry.value!r}:"
             f" {type(error).__name__}: {error}; fix or uninstall the package"
@@ -106,6 +107,7 @@ def run_balancer(problem: PartitionProblem, name: str) -> tuple[int, ...]:
     balancer = load_balancer(name)
     if name in _BUILT_IN:
         return balancer(problem)
+    # Another package's result is checked: a wrong order of positions would assign items twice or not at all.
     package = _package(_entries()[name])
     try:
         found = tuple(int(position) for position in balancer(problem))

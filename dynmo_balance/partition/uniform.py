@@ -22,6 +22,7 @@ def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     later stages get one more where ``P`` does not divide ``L``. Constraints are ignored.
     """
     items, stages = problem.chain.items, problem.num_stages
+    # A profile of items that are all embedding or head has no layers; its items are split instead.
     starts = layer_starts(items) or list(range(len(items)))
     inner = []
     for stage in range(1, stages):

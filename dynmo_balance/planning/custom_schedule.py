@@ -27,7 +27,9 @@ from .local_search import with_new_cuts
 PLACEMENTS = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 3))
 """Placements to try: the schedule that defines where stages are, and the stages per worker."""
 NUM_TRIALS = 6
+"""Partitions per round that get an order of their own, because making one is far slower than simulating one."""
 ACCEPTED_LOSS = 0.02
+"""Share of the step by which a worse candidate may be accepted in the first round; it falls to 0, as in annealing."""
 MAX_OPERATIONS = 8_000
 """Placements with more operations per step are skipped, because a round would take seconds."""
 
@@ -79,6 +81,7 @@ class _PlacementSearch:
         self.random = np.random.default_rng(0)
         most = problem.microbatches
         workers = len(problem.slots)
+        # Microbatches in flight per stage: all, twice those of 1F1B's first worker, those, and half of those.
         self.caps = sorted({min(most, cap) for cap in (most, 2 * workers, workers, (workers + 1) // 2)}, reverse=True)
         self.rules: tuple[str, ...] = tuple(RULES)
         self.limited = any(slot.memory_bytes is not None for slot in problem.slots)
@@ -107,7 +110,7 @@ class _PlacementSearch:
         return int(loads.excess_bytes(np.array([cuts], dtype=np.int64))[0]) == 0
 
     def select_rules(self, cuts: Sequence[int]) -> None:
-        """Keep the two rules that are best for these cuts."""
+        """Keep the two rules that are best for these cuts; each trial would otherwise make an order by every rule."""
         lengths = operation_times(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
         microbatches = self.problem.microbatches
         steps = {rule: list_order(lengths, microbatches, self.caps[0], rule)[1] for rule in RULES}
@@ -177,6 +180,7 @@ def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[Sche
         if virtual > 1 and len(problem.slots) == 1:
             continue  # one worker has no transfers to overlap
         placed = replace(problem, schedule=schedule, virtual_stages=virtual, order=None, layout=None, current=None)
+        # A placement may be infeasible, such as too few units for three stages per worker, while others are not.
         try:
             start = _with_bound_of_any_order(placed, balance(placed, "exact"))
         except DynmoError:
@@ -187,8 +191,7 @@ def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[Sche
         if first is not None:
             search.select_rules(cuts)
             started.append((first, search))
+    # Two of the placements, because the one that starts best is not always the one that ends best.
     started.sort(key=lambda one: one[0].step_ns)
-    found = []
-    for first, search in started[:2]:
-        found.append(search.run(first, rounds))
+    found = [search.run(first, rounds) for first, search in started[:2]]
     return sorted([*found, *(first for first, _ in started[2:])], key=lambda one: one.step_ns)

@@ -27,6 +27,7 @@ def migration(
         bandwidth: bytes per second; None is unlimited.
         base_pause_ns: pause in ns apart from transfers.
     """
+    # Items that the current plan does not have are not moved: without an active plan there is no migration.
     size = dict(zip(chain.names, chain.move_bytes, strict=True))
     moves = tuple(
         Move(item=item, from_worker=owner[item], to_worker=stage.worker, bytes=size[item])

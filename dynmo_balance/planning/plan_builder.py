@@ -69,6 +69,8 @@ def current_spans(
     """
     if plan.virtual_stages_per_worker != virtual_stages:
         return None
+    # By worker and lap, not by stage: after a release the remaining workers have other stage numbers. A worker without
+    # that stage has nothing resident, the empty range.
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     workers = len(plan.workers)
     for stage, span in zip(plan.stages, pairwise(plan.boundaries), strict=True):
@@ -128,7 +130,14 @@ def make_proposal(
     owner: Mapping[str, int] | None = None,
     base_pause_ns: int | None = None,
 ) -> Proposal:
-    """A solution with its simulation, stages and migration; the arguments are those of ``propose``."""
+    """A solution with its simulation, stages and migration.
+
+    Args:
+        problem: the partitioning problem.
+        solution: the partition.
+        owner: the worker of each item now, for the migration; None is without migration.
+        base_pause_ns: pause in ns of a migration apart from transfers; None is ``BASE_PAUSE_NS``.
+    """
     names = problem.chain.names
     stages = tuple(
         Stage(stage=stage, worker=problem.slot(stage).worker, items=names[begin:end])
@@ -187,6 +196,7 @@ def to_plan(
         predicted=Predicted(
             bottleneck_ns=solution.bottleneck_ns,
             step_ns=timeline.step_ns,
+            # Six digits, so that a plan is readable; ``verify`` allows for the rounding.
             bubble_fraction=round(max(0.0, timeline.bubble_fraction), 6),
             gain_fraction=None if gain is None else round(gain, 6),
             busy_ns=timeline.busy_ns,
@@ -219,7 +229,16 @@ def constraints_of(problem: PartitionProblem) -> Constraints:
 
 
 def keep_plan(base: Plan, *, run_id: str, read_to_step: int, balancer: str, reason: str) -> Plan:
-    """A plan that keeps the partition of its base; the arguments are those of ``to_plan``."""
+    """A plan that keeps the partition of its base.
+
+    Args:
+        base: the active plan.
+        run_id: of the profile.
+        read_to_step: the last step of the profile that was read.
+        balancer: name of the balancer.
+        reason: one sentence.
+    """
+    # Predictions, certificate and constraints of the base belong to older costs, so the plan has none.
     return replace(
         base,
         plan_id=base.plan_id + 1,

@@ -65,6 +65,8 @@ def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: C
         keep: the share of the reference's throughput to keep, above 0.
         step_ns: the step on a number of workers, None if no partition is feasible.
     """
+    # Not by bisection: the step need not fall with the number of workers. The schedule may refuse a number, and a
+    # longer pipeline has a longer warm-up.
     for count in range(1, workers + 1):
         time = step_ns(count)
         if time is not None and time * keep <= reference_step_ns:
@@ -74,7 +76,7 @@ def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: C
 
 
 def _remaining(problem: PartitionProblem, count: int) -> tuple[int, ...]:
-    """The workers that remain: first those that cannot be released, then the fastest; in the order of the stages."""
+    """The workers that remain, in the order of the stages: those that cannot be released, then the fastest."""
     ranked = sorted(range(len(problem.slots)), key=lambda at: _rank(problem, at))
     return tuple(sorted(ranked[:count]))
 
@@ -99,10 +101,19 @@ def with_workers(problem: PartitionProblem, count: int) -> PartitionProblem:
 
 
 def repack_table(problem: PartitionProblem, keep: float) -> RepackTable:
-    """The fewest workers, compared with the balanced and with the static uniform pipeline on all of them."""
+    """The fewest workers, compared with the balanced and with the static uniform pipeline on all of them.
+
+    Both, because the answer depends on the reference: a static pipeline wastes time that a balanced one on fewer
+    workers regains, while against a balanced one few workers can be released.
+
+    Args:
+        problem: on all workers.
+        keep: share of the reference's throughput to keep, above 0.
+    """
     total = len(problem.slots)
 
     def size(count: int) -> RepackRow:
+        """The step on ``count`` workers, or why there is none; a refused number does not end the search."""
         try:
             smaller = with_workers(problem, count)
             return RepackRow(workers=count, step_ns=predict(smaller, solve_best(smaller).boundaries).step_ns)

@@ -13,9 +13,15 @@ from .operations import Kind, Operation, Order
 def round_length(workers: int, microbatches: int) -> int:
     """The number of microbatches of a round.
 
+    Args:
+        workers: number of workers, ``P``.
+        microbatches: of one step, ``M``.
+
     Raises:
         UsageError: the microbatches do not divide into equal rounds.
     """
+    # torch's rule. Megatron's rounds have ``P`` microbatches by default and require a multiple of ``P``; for such
+    # numbers the two agree.
     rounds = max(1, microbatches // workers)
     if microbatches % rounds:
         raise UsageError(
@@ -38,7 +44,11 @@ def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_u
         microbatches: of one step.
         warm_up_factor: 1 or 2.
         split: whether the backward pass is split.
+
+    Raises:
+        UsageError: the microbatches do not divide into equal rounds.
     """
+    # With one stage per worker a round has no effect on the order, so any number of microbatches is permitted.
     length = microbatches if virtual_stages == 1 else round_length(workers, microbatches)
     result = []
     for worker in range(workers):
@@ -52,6 +62,8 @@ def rounds_order(workers: int, virtual_stages: int, microbatches: int, *, warm_u
             if warm_up + index < total:
                 operations.append(Operation(forward[warm_up + index][0], Kind.FORWARD, forward[warm_up + index][1]))
             operations.append(Operation(stage, kind, microbatch))
+            # Delayed by ``p``: with its warm-up of ``P - 1 - p``, every worker then has ``P`` microbatches in flight,
+            # the number of the first worker under 1F1B (Qi et al., section 3). A longer delay would need more memory.
             if split and index >= worker:
                 operations.append(Operation(*_weight(backward[index - worker])))
         if split:
@@ -80,5 +92,16 @@ def _round_trip(
 
 
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations of interleaved 1F1B."""
+    """The order of operations of interleaved 1F1B.
+
+    Args:
+        workers: ``P``.
+        virtual_stages: ``v``, stages per worker.
+        microbatches: of one step.
+
+    Raises:
+        UsageError: the microbatches do not divide into equal rounds.
+    """
+    # Two per hop to the last worker, as in Megatron and torch: a microbatch takes one operation per hop to get there,
+    # and its gradient one to return. Forward passes of the worker's other stages fill both.
     return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=2, split=False)

@@ -1,9 +1,13 @@
 """An order of operations made for given costs: a free worker executes the most urgent operation that is ready.
 
-The schedules by name are optimal for even stages. If stages are uneven, or forward, input gradient and weight
-gradient
+The schedules by name are made for even stages. If stages are uneven, or forward, input gradient and weight gradient
 differ in length, a list schedule leaves a smaller bubble: input gradients and forward passes by urgency, weight
-gradients in the gaps. A rule defines the urgency; ``RULES`` contains those that were best on some profile.
+gradients in the gaps. A rule defines the urgency; ``RULES`` contains those that were best on some profile::
+
+    events (time)  --complete--> ready operations per worker --dispatch (urgency, memory)--> order, next events
+
+The result is deterministic: ready operations are ordered by urgency, then kind, stage and microbatch, and events of
+the same time by the number in which they were made.
 """
 
 from __future__ import annotations
@@ -56,9 +60,16 @@ def _later_stage_first(lengths: OperationTimes) -> Urgency:
 
 
 def _due(stretch: float, *, weights: bool = False) -> Callable[[OperationTimes], Urgency]:
-    """The start of each operation if microbatches entered at a constant rate and none waited, stretched."""
+    """The start of each operation if microbatches entered at a constant rate and none waited, stretched.
+
+    Args:
+        stretch: factor on the time that a microbatch is assumed to take through the pipeline, because operations wait
+            for workers and transfers. A larger value lets more microbatches enter before the first gradient returns.
+        weights: whether weight gradients are due as well, instead of filling gaps.
+    """
 
     def rule(lengths: OperationTimes) -> Urgency:
+        # Without the stretch: total work over workers, the shortest period that any order can sustain.
         period = (
             max(1, sum((*lengths.forward, *lengths.backward_input, *lengths.backward_weight)))
             / lengths.workers
@@ -71,6 +82,7 @@ def _due(stretch: float, *, weights: bool = False) -> Callable[[OperationTimes],
         stages = len(lengths.forward)
 
         def urgency(kind: int, stage: int, m: int) -> tuple[float, ...]:
+            """When microbatch ``m`` is due at ``stage``, in periods; ``kind`` is one of ``FORWARD`` to ``WEIGHT``."""
             if kind == WEIGHT:
                 return (0, m + last) if weights else (1, m, stage)
             return (0, m + (down[stage] if kind == FORWARD else up[stages - 1 - stage]))
@@ -107,17 +119,22 @@ class _ListSchedule:
             self.add_ready(FORWARD, 0, m)
 
     def add_ready(self, kind: int, stage: int, m: int) -> None:
+        """Add an operation of ``stage`` whose inputs are present; ``kind`` indexes ``KINDS``, ``m`` is a microbatch."""
         entry = (self.urgency(kind, stage, m), kind, stage, m)
         heapq.heappush(self.ready[self.lengths.positions[stage]], entry)
 
     def add_event(self, time: int, ends: bool, kind: int, stage: int, m: int) -> None:
+        """Add the end of an operation (``ends``) or the arrival of its input at ``stage``, at ``time`` ns.
+
+        ``kind`` is an index of ``KINDS``, ``m`` the microbatch.
+        """
         # Events of the same time are ordered by this number, so the schedule does not depend on the tie-breaking of the
         # heap.
         self.number += 1
         heapq.heappush(self.events, (time, self.number, ends, kind, stage, m))
 
     def dispatch(self, worker: int, time: int) -> None:
-        """Start the most urgent operation on a free worker that its memory permits."""
+        """Start the most urgent operation on a free worker that its memory permits, at ``time`` ns."""
         ready, waiting, found = self.ready[worker], [], None
         while ready:
             entry = heapq.heappop(ready)
@@ -139,7 +156,11 @@ class _ListSchedule:
         self.add_event(time + self.durations[kind][stage], True, kind, stage, m)
 
     def complete(self, time: int, kind: int, stage: int, m: int) -> None:
-        """Free the worker, and add the dependent operation now or when the tensor has arrived."""
+        """Free the worker of ``stage`` at ``time`` ns, and add what depends on the operation.
+
+        What needs its output on the same worker (``kind`` is an index of ``KINDS``, ``m`` the microbatch) is ready now,
+        on another worker when the tensor has arrived.
+        """
         lengths = self.lengths
         self.busy[lengths.positions[stage]] = False
         following = stage
@@ -151,6 +172,7 @@ class _ListSchedule:
             self.add_ready(INPUT, stage, m)
         if kind == INPUT:
             self.add_ready(WEIGHT, stage, m)
+        # Activations are needed until the weight gradient; a stage without a backward pass stores none.
         if kind == WEIGHT or not lengths.trained[stage]:
             self.in_flight[stage] -= 1
         if following != stage:

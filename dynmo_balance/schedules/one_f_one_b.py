@@ -11,7 +11,14 @@ def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
 
     It is the interleaved order with one stage per worker and rounds of any length. Several stages per worker are
     interleaved.
+
+    Args:
+        workers: ``P``.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
     """
+    # With one stage per worker and free transfers, a longer warm-up does not shorten the step, but needs twice the
+    # activations. It would hide the latency of transfers; Megatron and torch use the short one nevertheless.
     if virtual_stages > 1:
         return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=2, split=False)
     return rounds_order(workers, 1, microbatches, warm_up_factor=1, split=False)

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 InFlightSets = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per worker, combinations of microbatches in flight; each has one number per stage of the worker."""
 SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "gpipe": gpipe.order,
     "1f1b": one_f_one_b.order,
@@ -69,12 +70,14 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
         virtual_stages: stages per worker.
         microbatches: of one step, ``M``.
     """
+    # An order of operations takes 20 to 40 us per forward, a closed form none; a test compares the two.
     if virtual_stages == 1 and schedule == "gpipe":
         return (microbatches,) * workers
     if virtual_stages == 1 and schedule in ("1f1b", "interleaved-1f1b"):
         factor = 1 if schedule == "1f1b" else 2
         return tuple(min(microbatches, factor * (workers - 1 - p) + 1) for p in range(workers))
     if virtual_stages == 1 and schedule == "zero-bubble":
+        # Worker ``p`` warms up with ``P - 1 - p`` microbatches like 1F1B, and delays ``p`` weight gradients.
         return (min(microbatches, workers),) * workers
     return count_in_flight(build_order(schedule, workers, virtual_stages, microbatches))
 
@@ -83,8 +86,9 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
 def in_flight_sets(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> InFlightSets:
     """For each worker, the combinations of microbatches in flight on its stages that occur at the same time.
 
-    A combination has one number per stage of the worker. Those that another combination exceeds in every stage are left
-    out, because they never need the most memory.
+    The stages of a worker reach their maxima at different times, so the sum of the maxima (``in_flight``) is above the
+    memory that the worker needs. Combinations that another one exceeds in every stage are left out, because they never
+    need the most memory.
 
     Args:
         schedule: a key of ``SCHEDULES``.

@@ -7,5 +7,13 @@ from .operations import Order
 
 
 def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations, also with several stages per worker."""
+    """The order of operations, also with several stages per worker.
+
+    Args:
+        workers: number of workers.
+        virtual_stages: stages per worker.
+        microbatches: of one step.
+    """
+    # torch's interleaved zero-bubble schedule has this warm-up factor as well. A plan for ``zero-bubble`` is executed
+    # by that class, so the order must equal its table operation for operation; a test compares them.
     return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=1, split=True)

@@ -255,6 +255,7 @@ def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> A
     """
     if problem.order is not None:
         return run_compiled(compile_order(problem.order), costs, overhead_ns)
+    # The two caches are separate: a schedule by name is found without building its order.
     plan = compile_schedule(problem.schedule, len(problem.slots), problem.virtual_stages, problem.microbatches)
     return run_compiled(plan, costs, overhead_ns)
 

@@ -21,7 +21,9 @@ from ..schedules.registry import Kind, Order
 from .simulator import Communication, StageCosts, Timeline, run, stage_costs
 
 FACTOR_BYTES = 4
+"""``dynmo-train`` computes and sends factors in float32, whatever the dtype of the model."""
 MATRICES = {"attention": 2, "cross_attention": 3, "mlp": 2, "layer": 4}
+"""Matrices of an item by kind, in a GPT block; a profile does not record the third one of a gated MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +60,17 @@ class Compression:
             rank: of the product.
             moves: how often the matrix is read or written.
         """
+        # The roofline: at low ranks the matrix is read for few operations, so memory is the limit on most devices.
         products = self.device.product_ns(2 * rows * columns * rank, "float32")
         return max(products, self.device.touch_ns(moves * rows * columns * FACTOR_BYTES))
 
     def compress_ns(self, rows: int, columns: int, rank: int) -> int:
-        """The time in ns to compute the factors of a matrix ``[rows, columns]``."""
+        """The time in ns to compute the factors of rank ``rank`` of a matrix ``[rows, columns]``."""
         feedback_ns = self.product_ns(rows, columns, rank, moves=2) if self.feedback else 0.0
         return round(2 * self.product_ns(rows, columns, rank) + feedback_ns)
 
     def decompress_ns(self, rows: int, columns: int, rank: int) -> int:
-        """The time in ns to compute a matrix ``[rows, columns]`` from its factors."""
+        """The time in ns to compute a matrix ``[rows, columns]`` from its factors of rank ``rank``."""
         return round(self.product_ns(rows, columns, rank))
 
     def compresses_replicas(self, worker: int) -> bool:
@@ -79,10 +82,11 @@ class Compression:
         parameters = max(0, item.param_count - without)
         matrices = MATRICES.get(item.kind, 1)
         rank = min(self.replica_rank or 0, self.columns)
+        # The trainer reduces a gradient uncompressed where its factors are not smaller.
         return min(item.gradient_bytes, (parameters // self.columns + matrices * self.columns) * rank * FACTOR_BYTES)
 
     def replica_ns(self, item: Item, without: int = 0) -> int:
-        """The time in ns to compress and decompress the gradients of an item."""
+        """The time in ns to compress and decompress an item's gradients; ``without`` parameters are left out."""
         rows, rank = max(0, item.param_count - without) // self.columns, min(self.replica_rank or 0, self.columns)
         made = self.compress_ns(rows, self.columns, rank)
         return made + self.decompress_ns(rows, self.columns, rank)

@@ -95,7 +95,11 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of the workers' time, ``1 - sum(busy) / (workers * step)``; 0 for an empty step."""
+        """The idle share of the workers' time, ``1 - sum(busy) / (workers * step)``; 0 for an empty step.
+
+        For even stages under GPipe and 1F1B it is ``(P - 1) / (M + P - 1)``. Narayanan et al. 2021 (arXiv 2104.04473,
+        section 2.2) divide by the ideal time instead of the step and get ``(P - 1) / M``.
+        """
         whole = self.step_ns * len(self.busy_ns)
         return 1 - sum(self.busy_ns) / whole if whole else 0.0
 
@@ -108,6 +112,7 @@ def stage_costs(problem: PartitionProblem, boundaries: Sequence[int]) -> tuple[S
     boundary_bytes = 0
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         slot = problem.slot(stage)
+        # An empty stage sends what it received, so it has the size of the last item before it.
         if end > begin:
             boundary_bytes = chain.items[end - 1].boundary_bytes
         next_stage = stage + 1
@@ -127,7 +132,10 @@ def stage_costs(problem: PartitionProblem, boundaries: Sequence[int]) -> tuple[S
 
 
 class Communication(StrEnum):
-    """What a transfer blocks: nothing, its link, or both workers."""
+    """What a transfer blocks: nothing, its link, or both workers.
+
+    ``blocking`` is a trainer whose sends and receives wait, such as Megatron without overlapped p2p communication.
+    """
 
     OVERLAPPED = "overlapped"
     SERIAL = "serial"
@@ -157,7 +165,7 @@ class _Arrivals:
         self._forward[0] = [0] * microbatches
 
     def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
-        """The time at which the inputs of the operation are available, or -1."""
+        """The time in ns at which the inputs of the operation (``stage``, ``kind``, ``microbatch``) arrive, or -1."""
         if kind is Kind.FORWARD:
             return self._forward[stage][microbatch]
         if kind is Kind.BACKWARD_WEIGHT:
@@ -173,7 +181,7 @@ class _Arrivals:
         return sender.compressed_send_ns if microbatch in sender.compressed else self._stages[stage - 1].send_ns
 
     def receive_ns(self, stage: int, kind: Kind, microbatch: int) -> int:
-        """The time for which the inputs of the operation block its worker while they arrive."""
+        """The time for which the inputs of an operation of ``stage`` for ``microbatch`` block its worker."""
         if not self.is_blocking or kind is Kind.BACKWARD_WEIGHT:
             return 0
         if kind is Kind.FORWARD:
@@ -181,7 +189,11 @@ class _Arrivals:
         return self.gradient_ns(stage + 1, microbatch) if stage + 1 < len(self._stages) else 0
 
     def finish(self, stage: int, kind: Kind, microbatch: int, end: int) -> int:
-        """Record the end of an operation, send its output, and return the time at which its worker is free."""
+        """Send the output of an operation of ``stage`` for ``microbatch`` that ended at ``end`` ns.
+
+        Returns:
+            the time in ns at which its worker is free.
+        """
         if kind is Kind.BACKWARD_WEIGHT:
             return end
         if kind is Kind.FORWARD:
@@ -203,6 +215,8 @@ class _Arrivals:
             return end, end + send_ns
         if not self._serial or not send_ns:
             return end + send_ns, end
+        # Tensors of one link are sent in the order in which their operations are simulated. Those of one worker are in
+        # time order, so each direction of a link between two workers is first come, first served.
         link = self._worker_of[stage], self._worker_of[stage + direction]
         arrival = max(end, self._link_free.get(link, 0)) + send_ns
         self._link_free[link] = arrival
@@ -220,7 +234,8 @@ def run(
     Args:
         order: the operations of each worker.
         stages: the costs of each stage.
-        overhead_ns: time added to every operation.
+        overhead_ns: time added to every operation: what the framework takes beyond the arithmetic. ``calibrate`` fits
+            it; torch with gloo on four processes had 775 us (``tests/benchmarks/plan_quality.md``).
         communication: what transfers block.
 
     Raises:
@@ -239,6 +254,7 @@ def run(
         while done[worker] < len(operations):
             stage, kind, microbatch = operations[done[worker]]
             cost = stages[stage]
+            # Orders are built without costs, so they have backward operations of the frozen front, which do not run.
             if kind is not Kind.FORWARD and not cost.has_backward:
                 done[worker] += 1
                 continue
@@ -302,6 +318,7 @@ def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tup
         curve = []
         for operation in operations:
             stage, kind, _ = operation
+            # The weight gradient needs the activations too, so an input gradient alone frees nothing.
             stored = stages[stage].activation_bytes if stages[stage].has_backward else 0
             if kind is Kind.FORWARD:
                 memory += stored

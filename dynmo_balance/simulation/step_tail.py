@@ -1,7 +1,13 @@
 """The end of a step after its last operation: gradients and tied weights are reduced, then the optimizer runs.
 
+::
+
+    last operation --> all-reduce over replicas --> tied weights --> [barrier: gradient norm] --> optimizer --> step_ns
+    of each worker     (end: reduced_ns)            (end: tied_ns)
+
 * Data parallelism: a ring all-reduce of a worker's gradients after its last operation takes ``2 (D - 1) / D`` of
-  their bytes over the bandwidth (Patarasuk and Yuan 2009).
+  their bytes over the bandwidth (Patarasuk and Yuan 2009). Nothing overlaps the backward pass: a gradient is complete
+  only after the last microbatch.
 * Tied weights: the two workers with a tied weight reduce its gradient between them, once both have theirs.
 * Gradient clipping by the global norm is a barrier: no optimizer starts before all gradients are reduced.
 * With compression, the replicas of a worker reduce factors instead of matrices. Fused tied weights take
@@ -65,6 +71,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         for item in items[begin:end]:
             worker_of[item.name] = problem.positions[stage]
+            # Each is read or written once per step, whatever the number of microbatches.
             touched[problem.positions[stage]] += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
     ends = [row[-1].end_ns if row else 0 for row in timeline.spans]
     replicas, fused = options.data_parallel, _fused_tables(items, options)
@@ -84,6 +91,9 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
         if other is None:
             continue
         if item.name in fused:
+            # One exchange among all processes with a copy (Optimus-CC, arXiv 2301.09830, section 6): a reduce-scatter
+            # and an all-gather move the table twice. A worker with both copies sends the pieces of both and gathers
+            # one sum, which is three times the table. Gradients are float32 here.
             copies, item_workers = (2, 2 * replicas) if other != own else (3, replicas)
             rate = item_workers * (options.data_parallel_bandwidth or 0)
             both = max(ends[own], ends[other])
@@ -103,7 +113,16 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
 
 
 def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:
-    """Bytes that the replicas of each worker reduce, without fused tied tables."""
+    """Bytes that the replicas of each worker reduce, without fused tied tables.
+
+    Args:
+        problem: chain and workers.
+        boundaries: ``[stages + 1]`` item positions.
+        options: number of replicas and compression.
+
+    Returns:
+        one number per worker, in the order of their first stages; zeros with one replica.
+    """
     fused = _fused_tables(problem.chain.items, options)
     sizes = [0] * len(problem.slots)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
@@ -121,6 +140,7 @@ def _fused_tables(items: Sequence[Item], options: TailOptions) -> dict[str, int]
     tables: dict[str, int] = {}
     for item in items:
         if item.tied_to in sizes:
+            # The smaller of the two is the table: a head may have a norm next to it, an embedding also positions.
             table = min(sizes[item.name], sizes[item.tied_to or ""])
             tables[item.name] = tables[item.tied_to or ""] = table
     return tables

@@ -96,9 +96,12 @@ def forecast_step(
         dtype=dtype,
         tensor_parallel=header.tensor_parallel_size,
     )
+    # Model FLOPs utilization (PaLM: Chowdhery et al. 2022, arXiv 2204.02311, appendix B): the operations that the
+    # mathematics needs. Recomputed ones are overhead, so recomputation lowers the figure.
     # ``step_flops`` counts the microbatches of the profile, which a simulation may change.
     flops = step_flops(header, header_works(header, shape), shape) * problem.microbatches / header.microbatches
     devices = len(problem.slots) * header.tensor_parallel_size
+    # The peak belongs to a dtype. Only computed costs (no records) have a known one; a profile does not record it.
     is_known = device is not None and problem.chain.costs.records == 0
     rate = flops * 1e9 / step_ns / devices if step_ns else 0.0
     peaks = zip(problem.slots, timeline.peak_memory_bytes, strict=True)
