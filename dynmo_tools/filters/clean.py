@@ -165,7 +165,8 @@ def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
 
     @functools.lru_cache(maxsize=1)
     def load() -> Tokenizer:
-        from ..tokenization.tokenizers import TokenizerFiles, built_in_gpt2, load_tokenizer, with_engine
+        from ..tokenization.definitions import built_in_gpt2
+        from ..tokenization.tokenizers import TokenizerFiles, load_tokenizer, with_engine
 
         if tokenizer is None:
             return with_engine(built_in_gpt2(), Engine.AUTO, trusted=True)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config.settings import GPT2_END, Model, TrainTokenizerSettings
-from .tokenizers import PROBES, characters_of_bytes, import_or_extra
+from .definitions import characters_of_bytes
+from .tokenizers import PROBES, import_or_extra
 from .word_counts import WordBlock
 
 Ints = npt.NDArray[Any]

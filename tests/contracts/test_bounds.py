@@ -25,7 +25,7 @@ from dynmo_tools._common.errors import DynmoError as PrepError
 from dynmo_tools.config import options
 from dynmo_tools.io import jsonl
 from dynmo_tools.runner import recipe, task_manifest
-from dynmo_tools.tokenization import tokenizers
+from dynmo_tools.tokenization import definitions
 from dynmo_train._common.errors import DynmoError as TrainError
 from dynmo_train.config.deepspeed import read_deepspeed
 from dynmo_train.config.resolve import read_config_file
@@ -77,7 +77,7 @@ READERS = {
     "chrome trace": lambda path: imported_trace(path),
     "safetensors": lambda path: read_index(path),
     "groups": lambda path: list(jsonl.read_objects(path)),
-    "vocabulary of dynmo-prep": lambda path: tokenizers.read_vocabulary(path),
+    "vocabulary of dynmo-prep": lambda path: definitions.read_vocabulary(path),
 }
 FOLDERS = {
     "manifest of dynmo-ckpt": ("manifest.json", checkpoint.load_manifest),

@@ -11,6 +11,7 @@ import pytest
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import Engine, TokenizerType
 from dynmo_tools.tokenization import tokenizers
+from dynmo_tools.tokenization.definitions import characters_of_bytes
 from dynmo_tools.tokenization.tokenizers import (
     PROBES,
     FastSentencePieceTokenizer,
@@ -21,7 +22,6 @@ from dynmo_tools.tokenization.tokenizers import (
     piece_kinds,
     same_ids,
 )
-from dynmo_tools.tokenization.trainers import characters_of_bytes
 
 ATOMS = ["a", "b ", "  ", "\n", "é", "<s>", "</s>", "<unk>", "<mask>", "[INST]", "hello world", "12", "<", "s>", "日本"]
 ATOMS += [

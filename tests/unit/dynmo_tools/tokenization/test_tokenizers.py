@@ -8,11 +8,11 @@ import tokenizers as library
 
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import Engine, Model, TokenizerType, TrainTokenizerSettings
+from dynmo_tools.tokenization.definitions import gpt2_definition
 from dynmo_tools.tokenization.tokenizers import (
     GigatokenTokenizer,
     HuggingFaceTokenizer,
     TokenizerFiles,
-    gpt2_definition,
     load_tokenizer,
     same_ids,
 )
