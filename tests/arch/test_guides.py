@@ -75,6 +75,10 @@ def test_broken_links_are_found(target):
     assert broken_links(path, "see [a guide](../README.md#guides), `[not](a.link)`") == []
 
 
+def test_tour_has_at_most_200_lines():
+    assert len(TOUR.splitlines()) <= 200
+
+
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_guide_is_linked_from_the_tour_and_is_complete(path):
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""README pages by project: commands on the left have the equivalents on the right, whose flags exist."""
+"""Pages by project: commands on the left have the equivalents on the right, whose flags exist."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from dynmo_train.config.presets import read_recipe
 from dynmo_train.config.task_command import TASK_FLAGS
 
 ROOT = Path(__file__).parents[2]
-READMES = ("dynmo_tools", "dynmo_train", "dynmo_ckpt")
+MIGRATION = "dynmo_train/cli/MIGRATION.md"
+PAGES = ("dynmo_tools/README.md", MIGRATION, "dynmo_ckpt/README.md")
 PACKAGES = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
 
 
 def pairs():
     """Left and right cell of each row of a table with the header ``there | here``."""
-    for package in READMES:
-        text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
         for table in re.findall(r"\| there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", text):
             for row in table.splitlines():
                 left, right = re.split(r"(?<!\\) \| ", row.strip("| ").strip())
@@ -88,14 +89,14 @@ def test_readme_page_row_agrees_with_the_table_of_scripts(left, right):
 
 def test_readme_pages_every_project_has_rows():
     assert len(list(pairs())) > 45
-    text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / MIGRATION).read_text(encoding="utf-8")
     for name in ("DynMo", "Megatron-LM and Megatron-DeepSpeed", "Optimus-CC", "The AWS MegatronLM test case"):
         assert f"### {name}\n" in text
     assert "### The DeepSpeed guide (Chinese)\n" in text
 
 
 def test_readme_aws_sizes_equal_the_recipes():
-    text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / MIGRATION).read_text(encoding="utf-8")
     rows = re.findall(r"`NUM_ATTENTION_HEADS=(\d+) HIDDEN_SIZE=(\d+) NUM_LAYERS=(\d+)` \| `--recipe ([\w.-]+)`", text)
     assert len(rows) == 8
     for heads, width, layers, recipe in rows:
