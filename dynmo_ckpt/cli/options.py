@@ -300,7 +300,11 @@ class ExportOptions:
     checkpoint_version: Version = 3.0
 
     def write_options(self, topology: TopologyOptions) -> WriteOptions:
-        """The same options without the command line, on the ranks of ``topology``."""
+        """The same options without the command line, on the ranks of ``topology``.
+
+        Raises:
+            UsageError: ``--max-shard-size`` is not a size.
+        """
         return WriteOptions(
             dtype=self.dtype.stored,
             tp=topology.tp,

@@ -66,6 +66,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
         UnsafePickleError: a file refers to more than plain data.
         CorruptError: missing files, or files that contradict each other.
         UnsupportedError: experts, or an unknown layer.
+        NoOptimizerStateError: the optimizer state was requested, and there is none.
         UsageError: the step is missing, or the model needs an option.
     """
     directory = step_directory(path, options.step)

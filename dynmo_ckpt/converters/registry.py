@@ -143,7 +143,7 @@ def open_checkpoint(
 
 
 def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeCheckpoint:
-    """As :func:`open_checkpoint`; prints the remarks."""
+    """Open ``source`` as :func:`open_checkpoint` does, with its errors; print the remarks."""
     checkpoint, remarks = open_checkpoint(source, name, options)
     for remark in remarks:
         print_message(remark)

@@ -309,6 +309,7 @@ def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[s
         UsageError: a state dict with transformers' or Meta's names, and no ``config.json``; or the step is missing.
         CorruptError: files are missing or contradict the metadata.
         UnsupportedError: transformed bytes, an unknown model, or tensors that the map does not have.
+        NoOptimizerStateError: the optimizer state was requested, and there is none.
         UnsafePickleError: a pickle refers to more than plain data.
     """
     found = open_dcp(path, options.step)
@@ -399,7 +400,8 @@ def _steps(found: DistributedCheckpoint) -> set[int]:
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
     recorded += [group.get("step") for group in groups if isinstance(group, dict)]
     steps = {int(number) for number in map(found.number, recorded) if number is not None}
-    return steps or {found.common["iteration"]} if isinstance(found.common.get("iteration"), int) else steps
+    iteration = found.common.get("iteration")
+    return steps or ({iteration} if isinstance(iteration, int) else set())
 
 
 def write_core(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:

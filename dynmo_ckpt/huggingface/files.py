@@ -37,12 +37,20 @@ DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of ``config.json``; remote code that it names is ignored."""
+    """The contents of ``config.json``; remote code that it names is ignored.
+
+    Raises:
+        CorruptError: the file is missing, or not a JSON object.
+    """
     return _object(directory / "config.json")
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """The contents of ``generation_config.json``; None where the file is missing."""
+    """The contents of ``generation_config.json``; None where the file is missing.
+
+    Raises:
+        CorruptError: the file is not a JSON object.
+    """
     path = directory / "generation_config.json"
     return _object(path) if path.exists() else None
 

@@ -87,6 +87,9 @@ def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, 
         model: the ``model`` of a manifest.
         dtype: type of the weights, as in torch.
         end_token_id: id of the end token, or None.
+
+    Raises:
+        UnsupportedError: no architecture of transformers computes the model.
     """
     name, architecture = architecture_of_model(model)
     return {

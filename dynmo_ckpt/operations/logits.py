@@ -91,6 +91,7 @@ class LogitsCheck:
         Raises:
             UnsupportedError: their logits differ by more than the limit.
             CorruptError: transformers cannot compute one of them.
+            MissingExtraError: transformers is needed and not installed.
         """
         from ..converters.registry import open_checkpoint
 

@@ -149,7 +149,11 @@ def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> in
 
 
 def stream_sums(path: Path, index: Index) -> FileSums:
-    """CRC-32 of a safetensors file and of each of its arrays, in one pass."""
+    """CRC-32 of a safetensors file and of each of its arrays, in one pass.
+
+    Raises:
+        CorruptError: the file ends within an array.
+    """
     arrays = array_sums(path, index.arrays.values())
     # The header and the arrays are the complete file, so its CRC-32 follows without a second read.
     total = zlib.crc32(index.header)
@@ -159,7 +163,11 @@ def stream_sums(path: Path, index: Index) -> FileSums:
 
 
 def array_sums(path: Path, arrays: Iterable[StoredArray]) -> dict[str, int]:
-    """CRC-32 of the arrays of a file by key. Threads overlap reading with zlib, which releases the GIL."""
+    """CRC-32 of the arrays of a file by key. Threads overlap reading with zlib, which releases the GIL.
+
+    Raises:
+        CorruptError: the file ends within an array.
+    """
     listed = list(arrays)
     with ThreadPoolExecutor(max_workers=_JOBS) as pool:
         sums = pool.map(lambda array: stream_crc32(path, array.offset, array.num_bytes), listed)

@@ -80,6 +80,7 @@ def write_export(source: Path, target: Path, plan: ExportPlan, settings: WriteSe
         CorruptError: the bytes of the input do not have their recorded checksums.
         StorageError: no space or permission, or the written bytes read back differently.
         UnsupportedError: the logits of input and output differ.
+        WriterError: a format recorded a decision that is not JSON.
     """
     small = {**plan.small_files, "conversion.json": conversion_record(source, plan.decisions)}
     total = sum(file.num_bytes for file in plan.files) + sum(map(len, small.values()))

@@ -250,7 +250,11 @@ class _Machine:
             raise CorruptError(f"{self.source}: the pickle copies or hashes more values than the limit for its size")
 
     def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
-        """A tuple of ``items``; refuses one that is nested deeper than ``MAX_TUPLE_DEPTH``."""
+        """A tuple of ``items``.
+
+        Raises:
+            CorruptError: it is nested deeper than ``MAX_TUPLE_DEPTH`` levels, or the limit of work is reached.
+        """
         made = tuple(items)
         self._measure(made)
         return made
@@ -262,7 +266,11 @@ class _Machine:
         return made
 
     def hashed(self, keys: list[Any]) -> list[Any]:
-        """``keys`` of a dictionary or set, after the cost of hashing them is counted."""
+        """``keys`` of a dictionary or set, after the cost of hashing them is counted.
+
+        Raises:
+            CorruptError: the limit of work is reached.
+        """
         self.charge(sum(self._size(key)[1] for key in keys if not isinstance(key, str)))
         return keys
 

@@ -63,6 +63,9 @@ class TorchFile:
         """``value`` if it is a number, or the element of a tensor with one element; None for anything else.
 
         torch stores Adam's ``step`` as a float32 tensor without dimensions.
+
+        Raises:
+            CorruptError: the tensor exceeds its storage.
         """
         if isinstance(value, int | float):
             return value

@@ -86,7 +86,11 @@ class NewDict:
 
 
 def dump_pickle(value: Any) -> bytes:
-    """A pickle of protocol 2 of plain values, globals, and the classes ``New...`` of this module."""
+    """A pickle of protocol 2 of plain values, globals, and the classes ``New...`` of this module.
+
+    Raises:
+        TypeError: a value of another type.
+    """
     return b"\x80\x02" + _encode(value) + b"."
 
 
