@@ -30,7 +30,7 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_base_is_pinned_to_a_torch_that_is_supported():
+def test_dockerfile_base_is_pinned_to_a_supported_torch():
     (default,) = of("ARG")
     assert of("FROM") == ["${BASE}"]
     match = re.fullmatch(r"BASE=pytorch/pytorch:(\d+)\.(\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-devel", default)
@@ -40,7 +40,7 @@ def test_the_base_is_pinned_to_a_torch_that_is_supported():
     assert (int(match[1]), int(match[2])) >= (2, 11)
 
 
-def test_what_is_copied_is_there_and_not_ignored():
+def test_dockerfile_copied_paths_exist_and_are_not_ignored():
     copied = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     sources = [word for line in of("COPY") for word in line.split()[:-1]]
     assert {source for source in sources if not (ROOT / source).exists()} == set()
@@ -79,6 +79,6 @@ def test_dockerfile_command_exists_and_scripts_use_the_active_environment():
 
 
 @pytest.mark.parametrize("line", of("RUN"))
-def test_every_step_is_a_shell_line_that_stops_at_a_failure(line):
+def test_dockerfile_step_that_fails_stops_the_build(line):
     subprocess.run(["bash", "-n", "-c", line], check=True)
     assert ";" not in re.sub(r"'[^']*'", "", line)

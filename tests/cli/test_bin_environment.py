@@ -44,7 +44,7 @@ def set_up(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["3.10.13", "3.14.0"])
-def test_an_unsupported_python_is_refused_before_pip(set_up, version):
+def test_environment_unsupported_python_is_refused_before_pip(set_up, version):
     code, err, pip = set_up(version)
     assert code == 2
     assert f"needs Python 3.11 to 3.13; set PYTHON to one (found: Python {version})" in err
@@ -52,7 +52,7 @@ def test_an_unsupported_python_is_refused_before_pip(set_up, version):
 
 
 @pytest.mark.parametrize("version", ["3.11.0", "3.12.1", "3.13.9"])
-def test_a_supported_python_sets_up(set_up, version):
+def test_environment_supported_python_installs_the_project(set_up, version):
     code, err, pip = set_up(version)
     assert (code, len(pip)) == (0, 2), err
     assert "setuptools" in pip[0]
@@ -60,7 +60,7 @@ def test_a_supported_python_sets_up(set_up, version):
     assert "--editable" in pip[1]
 
 
-def test_the_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
+def test_environment_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
     packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
     (packages / "dynmo-0.1.0.dist-info").mkdir(parents=True)
     code, err, pip = set_up("3.11.7")
@@ -69,7 +69,7 @@ def test_the_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
     assert "--editable" in pip[-1]
 
 
-def test_the_distribution_of_the_new_name_stays(set_up, tmp_path):
+def test_environment_distribution_of_the_new_name_is_not_removed(set_up, tmp_path):
     packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
     (packages / "dynmo_toolkit-0.1.0.dist-info").mkdir(parents=True)
     assert not [line for line in set_up("3.11.7")[2] if "uninstall" in line]
@@ -80,7 +80,7 @@ def extras_of(calls):
     return [re.search(r"--editable \S*\[(.*?)\]", line)[1] for line in calls if "--editable" in line]
 
 
-def test_environment_installs_only_extras_that_are_missing(set_up, tmp_path):
+def test_environment_with_some_extras_installs_the_missing_ones(set_up, tmp_path):
     assert extras_of(set_up("3.11.7", "quickstart")[2]) == ["quickstart"]
     assert set_up("3.11.7", "quickstart")[2] == []
     assert extras_of(set_up("3.11.7", "all,dev,quickstart")[2]) == ["all,dev"]

@@ -137,7 +137,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_training_script_starts_a_configuration_that_holds(place, name):
+def test_training_script_starts_the_published_configuration(place, name):
     words, launcher, world, expected = TRAINING[name]
     script(name, *words)
     (command,) = calls(place)
@@ -162,7 +162,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_schemes_of_optimus_cc(place, name):
+def test_optimus_cc_scheme_sets_its_compression_options(place, name):
     for size, layers in (("335M", 24), ("2.5B", 52), ("8.3B", 72)):
         script("ASPLOS23/tbl2_fig9_tbl4.sh", size, name, "--no-fp16", GPUS_PER_NODE="64", NNODES="1", CB_RANK="12")
         launcher, arguments = split_launch(calls(place)[0])
@@ -180,7 +180,7 @@ def test_the_schemes_of_optimus_cc(place, name):
         assert not found.inter_grad_comp or found.inter_grad_comp_rank == 12
 
 
-def test_the_checks_of_optimus_cc(place):
+def test_optimus_cc_figure_scripts_set_their_options(place):
     expected = {
         ("fig10.sh", "8.3B", "CB-FE"): {"train_iters": 10, "emb_comm_opt": True},
         ("fig11.sh", "8.3B"): {"train_iters": 1000, "check_orth_error_acti": True, "use_error_feedback": True},
@@ -200,7 +200,7 @@ def test_the_checks_of_optimus_cc(place):
     assert "usage:" in script("ASPLOS23/fig12.sh", "2.5B", "SC", code=2)
 
 
-def test_several_machines_and_other_launchers(place):
+def test_training_script_on_several_machines_selects_the_launcher(place):
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.10.10.102", "GPUS_PER_NODE": "2"}
     script("pretrain_gpt2_distributed.sh", **several)
     launcher, _ = split_launch(calls(place)[0])
@@ -225,7 +225,7 @@ def test_several_machines_and_other_launchers(place):
     assert launcher[-5:] == ["--image", "x.sqsh", "--mount", "/fsx:/fsx", "--in-job"]
 
 
-def test_an_lsf_job_runs_an_experiment(place):
+def test_lsf_job_starts_its_experiment_in_the_image(place):
     script("ASPLOS23/lsf_job_submit.sub", code=1)
     where = {"EXPERIMENT": f"{BIN}/ASPLOS23/fig10.sh 335M CB", "IMAGE": "dynmo.sif", "MOUNT": "/data:/data"}
     script("ASPLOS23/lsf_job_submit.sub", **where)
@@ -236,7 +236,7 @@ def test_an_lsf_job_runs_an_experiment(place):
     assert "--inter_grad_comp" in arguments
 
 
-def test_the_batch_scripts_of_the_aws_test_case(place):
+def test_aws_batch_scripts_start_preparation_and_training(place):
     script("1.data-preprocessing.sbatch", DATA_PATH="/data", SLURM_CPUS_ON_NODE="96")
     (command,) = calls(place)
     assert command[:5] == ["srun", "-l", "--nodes=1", "--ntasks=1", "dynmo-prep"]
@@ -264,7 +264,7 @@ def test_the_batch_scripts_of_the_aws_test_case(place):
     assert "MODEL_SIZE is 7b, 13b or 70b" in script("4.pre-train-llama2.sbatch", code=2, MODEL_SIZE="8b")
 
 
-def test_tasks_and_checkpoints(place):
+def test_task_scripts_start_their_commands(place):
     script("evaluate_zeroshot_gpt.sh", VALID_DATA="lambada.jsonl")
     assert calls(place)[0][1:6] == ["tasks", "--task", "LAMBADA", "--valid-data", "lambada.jsonl"]
     script("evaluate_zeroshot_gpt.sh", TASK="WIKITEXT103", VALID_DATA="wiki.test.tokens")
@@ -309,7 +309,7 @@ def pack(site, **members):
     return hashlib.sha256((site / "zip").read_bytes()).hexdigest()
 
 
-def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
+def test_download_ckpt_fetches_once_and_compares_the_sum(place, server):
     url, site, requests = server
     total = pack(
         site, **{"latest_checkpointed_iteration.txt": "release", "release__mp_rank_00__model_optim_rng.pt": "x"}
@@ -329,7 +329,7 @@ def test_a_checkpoint_is_fetched_once_and_its_sum_compared(place, server):
     assert "is not a checkpoint of Megatron" in script("download_ckpt.sh", "f", code=1, CKPT_URL=f"file://{site}/zip")
 
 
-def test_download_resumes_where_it_stopped(place, tmp_path):
+def test_fetch_of_a_partial_file_resumes_where_it_stopped(place, tmp_path):
     (tmp_path / "whole").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "got.part").write_bytes((bytes(range(256)) * 40)[:5000])
     total = hashlib.sha256((tmp_path / "whole").read_bytes()).hexdigest()
@@ -342,7 +342,7 @@ def test_download_resumes_where_it_stopped(place, tmp_path):
     assert (done.returncode, "SHA-256 is not" in done.stderr) == (1, True)
 
 
-def test_vocabularies_must_have_the_published_sums(place, server, monkeypatch):
+def test_download_vocab_other_sum_is_refused(place, server, monkeypatch):
     url, site, _ = server
     (site / "gpt2-vocab.json").write_text("{}")
     (site / "bert-large-cased-vocab.txt").write_text("[PAD]\n")
@@ -357,7 +357,7 @@ def test_vocabularies_must_have_the_published_sums(place, server, monkeypatch):
         assert (place / "w" / "gpt2-merges.txt").exists()
 
 
-def test_the_data_of_the_aws_test_case(place, server):
+def test_getdata_damaged_archive_leaves_no_file(place, server):
     url, site, _ = server
     (site / "oscar-1GB.jsonl.xz").write_bytes(lzma.compress(b'{"text": "a"}\n'))
     shutil.copy(site / "oscar-1GB.jsonl.xz", place / "copy.xz")
@@ -406,7 +406,7 @@ def filled(name, variables):
         ),
     ],
 )
-def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch, name, words, changes):
+def test_kubernetes_template_equals_the_output_of_the_launcher(monkeypatch, name, words, changes):
     import yaml
     from typer.testing import CliRunner
 
@@ -437,7 +437,7 @@ def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["download_vocab.sh", "download_ckpt.sh"])
-def test_a_download_shows_its_help_and_takes_no_option_for_a_folder(name, tmp_path):
+def test_download_scripts_unknown_option_is_not_a_folder(name, tmp_path):
     for option, code, words in (("--help", 0, f"bin/{name} [FOLDER"), ("--fodler", 2, "--fodler is not a folder")):
         done = subprocess.run(
             ["bash", str(BIN / name), option], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -46,7 +46,7 @@ def cut(m, tensors):
     return native_checkpoints.true_rows(m["vocab_size"], tensors)
 
 
-def test_info(ckpt, checkpoint):
+def test_info_of_a_run_prints_sizes_and_tensors(ckpt, checkpoint):
     run_dir, m, tensors = checkpoint
     document = json.loads(ckpt("info", run_dir, "--format", "json", "--tensors", "layers.0.mlp.fc?.weight").stdout)
     assert document["step"] == 8
@@ -64,7 +64,7 @@ def test_info(ckpt, checkpoint):
     assert "layers.0.mlp" not in text.partition("tensors")[2]
 
 
-def test_verify_ok(ckpt, checkpoint):
+def test_verify_intact_checkpoint_is_ok(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for path in (run_dir, run_dir / "checkpoints", step_of(run_dir)):
         for level in ("header", "full"):
@@ -96,7 +96,7 @@ def test_verify_without_checkpoint_is_refused(ckpt, tmp_path):
     assert "no checkpoint here" in ckpt("info", tmp_path / "absent", code=4).stderr
 
 
-def test_merge(ckpt, checkpoint, tmp_path):
+def test_merge_of_all_ranks_has_equal_tensors_on_one(ckpt, checkpoint, tmp_path):
     run_dir, m, tensors = checkpoint
     result = json.loads(ckpt("merge", run_dir, tmp_path / "out", "--format", "json").stdout)
     assert result["tensors"] == len(tensors)
@@ -116,7 +116,7 @@ def test_merge(ckpt, checkpoint, tmp_path):
     assert "ok" in ckpt("verify", tmp_path / "out").stdout
 
 
-def test_merge_without_optimizer(ckpt, checkpoint, tmp_path):
+def test_merge_without_optimizer_has_the_weights_alone(ckpt, checkpoint, tmp_path):
     run_dir, m, tensors = checkpoint
     ckpt("merge", run_dir, tmp_path / "out", "--no-optimizer", "--jobs", 1, "--no-verify")
     weights = {name: value for name, value in tensors.items() if native_checkpoints.role_of(name) != "optimizer"}
@@ -143,7 +143,7 @@ def test_merge_is_opened_by_the_trainer(ckpt, checkpoint, tmp_path):
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
 
 
-def test_trainer_checkpoint_is_verified_and_converted(ckpt, tmp_path):
+def test_commands_checkpoint_of_the_trainer_is_converted(ckpt, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     small_run.save(tmp_path / "run" / "checkpoints", 3)
     assert "ok" in ckpt("verify", tmp_path / "run", "--level", "full").stdout
@@ -223,7 +223,7 @@ def test_convert_tokenizer_above_vocabulary_is_refused(ckpt, checkpoint, tmp_pat
     assert "has the token id 29; the vocabulary of the model ends at 28" in done.stderr
 
 
-def test_usage_errors(ckpt, checkpoint, tmp_path):
+def test_commands_invalid_option_exits_2_with_the_rule(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     assert "has no step 9" in ckpt("info", run_dir, "--step", 9, code=2).stderr
     assert (
@@ -234,7 +234,7 @@ def test_usage_errors(ckpt, checkpoint, tmp_path):
     )
 
 
-def test_unknown_tensor_is_refused(ckpt, tmp_path):
+def test_convert_unknown_tensor_is_refused(ckpt, tmp_path):
     m = native_checkpoints.model()
     tensors = native_checkpoints.parameters(m) | {"layers.0.mlp.gate.weight": np.zeros(2, np.float32)}
     native_checkpoints.save(tmp_path / "in", tensors, m)
@@ -243,7 +243,7 @@ def test_unknown_tensor_is_refused(ckpt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_command_error_is_one_message_without_traceback(tmp_path):
+def test_commands_error_is_one_message_without_traceback(tmp_path):
     program = "from dynmo_ckpt.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "info", str(tmp_path)], capture_output=True, text=True, timeout=600

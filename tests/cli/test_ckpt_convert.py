@@ -30,7 +30,7 @@ def test_convert_to_hf_and_back_is_equal(ckpt, native, tmp_path):
     assert "ok" in ckpt("verify", tmp_path / "back", "--against", directory).stdout
 
 
-def test_hf_to_hf(ckpt, native, tmp_path):
+def test_convert_hf_to_hf_is_byte_identical(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "a", "--to", "hf")
     ckpt("convert", tmp_path / "a", tmp_path / "b", "--to", "hf", "--from", "hf")
@@ -67,7 +67,7 @@ def test_read_tensors_index_outside_directory_is_refused(ckpt, native, tmp_path)
     assert "outside" in ckpt("convert", tmp_path / "hf", tmp_path / "out", "--to", "native", code=4).stderr
 
 
-def test_split_and_reshard(ckpt, native, tmp_path):
+def test_split_and_reshard_keep_all_tensors(ckpt, native, tmp_path):
     directory, _, p = native
     ckpt("split", directory, tmp_path / "s", "--tp", 4, "--pp", 3, "--partition", "0,2,1")
     manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
@@ -137,7 +137,7 @@ def test_info_imports_neither_torch_nor_numpy(native, legacy_save, tmp_path):
         assert done.stdout.splitlines()[-1] in ("0 []", "None []")
 
 
-def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
+def test_verify_of_other_formats_finds_an_altered_byte(ckpt, native, legacy_save, tmp_path):
     directory, m, p = native
     legacy_save(tmp_path / "megatron", p, m, tp=2, stages=[1, 2])
     for level in ("header", "replicas", "full"):
@@ -169,7 +169,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     assert "known formats are native" in ckpt("verify", tmp_path / "nothing", code=4).stderr
 
 
-def test_plan_reports_memory_of_the_command(ckpt, native, tmp_path):
+def test_convert_plan_reports_the_memory_of_the_command(ckpt, native, tmp_path):
     """Copies need small buffers for any model size; transpositions need the size of a few matrices."""
     sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "ffn_hidden_size": 2048}
     m = native_checkpoints.model(**sizes)

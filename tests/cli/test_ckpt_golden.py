@@ -66,7 +66,7 @@ def megatron(monkeypatch):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-def test_gpt2(tmp_path, megatron, version, tp):
+def test_convert_legacy_gpt_to_hf_equals_golden_digest(tmp_path, megatron, version, tp):
     m = native_checkpoints.model()
     legacy_gpt.save(tmp_path / "in", exact(native_checkpoints.parameters(m)), m, version=version, tp=tp)
     convert(tmp_path / "in", tmp_path / "out", "--to", "hf")
@@ -74,7 +74,7 @@ def test_gpt2(tmp_path, megatron, version, tp):
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-def test_bert(tmp_path, version):
+def test_convert_legacy_bert_to_hf_equals_golden_digest(tmp_path, version):
     m = families.bert()
     p = exact(families.parameters(m))
     legacy_families.save(tmp_path / "in", p, m, stages=[(range(3), range(0))], version=version)
@@ -127,7 +127,7 @@ def megatrons_tensors(directory):
 
 
 @pytest.mark.parametrize(("tp", "pp"), MEGATRON)
-def test_gpt2_to_megatron(tmp_path, tp, pp):
+def test_convert_hf_gpt2_to_legacy_equals_golden_digest(tmp_path, tp, pp):
     (tmp_path / "in").mkdir()
     save_file(golden.values(gpt2_shapes(16, 40)), tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps(CONFIG))

@@ -25,7 +25,7 @@ def test_convert_every_legacy_version_gives_equal_bytes(ckpt, native, legacy_sav
             assert "no tensor differs" in ckpt("diff", tmp_path / name, directory).stdout
 
 
-def test_legacy_to_native(ckpt, native, legacy_save, tmp_path):
+def test_convert_legacy_to_native_keeps_all_tensors(ckpt, native, legacy_save, tmp_path):
     directory, m, p = native
     legacy_save(tmp_path / "legacy", p, m, version=0, tp=2, stages=[1, 2])
     assert "300" in ckpt("info", tmp_path / "legacy").stdout
@@ -144,7 +144,7 @@ def renamed_attention(state):
     return {key.replace(".self_attention.", ".attention."): renamed_attention(value) for key, value in state.items()}
 
 
-def test_hf_native_legacy_hf_is_byte_identical(ckpt, native, tmp_path):
+def test_convert_hf_to_native_to_legacy_to_hf_is_byte_identical(ckpt, native, tmp_path):
     directory, _, _ = native
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
     ckpt("convert", tmp_path / "hf", tmp_path / "n", "--to", "native", "--make-vocab-size-divisible-by", 8)
@@ -294,7 +294,7 @@ def test_megatron_tools_contradicting_arguments_are_refused(ckpt, native, legacy
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_differing_replicas_and_dropped_tensors(ckpt, native, legacy_save, tmp_path):
+def test_convert_differing_replicas_and_unknown_tensors_need_options(ckpt, native, legacy_save, tmp_path):
     import torch
 
     directory, m, p = native
@@ -332,7 +332,7 @@ def test_convert_experts_to_legacy_is_refused(ckpt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_gpt2_vocabulary_to_every_tensor_parallel_size(ckpt, legacy_save, tmp_path):
+def test_reshard_vocabulary_without_divisor_keeps_all_rows(ckpt, legacy_save, tmp_path):
     """50,257 rows are shared by 1, 2 and 4 ranks without a divisor; legacy files get the rows that Megatron expects."""
     m = native_checkpoints.model(
         num_layers=1, hidden_size=8, ffn_hidden_size=12, vocab_size=50257, padded_vocab_size=50304

@@ -19,7 +19,7 @@ from tests.cli.cli_files import EVENTS
 from tests.paths import CONTRACTS
 
 
-def test_help_is_instant():
+def test_help_takes_less_than_300_ms():
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -29,7 +29,7 @@ def test_help_is_instant():
     assert min(spent) < 0.3  # processor time: the wall clock depends on the load
 
 
-def test_choices_match_the_registries():
+def test_options_have_the_choices_of_the_registries():
     assert {policy.value for policy in Policy} == set(POLICIES)
     assert {schedule.value for schedule in Schedule} == set(SCHEDULES)
 
@@ -72,7 +72,7 @@ def test_partition_plan_passes_verify(plan, run_dir):
         (("optimality", "optimal"), False),
     ],
 )
-def test_verify_finds_a_wrong_number(plan, tmp_path, path, value):
+def test_verify_wrong_number_is_found(plan, tmp_path, path, value):
     output = tmp_path / "plan.json"
     plan("partition", EVENTS, "-o", output)
     document = json.loads(output.read_text())
@@ -83,7 +83,7 @@ def test_verify_finds_a_wrong_number(plan, tmp_path, path, value):
     assert ".".join(path) in err
 
 
-def test_verify_checks_the_migration(plan, tmp_path):
+def test_verify_wrong_migration_is_found(plan, tmp_path):
     output, initial = tmp_path / "plan.json", CONTRACTS / "plan/valid/initial.json"
     assert plan("partition", EVENTS, "--current", initial, "-o", output)[0] == 0
     assert plan("verify", output, "--profile", EVENTS, "--base", initial)[0] == 0
@@ -199,13 +199,13 @@ def test_partition_invalid_profile_lists_problems(plan, command, fixture):
 
 
 @pytest.mark.parametrize("command", ["partition", "compare", "simulate", "what-if", "explain"])
-def test_commands_refuse_profile_without_steps(plan, command):
+def test_commands_profile_without_steps_is_refused(plan, command):
     code, _, err = plan(command, CONTRACTS / "profile/valid/header-only.jsonl")
     assert code == 2
     assert "has no step records to compute costs from" in err
 
 
-def test_commands_refuse_empty_or_missing_profile(plan, tmp_path):
+def test_commands_empty_or_missing_profile_is_refused(plan, tmp_path):
     (tmp_path / "profile.jsonl").write_text("")
     assert "is empty" in plan("partition", tmp_path)[2]
     code, _, err = plan("partition", tmp_path / "nowhere.jsonl")
@@ -309,7 +309,7 @@ def test_replay_compares_policies_with_offline_optimum(plan):
     assert plan("replay", CONTRACTS / "profile/valid/header-only.jsonl")[0] == 2
 
 
-def test_export_and_pictures(plan, tmp_path):
+def test_export_and_simulate_write_files_of_other_programs(plan, tmp_path):
     move = CONTRACTS / "plan/valid/move.json"
     assert plan("export", move, "--profile", EVENTS, "--to", "vllm") == (0, "VLLM_PP_LAYER_PARTITION=3,1\n", "")
     code, out, _ = plan("simulate", EVENTS, "--svg", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
@@ -356,7 +356,7 @@ def test_report_writes_html(plan, run_dir):
     assert output.read_text().startswith("<!doctype html>")
 
 
-def test_calibrate_and_import(plan, run_dir):
+def test_calibrate_and_import_read_measured_times(plan, run_dir):
     code, out, _ = plan("calibrate", run_dir, "--format", "json")
     document = json.loads(out)
     assert code == 0

@@ -212,22 +212,22 @@ def check_every_forgery(plan, path, options):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_verify_refuses_each_forged_value(plan, made, name):
+def test_verify_each_forged_value_is_refused(plan, made, name):
     check_every_forgery(plan, *made(name))
 
 
-def test_verify_refuses_forged_migrations(plan, made_from_base):
+def test_verify_forged_migration_is_refused(plan, made_from_base):
     check_every_forgery(plan, *made_from_base)
 
 
-def test_verify_needs_the_base_of_a_plan(plan, made_from_base):
+def test_verify_plan_without_its_base_is_refused(plan, made_from_base):
     path, options = made_from_base
     code, _, err = plan("verify", path, *options[:2])
     assert code == 1
     assert "base_plan_id: plan 0 is not available" in err
 
 
-def test_verify_refuses_memory_beyond_the_profile(plan, made):
+def test_verify_memory_above_that_of_the_profile_is_refused(plan, made):
     path, options = made("memory-of-the-profile")
     document = json.loads(path.read_text())
     document["constraints"]["memory_bytes"][1] = 10 * SCORE_DECAY
@@ -237,7 +237,7 @@ def test_verify_refuses_memory_beyond_the_profile(plan, made):
     assert "constraints.memory_bytes[1]: is 100,000,000, the profile's worker has 10,000,000" in err
 
 
-def test_verify_names_what_the_plan_obeys(plan, made):
+def test_verify_valid_plan_prints_the_rules_it_obeys(plan, made):
     path, options = made("memory")
     code, out, _ = plan("verify", path, *options)
     assert code == 0
@@ -247,14 +247,14 @@ def test_verify_names_what_the_plan_obeys(plan, made):
     )
 
 
-def test_verify_accepts_released_workers(plan, tmp_path):
+def test_verify_plan_with_released_workers_is_accepted(plan, tmp_path):
     profile, path = write_run(tmp_path), tmp_path / "made.json"
     assert plan("repack", profile, "--keep", "0.4", "-o", path)[0] == 0
     assert json.loads(path.read_text())["released_workers"]
     check_every_forgery(plan, path, ("--profile", profile))
 
 
-def test_verify_accepts_the_initial_plan_of_a_run(plan):
+def test_verify_initial_plan_of_a_run_is_accepted(plan):
     code, out, err = plan("verify", CONTRACTS / "plan/valid/initial.json", "--profile", CONTRACTS / STEPS)
     assert (code, err) == (0, "")
     assert "every number is correct" in out
@@ -268,7 +268,7 @@ def test_verify_accepts_the_initial_plan_of_a_run(plan):
         ({"migration": {"pause_ns": 7}}, "migration.pause_ns: is 7, recomputed 0"),
     ],
 )
-def test_verify_refuses_false_numbers_of_an_initial_plan(plan, tmp_path, changes, words):
+def test_verify_false_number_of_an_initial_plan_is_refused(plan, tmp_path, changes, words):
     document = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
     document["migration"].update(changes.get("migration", {}))
     document.update({key: value for key, value in changes.items() if key != "migration"})
@@ -279,7 +279,7 @@ def test_verify_refuses_false_numbers_of_an_initial_plan(plan, tmp_path, changes
     assert words in err
 
 
-def test_verify_accepts_what_watch_wrote(plan, made, tmp_path):
+def test_verify_plan_of_watch_is_accepted(plan, made, tmp_path):
     path, _ = made("uniform")
     document = json.loads(path.read_text())
     document.update(balancer="initial", predicted=None, optimality=None, base_plan_id=None)

@@ -89,7 +89,7 @@ def place(trained, monkeypatch):
     return trained
 
 
-def test_the_run_states_its_configuration(place):
+def test_run_json_has_each_value_with_its_source(place):
     document = json.loads((place / "run" / "run.json").read_text())
     assert document["config"]["model"]["hidden_size"] == 32
     assert document["config_sources"]["model"]["hidden_size"] == "flag"
@@ -97,11 +97,11 @@ def test_the_run_states_its_configuration(place):
     assert document["config"]["model"]["vocab_size"] == 16
 
 
-def test_log_starts_with_the_state_of_apex(place):
+def test_training_log_first_line_has_the_state_of_apex(place):
     assert (place / "talk").read_text().startswith("apex: ")
 
 
-def test_generate_trained_model_counts(place):
+def test_generate_trained_model_continues_the_count(place):
     code, out, _ = generate("--load", "run", "--prompt", "w3 w4 w5", "--max-new-tokens", 4)
     assert (code, out) == (0, "w3 w4 w5 w6 w7 w8 w9\n")
 

@@ -123,7 +123,7 @@ def refused(read, path: Path) -> str:
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("payload", [UNCLOSED, OBJECTS, CLOSED], ids=["unclosed", "objects", "closed"])
-def test_deep_nesting_is_refused(tmp_path, name, payload):
+def test_readers_deep_nesting_is_refused(tmp_path, name, payload):
     path = tmp_path / "document.json"
     header = b"" if name != "safetensors" else len(payload).to_bytes(8, "little")
     marked = b'"header"\n' if name == "segment" else b"\n"
@@ -136,7 +136,7 @@ def test_deep_nesting_is_refused(tmp_path, name, payload):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_deep_nesting_in_a_folder_is_refused(tmp_path, name):
+def test_folder_readers_deep_nesting_is_refused(tmp_path, name):
     file, read = FOLDERS[name]
     seal = b'"manifest_crc32": "00000000"' if file == "manifest.json" else b""
     (tmp_path / file).write_bytes(UNCLOSED + seal)
@@ -144,7 +144,7 @@ def test_deep_nesting_in_a_folder_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TOML_READERS)
-def test_deep_toml_is_refused(tmp_path, name):
+def test_toml_readers_deep_nesting_is_refused(tmp_path, name):
     path = tmp_path / "document.toml"
     for payload in (TOML, b"a = " + b"{a = " * LEVELS, b".".join([b"a"] * LEVELS) + b" = 1\n"):
         path.write_bytes(payload)
@@ -152,7 +152,7 @@ def test_deep_toml_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_fifo_is_refused_without_waiting(tmp_path, name):
+def test_readers_fifo_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "document.json"
     os.mkfifo(path)
     if name == "monitored lines":
@@ -164,22 +164,22 @@ def test_a_fifo_is_refused_without_waiting(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_fifo_in_a_folder_is_refused_without_waiting(tmp_path, name):
+def test_folder_readers_fifo_is_refused_without_waiting(tmp_path, name):
     file, read = FOLDERS[name]
     os.mkfifo(tmp_path / file)
     assert "FIFO" in refused(read, tmp_path)
 
 
-def test_a_shard_that_is_a_device_is_refused():
+def test_open_file_device_is_refused():
     assert "a device; must be a regular file" in refused(open_file, Path("/dev/zero"))
 
 
-def test_a_profile_that_is_a_fifo_is_not_followed(tmp_path):
+def test_profile_follower_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "profile.jsonl")
     assert "FIFO" in refused(lambda path: profile_follower.ProfileFollower(path).poll(), tmp_path / "profile.jsonl")
 
 
-def test_a_file_above_the_limit_is_refused_unread(tmp_path):
+def test_readers_file_above_the_limit_is_refused_unread(tmp_path):
     path = tmp_path / "plan-000001.json"
     with path.open("wb") as handle:
         handle.truncate(document.MAX_DOCUMENT_BYTES + 1)
@@ -189,14 +189,14 @@ def test_a_file_above_the_limit_is_refused_unread(tmp_path):
     assert "the limit is 1,048,576" in refused(train_run.read_resize_request, grow)
 
 
-def test_a_line_above_the_limit_is_refused(tmp_path):
+def test_read_lines_line_above_the_limit_is_refused(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b"x" * 100 + b"\n")
     with pytest.raises(document.DocumentError, match=r"line 2: is longer than 50 bytes"):
         list(document.read_lines(path, 50))
 
 
-def test_an_incomplete_last_line_is_ignored(tmp_path):
+def test_read_lines_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n\n{"a": 2')
     assert list(document.read_lines(path)) == [b'{"a": 1}\n']
@@ -206,31 +206,31 @@ def test_an_incomplete_last_line_is_ignored(tmp_path):
     "text",
     ['{"a": "' + "[" * 500 + '"}', '{"a": "\\"' + "{[" * 500 + '"}', "[" * 100 + "]" * 100, "[" + "[{}]," * 500 + "1]"],
 )
-def test_brackets_in_strings_and_in_rows_are_not_depth(text):
+def test_parse_json_brackets_in_strings_and_rows_are_not_depth(text):
     assert document.parse_json(text) is not None
 
 
-def test_an_unterminated_string_of_quotes_takes_linear_time():
+def test_parse_json_unterminated_string_takes_linear_time():
     with at_most(5), pytest.raises(ValueError, match="Unterminated"):
         document.parse_json('"' + '\\"' * 2_000_000 + "[" * 200)
 
 
-def test_another_encoding_does_not_hide_the_depth():
+def test_parse_json_other_encoding_is_refused():
     for encoding in ("utf-16", "utf-16-be", "utf-32"):
         with pytest.raises(ValueError):  # noqa: PT011 - one of two
             document.parse_json(("[" * LEVELS).encode(encoding))
 
 
-def test_a_number_beyond_the_range_of_floats_is_refused():
+def test_parse_json_number_above_the_largest_float_is_refused():
     with pytest.raises(ValueError, match="1e400 is not a finite number"):
         document.parse_json('{"a": 1e400}')
     assert document.parse_any_json('{"a": Infinity}') == {"a": float("inf")}
 
 
-def test_headers_of_shards_are_bounded():
+def test_decode_header_deep_nesting_is_refused():
     with pytest.raises(ValueError, match="nested deeper"):
         decode_header(len(UNCLOSED).to_bytes(8, "little"), UNCLOSED, 8 + len(UNCLOSED))
 
 
-def test_a_deep_assignment_is_text():
+def test_parse_assignment_deep_value_is_text():
     assert options.parse_assignment("step.key=" + "[" * LEVELS)[2] == "[" * LEVELS

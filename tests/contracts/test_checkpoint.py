@@ -26,13 +26,13 @@ def schema_accepts(document):
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(document)
 
 
-def test_schema_of_owner_and_reader_is_equal():
+def test_schema_copies_of_owner_and_reader_are_equal():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert min(len(VALID), len(INVALID), len(ACROSS)) >= 6
 
 
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
-def test_valid(path):
+def test_parsers_and_schema_valid_manifest_is_accepted(path):
     document = load(path)
     assert owner.manifest_problems(document) == []
     assert reader.manifest_problems(document) == []
@@ -40,7 +40,7 @@ def test_valid(path):
 
 
 @pytest.mark.parametrize("path", INVALID, ids=lambda path: path.stem)
-def test_invalid(path):
+def test_parsers_and_schema_invalid_manifest_is_refused(path):
     document = load(path)
     assert owner.manifest_problems(document)
     assert reader.manifest_problems(document)
@@ -48,7 +48,7 @@ def test_invalid(path):
 
 
 @pytest.mark.parametrize("path", ACROSS, ids=lambda path: path.stem)
-def test_invalid_across_fields(path):
+def test_parsers_broken_rule_across_fields_is_refused(path):
     document = load(path)
     assert owner.manifest_problems(document)
     assert reader.manifest_problems(document)
@@ -56,14 +56,14 @@ def test_invalid_across_fields(path):
 
 
 @pytest.mark.parametrize("path", INVALID + ACROSS, ids=lambda path: path.stem)
-def test_parsers_report_equal_kinds_of_problems(path):
+def test_parsers_invalid_manifest_has_equal_kinds_of_problems(path):
     document = load(path)
     kinds = [{problem.kind for problem in module.manifest_problems(document)} for module in (owner, reader)]
     assert kinds[0] & kinds[1]
 
 
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
-def test_seal_of_owner_and_writer_is_equal(path):
+def test_seal_same_manifest_gives_equal_bytes_in_both_packages(path):
     document = load(path)
     sealed = owner.seal(document)
     assert reader.seal(document) == sealed
@@ -96,7 +96,7 @@ def test_parse_manifest_second_checksum_field_is_refused():
             module.seal(document)
 
 
-def test_parse_manifest_reports_every_problem():
+def test_parse_manifest_several_problems_are_all_reported():
     document = load(FIXTURES / "valid" / "two-stages.json")
     document["step"], document["run_id"] = -1, ""
     del document["rng"]

@@ -36,32 +36,32 @@ def parse(read, place, path, folder):
 
 
 @pytest.mark.parametrize("path", ALL["valid"], ids=lambda path: path.stem)
-def test_schema_accepts_valid_sidecars(path):
+def test_schema_valid_sidecar_is_accepted(path):
     assert VALIDATOR.is_valid(json.loads(path.read_text()))
     assert tools.encode_sidecar(json.loads(path.read_text())) == path.read_bytes()
 
 
 @pytest.mark.parametrize("path", ALL["invalid"], ids=lambda path: path.stem)
-def test_schema_refuses_invalid_sidecars(path):
+def test_schema_invalid_sidecar_is_refused(path):
     assert not VALIDATOR.is_valid(json.loads(path.read_text()))
     with pytest.raises(ToolsUsageError):
         tools.encode_sidecar(json.loads(path.read_text()))
 
 
 @pytest.mark.parametrize("path", ALL["invalid-across"], ids=lambda path: path.stem)
-def test_schema_accepts_violations_across_fields(path):
+def test_schema_broken_rule_across_fields_is_accepted(path):
     assert VALIDATOR.is_valid(json.loads(path.read_text()))
 
 
 @pytest.mark.parametrize(("read", "place", "_refusal"), PARSERS)
 @pytest.mark.parametrize("path", ALL["valid"], ids=lambda path: path.stem)
-def test_valid_sidecars_are_read(read, place, _refusal, path, tmp_path):
+def test_readers_valid_sidecar_is_read(read, place, _refusal, path, tmp_path):
     assert parse(read, place, path, tmp_path) == json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(("read", "place", "refusal"), PARSERS)
 @pytest.mark.parametrize("path", ALL["invalid"] + ALL["invalid-across"], ids=lambda path: path.stem)
-def test_invalid_sidecars_are_refused(read, place, refusal, path, tmp_path):
+def test_readers_invalid_sidecar_is_refused(read, place, refusal, path, tmp_path):
     with pytest.raises(refusal):
         parse(read, place, path, tmp_path)
 
@@ -82,7 +82,7 @@ def test_read_sidecar_without_a_file_is_none(read, place, _refusal, tmp_path):
         ("WhitespaceVocab", {"words.json": "words.json"}),
     ],
 )
-def test_both_packages_compute_equal_vocabulary_digests(kind, files, tmp_path):
+def test_vocabulary_digest_of_both_packages_is_equal(kind, files, tmp_path):
     root = SHARED_DATA
     (tmp_path / "words.json").write_text(json.dumps({"<unk>": 0, "größe": 1, "\ud83d": 2}))
     places = {

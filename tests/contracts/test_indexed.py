@@ -47,31 +47,31 @@ def test_fixture_list_has_every_fixture():
 
 @pytest.mark.parametrize(("parse", "_refusal"), PARSERS)
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_valid_fixtures_are_read(parse, _refusal, name):
+def test_readers_valid_index_is_read(parse, _refusal, name):
     assert parse(HERE / "valid" / name) == LISTING["valid"][name]["sequences"]
 
 
 @pytest.mark.parametrize(("parse", "refusal"), PARSERS)
 @pytest.mark.parametrize("name", sorted(LISTING["invalid"]))
-def test_invalid_fixtures_are_refused(parse, refusal, name):
+def test_readers_invalid_index_is_refused(parse, refusal, name):
     with pytest.raises(refusal):
         parse(HERE / "invalid" / name)
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_owner_reads_document_boundaries(name):
+def test_owner_valid_index_has_document_boundaries(name):
     assert indexed.read_index(HERE / "valid" / name).documents.tolist() == LISTING["valid"][name]["documents"]
 
 
 @pytest.mark.parametrize("name", sorted(set(LISTING["invalid"]) - {"no-bin"}))
-def test_owner_reports_every_problem(name):
+def test_owner_invalid_index_has_every_problem_reported(name):
     with pytest.raises(indexed.IndexedError) as caught:
         indexed.read_index(HERE / "invalid" / name)
     assert {problem.kind for problem in caught.value.problems} == set(LISTING["invalid"][name])
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_json_view_matches_its_schema(name):
+def test_schema_json_view_of_an_index_is_accepted(name):
     jsonschema.validate(indexed.describe(HERE / "valid" / name), SCHEMA)
 
 
@@ -80,13 +80,13 @@ def test_json_view_matches_its_schema(name):
     [{"form": "flat"}, {"tokens": -1}, {"documents": 1.5}, {"more": 1}, {"dtype": "float32"}, {"multimodal": None}],
     ids=str,
 )
-def test_schema_refuses_invalid_views(change):
+def test_schema_invalid_view_is_refused(change):
     view = {**indexed.describe(HERE / "valid" / "mmap-u16"), **change}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(view, SCHEMA)
 
 
 @pytest.mark.parametrize("name", sorted(LISTING["valid"]))
-def test_rewritten_index_is_byte_identical(name):
+def test_write_index_of_a_read_index_is_byte_identical(name):
     prefix = HERE / "valid" / name
     assert b"".join(indexed.encode_index(indexed.read_index(prefix))) == indexed.idx_path(prefix).read_bytes()

@@ -47,30 +47,30 @@ def name(value) -> str:
 
 
 @pytest.mark.parametrize("path", fixtures("valid"), ids=name)
-def test_schema_accepts_valid(path):
+def test_schema_valid_plan_is_accepted(path):
     assert schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid"), ids=name)
-def test_schema_refuses_invalid(path):
+def test_schema_invalid_plan_is_refused(path):
     assert not schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
-def test_schema_accepts_violations_across_fields(path):
+def test_schema_broken_rule_across_fields_is_accepted(path):
     assert schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("valid"), ids=name)
 @pytest.mark.parametrize("parser", PARSERS)
-def test_parser_accepts_valid(parser, path):
+def test_parsers_valid_plan_is_accepted(parser, path):
     read, _ = PARSERS[parser]
     assert read(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
 @pytest.mark.parametrize("parser", PARSERS)
-def test_parser_refuses_invalid(parser, path):
+def test_parsers_invalid_plan_is_refused(parser, path):
     read, error = PARSERS[parser]
     with pytest.raises(error):
         read(path)

@@ -39,30 +39,30 @@ def name(value) -> str:
 
 
 @pytest.mark.parametrize("path", fixtures("valid"), ids=name)
-def test_schema_accepts_valid(path):
+def test_schema_valid_profile_is_accepted(path):
     assert schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid"), ids=name)
-def test_schema_refuses_invalid(path):
+def test_schema_invalid_profile_is_refused(path):
     assert not schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
-def test_schema_accepts_violations_across_lines(path):
+def test_schema_broken_rule_across_lines_is_accepted(path):
     assert schema_accepts(path)
 
 
 @pytest.mark.parametrize("path", fixtures("valid"), ids=name)
 @pytest.mark.parametrize("parser", PARSERS)
-def test_parser_accepts_valid(parser, path):
+def test_parser_valid_profile_is_accepted(parser, path):
     read, _ = PARSERS[parser]
     assert read(path)
 
 
 @pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
 @pytest.mark.parametrize("parser", PARSERS)
-def test_parser_refuses_invalid(parser, path):
+def test_parser_invalid_profile_is_refused(parser, path):
     read, error = PARSERS[parser]
     with pytest.raises(error) as caught:
         read(path)

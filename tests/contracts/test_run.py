@@ -55,7 +55,7 @@ def test_write_run_writes_a_valid_document(written):
     assert document["config"]["model"]["num_layers"] == 2
 
 
-def test_run_schema_accepts_x_keys(written):
+def test_schema_x_keys_are_accepted(written):
     assert VALIDATOR.is_valid(changed(written, ["x_note"], [1]))
     assert read_run(written)["x_note"] == [1]
 
@@ -80,7 +80,7 @@ def test_run_schema_accepts_x_keys(written):
         (["note"], "free"),
     ],
 )
-def test_schema_and_reader_refuse_invalid_run(written, place, value):
+def test_schema_and_reader_invalid_run_is_refused(written, place, value):
     assert not VALIDATOR.is_valid(changed(written, place, value))
     with pytest.raises(UsageError, match=r"run\.json"):
         read_run(written)

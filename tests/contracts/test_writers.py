@@ -165,7 +165,7 @@ def test_append_line_failed_write_changes_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tail", [b'{"st', b"x" * 10_000])
 @pytest.mark.parametrize("begin", [b"", b'{"step": 1}\n'])
-def test_append_line_removes_incomplete_last_line(tmp_path, begin, tail):
+def test_append_line_incomplete_last_line_is_removed(tmp_path, begin, tail):
     path = tmp_path / "a.jsonl"
     path.write_bytes(begin + tail)
     assert b"".join(document.read_lines(path)) == begin

@@ -93,7 +93,7 @@ def test_compiled_item_has_the_outputs_of_the_plain_one(tmp_path, monkeypatch):
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-def test_heads_are_not_compiled():
+def test_compile_item_head_is_unchanged():
     head = Head(width=8, rows=16, vocabulary=16, norm=nn.LayerNorm(8), device=torch.device("cpu"))
     compile_item(head)
     assert not is_compiled(head)
@@ -109,14 +109,14 @@ def test_heads_are_not_compiled():
         ("cpu", "induct", {}, "--torch-compile-backend 'induct' is none of torch's: "),
     ],
 )
-def test_missing_compiler_is_one_error_line(device, backend, environment, words):
+def test_compiled_run_without_compiler_is_one_error_line(device, backend, environment, words):
     with pytest.raises(UsageError) as error:
         check_compiler(device, backend, environment, which=lambda _: None)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_missing_header_files_are_one_error_line(tmp_path):
+def test_compiled_run_without_header_files_is_one_error_line(tmp_path):
     with pytest.raises(UsageError, match=r"Python\.h is not there"):
         check_compiler("cpu", "inductor", {}, which=lambda name: name, headers=tmp_path)
     (tmp_path / "Python.h").touch()

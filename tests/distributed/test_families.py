@@ -74,7 +74,7 @@ def test_every_expert_layer_reports_its_metrics():
     assert all(each["load_balancing_loss"][0] > 0.9 for each in figures.values())
 
 
-def test_boundary_values_of_an_encoder_decoder():
+def test_boundary_values_of_t5_are_those_still_read():
     items = SAMPLES["t5"].family.items
     crossing = {item.name: live_before(items, index) for index, item in enumerate(items)}
     assert crossing["encoder.embedding"] == ()

@@ -159,11 +159,11 @@ def test_experts_are_sharded_along_every_other_axis(name, one, four):
     close(four[name], one["mixtral"], norms=1e-3)
 
 
-def test_mixture_of_depths_with_other_axes_and_recomputation(one, four):
+def test_mixture_of_depths_on_other_axes_is_near_one_process(one, four):
     close(four["cut depths, zero 2"], one["depths"], norms=1e-3)
 
 
-def test_t5_trains_on_replicas(one, two):
+def test_t5_on_replicas_has_nearly_the_losses_of_one_process(one, two):
     close(two["t5"], one["t5"])
 
 
@@ -176,7 +176,7 @@ def test_float16_skips_the_same_steps_on_any_layout(two):
     assert two["fp16"]["norms"][-1] is not None
 
 
-def test_all_axes_combine(one):
+def test_run_on_all_axes_has_nearly_the_losses_of_one_process(one):
     """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved; and a move."""
     [got] = played(8, [ALL])
     assert got["losses"] == pytest.approx(one["mixtral"]["losses"][:2], rel=1e-5)

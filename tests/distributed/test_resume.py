@@ -122,7 +122,7 @@ def test_rampup_and_curriculum_have_the_same_bits_after_a_resume(whole):
     assert tensors(folder / "growing-3", step) == tensors(folder / "growing", step)
 
 
-def test_load_without_optimizer_or_progress(whole):
+def test_load_without_optimizer_or_progress_restarts_them(whole):
     folder, data, expected, _weights = whole
     train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")
     tuned = figures(folder / "tuned")

@@ -71,7 +71,7 @@ EVERY = [(case, count) for case in CASES for count in (1, 2) if count == 2 or ca
 
 
 @pytest.mark.parametrize(("case", "processes"), EVERY)
-def test_bad_input_ends_every_process_with_one_message(tmp_path, case, processes):
+def test_pretrain_bad_input_ends_every_process_with_one_message(tmp_path, case, processes):
     spoil, options, words = CASES[case]
     data = write_data(tmp_path / "x")
     if spoil:
@@ -120,7 +120,7 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("case", OTHER_MODELS)
-def test_checkpoint_of_another_model_is_one_error(tmp_path_factory, case, processes):
+def test_load_checkpoint_of_another_model_is_one_error(tmp_path_factory, case, processes):
     data, run = finished(tmp_path_factory.getbasetemp())
     options, words = OTHER_MODELS[case]
     ends_with_one_message(arguments(data, run.with_name("other"), load=str(run), **options), processes, words)
@@ -134,7 +134,7 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("case", LAUNCHED)
-def test_launcher_prints_an_error_once(tmp_path, case):
+def test_launch_error_of_all_ranks_is_printed_once(tmp_path, case):
     data = write_data(tmp_path / "x")
     launched = command(data, tmp_path / "run", 2, **LAUNCHED[case])
     done = subprocess.run(launched, capture_output=True, text=True, timeout=600, check=False)
@@ -156,7 +156,7 @@ def processes_of(run):
     return found
 
 
-def test_invalid_token_id_during_training_ends_all_processes(tmp_path):
+def test_pretrain_invalid_token_id_ends_all_processes(tmp_path):
     """Through the launcher, with a planner: one message in all, and no process outlives it."""
     data = write_data(tmp_path / "x")
     with_high_id(data, 3000)

@@ -109,7 +109,7 @@ def is_whole(directory):
         return list(full_findings(directory, tick)) == []
 
 
-def test_latest_save_is_always_loadable_after_a_kill(tmp_path):
+def test_save_killed_at_any_point_leaves_a_loadable_checkpoint(tmp_path):
     code, calls = run(SAVES, tmp_path / "whole", 1, signal.SIGKILL, 0)
     assert code == 0
     rng = random.Random(0)
@@ -128,7 +128,7 @@ def test_latest_save_is_always_loadable_after_a_kill(tmp_path):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_merge_is_complete_or_absent(tmp_path, sent):
+def test_merge_killed_at_any_point_is_complete_or_absent(tmp_path, sent):
     m = native_checkpoints.model(hidden_size=128, ffn_hidden_size=512, vocab_size=4000, padded_vocab_size=4096)
     p = native_checkpoints.parameters(m)
     native_checkpoints.save(tmp_path / "in", p | native_checkpoints.optimizer_state(p), m, tp=2)

@@ -73,7 +73,7 @@ def steps_of(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
-def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
+def test_run_on_a_full_disk_loses_a_save_and_no_line(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, talk)] = run_workers(full_in_steps, 1, options(data, run), 5, 7, joins=False)
     assert code == 0, talk
@@ -89,7 +89,7 @@ def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [(), ("--async-save",)])
-def test_save_that_one_process_cannot_write_is_removed_and_retried(tmp_path, extra):
+def test_save_that_one_rank_cannot_write_is_removed_and_retried(tmp_path, extra):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     outcomes = run_workers(only_shards, 2, options(data, run, *extra), 6, joins=False)
     assert [code for code, _ in outcomes] == [0, 0], str(outcomes)
@@ -98,7 +98,7 @@ def test_save_that_one_process_cannot_write_is_removed_and_retried(tmp_path, ext
     assert json.loads((run / "checkpoints" / "step-00000012" / "manifest.json").read_text())["step"] == 12
 
 
-def test_last_save_that_fails_is_a_failure_with_the_remedy(tmp_path):
+def test_last_save_that_fails_ends_the_run_with_the_remedy(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     outcomes = run_workers(only_shards, 2, options(data, run), 12, joins=False)
     assert [code for code, _ in outcomes] == [1, 1]

@@ -68,7 +68,7 @@ def test_compiled_items_are_near_plain_ones():
 
 
 @two_devices
-def test_two_devices_and_a_move_give_the_same_bits():
+def test_moves_between_two_devices_change_no_bit():
     scenario = replace(PLAIN, dropout=0.1)
     [(losses, weights)] = run_workers(play, 1, scenario, "cuda", joins=False)
     moved = replace(scenario, moves=((2, Partition.looped((NAMES[:3], NAMES[3:]), 2)),))
@@ -90,7 +90,7 @@ def test_items_draw_their_own_numbers_and_leave_the_generator_alone():
 
 
 @one_device
-def test_the_clock_counts_work_of_the_device():
+def test_clock_of_a_device_counts_its_kernels():
     device = torch.device("cuda", 0)
     clock, square = clock_for(device), torch.randn(2048, 2048, device=device)
     begin = clock.stamp()

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_gpu.py"
 
 
 @pytest.mark.distributed
-def test_the_script_runs_on_a_cpu():
+def test_train_gpu_script_on_a_cpu_prints_its_rows():
     command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,7 @@ def test_bert_without_binary_head_has_the_lm_loss_alone():
     assert output.output == output.metrics["lm_loss"]
 
 
-def test_padding_does_not_change_bert_outputs():
+def test_bert_with_padding_has_the_same_outputs():
     """Masked tokens are neither attended to nor counted."""
     family = Bert(SHAPE)
     modules = build_all(family)

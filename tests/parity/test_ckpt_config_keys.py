@@ -95,7 +95,7 @@ def other_values(key, value):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_config_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
+def test_config_key_that_changes_logits_is_mapped_or_refused(tmp_path, kind):
     table = key_table()["model_types"][kind]
     values = {**table["mapped"], **{key: options[0] for key, options in table["needs"].items()}, **MODELS[kind][1]}
     values |= {alias: values[key] for alias, key in table.get("aliases", {}).items()}
@@ -114,7 +114,7 @@ def test_config_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_key_table_has_every_key_of_transformers(kind):
+def test_key_table_every_key_of_transformers_has_a_rule(kind):
     """A key that a new release of transformers reads makes this fail, before it makes a model wrong."""
     module = kind.replace("-", "_")
     source = inspect.getsource(importlib.import_module(f"transformers.models.{module}.modeling_{module}"))
@@ -129,7 +129,7 @@ def test_key_table_has_every_key_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_key_table_maps_the_keys_that_are_read(kind):
+def test_key_table_every_key_that_is_read_is_mapped(kind):
     read = set()
 
     class Recorder(dict):
@@ -251,7 +251,7 @@ def test_hf_logits_output_with_unexpected_tensors_is_refused(tmp_path):
         hf_logits(tmp_path / "hf", model, tokens)
 
 
-def test_logits_error_names_option_of_convert_only(run, tmp_path):
+def test_logits_error_of_verify_does_not_name_options_of_convert(run, tmp_path):
     save(tmp_path / "hf", "gpt2")
     run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
     as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
@@ -264,7 +264,7 @@ def test_logits_error_names_option_of_convert_only(run, tmp_path):
     ("version", "name"),
     [("4.50.3", "torch_dtype"), ("4.55.0", "torch_dtype"), ("4.56.0", "dtype"), ("5.0.0rc1", "dtype")],
 )
-def test_dtype_argument_is_that_of_the_release(version, name):
+def test_dtype_argument_of_each_release_has_its_name(version, name):
     assert dtype_argument(version) == name
 
 

@@ -89,7 +89,7 @@ def weights(directory):
 
 
 @pytest.mark.parametrize("kind", list(ATOL))
-def test_convert_saved_by_transformers_round_trip(run, tmp_path, kind):
+def test_convert_hf_to_native_and_back_keeps_tensors_and_logits(run, tmp_path, kind):
     """Sharded files in; native on tensor ranks and stages; the same tensors out, and the same logits on each side."""
     theirs(kind).save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
@@ -117,7 +117,7 @@ def test_convert_saved_by_transformers_round_trip(run, tmp_path, kind):
 @pytest.mark.parametrize(
     ("name", "labels"), [("MegatronBertForSequenceClassification", 3), ("MegatronBertForMultipleChoice", 1)]
 )
-def test_open_legacy_finetuned_heads(run, tmp_path, name, labels):
+def test_convert_finetuned_head_to_legacy_and_back_keeps_logits(run, tmp_path, name, labels):
     """The heads of MNLI and RACE: from transformers to native and legacy Megatron, and back."""
     import transformers as tf
 

@@ -108,7 +108,7 @@ def test_convert_any_to_any_keeps_all_tensors(inputs, tmp_path, source, target):
     assert all(models[0].get(field) == models[1].get(field) for field in same)
 
 
-def test_inputs_cover_every_readable_format():
+def test_convert_inputs_cover_every_readable_format():
     """A format that is added to ``--from`` is added here."""
     kinds = {"dcp": {"core", "dcp of transformers", "torchtitan"}, "hf": {"hf", "hf bin"}}
     listed = {name for known in BUILTIN for name in kinds.get(known, {known})}

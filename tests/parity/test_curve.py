@@ -27,7 +27,7 @@ def benchmark():
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_training_losses_follow_transformers(benchmark, family):
+def test_pretrain_losses_of_many_steps_follow_transformers(benchmark, family):
     random = torch.Generator().manual_seed(4)
     ids = torch.randint(1, 4, (4000,), generator=random).cumsum(0) % 61
     sizes = benchmark.Sizes(layers=2, width=32, inner=48, tokens=32, vocabulary=61)

@@ -88,13 +88,13 @@ def expected(exported):
     return texts
 
 
-def test_text_from_a_native_checkpoint_equals_transformers(exported, expected):
+def test_generate_from_native_checkpoint_equals_transformers(exported, expected):
     done = generate("--load", exported[0] / "native")
     assert done.exit_code == 0, done.output
     assert [each["completion"] for each in json.loads(done.stdout)] == expected
 
 
-def test_text_from_hugging_face_equals_transformers(exported, expected, tmp_path):
+def test_generate_from_hugging_face_equals_transformers(exported, expected, tmp_path):
     options = ("--load", exported[0] / "hf", "--cache-dir", tmp_path / "cache")
     done = generate(*options)
     assert done.exit_code == 0, done.output
@@ -108,7 +108,7 @@ def test_text_from_hugging_face_equals_transformers(exported, expected, tmp_path
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_damaged_conversion_is_repeated(exported, tmp_path):
+def test_cached_conversion_that_is_damaged_is_repeated(exported, tmp_path):
     native = load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path)
     shard = next(native.rglob("*.safetensors"))
     whole = shard.read_bytes()
@@ -117,7 +117,7 @@ def test_damaged_conversion_is_repeated(exported, tmp_path):
     assert shard.read_bytes() == whole
 
 
-def test_conversion_of_another_dynmo_ckpt_is_not_reused(exported, tmp_path, monkeypatch):
+def test_cached_conversion_of_another_version_is_not_reused(exported, tmp_path, monkeypatch):
     """An older release may map keys differently, so its conversions stay unused."""
     digest = load_checkpoint.converter_digest(load_checkpoint.program_path("dynmo-ckpt"))
     assert re.fullmatch(r"[0-9a-f]{16}", digest)
@@ -127,7 +127,7 @@ def test_conversion_of_another_dynmo_ckpt_is_not_reused(exported, tmp_path, monk
     assert load_checkpoint.convert_to_native(exported[0] / "hf", tmp_path) != native
 
 
-def test_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, monkeypatch):
+def test_load_hugging_face_without_dynmo_ckpt_is_refused(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(load_checkpoint, "program_path", lambda name: None)
     done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
     assert isinstance(done.exception, DynmoError)

@@ -72,7 +72,7 @@ def difference(directory, p, m):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 @pytest.mark.parametrize(("stages", "tp"), [(1, 1), (2, 2), (4, 4)])
-def test_logits_are_those_of_transformers(tmp_path, tied, activation, stages, tp):
+def test_convert_to_hf_logits_equal_transformers(tmp_path, tied, activation, stages, tp):
     m = native_checkpoints.model(tied_embeddings=tied, activation=activation)
     p = native_checkpoints.parameters(m)
     tensors = p | native_checkpoints.optimizer_state(p)
@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(tmp_path, tied, activation, stages, tp
     assert difference(tmp_path / "out", p, m) < 5e-6
 
 
-def test_pruned_weights_are_zero_in_the_export(tmp_path):
+def test_convert_to_hf_pruned_weights_are_zero(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     masks = native_checkpoints.masks(p)
@@ -91,7 +91,7 @@ def test_pruned_weights_are_zero_in_the_export(tmp_path):
     assert difference(tmp_path / "out", pruned, m) < 5e-6
 
 
-def test_an_export_in_several_files_opens(tmp_path):
+def test_convert_to_hf_in_several_files_opens_in_transformers(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     native_checkpoints.save(tmp_path / "in", p, m)
@@ -100,7 +100,7 @@ def test_an_export_in_several_files_opens(tmp_path):
     assert difference(tmp_path / "out", p, m) < 5e-6
 
 
-def test_the_tokenizer_travels_along(tmp_path):
+def test_convert_to_hf_copies_the_tokenizer(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer
 
@@ -128,7 +128,7 @@ def test_the_tokenizer_travels_along(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == files["tokenizer/tokenizer.json"]
 
 
-def test_names_and_shapes_are_those_of_transformers(tmp_path):
+def test_convert_to_hf_names_and_shapes_equal_transformers(tmp_path):
     from safetensors.numpy import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -142,7 +142,7 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"tied_embeddings": False}])
-def test_verify_compares_logits_itself(tmp_path, changes):
+def test_verify_with_hf_logits_compares_both_models(tmp_path, changes):
     from dynmo_ckpt.cli import app
 
     m = native_checkpoints.model(**changes)

@@ -26,7 +26,7 @@ def call(*arguments):
 
 
 @pytest.mark.parametrize("words", [300, 70_000])
-def test_megatron_reads_what_we_write(tmp_path, words, theirs):
+def test_indexed_dataset_is_read_by_megatron(tmp_path, words, theirs):
     vocabulary = {f"w{number}": number for number in range(words)} | {"<unk>": words}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     rng = np.random.default_rng(2)

@@ -108,7 +108,7 @@ def losses_of(reference, tokens, length, step):
 
 
 @pytest.mark.parametrize("step", [OVERLAP, POSITIONS])
-def test_perplexity_equals_transformers(model, step):
+def test_wikitext_perplexity_equals_transformers(model, step):
     found = evaluate(model, "wikitext", "wiki.tokens", "--overlapping-eval", step, "--micro-batch-size", 3)
     text = ARTICLE * 6
     tokens = model[1].encode(detokenize(text, "wikitext")).ids
@@ -188,7 +188,7 @@ def test_lambada_predictions_equal_transformers(model):
         ("lambada", "short.jsonl", (), 'an object with a "text" of two words'),
     ],
 )
-def test_evaluate_with_bad_input_prints_one_line(model, task, data, arguments, words):
+def test_evaluate_bad_input_prints_one_line(model, task, data, arguments, words):
     (model[0] / "short.jsonl").write_text(json.dumps({"text": "one"}))
     code, message = evaluate(model, task, data, *arguments)
     assert code == 2
@@ -207,7 +207,7 @@ def test_evaluate_with_too_large_a_tokenizer_is_refused(model):
 
 
 @pytest.mark.skipif(SHARED is None, reason="DYNMO_SHARED_DATA names no folder with the real test sets")
-def test_word_and_token_counts_equal_the_published_ones():
+def test_wikitext_word_and_token_counts_equal_published_ones():
     from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 
     shared = Path(SHARED or "")

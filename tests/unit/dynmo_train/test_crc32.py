@@ -11,6 +11,6 @@ def test_combined_equals_that_of_the_joined_bytes(first, second):
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-def test_long_second_part():
+def test_combine_long_second_part_equals_crc32_of_both():
     first, second = b"header", bytes(3_000_001)
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)

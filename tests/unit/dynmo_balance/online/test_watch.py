@@ -231,7 +231,7 @@ def test_watch_gain_below_pause_keeps_partition(run, capfd):
 
 
 @pytest.mark.parametrize("policy", ["never", "always"])
-def test_never_and_always_policies(run, policy):
+def test_watch_never_and_always_decide_without_costs(run, policy):
     append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions(policy=policy)).poll()
     assert plan_numbers(run / "plans") == ([0] if policy == "never" else [0, 1])

@@ -77,7 +77,7 @@ def test_open_deepspeed_weights_and_state_equal_deepspeed(unpacked, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_open_deepspeed_weights_alone(unpacked, name):
+def test_open_deepspeed_without_optimizer_has_stored_types(unpacked, name):
     directory, about = unpacked(name)
     checkpoint, _ = open_checkpoint(directory)
     assert checkpoint.manifest["optimizer"] is None

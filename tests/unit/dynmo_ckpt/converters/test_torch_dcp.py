@@ -91,7 +91,7 @@ def of_llama(m):
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_megatron_core_gpt(tmp_path, stacked, tied):
+def test_open_dcp_megatron_core_gpt_has_all_tensors(tmp_path, stacked, tied):
     m = native_checkpoints.model(tied_embeddings=tied)
     p = native_checkpoints.parameters(m)
     run = tmp_path / "run"
@@ -105,7 +105,7 @@ def test_megatron_core_gpt(tmp_path, stacked, tied):
         assert same(found, p)
 
 
-def test_megatron_core_llama(tmp_path):
+def test_open_dcp_megatron_core_llama_has_all_tensors(tmp_path):
     m = families.llama()
     p = families.parameters(m)
     save(tmp_path / "c", core(m, p), {"args": arguments(m, **of_llama(m)), "iteration": 2})
@@ -121,7 +121,7 @@ def with_moments(state):
     return {name: value.astype(np.float16) for name, value in state.items()} | moments | masters
 
 
-def test_megatron_cores_optimizer_state(tmp_path):
+def test_open_dcp_megatron_core_state_has_moments_and_steps(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     optimizer = {"optimizer": {"param_groups": [{"step": 7, "params": []}], "state": {"common_step": 7}}}

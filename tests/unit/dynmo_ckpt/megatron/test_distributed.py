@@ -185,7 +185,7 @@ def save_llama2c(path, m, p):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama2c(tmp_path, tied):
+def test_open_llama2c_has_all_tensors(tmp_path, tied):
     m = families.llama(tied_embeddings=tied, vocab_size=32)
     p = families.parameters(m)
     save_llama2c(tmp_path / "model.bin", m, p)

@@ -38,7 +38,7 @@ def check(path, m, p):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("family", "case"), [(f, i) for f, cases in CASES.items() for i in range(len(cases))])
-def test_topologies(tmp_path, family, case, tp):
+def test_open_legacy_of_any_topology_has_all_tensors(tmp_path, family, case, tp):
     m = getattr(families, family)()
     p = families.parameters(m)
     legacy_families.save(tmp_path, p, m, tp=tp, stages=CASES[family][case])
@@ -47,7 +47,7 @@ def test_topologies(tmp_path, family, case, tp):
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0])
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_versions(tmp_path, family, version):
+def test_open_legacy_of_any_version_has_all_tensors(tmp_path, family, version):
     m = getattr(families, family)()
     p = families.parameters(m)
     legacy_families.save(tmp_path, p, m, tp=2, stages=CASES[family][1], version=version)

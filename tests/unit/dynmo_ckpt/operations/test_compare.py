@@ -24,7 +24,7 @@ def test_differences_of_another_topology_are_none(tmp_path):
     assert found(tmp_path, p, p) == {}
 
 
-def test_counts_and_largest_difference(tmp_path, monkeypatch):
+def test_differences_of_values_have_count_and_largest_gap(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.PANEL_BYTES", 100)
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = {name: value.copy() for name, value in p.items()}
@@ -61,7 +61,7 @@ def test_differences_changed_first_or_last_vocabulary_row_is_found(tmp_path, row
     assert found(tmp_path, p, q)["embedding.word.weight"].elements == 1
 
 
-def test_names_shapes_and_types(tmp_path):
+def test_differences_of_names_shapes_and_types_have_their_kind(tmp_path):
     p = native_checkpoints.parameters(native_checkpoints.model())
     q = dict(p)
     q["head.extra"] = q.pop("head.norm.bias")

@@ -16,7 +16,7 @@ def test_dump_pickle_is_read_by_pickle(value):
     assert load_pickle(payload, "x") == value
 
 
-def test_a_namespace():
+def test_dump_pickle_namespace_is_unpickled():
     value = NewObject(Name("argparse", "Namespace"), {"a": 1})
     assert vars(pickle.loads(dump_pickle(value))) == {"a": 1}  # noqa: S301 - our own bytes
 

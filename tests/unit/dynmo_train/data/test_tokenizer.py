@@ -76,7 +76,7 @@ def test_vocabulary_alone_is_word_pieces_for_bert_families(tmp_path, family):
     assert read_vocab_size(values(vocab_file=str(tmp_path / "v.txt"), family=family)) == 6
 
 
-def test_no_file_gives_no_tokenizer():
+def test_read_vocab_size_without_file_is_none():
     assert read_vocab_size(values()) is None
     assert read_vocab_size(values(tokenizer_type="NullTokenizer")) is None
 

@@ -254,7 +254,7 @@ def test_prompts_are_read_from_stdin_up_to_a_limit(monkeypatch, name):
         read_prompts(None, GenerateConfig(prompts=name))
 
 
-def test_a_hostfile_that_is_a_fifo_is_refused(tmp_path):
+def test_read_hostfile_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "hosts")
     with pytest.raises(UsageError, match="is a FIFO; must be a regular file"):
         read_hostfile(tmp_path / "hosts")

@@ -56,7 +56,7 @@ def test_schedules_of_megatrons_flags_are_bit_identical(case):
         ("inverse-square-root", {0: 0.0, 5: 0.5, 10: 1.0, 40: 0.5, 110: 0.301511344578, 111: 0.1}),
     ],
 )
-def test_learning_rate(style, expected):
+def test_learning_rate_of_each_style_has_expected_values(style, expected):
     rate = LearningRate(peak=1.0, floor=0.1, style=style, warmup_steps=10, decay_steps=110)
     assert {step: round(rate.at(step), 12) for step in expected} == expected
 
