@@ -16,6 +16,7 @@ GUIDES = [
     PACKAGE / path
     for path in (
         "data/README.md",
+        "models/README.md",
         "parallel/README.md",
         "pipeline/README.md",
         "optim/README.md",
