@@ -10,10 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_for
 
 # Each stub records its arguments in a file; that of the launcher exits as another file determines.
 STUBS = {
@@ -119,8 +120,7 @@ def test_slurm_script_time_limit_saves_and_requeues(place):
     # The stubs report that they run; by then the script must handle the signal.
     assert text.index("' USR1") < text.index('srun "${step[@]}"')
     job = run_script(place, text, [(3600, 0)] * 3)
-    while len(list(place.glob("node-?"))) < 3:
-        time.sleep(0.05)
+    wait_for(lambda: len(list(place.glob("node-?"))) == 3, "three nodes", job)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(600) == 143
     assert requests(place) == ["scancel --signal=TERM 42", "requeue 42"]

@@ -10,28 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.distributed.whole_runs import lines
+from tests.waiting import wait_for
 
 SCRIPTED_PLANNER_OPTIONS = (
     *("--balance", "online", "--planner", "external"),
     *("--balance-lockstep", "--planner-timeout-s", "600"),
 )
-
-
-def wait_for(condition: Callable[[], Any], what: str, *processes: subprocess.Popen[str], seconds: float = 600.0) -> Any:
-    """Return what ``condition`` gives once it is true; fail where a process ends before, or after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        for process in processes:
-            assert process.poll() is None, f"the run ended before {what}: {process.communicate()}"
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
-        time.sleep(0.01)
-    return found
 
 
 class ScriptedPlanner:

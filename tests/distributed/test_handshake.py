@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from tests.distributed.whole_runs import command, events, figures, lines, tensors, train, write_data
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

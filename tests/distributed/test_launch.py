@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_for, wait_for_exit
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +26,7 @@ sys.exit(launch_local(launch, max_restarts=int(restarts)))
 """
 
 STUBBORN = """
-import os, signal, time
+import os, signal
 from pathlib import Path
 from dynmo_train.launch.worker import watch_launcher
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -34,7 +35,7 @@ watch_launcher(os.environ)
 Path(f"part-{os.environ['RANK']}").write_text(str(os.getpid()))
 os.replace(f"part-{os.environ['RANK']}", f"pid-{os.environ['RANK']}")
 while True:
-    time.sleep(1)
+    signal.pause()
 """
 
 BEGIN_RUN = """
@@ -66,13 +67,6 @@ def finish(process):
 
 def run(folder, program, **options):
     return finish(start(folder, program, **options))
-
-
-def wait_for(condition, seconds=600.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def lives(pid):
@@ -117,7 +111,7 @@ def test_failure_ends_all_with_its_exit_code_and_message(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_launcher_ends_all_workers(tmp_path, number, code):
     process = start(tmp_path, STUBBORN)
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two workers", process)
     process.send_signal(number)
     returned, _, err = finish(process)
     assert returned == code
@@ -147,7 +141,7 @@ sys.exit(143)
 
 def test_terminated_launch_waits_for_the_save(tmp_path):
     process = start(tmp_path, SAVES, grace_s=0.5, save_s=300.0)
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two workers", process)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     for pid in [*pids, process.pid]:  # as Slurm does: the launcher and its workers
         os.kill(pid, signal.SIGTERM)
@@ -160,11 +154,12 @@ def test_terminated_launch_waits_for_the_save(tmp_path):
 
 def test_workers_end_with_a_killed_launcher(tmp_path):
     process = start(tmp_path, STUBBORN)
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "two workers", process)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(map(lives, pids)))
+    for pid in pids:
+        wait_for_exit(pid)
 
 
 def test_restart_request_grows_the_run(tmp_path):

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.distributed.ports import free_port
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -95,13 +95,6 @@ def recorded(folder, start):
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"recorded-round-{start}-*"))]
 
 
-def wait_for(condition, seconds=600.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
 def test_ranks_follow_node_ranks_and_node_zero_prints(tmp_path):
     ends = [finish(node) for node in start(tmp_path, "print('sum', int(total), rank, flush=True)", nodes=3)]
     assert [(code, out) for code, out, _ in ends] == [(0, "sum 6 0\n"), (0, ""), (0, "")], ends
@@ -120,7 +113,7 @@ def test_failure_on_one_node_ends_all_with_its_exit_code(tmp_path):
 def test_run_continues_without_a_killed_node(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1, silence_s=15)
-    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2, "start of both nodes", first, second)
     os.killpg(second.pid, signal.SIGKILL)
     second.communicate()
     code, _, err = finish(first)
@@ -136,7 +129,7 @@ def test_run_continues_without_a_killed_node(tmp_path):
 def test_terminated_node_leaves_immediately(tmp_path):
     program = "linger() if start == 'round-0' else None"
     first, second = start(tmp_path, program, least=1, restarts=1)
-    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2, "start of both nodes", first, second)
     second.send_signal(signal.SIGTERM)
     assert finish(second)[0] == 143
     code, _, err = finish(first)
@@ -146,7 +139,7 @@ def test_terminated_node_leaves_immediately(tmp_path):
 
 def test_loss_of_node_zero_requests_a_relaunch(tmp_path):
     first, second = start(tmp_path, "linger()", least=1, restarts=1)
-    wait_for(lambda: len(recorded(tmp_path, 0)) == 2)
+    wait_for(lambda: len(recorded(tmp_path, 0)) == 2, "start of both nodes", first, second)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     code, _, err = finish(second)

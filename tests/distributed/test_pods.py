@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from tests.distributed.whole_runs import arguments, events, figures, lines, train, write_data
+from tests.waiting import wait_for
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, figures, lines, tensors, train, write_data
+from tests.waiting import wait_for, wait_for_exit
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -46,11 +46,9 @@ def ssh(tmp_path_factory):
     with open(folder / "log", "w") as log:
         running = subprocess.Popen([server, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log)
         try:
-            end = time.monotonic() + 600
-            while not answers(port):
-                if running.poll() is not None or time.monotonic() > end:
-                    pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-300:]}")
-                time.sleep(0.05)
+            wait_for(lambda: running.poll() is not None or answers(port), "answer of sshd")
+            if running.poll() is not None:
+                pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-300:]}")
             yield f"ssh -F {folder}/config"
         finally:
             running.terminate()
@@ -110,11 +108,7 @@ def test_end_of_the_launcher_ends_the_hosts(ssh, static):
     run = folder / "stopped"
     command = arguments(data, run, train_iters="100000", eval_interval="100000")
     launcher = start(folder, ssh, "--exclude", "127.0.0.1:1,2,3@localhost:1", "--", *command)
-    end = time.monotonic() + 600
-    while not (run / "metrics.jsonl").exists():
-        assert launcher.poll() is None, launcher.communicate()
-        assert time.monotonic() < end, "no steps"
-        time.sleep(0.05)
+    wait_for((run / "metrics.jsonl").exists, "step", launcher)
     devices = set()
     for pid in processes(str(run)):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -122,10 +116,9 @@ def test_end_of_the_launcher_ends_the_hosts(ssh, static):
     assert devices == {b"CUDA_VISIBLE_DEVICES=0"}
     launcher.kill()  # without a message to anybody: its connections end
     launcher.communicate()
-    end = time.monotonic() + 600
-    while left := processes(str(run)):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    while left := processes(str(run)):  # again: a process may have started another one before it ended
+        for pid in left:
+            wait_for_exit(pid)
 
 
 def test_error_names_a_host_without_a_server(ssh, static, tmp_path):

@@ -21,6 +21,7 @@ from dynmo_train.trainer import engine
 from tests.distributed import workers
 from tests.distributed.workers import run_workers
 from tests.paths import ROOT
+from tests.waiting import wait_for_exit
 
 pytestmark = pytest.mark.distributed
 SIZE = 2
@@ -129,7 +130,4 @@ def test_workers_end_with_the_process_that_started_them():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=-1, stderr=-1, text=True, timeout=600)
     assert done.returncode == -9, done.stderr
-    end = time.monotonic() + 600
-    while Path(f"/proc/{done.stdout.strip()}").exists():
-        assert time.monotonic() < end, "the worker outlives its parent"
-        time.sleep(0.02)
+    wait_for_exit(int(done.stdout))

@@ -10,12 +10,12 @@ import signal
 import struct
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 
 from tests.distributed.workers import run_workers
+from tests.waiting import wait_for
 
 OPTIONS = {
     "num-layers": "4",
@@ -90,8 +90,7 @@ def interrupted_command(words: list[str], run: str) -> tuple[int, str]:
 
     def interrupt() -> None:
         # Empty files may exist before training starts; until then a run ignores these signals.
-        while not ((Path(run) / sign).exists() and (Path(run) / sign).stat().st_size):
-            time.sleep(0.002)
+        wait_for(lambda: (Path(run) / sign).exists() and (Path(run) / sign).stat().st_size, sign, every_s=0.002)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.ports import free_port
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,7 +27,7 @@ HOLD = "DYNMO_RAY_TEST_HOLD"
 # Of every process of the cluster: the first task that opens an output while a file $HOLD exists waits there, and writes
 # its process id next to that file.
 SITECUSTOMIZE = f"""
-import os, sys, time
+import os, signal, sys
 hold = os.environ["{HOLD}"]
 def wait(event, arguments):
     if event == "open" and ".tmp-" in str(arguments[0]) and "/parts/" in str(arguments[0]) and os.path.exists(hold):
@@ -35,7 +35,7 @@ def wait(event, arguments):
         os.write(descriptor, str(os.getpid()).encode())
         os.rename(hold + ".part", hold + ".blocked")
         while True:
-            time.sleep(1)
+            signal.pause()
 sys.addaudithook(wait)
 """
 TEXT = "The river runs past the old mill and the water turns its heavy wheel all day long. "
@@ -81,11 +81,12 @@ def address(needs_ray, hold):
             cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
-            end = time.monotonic() + 120
-            while "Ray runtime started" not in (folder / "log").read_text():
-                assert head.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < end, (folder / "log").read_text()
-                time.sleep(0.1)
+            wait_for(
+                lambda: head.poll() is not None or "Ray runtime started" in (folder / "log").read_text(),
+                "start of Ray",
+                seconds=120,
+            )
+            assert head.poll() is None, (folder / "log").read_text()
             yield f"127.0.0.1:{port}"
         finally:
             head.terminate()
@@ -135,11 +136,9 @@ def test_ray_task_of_a_lost_worker_is_restarted(address, hold, tmp_path):
             command, cwd=folder, env={**os.environ, "RAY_ADDRESS": address}, stdout=log, stderr=log
         )  # fmt: skip
         try:
-            end = time.monotonic() + 120
-            while not blocked.exists():  # the first task waits in the middle
-                assert run.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            # The first task waits in the middle.
+            wait_for(lambda: run.poll() is not None or blocked.exists(), "blocked task", seconds=120)
+            assert run.poll() is None, (folder / "log").read_text()
             hold.unlink()
             os.kill(int(blocked.read_text()), signal.SIGKILL)
             assert run.wait(200) == 0, (folder / "log").read_text()

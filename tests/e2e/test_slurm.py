@@ -11,13 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, events, figures, lines, train, write_data
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -62,14 +62,6 @@ def ask(*words, code=0):
     return done.stdout
 
 
-def wait_for(what, condition, seconds=150.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.1)
-    return found
-
-
 def idle():
     """Whether all three nodes are idle."""
     words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
@@ -97,15 +89,15 @@ def cluster(tmp_path_factory):
     log = open(folder / "log", "w")  # noqa: SIM115 - closed below
     running = [subprocess.Popen(munge, stdout=log, stderr=log)]
     try:
-        wait_for("munged", (folder / "munge.socket").exists, 30)
+        wait_for((folder / "munge.socket").exists, "munged", seconds=30)
         daemons = (["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{number}"] for number in (1, 2, 3)))
         running.extend(subprocess.Popen(words, stdout=log, stderr=log) for words in daemons)
-        wait_for("three idle nodes", idle, 60)
+        wait_for(idle, "three idle nodes", seconds=60)
         yield folder
     finally:
         subprocess.run(["scancel", "--user=root"], capture_output=True, check=False)
         if len(running) == 5:
-            wait_for("an empty queue", lambda: not ask("squeue", "--noheader").strip(), 60)
+            wait_for(lambda: not ask("squeue", "--noheader").strip(), "an empty queue", seconds=60)
         for process in reversed(running):
             process.terminate()
             try:
@@ -128,7 +120,7 @@ def static(tmp_path_factory):
 
 def submit(folder, name, nodes, *words):
     """Submit by `launch slurm` in the folder once all nodes are idle, and return the job id."""
-    wait_for("three idle nodes", idle)
+    wait_for(idle, "three idle nodes")
     launch = ["launch", "slurm", "--nodes", nodes, "--job-name", name, "--export", "MASTER_ADDR=127.0.0.1"]
     done = subprocess.run(
         [sys.executable, "-m", "dynmo_train", *launch, "--script", f"{name}.sbatch", *words],
@@ -165,12 +157,12 @@ def test_slurm_released_node_leaves_the_running_job(cluster, static):
     long = {"train_iters": "400", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}
     command = arguments(data, run, *more, "--save", str(run), "--load", str(run), **long)
     job = submit(folder, "packed", "3", "--max-restarts", "0", "--", *command)
-    wait_for("a start", lambda: steps_done(run), 200)
+    wait_for(lambda: steps_done(run), "a start", seconds=200)
     assert job_state(job, "NumNodes") == "3" or events(run, "released")
-    wait_for("a smaller job", lambda: job_state(job, "NumNodes") == "2", 200)
+    wait_for(lambda: job_state(job, "NumNodes") == "2", "a smaller job", seconds=200)
     assert job_state(job) == "RUNNING"
     ask("scancel", "--signal=TERM", job)  # saves and exits
-    wait_for("its end", lambda: job_state(job) not in ("RUNNING", "COMPLETING"), 120)
+    wait_for(lambda: job_state(job) not in ("RUNNING", "COMPLETING"), "its end", seconds=120)
     assert "Released node" in log_of(folder, "packed", job)
     (released,) = events(run, "released")
     assert len(released["ranks"]) == 1
@@ -196,11 +188,11 @@ def test_slurm_aws_script_reads_sizes_from_the_environment(cluster, tmp_path, mo
     sizes |= {"MORE": "--train-samples 40 --lr-decay-samples 40 --lr-warmup-samples 8 --eval-iters 0 --split 100,0,0"}
     for name, value in {**sizes, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    wait_for("three idle nodes", idle)
+    wait_for(idle, "three idle nodes")
     here = ("--gpus-per-node=0", f"--output={tmp_path}/%j.out", f"--chdir={tmp_path}")  # this cluster has none
     job = ask("sbatch", "--parsable", *here, str(ROOT / "bin" / "2.distributed-training.sbatch")).strip()
     run = tmp_path / "checkpoints" / "gpt3"
-    wait_for("its end", lambda: job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 200)
+    wait_for(lambda: job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), "its end", seconds=200)
     log = (tmp_path / f"{job}.out").read_text()
     assert job_state(job) == "COMPLETED", log
     assert job_state(job, "NumNodes") == "2"
@@ -213,15 +205,15 @@ def test_slurm_lost_node_requeues_the_job_without_it(cluster, static):
     run = folder / "lost"
     long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "50"}
     job = submit(folder, "lost", "2:3", "--", *arguments(data, run, "--save", str(run), "--load", str(run), **long))
-    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 300)
+    wait_for((run / "checkpoints" / "LATEST").exists, "a checkpoint", seconds=300)
     assert job_state(job, "NumNodes") == "3"
     ask("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
-    wait_for("the queue", lambda: job_state(job, "Restarts") == "1")
+    wait_for(lambda: job_state(job, "Restarts") == "1", "the queue")
 
     def segments():
         return [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
 
-    wait_for("another start", lambda: len(segments()) == 2, REQUEUE_DELAY_S + 200)
+    wait_for(lambda: len(segments()) == 2, "another start", seconds=REQUEUE_DELAY_S + 200)
     ask("scancel", job)
     assert [header["segment"] for header in segments()] == [0, 1]
 
@@ -237,7 +229,7 @@ def test_slurm_arrays_prepare_data(cluster, tmp_path):
         *("dynmo-prep", "binarize", *common, "--output-prefix", tmp_path / "there", "--executor", "slurm"),
         *("--task-count", "2"),
     )
-    wait_for("the data set", (tmp_path / "there_text_document.idx").exists, 200)
+    wait_for((tmp_path / "there_text_document.idx").exists, "the data set", seconds=200)
     for ending in ("bin", "idx"):
         there, here = (tmp_path / f"{name}_text_document.{ending}" for name in ("there", "here"))
         assert there.read_bytes() == here.read_bytes()
@@ -245,12 +237,12 @@ def test_slurm_arrays_prepare_data(cluster, tmp_path):
 
 def test_slurm_failed_array_leaves_no_queued_job(cluster, tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    wait_for("three idle nodes", idle)
+    wait_for(idle, "three idle nodes")
     words = ("merge", tmp_path / "cut.jsonl.gz", "-o", tmp_path / "out.jsonl", "--executor", "slurm")
     last = ask("dynmo-prep", *words, "--task-count", "2").split("job ")[1].split()[0]
-    wait_for("the end of the chain", lambda: job_state(last) not in ("PENDING", "RUNNING", "COMPLETING"))
+    wait_for(lambda: job_state(last) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the chain")
     assert job_state(last) == "CANCELLED"
-    wait_for("an empty queue", lambda: not ask("squeue", "--noheader").strip())
+    wait_for(lambda: not ask("squeue", "--noheader").strip(), "an empty queue")
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -261,15 +253,15 @@ def test_slurm_time_limit_saves_and_requeues(cluster, static):
     long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "9999"}
     command = arguments(data, run, "--save", str(run), "--load", str(run), **long)
     job = submit(folder, "long", "2", "--time", "30", "--save-before-s", "40", "--", *command)
-    wait_for("a start", lambda: steps_done(run), 200)
+    wait_for(lambda: steps_done(run), "a start", seconds=200)
     # Slurm counts in minutes and may send the signal one minute early: set the limit once there is something to save.
     ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes_run(job) + 2}")
-    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 200)
-    wait_for("the queue", lambda: job_state(job, "Restarts") == "1", 120)
+    wait_for((run / "checkpoints" / "LATEST").exists, "a checkpoint", seconds=200)
+    wait_for(lambda: job_state(job, "Restarts") == "1", "the queue", seconds=120)
     before = steps_done(run)
     assert (run / "checkpoints" / "LATEST").read_text().strip() == f"step-{before:08d}"  # no step is repeated
     ask("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    wait_for("more steps", lambda: steps_done(run) > before + 10, REQUEUE_DELAY_S + 200)
+    wait_for(lambda: steps_done(run) > before + 10, "more steps", seconds=REQUEUE_DELAY_S + 200)
     ask("scancel", job)
     assert [record["segment"] for record in lines(run / "profile.jsonl") if record["record"] == "header"] == [0, 1]
     assert [line["step"] for line in lines(run / "metrics.jsonl")][: before + 10] == [*range(1, before + 11)]

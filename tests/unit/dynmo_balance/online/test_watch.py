@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from dynmo_balance.online.decision import WatchOptions
 from dynmo_balance.online.watch import Watcher, watch
 from tests.paths import CONTRACTS
 from tests.unit.dynmo_balance.online.watched_run import append, event, newest, plan_request, result, step
+from tests.waiting import wait_for
 
 LOCKSTEP = WatchOptions(lockstep=True, min_records=1)
 
@@ -257,20 +257,13 @@ def start(run, *options):
     )
 
 
-def wait_for(condition, timeout_s=600.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
-
-
 def test_watch_process_exits_on_sigterm(run):
     process = start(run, "--lockstep", "--min-records", "1")
     try:
         append(run, step(1, back=2), plan_request(1))
-        wait_for(lambda: plan_numbers(run / "plans") == [0, 1])
+        wait_for(lambda: plan_numbers(run / "plans") == [0, 1], "plan 1", process)
         append(run, result(1, 1), step(2, plan=1, back=2), plan_request(2))
-        wait_for(lambda: plan_numbers(run / "plans") == [0, 1, 2])
+        wait_for(lambda: plan_numbers(run / "plans") == [0, 1, 2], "plan 2", process)
     finally:
         process.terminate()
         _, err = process.communicate(timeout=600)
@@ -279,9 +272,10 @@ def test_watch_process_exits_on_sigterm(run):
 
 
 def test_watch_process_exits_with_its_parent(run):
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    process = start(run, "--parent-pid", str(sleeper.pid))
-    wait_for(lambda: process.poll() is None)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    process = start(run, "--min-records", "1", "--parent-pid", str(sleeper.pid))
+    append(run, step(1, back=2))
+    wait_for(lambda: plan_numbers(run / "plans") == [0, 1], "plan 1", process)
     sleeper.kill()
     sleeper.wait()
     assert process.wait(timeout=600) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from dynmo_train.formats.plan import initial_plan, parse_plan
 from dynmo_train.optim.compression.settings import CompressionSettings
 from dynmo_train.trainer.rebalance import compression_choice
 from dynmo_train.trainer.rebalance.compression_choice import CompressionChoice, simulate_arguments
+from tests.waiting import wait_for
 
 SETTINGS = CompressionSettings(replica_rank=4, replica_warmup_steps=3, choose_workers=True)
 RESULT = {"compression": {"selective_grad_comp_way": 2, "ways_ns": {"1": 3_000_000, "2": 2_500_000}}}
@@ -53,12 +53,7 @@ def choice_with_program(tmp_path, monkeypatch, code):
 
 
 def wait_for_choice(choice, step):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (number := choice.at_boundary(step)) is not None:
-            return number
-        time.sleep(0.01)
-    raise TimeoutError
+    return wait_for(lambda: choice.at_boundary(step), "choice")
 
 
 def test_choice_is_simulated_after_warm_up_and_after_each_move(tmp_path, monkeypatch):
@@ -78,7 +73,7 @@ def test_choice_is_simulated_after_warm_up_and_after_each_move(tmp_path, monkeyp
 
 
 def test_choice_of_a_plan_ends_the_simulation(tmp_path, monkeypatch):
-    choice, engine, _, starts = choice_with_program(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    choice, engine, _, starts = choice_with_program(tmp_path, monkeypatch, "import signal; signal.pause()")
     choice.at_boundary(3)
     assert choice.at_boundary(4, has_moved=True, planned=1) == 1
     assert choice.at_boundary(5) is None
@@ -87,7 +82,10 @@ def test_choice_of_a_plan_ends_the_simulation(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("code", "timeout_s", "reason"),
-    [("import sys; sys.exit('no costs')", 60, "(no costs)"), ("import time; time.sleep(60)", 0.5, "no result within")],
+    [
+        ("import sys; sys.exit('no costs')", 60, "(no costs)"),
+        ("import signal; signal.pause()", 0.5, "no result within"),
+    ],
 )
 def test_failed_simulation_lets_all_ranks_compress(tmp_path, monkeypatch, code, timeout_s, reason):
     monkeypatch.setattr(compression_choice, "SIMULATION_TIMEOUT_S", timeout_s)

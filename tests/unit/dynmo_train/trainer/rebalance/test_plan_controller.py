@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +22,7 @@ from dynmo_train.trainer.rebalance.planner_process import (
     PlannerProcess,
 )
 from tests.paths import CONTRACTS
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -109,12 +109,13 @@ class Clock:
 
 
 def wait_for_heartbeat(planner):
-    """Wait for the first heartbeat; the timeout ends a broken test."""
-    end = time.monotonic() + 120
-    while not planner.has_beaten:
+    """Wait for the first heartbeat."""
+
+    def has_beaten():
         assert planner.check() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
+        return planner.has_beaten
+
+    wait_for(has_beaten, "heartbeat")
 
 
 @pytest.fixture
