@@ -31,7 +31,7 @@ def mersenne_words(seed: int) -> list[int]:
 
 
 def torch_state(seed: int) -> bytes:
-    """What ``torch.get_rng_state`` returns after ``torch.manual_seed`` on a CPU: 5,056 bytes."""
+    """What ``torch.get_rng_state`` returns after ``torch.manual_seed(seed)`` on a CPU: 5,056 bytes."""
     # The struct `CPUGeneratorImplStateLegacy` of ATen: seed, left (1: generate on the first call), seeded, next, and
     # 64-bit words. The rest caches normal samples, of which there are none after seeding.
     words = struct.pack(f"<{MERSENNE_WORDS}Q", *mersenne_words(seed))

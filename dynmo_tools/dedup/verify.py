@@ -116,7 +116,7 @@ class SimilarityCache:
         self.known: dict[tuple[int, int], float] = {}
 
     def __call__(self, first: int, second: int) -> float:
-        """The similarity of two documents."""
+        """The similarity of two documents, ``first`` and ``second`` by number; known ones are not computed again."""
         pair = (first, second)
         if (found := self.known.get(pair)) is None:
             if len(self.known) >= COMPARED_PAIRS:
