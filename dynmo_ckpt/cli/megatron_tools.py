@@ -60,6 +60,7 @@ class GridOptions:
     pipeline_model_parallel_size: Annotated[
         int | None, typer.Option(min=1, max=MAX_RANKS, help="Size of the input.")
     ] = None
+    # -i_g and -infer_gpu_num are the names of Optimus-CC's ckpt_convert.py, as are -i, -o and -p.
     target_tensor_model_parallel_size: Annotated[
         int,
         typer.Option(
@@ -155,6 +156,7 @@ def merge_partitions(
         checkpoint_version=checkpoint_version,
     )
     export = write_legacy(checkpoint, write)
+    # The vocabulary is named after its kind, for the input may have any name, and AutoTokenizer finds it by name.
     copied = {_tokenizer_name(file): file.read_bytes() for file in (vocab_file, merge_file) if file is not None}
     export = replace(export, small_files={**export.small_files, **copied})
     settings = WriteSettings(jobs=processes, verify=True, overwrite=overwrite, plan_only=plan, format=report)

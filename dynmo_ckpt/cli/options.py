@@ -70,6 +70,7 @@ CheckLogits = Annotated[
     ),
 ]
 WithOptimizer = Annotated[bool, typer.Option("--with-optimizer/--no-optimizer", help="Include the optimizer state.")]
+# Three states: without the option, the formats of both sides decide.
 MaybeOptimizer = Annotated[
     bool | None,
     typer.Option(
@@ -85,6 +86,7 @@ OptimizerIfPresent = Annotated[
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
+# The second names of --tp and --pp are those of Megatron's checkpoint_util.py.
 TensorSize = Annotated[
     int,
     typer.Option(

@@ -1,4 +1,19 @@
-"""Writes a planned checkpoint: checks the target, writes a staging directory, reads it back, renames it, reports."""
+"""Writes a planned checkpoint: checks the target, writes a staging directory, reads it back, renames it, reports.
+
+::
+
+    check_target      OUT exists? would it replace IN? enough space?             nothing is written
+    new_directory     .OUT.tmp-XXXXXXXX, next to OUT
+        execute       preallocate, copy, checksum, read back, fsync each file    tensors
+        finish        the manifest, with the checksums of the copy, fsync        small files
+        findings      the index that a reader sees, all bytes around tensors
+        LogitsCheck   logits of IN and of the staging directory
+        fsync         of the directories
+    rename to OUT     the only step that a reader can observe; fsync of the parent
+
+An error or a signal before the rename removes the staging directory; after it, OUT is complete and on disk. An OUT that
+exists is moved aside by a first rename, and moved back where the second one fails.
+"""
 
 from __future__ import annotations
 

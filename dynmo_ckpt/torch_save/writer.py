@@ -1,7 +1,10 @@
 """Plans files that ``torch.load`` opens, without torch: a pickle of plain values, and storages.
 
 The container is a zip archive without compression. Its layout is computed first; then the storages are copied, and the
-headers, which have the checksums of the storages, are written last.
+headers, which have the checksums of the storages, are written last::
+
+    header | data.pkl | header, padding | data/0 | header, padding | data/1 | ... | version | central directory | end
+                                         ^ a multiple of 64 bytes
 """
 
 from __future__ import annotations

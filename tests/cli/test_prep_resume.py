@@ -456,7 +456,7 @@ def test_truncated_input_fails_its_task_without_output(prep, tmp_path, ending):
     assert (tmp_path / "out.jsonl").read_bytes() == payload
 
 
-def test_parquet_input_is_read(prep, tmp_path):
+def test_merge_parquet_input_has_all_rows(prep, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra 'parquet' is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"é {n}", "n": n} for n in range(2500)]

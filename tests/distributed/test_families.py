@@ -67,7 +67,7 @@ def test_selective_recomputation_of_split_backwards_is_1f1b(model):
     assert split == [plain] * len(SPLIT)
 
 
-def test_every_expert_layer_reports_its_metrics():
+def test_metrics_of_experts_have_an_entry_for_each_layer():
     figures = reference("mixtral")["metrics"][0]
     assert list(figures) == [f"layers.{n}.mlp" for n in range(4)]
     assert all(sum(each["expert_tokens"]) == 2 * 16 * 2 for each in figures.values())

@@ -97,11 +97,11 @@ def form_by_load(world: World, scenario: Scenario):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_comparison_detects_the_naive_form(naive, scenario):
+def test_comparison_of_a_naive_form_finds_a_difference(naive, scenario):
     assert differs(naive, scenario)
 
 
-def test_comparison_passes_for_the_engine():
+def test_comparison_of_the_engine_finds_no_difference():
     assert not differs(play, SHORT)
 
 

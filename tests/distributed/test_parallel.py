@@ -153,17 +153,17 @@ def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_
     "name",
     [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
 )
-def test_every_family_trains_on_every_axis(name, one, two_families):
+def test_family_on_two_processes_has_nearly_the_losses_of_one(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
     close(two_families[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
 
 
-def test_dropout_differs_with_tensor_parallelism(one, two):
+def test_dropout_with_tensor_parallelism_draws_other_numbers(one, two):
     assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
     assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
 
 
-def test_expert_parallelism_with_other_axes(one, two_families, four_others):
+def test_expert_parallelism_with_other_axes_has_the_losses_without(one, two_families, four_others):
     for got in four_others["mixtral, shared experts"]:
         assert got == two_families["mixtral, shared experts"]
     for got in four_others["mixtral, shared experts otherwise"]:

@@ -192,7 +192,7 @@ def test_host_buffers_are_allocated_as_they_are_saved(tmp_path, settings):
             assert (prepared, elsewhere) == (used, [])
 
 
-def test_command_line_shards_experts(tmp_path):
+def test_resume_of_sharded_experts_on_other_axes_continues_losses(tmp_path):
     """Mixtral with ZeRO and sharded experts, resumed with other sizes of every axis, and last by one process."""
     data = write_data(tmp_path / "data")
     options = {

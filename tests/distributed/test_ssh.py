@@ -76,7 +76,7 @@ def start(folder, ssh, *words):
     )
 
 
-def test_selected_slots_train_together(ssh, static):
+def test_launch_hostfile_selected_slots_train_together(ssh, static):
     folder, data = static
     run = folder / "two hosts"
     launcher = start(folder, ssh, "-i", "127.0.0.1:3@localhost:0", "--", *arguments(data, run))
@@ -121,7 +121,7 @@ def test_end_of_the_launcher_ends_the_hosts(ssh, static):
             wait_for_exit(pid)
 
 
-def test_error_names_a_host_without_a_server(ssh, static, tmp_path):
+def test_launch_hostfile_host_without_a_server_is_named(ssh, static, tmp_path):
     folder, data = static
     (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
     launcher = start(folder, ssh, "-H", str(tmp_path / "hosts"), "--", *arguments(data, folder / "none"))

@@ -123,7 +123,7 @@ def test_wheel_every_program_has_help(programs, tmp_path, program):
     assert done.stderr == ""
 
 
-def test_wheel_planner_works(programs, tmp_path):
+def test_wheel_planner_without_extras_writes_a_plan(programs, tmp_path):
     profile = FIXTURES / "profile" / "valid" / "events.jsonl"
     plan = (programs / "dynmo-plan",)
     steps = json.loads(run(*plan, "what-if", profile, "--format", "json", cwd=tmp_path).stdout)

@@ -218,7 +218,7 @@ def test_slurm_lost_node_requeues_the_job_without_it(cluster, static):
     assert [header["segment"] for header in segments()] == [0, 1]
 
 
-def test_slurm_arrays_prepare_data(cluster, tmp_path):
+def test_slurm_arrays_of_binarize_write_the_bytes_of_a_local_run(cluster, tmp_path):
     words = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     (tmp_path / "train.txt").write_text("a b a\nb c\n" * 300)
