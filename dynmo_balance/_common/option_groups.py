@@ -8,15 +8,15 @@ A command takes such a dataclass as a parameter; :func:`grouped` shows its field
 
     dynmo-plan compare SOURCE --stages ... --microbatches ... --virtual-stages ... --window ... --at-step ...
 
-The class attribute ``PANEL`` of a dataclass is the section of its options in help pages.
+The class attribute ``PANEL`` of a dataclass is the section of the options that it declares itself in help pages.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -33,6 +33,15 @@ def in_panel(annotation: Any, panel: str | None) -> Any:
     return Annotated[(kind, option, *others)]
 
 
+def _options_of(group: type) -> Iterator[tuple[str, Any, Any]]:
+    """Name, default and annotation of each option of a dataclass and of its bases."""
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        declared_in = next(base for base in group.__mro__ if field.name in inspect.get_annotations(base))
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield field.name, default, in_panel(types[field.name], vars(declared_in).get("PANEL"))
+
+
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of its option dataclasses as parameters of their own, in their place.
 
@@ -46,9 +55,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         kind = hints[name]
         if is_dataclass(kind) and isinstance(kind, type):
             groups[name] = kind
-            types = get_type_hints(kind, include_extras=True)
-            panel = getattr(kind, "PANEL", None)
-            single = [(field.name, field.default, in_panel(types[field.name], panel)) for field in fields(kind)]
+            single = list(_options_of(kind))
         else:
             single = [(name, parameter.default, kind)]
         parameters += [

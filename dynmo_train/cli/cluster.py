@@ -3,210 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from .._common.console import emit, print_message
-from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
 from .._common.option_groups import grouped
-from .._common.panel import Panel
-from .cluster_options import DryRun, Exports, JobName, LogFolder, NodeCount, ProcessOptions
-from .common import need_torch
-from .launch import (
-    COMMAND_LAST,
-    GRACE_S,
-    SAVE_S,
-    Arguments,
-    MaxRestarts,
-    check_command,
-    launch,
-    parse_node_range,
-    run_processes,
+from ..launch.hostfile import (
+    Host,
+    HostfileOptions,
+    HostJob,
+    filter_hosts,
+    forwarded_environment,
+    host_command,
+    read_hostfile,
+    run_on_hosts,
 )
-
-if TYPE_CHECKING:
-    from ..launch.hostfile import Host, HostJob
-    from ..launch.kubernetes import KubernetesJob, Requirement
-
-
-class ManifestKind(StrEnum):
-    """Kind of the Kubernetes object that runs the command."""
-
-    PYTORCHJOB = "pytorchjob"
-    TRAINJOB = "trainjob"
-    INDEXED = "indexed-job"
-    DATA = "job"
-
-
-def _documents(
-    kind: ManifestKind, job: KubernetesJob, volumes: VolumeOptions, kubernetes: str | None
-) -> tuple[str, list[Requirement]]:
-    """The manifests of a job as YAML, and the versions that they require.
-
-    Args:
-        kind: kind of object that runs the command.
-        job: the job.
-        volumes: size and storage class of the volume claims to create; without a size, none is created.
-        kubernetes: version of the cluster, if given.
-
-    Raises:
-        UsageError: the cluster is older than the manifests require.
-    """
-    from ..launch.kubernetes import (
-        check_version,
-        data_job,
-        indexed_job,
-        indexed_requirements,
-        parse_version,
-        pytorch_job,
-        pytorch_requirements,
-        to_yaml,
-        train_job,
-        trainer_requirements,
-        volume_claim,
-    )
-
-    requirements_of: Mapping[ManifestKind, Callable[[KubernetesJob], list[Requirement]]] = {
-        ManifestKind.PYTORCHJOB: pytorch_requirements,
-        ManifestKind.TRAINJOB: trainer_requirements,
-        ManifestKind.INDEXED: indexed_requirements,
-    }
-    requirements = requirements_of[kind](job) if kind in requirements_of else []
-    if kubernetes is not None:
-        option = "--kubernetes-version"
-        check_version(requirements, "Kubernetes", parse_version(option, kubernetes), option)
-
-    size, storage_class = volumes.claim_size, volumes.storage_class
-    claims = [volume_claim(claim, job.namespace, size, storage_class) for claim in job.claims if size]
-    objects = {
-        ManifestKind.PYTORCHJOB: lambda: [pytorch_job(job)],
-        ManifestKind.TRAINJOB: lambda: [train_job(job)],
-        ManifestKind.INDEXED: lambda: indexed_job(job),
-        ManifestKind.DATA: lambda: [data_job(job)],
-    }[kind]()
-    return to_yaml([*claims, *objects], requirements), requirements
-
-
-@dataclass(frozen=True, kw_only=True)
-class PodOptions:
-    """Resources of a pod."""
-
-    PANEL: ClassVar[str] = "Pod"
-
-    efa: Annotated[
-        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
-    ] = 0
-    cpus: Annotated[str, typer.Option("--cpus", help="CPUs per pod.")] = ""
-    memory: Annotated[str, typer.Option("--memory", help="Memory per pod, such as 64Gi.")] = ""
-    instance_type: Annotated[
-        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Instance type of the nodes.")
-    ] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VolumeOptions:
-    """Persistent volume claims."""
-
-    PANEL: ClassVar[str] = "Volumes"
-
-    claim: Annotated[
-        list[str] | None,
-        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
-    ] = None
-    claim_size: Annotated[
-        str, typer.Option("--claim-size", help="Create the claims with this size, such as 1200Gi.")
-    ] = ""
-    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of created claims.")] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionOptions:
-    """What is installed on the cluster."""
-
-    PANEL: ClassVar[Panel] = Panel("Versions", rare=True)
-
-    runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed"
-    trainer_version: Annotated[
-        str, typer.Option("--trainer-version", help="Kubeflow Trainer version of a trainjob.")
-    ] = "2.3"
-    kubernetes_version: Annotated[
-        str | None,
-        typer.Option("--kubernetes-version", help="Kubernetes version of the cluster [default: from kubectl]."),
-    ] = None
+from ..launch.job_script import parse_exports, with_environment
+from ..launch.kubernetes import KubernetesJob, ManifestKind, apply, manifests, usable_save_s
+from ..launch.options import SINGLE_NODE, ExitOptions
+from .common import need_torch
+from .launch import COMMAND_LAST, check_command, launch, run_processes
 
 
 @launch.command("kubernetes", context_settings=COMMAND_LAST)
 @grouped
-def launch_kubernetes(
-    arguments: Arguments,
-    image: Annotated[str, typer.Option("--image", envvar="IMAGE_URI", help="Container image.")],
-    kind: Annotated[
-        ManifestKind,
-        typer.Option("--kind", help="Kubeflow pytorchjob or trainjob, indexed-job, or job for a data command."),
-    ] = ManifestKind.PYTORCHJOB,
-    *,
-    processes: ProcessOptions,
-    pod: PodOptions,
-    volumes: VolumeOptions,
-    versions: VersionOptions,
-    nodes: NodeCount = None,
-    job_name: JobName = "dynmo",
-    namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")] = "default",
-    export: Exports = None,
-    max_restarts: MaxRestarts = 3,
-    save_s: Annotated[
-        int, typer.Option("--save-s", min=0, max=MAX_COUNT, help="Seconds that a pod has to save at termination.")
-    ] = 60,
-    dry_run: DryRun = False,
-) -> None:
+def launch_kubernetes(job: KubernetesJob) -> None:
     """Run COMMAND in pods: apply the manifests with kubectl, or print them with --dry-run.
 
     COMMAND is a command of dynmo-train, or with --kind job any program, such as `dynmo-prep binarize ...`. Environment
     variables (NUM_LAYERS, HIDDEN_SIZE, TENSOR_PARALLEL, ...) override sizes in COMMAND.
     """
-    from ..launch.job_script import parse_exports, with_environment
-    from ..launch.kubernetes import KubernetesJob, apply, parse_claim, parse_version, usable_save_s
-
-    if kind is not ManifestKind.DATA:
-        check_command(arguments)
-    min_nodes, max_nodes = parse_node_range("--nodes", nodes or "1")
-    if min_nodes != max_nodes and kind in (ManifestKind.TRAINJOB, ManifestKind.DATA):
-        raise UsageError(
-            f"--nodes {nodes}: must be a fixed number with --kind {kind}; use --nodes N, or --kind pytorchjob"
-        )
-    job = KubernetesJob(
-        name=job_name,
-        image=image,
-        arguments=with_environment(arguments, os.environ),
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        nproc=processes.nproc,
-        gpus=processes.gpus,
-        efa=pod.efa,
-        cpus=pod.cpus,
-        memory=pod.memory,
-        instance_type=pod.instance_type,
-        namespace=namespace,
-        claims=tuple(parse_claim(text) for text in volumes.claim or ()),
-        environment=parse_exports(export or ()),
-        max_restarts=max_restarts,
-        save_s=save_s,
-        runtime=versions.runtime,
-        trainer=parse_version("--trainer-version", versions.trainer_version),
-    )
-    if kind is ManifestKind.TRAINJOB and usable_save_s(job) < save_s:
+    if job.kind is not ManifestKind.DATA:
+        check_command(job.arguments)
+    job = replace(job, arguments=list(with_environment(job.arguments, os.environ)))
+    if job.kind is ManifestKind.TRAINJOB and usable_save_s(job) < job.save_s:
         print_message(
-            f"warning: --save-s {save_s}: Kubeflow Trainer {versions.trainer_version} cannot change the grace period of"
+            f"warning: --save-s {job.save_s}: Kubeflow Trainer {job.trainer_version} cannot change the grace period of"
             f" pods; the manifest has --save-s {usable_save_s(job)}. Use Trainer 2.3, or --kind pytorchjob"
         )
-    text, requirements = _documents(kind, job, volumes, versions.kubernetes_version)
-    emit(text.rstrip("\n")) if dry_run else print_message(apply(text, requirements))
+    text, requirements = manifests(job)
+    emit(text.rstrip("\n")) if job.dry_run else print_message(apply(text, requirements))
 
 
 # Default hostfile of DeepSpeed's launcher.
@@ -219,12 +59,7 @@ def _check_single_host(flag: str, hosts: int | None) -> None:
         raise UsageError(f"{flag} {hosts}: must be 1 without --hostfile; give --hostfile FILE")
 
 
-def _hosts_text(count: int, include: str | None, exclude: str | None) -> str:
-    source = "the hostfile" + (" with --include" if include else " with --exclude" if exclude else "")
-    return f"{source} has {count} host{'' if count == 1 else 's'}; add hosts, or use a smaller number"
-
-
-def _local_slots(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
+def _local_slots(options: HostfileOptions) -> Host:
     """This machine as the only host: its GPUs, or ``--num-gpus`` CPU processes on a machine without GPU.
 
     Raises:
@@ -233,18 +68,18 @@ def _local_slots(include: str | None, exclude: str | None, num_nodes: int | None
     need_torch()
     import torch
 
-    from ..launch.hostfile import Host, filter_hosts
-
-    _check_single_host("--num-nodes", num_nodes)
+    num_gpus = options.num_gpus
+    _check_single_host("--num-nodes", options.num_nodes)
     found = torch.cuda.device_count()
     if not found and not num_gpus:
         raise UsageError("this machine has no GPU; give --num-gpus N for N CPU processes, or --hostfile FILE")
     if found and (num_gpus or 1) > found:
         raise UsageError(f"--num-gpus {num_gpus}: must be at most the {found} of this machine")
-    (host,) = filter_hosts([Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))], include, exclude)
+    here = Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))
+    (host,) = filter_hosts([here], options.include, options.exclude)
     if found and num_gpus and num_gpus > len(host.slots):
         raise UsageError(f"--num-gpus {num_gpus}: must be at most the {len(host.slots)} after --include and --exclude")
-    return Host(name=host.name, slots=host.slots[:num_gpus])
+    return replace(host, slots=host.slots[:num_gpus])
 
 
 def _visible_devices(host: Host) -> dict[str, str]:
@@ -258,113 +93,63 @@ def _visible_devices(host: Host) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in host.slots)}
 
 
-def _launch_locally(
-    arguments: list[str], host: Host, environment: Mapping[str, str], log_dir: str, max_restarts: int, *, dry_run: bool
-) -> int:
+def _launch_locally(options: HostfileOptions) -> int:
     """Run COMMAND in one process per slot of this machine, and return the exit code."""
-    import shlex
-
-    from ..launch.rendezvous import NodeConfig
-
-    if dry_run:
-        options = ("--nproc", str(len(host.slots)), "--max-restarts", str(max_restarts), "--log-dir", log_dir)
+    _check_single_host("--min-nodes", options.min_nodes)
+    host = _local_slots(options)
+    environment = parse_exports(options.export or ()) | (_visible_devices(host) if options.devices else {})
+    nproc, restarts = len(host.slots), options.max_restarts
+    if options.dry_run:
+        words = ("--nproc", str(nproc), "--max-restarts", str(restarts), "--log-dir", options.log_dir)
         variables = [f"{name}={value}" for name, value in environment.items()]
-        emit(shlex.join([*variables, "dynmo-train", "launch", "local", *options, "--", *arguments]))
+        emit(shlex.join([*variables, "dynmo-train", "launch", "local", *words, "--", *options.arguments]))
         return 0
     os.environ.update(environment)
-    return run_processes(arguments, len(host.slots), Path(log_dir), max_restarts, GRACE_S, SAVE_S, NodeConfig())
+    exits = ExitOptions(max_restarts=restarts)
+    return run_processes(options.arguments, nproc, Path(options.log_dir), exits, SINGLE_NODE)
+
+
+def _selected_hosts(options: HostfileOptions, file: Path) -> list[Host]:
+    """The hosts and slots of a file that the options select.
+
+    Raises:
+        UsageError: more hosts or slots than the file has, or an invalid file.
+    """
+    hosts = filter_hosts(read_hostfile(file), options.include, options.exclude)
+    num_nodes, num_gpus = options.num_nodes, options.num_gpus
+    if num_nodes is not None and num_nodes > len(hosts):
+        source = "the hostfile" + (
+            " with --include" if options.include else " with --exclude" if options.exclude else ""
+        )
+        raise UsageError(
+            f"--num-nodes {num_nodes}: {source} has {len(hosts)} host{'' if len(hosts) == 1 else 's'}; add hosts, or"
+            " use a smaller number"
+        )
+    hosts = hosts[:num_nodes]
+    if short := [host.name for host in hosts if len(host.slots) < (num_gpus or 0)]:
+        raise UsageError(f"--num-gpus {num_gpus}: must be at most the slots of a host; {', '.join(short)} has fewer")
+    if options.min_nodes is not None and options.min_nodes > len(hosts):
+        raise UsageError(f"--min-nodes {options.min_nodes}: must be at most {len(hosts)}, the number of hosts")
+    return [replace(host, slots=host.slots[:num_gpus]) for host in hosts]
 
 
 @launch.command("hostfile", context_settings=COMMAND_LAST)
-def launch_hostfile(
-    arguments: Arguments,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines [default: only this machine]."),
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option("--include", "-i", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots to use.")
-    ] = None,
-    exclude: Annotated[
-        str | None, typer.Option("--exclude", "-e", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots not to use.")
-    ] = None,
-    num_nodes: Annotated[
-        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, max=MAX_RANKS, help="Number of hosts to use.")
-    ] = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Number of slots to use per host."),
-    ] = None,
-    min_nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--min-nodes", min=1, max=MAX_RANKS, help="Minimum number of hosts to continue with [default: all]."
-        ),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option("--master-addr", "--master_addr", help="Address of the first host [default: its name]."),
-    ] = None,
-    master_port: Annotated[
-        int, typer.Option("--master-port", "--master_port", min=1, max=65535, help="Port on the first host.")
-    ] = 29500,
-    ssh: Annotated[str, typer.Option("--ssh", help="Remote shell command.")] = "ssh -o BatchMode=yes",
-    devices: Annotated[
-        bool, typer.Option("--devices/--no-devices", help="Set CUDA_VISIBLE_DEVICES to the slots of the host.")
-    ] = True,
-    export: Exports = None,
-    log_dir: LogFolder = "logs",
-    max_restarts: MaxRestarts = 0,
-    dry_run: DryRun = False,
-) -> None:
+@grouped
+def launch_hostfile(options: HostfileOptions) -> None:
     """Run COMMAND on the hosts of a file over ssh, in this folder, and print the output of rank 0.
 
     Without a file, run --num-gpus processes on this machine, by default one per GPU, as DeepSpeed's launcher does.
     """
-    check_command(arguments)
-    import shlex
-
-    from ..launch.hostfile import (
-        HostJob,
-        filter_hosts,
-        forwarded_environment,
-        host_command,
-        read_hostfile,
-        run_on_hosts,
-    )
-    from ..launch.job_script import parse_exports
-
-    if hostfile is None and not DEFAULT_HOSTFILE.is_file():
-        _check_single_host("--min-nodes", min_nodes)
-        host = _local_slots(include, exclude, num_nodes, num_gpus)
-        here = parse_exports(export or ()) | (_visible_devices(host) if devices else {})
-        raise typer.Exit(_launch_locally(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))
-    hosts = filter_hosts(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)
-    if num_nodes is not None and num_nodes > len(hosts):
-        raise UsageError(f"--num-nodes {num_nodes}: {_hosts_text(len(hosts), include, exclude)}")
-    hosts = hosts[:num_nodes]
-    if num_gpus:
-        if short := [host.name for host in hosts if len(host.slots) < num_gpus]:
-            raise UsageError(
-                f"--num-gpus {num_gpus}: must be at most the slots of a host; {', '.join(short)} has fewer"
-            )
-        hosts = [type(host)(name=host.name, slots=host.slots[:num_gpus]) for host in hosts]
-    if min_nodes is not None and min_nodes > len(hosts):
-        raise UsageError(f"--min-nodes {min_nodes}: must be at most {len(hosts)}, the number of hosts")
-    job: HostJob = HostJob(
-        hosts=tuple(hosts),
-        arguments=tuple(arguments),
-        options=("--max-restarts", str(max_restarts), "--log-dir", log_dir),
-        environment=forwarded_environment(os.environ, parse_exports(export or ())),
+    check_command(options.arguments)
+    if options.hostfile is None and not DEFAULT_HOSTFILE.is_file():
+        raise typer.Exit(_launch_locally(options))
+    job = HostJob(
+        options=options,
+        hosts=tuple(_selected_hosts(options, options.hostfile or DEFAULT_HOSTFILE)),
+        environment=forwarded_environment(os.environ, parse_exports(options.export or ())),
         folder=str(Path.cwd()),
-        min_nodes=min_nodes or len(hosts),
-        master_addr=master_addr or hosts[0].name,
-        master_port=master_port,
-        ssh=tuple(shlex.split(ssh)),
-        devices=devices,
     )
-    if dry_run:
-        for rank in range(len(hosts)):
-            emit(shlex.join(host_command(job, rank)))
-        return
-    raise typer.Exit(run_on_hosts(job))
+    if not options.dry_run:
+        raise typer.Exit(run_on_hosts(job))
+    for rank in range(len(job.hosts)):
+        emit(shlex.join(host_command(job, rank)))

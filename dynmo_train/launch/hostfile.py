@@ -13,12 +13,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from .._common.console import print_message
-from .._common.document import MAX_JOBS
+from .._common.document import MAX_JOBS, MAX_RANKS
 from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
 from ..formats.input_text import read_input
 from .exit_status import shell_exit_code
+from .options import Arguments, DryRun, Exports, LogFolder, MaxRestarts
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
 # Environment variables that are forwarded to other hosts.
@@ -110,34 +114,72 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostfileOptions:
+    """A command on the hosts of a file, or on this machine."""
+
+    arguments: Arguments
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines [default: only this machine]."),
+    ] = None
+    include: Annotated[
+        str | None, typer.Option("--include", "-i", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots to use.")
+    ] = None
+    exclude: Annotated[
+        str | None, typer.Option("--exclude", "-e", metavar="HOST@HOST:SLOT,SLOT", help="Hosts and slots not to use.")
+    ] = None
+    num_nodes: Annotated[
+        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, max=MAX_RANKS, help="Number of hosts to use.")
+    ] = None
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Number of slots to use per host."),
+    ] = None
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nodes", min=1, max=MAX_RANKS, help="Minimum number of hosts to continue with [default: all]."
+        ),
+    ] = None
+    master_addr: Annotated[
+        str | None,
+        typer.Option("--master-addr", "--master_addr", help="Address of the first host [default: its name]."),
+    ] = None
+    master_port: Annotated[
+        int, typer.Option("--master-port", "--master_port", min=1, max=65535, help="Port on the first host.")
+    ] = 29500
+    ssh: Annotated[str, typer.Option("--ssh", help="Remote shell command.")] = "ssh -o BatchMode=yes"
+    devices: Annotated[
+        bool, typer.Option("--devices/--no-devices", help="Set CUDA_VISIBLE_DEVICES to the slots of the host.")
+    ] = True
+    export: Exports = None
+    log_dir: LogFolder = "logs"
+    max_restarts: MaxRestarts = 0
+    dry_run: DryRun = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostJob:
     """A launch on several hosts.
 
     Attributes:
+        options: the command and its options.
         hosts: hosts in the order of their node ranks.
-        arguments: command of ``dynmo-train``.
-        options: additional options of ``launch node``.
         environment: environment variables of each host.
         folder: working directory on each host.
-        min_nodes: minimum number of hosts to continue with.
-        master_addr: address of the first host.
-        master_port: port of the rendezvous store.
-        ssh: remote shell command.
         program: program on each host.
-        devices: whether to set ``CUDA_VISIBLE_DEVICES`` to the slots.
     """
 
+    options: HostfileOptions
     hosts: tuple[Host, ...]
-    arguments: tuple[str, ...]
-    options: tuple[str, ...]
     environment: Mapping[str, str]
     folder: str
-    min_nodes: int
-    master_addr: str
-    master_port: int
-    ssh: tuple[str, ...]
     program: tuple[str, ...] = (sys.executable, "-m", "dynmo_train")
-    devices: bool = False
+
+    @property
+    def min_nodes(self) -> int:
+        """Minimum number of hosts to continue with."""
+        return self.options.min_nodes or len(self.hosts)
 
 
 def forwarded_environment(environment: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:
@@ -150,17 +192,19 @@ def forwarded_environment(environment: Mapping[str, str], exported: Mapping[str,
 
 def host_command(job: HostJob, rank: int) -> list[str]:
     """The local command that starts node ``rank`` on its host; words for the remote shell are quoted."""
-    host = job.hosts[rank]
+    options, host = job.options, job.hosts[rank]
+    master_addr = options.master_addr or job.hosts[0].name
     node = [
         *job.program,
         *("launch", "node", "--nproc", str(len(host.slots)), "--nnodes", f"{job.min_nodes}:{len(job.hosts)}"),
-        *("--node-rank", str(rank), "--master-addr", job.master_addr, "--master-port", str(job.master_port)),
-        *("--end-with-stdin", *job.options, "--", *job.arguments),
+        *("--node-rank", str(rank), "--master-addr", master_addr, "--master-port", str(options.master_port)),
+        *("--end-with-stdin", "--max-restarts", str(options.max_restarts), "--log-dir", options.log_dir),
+        *("--", *options.arguments),
     ]
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if job.devices else {}
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if options.devices else {}
     variables = [f"{name}={value}" for name, value in {**job.environment, **devices}.items()]
     line = f"cd {shlex.quote(job.folder)} && exec env {shlex.join([*variables, *node])}"
-    return [*job.ssh, host.name, line]
+    return [*shlex.split(options.ssh), host.name, line]
 
 
 def _print_lines(lines: Iterable[str], prefix: str) -> None:
@@ -232,7 +276,9 @@ def run_on_hosts(job: HostJob) -> int:
         for reader in readers:
             reader.join()
     except FileNotFoundError as error:
-        raise UsageError(f"--ssh {job.ssh[0]}: not found on PATH; give the command of a remote shell") from error
+        raise UsageError(
+            f"--ssh {shlex.split(job.options.ssh)[0]}: not found on PATH; give the command of a remote shell"
+        ) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -10,12 +10,27 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar
 
-from .._common.document import parse_any_json
+import typer
+
+from .._common.document import MAX_COUNT, MAX_JOBS, parse_any_json
 from .._common.errors import DynmoError, UsageError
+from .._common.panel import Panel
+from .job_script import parse_exports
+from .options import (
+    Arguments,
+    DryRun,
+    Exports,
+    JobName,
+    MaxRestarts,
+    NodeCount,
+    ProcessOptions,
+    parse_node_range,
+)
 
 PORT = 29500
 Version = tuple[int, int]
@@ -42,36 +57,113 @@ class Claim:
     path: str
 
 
+class ManifestKind(StrEnum):
+    """Kind of the Kubernetes object that runs the command."""
+
+    PYTORCHJOB = "pytorchjob"
+    TRAINJOB = "trainjob"
+    INDEXED = "indexed-job"
+    DATA = "job"
+
+
 @dataclass(frozen=True, kw_only=True)
-class KubernetesJob:
-    """A job of ``min_nodes`` to ``max_nodes`` pods with ``nproc`` processes and ``gpus`` devices each.
+class PodOptions:
+    """Resources of a pod."""
 
-    A pod that is terminated has ``save_s`` seconds to save.
-    """
+    PANEL: ClassVar[str] = "Pod"
 
-    name: str
-    image: str
-    arguments: tuple[str, ...]
-    min_nodes: int = 1
-    max_nodes: int = 1
-    nproc: int = 1
-    gpus: int = 0
-    efa: int = 0
-    cpus: str = ""
-    memory: str = ""
-    instance_type: str = ""
-    namespace: str = "default"
-    claims: tuple[Claim, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    max_restarts: int = 3
-    save_s: int = 60
-    runtime: str = "torch-distributed"
-    trainer: Version = (2, 3)
+    efa: Annotated[
+        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices per node.")
+    ] = 0
+    cpus: Annotated[str, typer.Option("--cpus", help="CPUs per pod.")] = ""
+    memory: Annotated[str, typer.Option("--memory", help="Memory per pod, such as 64Gi.")] = ""
+    instance_type: Annotated[
+        str, typer.Option("--instance-type", envvar="INSTANCE_TYPE", help="Instance type of the nodes.")
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeOptions:
+    """Persistent volume claims."""
+
+    PANEL: ClassVar[str] = "Volumes"
+
+    claim: Annotated[
+        list[str] | None,
+        typer.Option("--claim", metavar="NAME:/PATH", help="Persistent volume claim and its mount path; repeatable."),
+    ] = None
+    claim_size: Annotated[
+        str, typer.Option("--claim-size", help="Create the claims with this size, such as 1200Gi.")
+    ] = ""
+    storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of created claims.")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionOptions:
+    """What is installed on the cluster."""
+
+    PANEL: ClassVar[str] = Panel("Versions", rare=True)
+
+    runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed"
+    trainer_version: Annotated[
+        str, typer.Option("--trainer-version", help="Kubeflow Trainer version of a trainjob.")
+    ] = "2.3"
+    kubernetes_version: Annotated[
+        str | None,
+        typer.Option("--kubernetes-version", help="Kubernetes version of the cluster [default: from kubectl]."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob(VersionOptions, VolumeOptions, PodOptions, ProcessOptions):
+    """A command in Kubernetes pods; a pod that is terminated has ``save_s`` seconds to save."""
+
+    arguments: Arguments
+    image: Annotated[str, typer.Option("--image", envvar="IMAGE_URI", help="Container image.")]
+    kind: Annotated[
+        ManifestKind,
+        typer.Option("--kind", help="Kubeflow pytorchjob or trainjob, indexed-job, or job for a data command."),
+    ] = ManifestKind.PYTORCHJOB
+    nodes: NodeCount = None
+    job_name: JobName = "dynmo"
+    namespace: Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")] = "default"
+    export: Exports = None
+    max_restarts: MaxRestarts = 3
+    save_s: Annotated[
+        int, typer.Option("--save-s", min=0, max=MAX_COUNT, help="Seconds that a pod has to save at termination.")
+    ] = 60
+    dry_run: DryRun = False
 
     def __post_init__(self) -> None:
-        for option, value in (("--job-name", self.name), ("--namespace", self.namespace)):
+        if self.min_nodes != self.max_nodes and self.kind in (ManifestKind.TRAINJOB, ManifestKind.DATA):
+            raise UsageError(
+                f"--nodes {self.nodes}: must be a fixed number with --kind {self.kind}; use --nodes N, or"
+                " --kind pytorchjob"
+            )
+        for option, value in (("--job-name", self.job_name), ("--namespace", self.namespace)):
             if not _NAME.fullmatch(value):
                 raise UsageError(f"{option} {value!r}: must be at most 53 lowercase letters, digits and dashes")
+        parse_version("--trainer-version", self.trainer_version)  # also refused with another --kind
+
+    @property
+    def min_nodes(self) -> int:
+        """Minimum number of pods."""
+        return parse_node_range("--nodes", self.nodes or "1")[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """Maximum number of pods."""
+        return parse_node_range("--nodes", self.nodes or "1")[1]
+
+    @property
+    def claims(self) -> list[Claim]:
+        """The persistent volume claims."""
+        return [parse_claim(text) for text in self.claim or ()]
+
+    @property
+    def trainer(self) -> Version:
+        """The version of Kubeflow Trainer."""
+        return parse_version("--trainer-version", self.trainer_version)
 
 
 def parse_claim(text: str) -> Claim:
@@ -110,7 +202,7 @@ def _volumes(job: KubernetesJob) -> list[dict[str, Any]]:
 
 def _environment(job: KubernetesJob) -> list[dict[str, str]]:
     fabric = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"} if job.efa else {}
-    return [{"name": name, "value": value} for name, value in {**fabric, **job.environment}.items()]
+    return [{"name": name, "value": value} for name, value in {**fabric, **parse_exports(job.export or ())}.items()]
 
 
 def _pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
@@ -225,13 +317,13 @@ def check_version(requirements: Sequence[Requirement], product: str, version: Ve
 def _launcher(job: KubernetesJob) -> list[str]:
     return [
         *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.min_nodes}:{job.max_nodes}"),
-        *("--job", job.name, "--max-restarts", str(job.max_restarts)),
+        *("--job", job.job_name, "--max-restarts", str(job.max_restarts)),
         *("--save-s", str(job.save_s), "--", *job.arguments),
     ]
 
 
 def _metadata(job: KubernetesJob) -> dict[str, Any]:
-    return {"name": job.name, "namespace": job.namespace}
+    return {"name": job.job_name, "namespace": job.namespace}
 
 
 def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
@@ -322,11 +414,11 @@ def _pod_overrides(version: Version, pod: dict[str, Any]) -> dict[str, Any]:
 
 def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
     """An indexed ``Job`` for a cluster without Kubeflow, and the headless service for the host names of its pods."""
-    address = f"{job.name}-0.{job.name}"
+    address = f"{job.job_name}-0.{job.job_name}"
     text = f'export NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{address}" MASTER_PORT={PORT} && {_EXEC_ARGUMENTS}'
     container = _container(job, "dynmo", ["bash", "-c", text, *_launcher(job)])
     container["ports"] = [{"containerPort": PORT, "name": "rendezvous"}]
-    pod = {**_training_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.name}
+    pod = {**_training_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.job_name}
     spec = {
         "completionMode": "Indexed",
         "completions": job.max_nodes,
@@ -344,7 +436,7 @@ def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # the rendezvous precedes readiness
-            "selector": {"job-name": job.name},
+            "selector": {"job-name": job.job_name},
             "ports": [{"name": "rendezvous", "port": PORT}],
         },
     }
@@ -353,18 +445,18 @@ def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
 
 def data_job(job: KubernetesJob) -> dict[str, Any]:
     """A ``Job`` that runs a command once, to download or prepare data."""
-    container = _container(job, job.name, list(job.arguments))
+    container = _container(job, job.job_name, list(job.arguments))
     pod = {**_pod(job, container), "restartPolicy": "OnFailure"}
     spec = {"backoffLimit": job.max_restarts, "template": {"spec": pod}}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}
 
 
-def volume_claim(claim: Claim, namespace: str, size: str, storage_class: str) -> dict[str, Any]:
-    """A volume claim to which all pods can write."""
-    spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}}
-    if storage_class:
-        spec["storageClassName"] = storage_class
-    metadata = {"name": claim.name, "namespace": namespace}
+def volume_claim(claim: Claim, job: KubernetesJob) -> dict[str, Any]:
+    """A volume claim to which all pods of a job can write."""
+    spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": job.claim_size}}}
+    if job.storage_class:
+        spec["storageClassName"] = job.storage_class
+    metadata = {"name": claim.name, "namespace": job.namespace}
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
@@ -412,3 +504,29 @@ def apply(text: str, requirements: Sequence[Requirement] = ()) -> str:
         required = f"; it requires {' and '.join(each.text for each in requirements)}" if requirements else ""
         raise DynmoError(f"kubectl rejected the manifest: {done.stderr.strip()}{required}")
     return done.stdout.strip()
+
+
+def manifests(job: KubernetesJob) -> tuple[str, list[Requirement]]:
+    """The manifests of a job as YAML, and the versions that they require.
+
+    Raises:
+        UsageError: the cluster is older than the manifests require.
+    """
+    requirements_of: Mapping[ManifestKind, Callable[[KubernetesJob], list[Requirement]]] = {
+        ManifestKind.PYTORCHJOB: pytorch_requirements,
+        ManifestKind.TRAINJOB: trainer_requirements,
+        ManifestKind.INDEXED: indexed_requirements,
+    }
+    requirements = requirements_of[job.kind](job) if job.kind in requirements_of else []
+    if job.kubernetes_version is not None:
+        option = "--kubernetes-version"
+        check_version(requirements, "Kubernetes", parse_version(option, job.kubernetes_version), option)
+
+    claims = [volume_claim(claim, job) for claim in job.claims if job.claim_size]
+    objects = {
+        ManifestKind.PYTORCHJOB: lambda: [pytorch_job(job)],
+        ManifestKind.TRAINJOB: lambda: [train_job(job)],
+        ManifestKind.INDEXED: lambda: indexed_job(job),
+        ManifestKind.DATA: lambda: [data_job(job)],
+    }[job.kind]()
+    return to_yaml([*claims, *objects], requirements), requirements

@@ -31,12 +31,12 @@ from .exit_status import (
     usage_message,
 )
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import (
     FINISHED,
     RESTART_JOIN_S,
     SIGNALED,
     Decision,
-    NodeConfig,
     NodeResult,
     Rendezvous,
     RendezvousLostError,
@@ -55,8 +55,7 @@ class LocalLaunch:
         nproc: number of processes.
         arguments: arguments of ``command``.
         log_dir: folder of process logs.
-        grace_s: seconds that processes have to exit after a failure elsewhere.
-        save_s: seconds that processes have to save if the launcher receives a signal.
+        exits: what follows a failure or a signal.
         command: program of each process.
         nodes: this node and the rendezvous.
     """
@@ -64,10 +63,9 @@ class LocalLaunch:
     nproc: int
     arguments: tuple[str, ...]
     log_dir: Path
-    grace_s: float = 5.0
-    save_s: float = 60.0
+    exits: ExitOptions = field(default_factory=ExitOptions)
     command: tuple[str, ...] = WORKER
-    nodes: NodeConfig = field(default_factory=NodeConfig)
+    nodes: NodeConfig = SINGLE_NODE
 
     @property
     def shutdown_file(self) -> Path:
@@ -128,25 +126,24 @@ class _Launcher:
     launch: LocalLaunch
     rendezvous: Rendezvous
     launch_file: Path
-    max_restarts: int
     restarts: int = 0
     workers: int | None = None
 
     def _worker_group(self, current: Round) -> WorkerGroupConfig:
         launch, nodes = self.launch, self.launch.nodes
-        index = current.members.index(nodes.rank)
-        log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.rank}"
+        index = current.members.index(nodes.node_rank)
+        log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.node_rank}"
         return WorkerGroupConfig(
             name=f"round-{current.number - 1}",
             nproc=current.processes[index],
             command=(*launch.command, *launch.arguments, *current.extra_flags),
             log_dir=log_dir,
-            grace_s=launch.grace_s,
-            save_s=launch.save_s,
+            grace_s=launch.exits.grace_s,
+            save_s=launch.exits.save_s,
             shutdown_file=launch.shutdown_file,
             index=index,
             count=len(current.members),
-            host=nodes.host,
+            host=nodes.master_addr,
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
         )
@@ -156,7 +153,7 @@ class _Launcher:
 
     def _decide(self, current: Round, own: list[Failure]) -> Decision:
         """On node 0, decide what follows the round from the results of all nodes."""
-        results, lost = self.rendezvous.collect_results(self.launch.grace_s + self.launch.nodes.node_timeout_s)
+        results, lost = self.rendezvous.collect_results(self.launch.exits.grace_s + self.launch.nodes.node_timeout_s)
         failures = [
             Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures
         ] or own
@@ -165,7 +162,9 @@ class _Launcher:
             print_message(f"dynmo-train: lost node {', '.join(map(str, lost))}")
         run_dir = self._run_dir()
         is_relaunch = code == EXIT_RELAUNCH and not lost
-        if run_dir is None or (not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.max_restarts)):
+        if run_dir is None or (
+            not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.launch.exits.max_restarts)
+        ):
             message = "a process requested a restart before it created a run directory" if is_relaunch else ""
             return Decision(restart=False, code=shell_exit_code(code), message=message)
         self.restarts += 0 if is_relaunch else 1
@@ -219,7 +218,7 @@ class _Launcher:
         try:
             failures = run_worker_group(self._worker_group(current))
         except PeerFailureError as error:
-            print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.rank}: {error}")
+            print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
         except SystemExit:
             self.rendezvous.leave(SIGNALED)
@@ -227,15 +226,15 @@ class _Launcher:
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
-            report_failures(failures, has_rank0=current.members.index(self.launch.nodes.rank) == 0)
+            report_failures(failures, has_rank0=current.members.index(self.launch.nodes.node_rank) == 0)
         return failures
 
     def _next_decision(self, current: Round, failures: list[Failure]) -> Decision:
         """Report the failures and return the decision of node 0."""
         nodes = self.launch.nodes
-        self.rendezvous.report(NodeResult(node=nodes.rank, failures=tuple((f.rank, f.code) for f in failures)))
+        self.rendezvous.report(NodeResult(node=nodes.node_rank, failures=tuple((f.rank, f.code) for f in failures)))
         if not self.rendezvous.is_leader:
-            return self.rendezvous.wait_for_decision(self.launch.grace_s + 2 * nodes.node_timeout_s)
+            return self.rendezvous.wait_for_decision(self.launch.exits.grace_s + 2 * nodes.node_timeout_s)
         decision = self._decide(current, failures)
         self.rendezvous.publish_decision(decision)
         if decision.restart:
@@ -265,8 +264,8 @@ class _Launcher:
         return decision.code
 
 
-def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
-    """Launch a run; restart it when a process exits with 75, and at most ``max_restarts`` times after failures.
+def launch_local(launch: LocalLaunch) -> int:
+    """Launch a run; restart it when a process exits with 75, and at most ``--max-restarts`` times after failures.
 
     Returns:
         0, or the exit code of the process that failed; 75 if node 0 is lost.
@@ -280,21 +279,21 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
         raise UsageError(f"cannot create the log folder {launch.log_dir}: {reason(error)}") from error
     launch_file = launch.log_dir / "run_dir"
     # Of an earlier launch with the same log folder; a restart would resume its run.
-    if launch.nodes.rank == 0:
+    if launch.nodes.node_rank == 0:
         launch_file.unlink(missing_ok=True)
     os.environ.update(
         worker_environment(
             os.environ,
             launcher=os.getpid(),
             launch_file=launch_file,
-            grace_s=launch.grace_s,
-            save_s=launch.save_s,
+            grace_s=launch.exits.grace_s,
+            save_s=launch.exits.save_s,
             shutdown_file=launch.shutdown_file.absolute(),
-            interface=interface_towards(launch.nodes.host),
+            interface=interface_towards(launch.nodes.master_addr),
         )
     )
     try:
-        return _Launcher(launch, Rendezvous(launch.nodes), launch_file, max_restarts).run()
+        return _Launcher(launch, Rendezvous(launch.nodes), launch_file).run()
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

@@ -27,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
+from .options import NodeConfig
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store
@@ -43,39 +44,6 @@ class RendezvousLostError(DynmoError):
     """Node 0 with the store is unreachable; a scheduler should requeue the job (exit code 75)."""
 
     exit_code = EXIT_RELAUNCH
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeConfig:
-    """This node and the rendezvous.
-
-    Attributes:
-        rank: rank of this node, from 0.
-        min_nodes: minimum number of nodes of a round.
-        max_nodes: maximum number of nodes of a round.
-        host: host name or address of node 0.
-        port: port of the store; 0 selects a free port, for a single node.
-        name: name of the launch.
-        join_timeout_s: seconds to wait for the other nodes.
-        node_timeout_s: seconds without heartbeat after which a node is lost.
-    """
-
-    rank: int = 0
-    min_nodes: int = 1
-    max_nodes: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-    name: str = "dynmo"
-    join_timeout_s: float = 600.0
-    node_timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise UsageError(f"--nnodes {self.min_nodes}:{self.max_nodes}: must have 1 <= MIN <= MAX")
-        if not 0 <= self.rank < self.max_nodes:
-            raise UsageError(
-                f"--node-rank {self.rank}: must be 0 to {self.max_nodes - 1} with --nnodes {self.max_nodes}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,19 +130,19 @@ def _connect(nodes: NodeConfig, *, is_leader: bool) -> Store:
 
     try:
         return TCPStore(
-            nodes.host,
-            nodes.port,
+            nodes.master_addr,
+            nodes.master_port,
             is_master=is_leader,
             wait_for_workers=False,
             timeout=timedelta(seconds=nodes.join_timeout_s),
         )
     except (DistNetworkError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        place = f"{nodes.host}:{nodes.port}"
+        place = f"{nodes.master_addr}:{nodes.master_port}"
         raise UsageError(
             f"cannot open the rendezvous store at {place}: {first}; give another --master-port"
             if is_leader
-            else f"node {nodes.rank} cannot reach node 0 at {place} within {nodes.join_timeout_s:g} s: {first}"
+            else f"node {nodes.node_rank} cannot reach node 0 at {place} within {nodes.join_timeout_s:g} s: {first}"
         ) from error
 
 
@@ -190,9 +158,9 @@ class Rendezvous:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self.nodes = nodes
-        store = _connect(nodes, is_leader=nodes.rank == 0)
-        self.port = store.port if isinstance(store, TCPStore) else nodes.port
-        self.store: PrefixStore = PrefixStore(nodes.name, store)
+        store = _connect(nodes, is_leader=nodes.node_rank == 0)
+        self.port = store.port if isinstance(store, TCPStore) else nodes.master_port
+        self.store: PrefixStore = PrefixStore(nodes.job, store)
         self._process_stores: list[Store] = []
         self._observations = _Observations()
         self._members: tuple[int, ...] = ()
@@ -204,7 +172,7 @@ class Rendezvous:
     @property
     def is_leader(self) -> bool:
         """Whether this is node 0."""
-        return self.nodes.rank == 0
+        return self.nodes.node_rank == 0
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats and observe the other members; runs in a thread with a separate connection."""
@@ -215,11 +183,11 @@ class Rendezvous:
         try:
             # A connection of its own: a request that blocks in the main thread would delay heartbeats.
             connection = TCPStore(
-                nodes.host, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s)
+                nodes.master_addr, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s)
             )
-            store = PrefixStore(nodes.name, connection)
+            store = PrefixStore(nodes.job, connection)
             while not self._stopped.wait(HEARTBEAT_S):
-                store.add(f"heartbeat/{nodes.rank}", 1)
+                store.add(f"heartbeat/{nodes.node_rank}", 1)
                 self._observations.answered_s = time.monotonic()
                 now, number = time.monotonic(), self._number
                 for node in self._members:
@@ -249,7 +217,7 @@ class Rendezvous:
         except RuntimeError as error:
             self._observations.store_lost = True
             raise RendezvousLostError(
-                f"lost node 0 at {self.nodes.host}:{self.port}, which hosts the rendezvous; launch again"
+                f"lost node 0 at {self.nodes.master_addr}:{self.port}, which hosts the rendezvous; launch again"
             ) from error
 
     def _has(self, key: str) -> bool:
@@ -325,13 +293,13 @@ class Rendezvous:
         """Open a store for the processes of a round, without keys of earlier rounds, and return its port."""
         from torch._C._distributed_c10d import TCPStore
 
-        store = TCPStore(self.nodes.host, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(self.nodes.master_addr, 0, is_master=True, wait_for_workers=False)
         self._process_stores = [store]  # releases the previous one
         return int(store.port)
 
     def _join(self, processes: int) -> Round:
         """On other nodes, register for the current or the next round, and wait for its members."""
-        rank, registered = self.nodes.rank, -1
+        rank, registered = self.nodes.node_rank, -1
         end = time.monotonic() + self.nodes.join_timeout_s
         while time.monotonic() < end:
             number = int(self._request(lambda: self.store.add("round", 0)))
@@ -363,7 +331,7 @@ class Rendezvous:
             return f"node {', '.join(map(str, silent))} sent no heartbeat for {self.nodes.node_timeout_s:g} s"
         if signaled := sorted(observed.signaled & set(self._members)):
             return f"node {', '.join(map(str, signaled))} received a signal"
-        if failed := sorted(self._failed_nodes() - {self.nodes.rank}):
+        if failed := sorted(self._failed_nodes() - {self.nodes.node_rank}):
             return f"processes of node {', '.join(map(str, failed))} failed"
         return None
 
@@ -396,7 +364,7 @@ class Rendezvous:
         finished = {
             node for node in self._members if self._has(f"left/{node}") and self._get(f"left/{node}") == FINISHED
         }
-        return results, sorted(set(self._members) - set(reported) - finished - {self.nodes.rank})
+        return results, sorted(set(self._members) - set(reported) - finished - {self.nodes.node_rank})
 
     def publish_decision(self, decision: Decision) -> None:
         """On node 0, publish what follows this round."""
@@ -419,13 +387,13 @@ class Rendezvous:
 
     def wait_for_others(self) -> None:
         """On node 0, wait for all other members: they need its store until they finish."""
-        others = set(self._members) - {self.nodes.rank}
+        others = set(self._members) - {self.nodes.node_rank}
         self._wait(lambda: others <= self._absent(others) | self._failed_nodes(), float("inf"))
 
     def leave(self, reason: str) -> None:
         """Leave for good; ``reason`` is ``FINISHED`` or ``SIGNALED``."""
         try:
-            self._set(f"left/{self.nodes.rank}", reason)
+            self._set(f"left/{self.nodes.node_rank}", reason)
         except RendezvousLostError:
             pass  # node 0 is gone: no other node can observe this
         finally:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from .._common.document import MAX_JOBS, MAX_RANKS
+import typer
+
+from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import DynmoError, UsageError
-from .job_script import bash_array, check_word, export_lines, shell_words
+from .job_script import bash_array, check_word, export_lines, parse_exports, shell_words
+from .options import BatchJob, NodeCount, Output, ScriptFile, parse_node_range
 
 # One step per node instead of one for all: a finished step releases its node, and the others continue.
 _BODY = """
@@ -78,31 +82,50 @@ class HetGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """A Slurm job: ``min_nodes`` to ``max_nodes`` nodes with ``nproc`` processes; empty strings omit options."""
+class SlurmOptions:
+    """What only Slurm has."""
 
-    arguments: tuple[str, ...]
-    name: str
-    min_nodes: int
-    max_nodes: int
-    nproc: int
-    gpus: int = 0
-    cpus: int = 0
-    time: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    output: str = "slurm-%x-%j.out"
-    array: int = 0
-    het_groups: tuple[HetGroup, ...] = ()
-    save_before_s: int = 120
-    max_restarts: int = 3
-    log_dir: str = "logs"
-    image: str = ""
-    mounts: tuple[str, ...] = ()
-    workdir: str = ""
-    exports: dict[str, str] = field(default_factory=dict)
-    extra_options: tuple[str, ...] = ()
+    PANEL: ClassVar[str] = "Slurm"
+
+    partition: Annotated[str, typer.Option("--partition", help="Slurm partition.")] = ""
+    account: Annotated[str, typer.Option("--account", help="Slurm account.")] = ""
+    qos: Annotated[str, typer.Option("--qos", help="Quality of service.")] = ""
+    array: Annotated[
+        int,
+        typer.Option("--array", min=0, max=MAX_COUNT, help="Number of sequential jobs; each resumes the run."),
+    ] = 0
+    het: Annotated[
+        list[str] | None,
+        typer.Option("--het", metavar="NODES:PARTITION[:GPUS]", help="Group of a heterogeneous job; repeatable."),
+    ] = None
+    save_before_s: Annotated[
+        int,
+        typer.Option(
+            "--save-before-s", min=1, max=MAX_COUNT, help="Seconds before the time limit at which to save and requeue."
+        ),
+    ] = 120
+    sbatch: Annotated[
+        list[str] | None, typer.Option("--sbatch", metavar="--OPTION=VALUE", help="Other option of sbatch; repeatable.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob(SlurmOptions, BatchJob):
+    """A command in a Slurm job."""
+
+    nodes: NodeCount = None
+    output: Output = "slurm-%x-%j.out"
+    script: ScriptFile = Path("dynmo.sbatch")
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Minimum and maximum number of nodes."""
+        return parse_node_range("--nodes", self.nodes or "1")
+
+    @property
+    def het_groups(self) -> list[HetGroup]:
+        """The groups of a heterogeneous job; empty for another job."""
+        return [parse_het_group(text) for text in self.het or ()]
 
 
 def parse_het_group(text: str) -> HetGroup:
@@ -138,9 +161,9 @@ def _request(nodes: str, partition: str, gpus: int, job: SlurmJob) -> str:
 
 def _head(job: SlurmJob) -> str:
     named = {
-        "--job-name": job.name,
+        "--job-name": job.job_name,
         "--output": job.output,
-        "--time": job.time,
+        "--time": job.time_limit,
         "--account": job.account,
         "--qos": job.qos,
         # One at a time: each element resumes from the checkpoint of the previous one.
@@ -148,12 +171,12 @@ def _head(job: SlurmJob) -> str:
     }
     lines = "".join(f"#SBATCH {option}={check_word(option, value)}\n" for option, value in named.items() if value)
     lines += "#SBATCH --requeue\n#SBATCH --open-mode=append\n"
-    if job.time:
+    if job.time_limit:
         lines += f"#SBATCH --signal=B:USR1@{job.save_before_s}\n"
-    for word in job.extra_options:
+    for word in job.sbatch or ():
         lines += f"#SBATCH {check_word('--sbatch', word)}\n"
     if not job.het_groups:
-        nodes = str(job.max_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes}-{job.max_nodes}"
+        nodes = "-".join(str(each) for each in dict.fromkeys(job.node_range))
         return lines + _request(nodes, job.partition, job.gpus, job)
     groups = [_request(str(group.nodes), group.partition, group.gpus, job) for group in job.het_groups]
     return lines + "#SBATCH hetjob\n".join(groups)
@@ -179,7 +202,7 @@ def _step(job: SlurmJob) -> list[str]:
         words.append(f"--het-group=0-{len(job.het_groups) - 1}")
     container = {
         "--container-image": job.image,
-        "--container-mounts": ",".join(job.mounts),
+        "--container-mounts": ",".join(job.mount or ()),
         "--container-workdir": job.workdir,
     }
     words += [f"{option}={check_word(option, value)}" for option, value in container.items() if value]
@@ -192,7 +215,7 @@ def slurm_script(job: SlurmJob) -> str:
     Raises:
         UsageError: a value is not a single word.
     """
-    min_nodes = str(job.min_nodes) if not job.het_groups else str(sum(group.nodes for group in job.het_groups))
+    min_nodes = str(job.node_range[0]) if not job.het_groups else str(sum(group.nodes for group in job.het_groups))
     launcher = ["dynmo-train", "launch", "node", "--nproc", str(job.nproc)]
     launcher += ["--nnodes", f'"{min_nodes}:${{#hosts[@]}}"', "--job", '"slurm-$SLURM_JOB_ID"']
     launcher += ["--max-restarts", str(job.max_restarts), "--save-s", str(job.save_before_s)]
@@ -202,7 +225,7 @@ def slurm_script(job: SlurmJob) -> str:
         + _head(job)
         + "\n# Generated by dynmo-train launch slurm. Environment variables override sizes: NUM_LAYERS=64 sbatch FILE\n"
         + "set -uo pipefail\n\n"
-        + export_lines(job.exports)
+        + export_lines(parse_exports(job.export or ()))
         + _hosts(job)
         + _BODY.lstrip("\n")
         + bash_array("step", _step(job))

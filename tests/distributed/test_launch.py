@@ -19,10 +19,12 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
+from dynmo_train.launch.options import ExitOptions
 nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
-launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s),
-                     save_s=float(save_s), command=(sys.executable, "-c", program))
-sys.exit(launch_local(launch, max_restarts=int(restarts)))
+exits = ExitOptions(grace_s=float(grace_s), save_s=float(save_s), max_restarts=int(restarts))
+launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), exits=exits,
+                     command=(sys.executable, "-c", program))
+sys.exit(launch_local(launch))
 """
 
 STUBBORN = """

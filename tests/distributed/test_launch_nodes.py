@@ -20,15 +20,15 @@ import sys
 from pathlib import Path
 from dynmo_train.launch import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
-from dynmo_train.launch.rendezvous import NodeConfig
+from dynmo_train.launch.options import ExitOptions, NodeConfig
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
 rendezvous.FIRST_JOIN_S = rendezvous.RESTART_JOIN_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
-nodes = NodeConfig(rank=int(rank), min_nodes=int(least), max_nodes=int(most), port=int(port), join_timeout_s=300,
+nodes = NodeConfig(node_rank=int(rank), nnodes=f"{least}:{most}", master_port=int(port), join_timeout_s=300,
               node_timeout_s=float(silence_s))
-launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), grace_s=1.0,
-                     command=(sys.executable, "-c", program), nodes=nodes)
-sys.exit(launch_local(launch, max_restarts=int(restarts)))
+launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), command=(sys.executable, "-c", program), nodes=nodes,
+                     exits=ExitOptions(grace_s=1.0, max_restarts=int(restarts)))
+sys.exit(launch_local(launch))
 """
 
 GROUP = """

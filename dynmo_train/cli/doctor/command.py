@@ -18,8 +18,9 @@ import typer
 from ..._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
 from ..._common.document import MAX_DOCUMENT_BYTES, MAX_JOBS, MAX_SIZE, read_any_json, write_whole
 from ..._common.errors import EXIT_FAILURE, UsageError
+from ...launch.options import SINGLE_NODE, ExitOptions
 from ..common import DeviceName, is_rank0, world_size
-from ..launch import GRACE_S, SAVE_S, run_processes
+from ..launch import run_processes
 from .accelerators import torch_findings
 from .findings import Finding, is_usable, report_lines
 from .system import disk, limits, network, packages, programs
@@ -87,14 +88,12 @@ def _default_ranks(device: DeviceName) -> int:
 
 def _in_new_ranks(nproc: int, max_bytes: int, device: DeviceName) -> dict[str, Any]:
     """The measurements of ranks that are started on this machine."""
-    from ...launch.rendezvous import NodeConfig
-
     if nproc < 2:
         raise UsageError(f"--nproc {nproc}: must be at least 2; one rank has no links")
     with tempfile.TemporaryDirectory(prefix="dynmo-doctor-") as folder:
         file = Path(folder) / "measurements.json"
         words = ["doctor", "--bandwidth", "--max-bytes", str(max_bytes), "--device", device.value]
-        code = run_processes([*words, "--measurements", str(file)], nproc, None, 0, GRACE_S, SAVE_S, NodeConfig())
+        code = run_processes([*words, "--measurements", str(file)], nproc, None, ExitOptions(), SINGLE_NODE)
         if code:
             raise typer.Exit(code)
         measured: dict[str, Any] = read_any_json(file, MAX_DOCUMENT_BYTES)

@@ -1,7 +1,9 @@
 import inspect
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, get_args
 
 import pytest
+import typer
 
 from dynmo_balance._common.option_groups import grouped
 
@@ -22,6 +24,32 @@ def test_grouped_shows_fields_in_the_place_of_their_dataclass():
         ("limits", "none"),
         ("step", 3),
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits(Limits):
+    PANEL: ClassVar[str] = "Time"
+
+    time_s: Annotated[int, typer.Option("--time-s")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLimits(TimeLimits):
+    job: Annotated[str, typer.Option("--job")] = "dynmo"
+
+
+def test_grouped_inherited_option_is_in_the_panel_of_its_class():
+    def command(limits: JobLimits) -> None: ...
+
+    parameters = inspect.signature(grouped(command)).parameters
+    assert [(name, each.default) for name, each in parameters.items()] == [
+        ("memory", 1),
+        ("limits", "none"),
+        ("time_s", inspect.Parameter.empty),
+        ("job", "dynmo"),
+    ]
+    panels = {name: get_args(parameters[name].annotation)[1].rich_help_panel for name in ("time_s", "job")}
+    assert panels == {"time_s": "Time", "job": None}
 
 
 def test_grouped_field_with_the_name_of_its_group_is_passed():

@@ -7,7 +7,15 @@ import subprocess
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.launch.hostfile import Host, HostJob, filter_hosts, forwarded_environment, host_command, parse_hostfile
+from dynmo_train.launch.hostfile import (
+    Host,
+    HostfileOptions,
+    HostJob,
+    filter_hosts,
+    forwarded_environment,
+    host_command,
+    parse_hostfile,
+)
 from dynmo_train.launch.job_script import (
     SIZE_VARIABLES,
     bash_array,
@@ -73,7 +81,7 @@ def test_with_environment_sizes_override_arguments():
 
 
 def slurm(**changes):
-    return SlurmJob(**{"arguments": COMMAND, "name": "big", "min_nodes": 2, "max_nodes": 4, "nproc": 8} | changes)
+    return SlurmJob(**{"arguments": COMMAND, "job_name": "big", "nodes": "2:4", "nproc": 8} | changes)
 
 
 def test_slurm_script_has_the_given_options():
@@ -81,15 +89,15 @@ def test_slurm_script_has_the_given_options():
         slurm(
             gpus=8,
             cpus=96,
-            time="4:00:00",
+            time_limit="4:00:00",
             partition="p5",
             account="us",
             array=3,
             save_before_s=300,
             image="/fsx/dynmo.sqsh",
-            mounts=("/fsx:/fsx", "/scratch:/scratch"),
-            exports={"NCCL_DEBUG": HOSTILE},
-            extra_options=("--exclusive", "--mem=0"),
+            mount=["/fsx:/fsx", "/scratch:/scratch"],
+            export=[f"NCCL_DEBUG={HOSTILE}"],
+            sbatch=["--exclusive", "--mem=0"],
         )
     )
     for line in (
@@ -111,7 +119,7 @@ def test_slurm_script_has_the_given_options():
 
 
 def test_slurm_script_heterogeneous_job_has_a_group_each():
-    script = slurm_script(slurm(het_groups=(parse_het_group("2:a100:8"), parse_het_group("1:h100:4"))))
+    script = slurm_script(slurm(het=["2:a100:8", "1:h100:4"]))
     head = script.split("\n\n")[0]
     assert head.index("--partition=a100") < head.index("#SBATCH hetjob") < head.index("--partition=h100")
     assert "SLURM_JOB_NODELIST_HET_GROUP_1" in script
@@ -122,7 +130,7 @@ def test_slurm_script_heterogeneous_job_has_a_group_each():
             parse_het_group(bad)
 
 
-@pytest.mark.parametrize("field", ["partition", "account", "time", "image", "log_dir"])
+@pytest.mark.parametrize("field", ["partition", "account", "time_limit", "image", "log_dir"])
 def test_slurm_script_value_with_newline_is_refused(field):
     with pytest.raises(UsageError, match="must not have blanks"):
         slurm_script(slurm(**{field: "x\n#SBATCH --wrap=evil"}))
@@ -131,14 +139,14 @@ def test_slurm_script_value_with_newline_is_refused(field):
 def test_lsf_script_image_wraps_the_command():
     job = LsfJob(
         arguments=COMMAND,
-        name="cc",
+        job_name="cc",
         nodes=4,
         nproc=8,
         gpus=8,
-        time="24:00",
+        time_limit="24:00",
         queue="normal",
         image="/images/dynmo.sif",
-        mounts=("/data:/data",),
+        mount=["/data:/data"],
         container="apptainer",
     )
     script = lsf_script(job)
@@ -188,17 +196,18 @@ def test_parse_hostfile_reports_every_invalid_line():
 
 def test_host_command_remote_line_is_quoted_twice():
     job = HostJob(
+        options=HostfileOptions(
+            arguments=COMMAND,
+            log_dir="my logs",
+            min_nodes=1,
+            master_addr="10.0.0.1",
+            master_port=6000,
+            ssh="ssh -p 2222",
+        ),
         hosts=(Host(name="alpha", slots=(1, 3)), Host(name="beta", slots=(0,))),
-        arguments=COMMAND,
-        options=("--log-dir", "my logs"),
         environment={"NCCL_DEBUG": HOSTILE},
         folder="/shared/my run",
-        min_nodes=1,
-        master_addr="10.0.0.1",
-        master_port=6000,
-        ssh=("ssh", "-p", "2222"),
         program=("printf", "%s\\0"),
-        devices=True,
     )
     *ssh, line = host_command(job, 0)
     assert ssh == ["ssh", "-p", "2222", "alpha"]
@@ -224,15 +233,14 @@ def test_forwarded_environment_selects_variables():
 def kubernetes(**changes):
     values = {
         **{
-            "name": "big",
+            "job_name": "big",
             "image": "registry/dynmo:1",
             "arguments": COMMAND,
-            "min_nodes": 4,
-            "max_nodes": 4,
+            "nodes": "4",
             "nproc": 8,
         },
         **{"gpus": 8, "efa": 32, "cpus": "90", "memory": "800Gi", "instance_type": "p5.48xlarge"},
-        **{"claims": (Claim(name="fsx", path="/fsx"),), "environment": {"HF_HOME": "/fsx/hf"}},
+        **{"claim": ["fsx:/fsx"], "claim_size": "1200Gi", "export": ["HF_HOME=/fsx/hf"]},
     }
     return KubernetesJob(**values | changes)
 
@@ -240,12 +248,12 @@ def kubernetes(**changes):
 def test_pytorch_job_has_a_master_and_workers():
     fixed = pytorch_job(kubernetes())["spec"]
     assert {name: one["replicas"] for name, one in fixed["pytorchReplicaSpecs"].items()} == {"Master": 1, "Worker": 3}
-    elastic = pytorch_job(kubernetes(min_nodes=2))["spec"]
+    elastic = pytorch_job(kubernetes(nodes="2:4"))["spec"]
     assert elastic["elasticPolicy"]["minReplicas"] == 2
     # With a master, a worker that is complete does not make the job of an elastic policy "Succeeded".
     assert {name: one["replicas"] for name, one in elastic["pytorchReplicaSpecs"].items()} == {"Master": 1, "Worker": 3}
     assert elastic["runPolicy"]["schedulingPolicy"]["minAvailable"] == 2
-    alone = pytorch_job(kubernetes(min_nodes=1, max_nodes=1))["spec"]["pytorchReplicaSpecs"]
+    alone = pytorch_job(kubernetes(nodes="1"))["spec"]["pytorchReplicaSpecs"]
     assert list(alone) == ["Master"]
     container = fixed["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"]["vpc.amazonaws.com/efa"] == 32
@@ -276,9 +284,9 @@ PYTORCHJOB_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("min_nodes", [1, 4])
-def test_pytorch_job_has_fields_of_its_custom_resource(min_nodes):
-    spec = pytorch_job(kubernetes(min_nodes=min_nodes))["spec"]
+@pytest.mark.parametrize("nodes", ["1:4", "4"])
+def test_pytorch_job_has_fields_of_its_custom_resource(nodes):
+    spec = pytorch_job(kubernetes(nodes=nodes))["spec"]
     assert spec.keys() <= PYTORCHJOB_FIELDS[""]
     assert spec.get("elasticPolicy", {}).keys() <= PYTORCHJOB_FIELDS["elasticPolicy"]
     assert spec["runPolicy"].keys() <= PYTORCHJOB_FIELDS["runPolicy"]
@@ -292,9 +300,9 @@ def test_pytorch_job_has_fields_of_its_custom_resource(min_nodes):
 
 def test_manifests_match_the_published_schemas():
     validate = pytest.importorskip("kubernetes_validate").validate
-    claim = volume_claim(Claim(name="fsx", path="/fsx"), "default", "1200Gi", "fsx-sc")
-    documents = [claim, *indexed_job(kubernetes()), *indexed_job(kubernetes(min_nodes=2)), data_job(kubernetes())]
-    for job in (pytorch_job(kubernetes()), pytorch_job(kubernetes(min_nodes=2))):
+    claim = volume_claim(Claim(name="fsx", path="/fsx"), kubernetes(storage_class="fsx-sc"))
+    documents = [claim, *indexed_job(kubernetes()), *indexed_job(kubernetes(nodes="2:4")), data_job(kubernetes())]
+    for job in (pytorch_job(kubernetes()), pytorch_job(kubernetes(nodes="2:4"))):
         for replica in job["spec"]["pytorchReplicaSpecs"].values():
             spec = replica["template"]["spec"] | {"restartPolicy": replica["restartPolicy"]}
             documents.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
@@ -317,10 +325,10 @@ POD_FIELDS |= {"volumes"}
 @pytest.mark.parametrize(
     ("version", "field", "pod_of"),
     [
-        ((2, 0), "podSpecOverrides", lambda change: {k: v for k, v in change.items() if k != "targetJobs"}),
-        ((2, 1), "podTemplateOverrides", lambda change: change["spec"]),
+        ("2.0", "podSpecOverrides", lambda change: {k: v for k, v in change.items() if k != "targetJobs"}),
+        ("2.1", "podTemplateOverrides", lambda change: change["spec"]),
         (
-            (2, 2),
+            "2.2",
             "runtimePatches",
             lambda change: change["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"][
                 "template"
@@ -329,11 +337,11 @@ POD_FIELDS |= {"volumes"}
     ],
 )
 def test_train_job_older_trainer_has_its_fields(version, field, pod_of):
-    spec = train_job(kubernetes(trainer=version))["spec"]
+    spec = train_job(kubernetes(trainer_version=version))["spec"]
     assert spec.keys() == {"runtimeRef", "trainer", field}
     (change,) = spec[field]
     assert pod_of(change).keys() <= POD_FIELDS
-    if version < (2, 2):
+    if version < "2.2":
         assert change["targetJobs"] == [{"name": "node"}]
     # Its pods have 30 s to end, and the launcher needs a part of that.
     command = spec["trainer"]["command"]
@@ -341,17 +349,17 @@ def test_train_job_older_trainer_has_its_fields(version, field, pod_of):
 
 
 def test_check_version_older_cluster_is_refused():
-    fixed, elastic = indexed_requirements(kubernetes()), indexed_requirements(kubernetes(min_nodes=2))
+    fixed, elastic = indexed_requirements(kubernetes()), indexed_requirements(kubernetes(nodes="2:4"))
     assert [each.text for each in fixed] == ["Kubernetes 1.24 or newer (Job.spec.completionMode Indexed)"]
     check_version(fixed, "Kubernetes", (1, 30), "--kubernetes-version")
     check_version(elastic, "Kubernetes", (1, 31), "--kubernetes-version")
     with pytest.raises(UsageError, match=r"--kubernetes-version 1\.30: .* Kubernetes 1\.31 .*successPolicy"):
         check_version(elastic, "Kubernetes", (1, 30), "--kubernetes-version")
     with pytest.raises(UsageError, match=r"must be 2\.0 or newer"):
-        train_job(kubernetes(trainer=(1, 9)))
-    assert [each.version for each in trainer_requirements(kubernetes(trainer=(2, 9)))] == [(2, 3)]
+        train_job(kubernetes(trainer_version="1.9"))
+    assert [each.version for each in trainer_requirements(kubernetes(trainer_version="2.9"))] == [(2, 3)]
     assert pytorch_requirements(kubernetes()) == []
-    assert [each.version for each in pytorch_requirements(kubernetes(min_nodes=2))] == [(1, 4)]
+    assert [each.version for each in pytorch_requirements(kubernetes(nodes="2:4"))] == [(1, 4)]
 
 
 @pytest.mark.parametrize("text", ["1.31", "v1.31.4", "1.31+", "1.31-eks-1"])
@@ -362,7 +370,7 @@ def test_parse_version_server_formats_are_accepted(text):
 
 
 def test_to_yaml_starts_with_requirements_without_anchors():
-    text = to_yaml([pytorch_job(kubernetes(min_nodes=2))], pytorch_requirements(kubernetes(min_nodes=2)))
+    text = to_yaml([pytorch_job(kubernetes(nodes="2:4"))], pytorch_requirements(kubernetes(nodes="2:4")))
     assert text.startswith("# Requires Kubeflow training operator 1.4 or newer (PyTorchJob.spec.elasticPolicy).\n")
     assert not [line for line in text.splitlines() if "&id" in line or "*id" in line]
 
@@ -384,14 +392,14 @@ def test_task_cpus_cover_all_processes(gpus, arguments, environment, cpus):
 
 
 def test_lsf_script_slots_are_per_host():
-    script = lsf_script(LsfJob(arguments=COMMAND, name="big", nodes=2, nproc=8, gpus=8, slots=32))
+    script = lsf_script(LsfJob(arguments=COMMAND, job_name="big", nodes=2, nproc=8, gpus=8, cpus=32))
     assert {"#BSUB -n 64", '#BSUB -R "span[ptile=32]"'} <= set(script.splitlines())
 
 
 def test_to_yaml_writes_several_documents():
     import yaml
 
-    documents = [*indexed_job(kubernetes()), data_job(kubernetes(name="prep"))]
+    documents = [*indexed_job(kubernetes()), data_job(kubernetes(job_name="prep"))]
     assert list(yaml.safe_load_all(to_yaml(documents))) == documents
 
 
@@ -403,7 +411,7 @@ def test_parse_claim_invalid_claim_is_refused(bad):
 
 def test_kubernetes_job_invalid_name_or_export_is_refused():
     with pytest.raises(UsageError, match=r"--job-name .*lowercase"):
-        kubernetes(name="Big Job")
+        kubernetes(job_name="Big Job")
     assert parse_exports(["A=b=c"]) == {"A": "b=c"}
     with pytest.raises(UsageError, match="NAME=VALUE"):
         parse_exports(["A B=c"])
