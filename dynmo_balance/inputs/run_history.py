@@ -1,17 +1,28 @@
-"""The history of a run: every step, every plan with its result, and the loads of the stages over time."""
+"""The history of a run: what a report shows of it, every plan with its result, and the newest costs.
+
+One pass over the profile, line by line, so that memory does not grow with the length of the run::
+
+    line --LineParser--> record --+--> RunData       charts, reduced while they are read
+                                  +--> CostWindow    newest cost of each item
+                                  +--> Windows       mean step before and after each move
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from .._common.errors import DynmoError, UsageError
+from .._common.document import DocumentError, Problem, parse_json, read_lines
+from .._common.errors import DynmoError
+from .._common.report.run_data import RunData, read_run_files
 from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
-from ..formats.profile import Event, Header, PlanResult, Segment, Step, read_profile
-from .profile_source import profile_path
+from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step
+from ..formats.profile_records import COST_NEUTRAL_EVENTS
+from .profile_source import Source, profile_path, warn_of_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +44,23 @@ class PlanHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """The newest segment with steps, and the plans of the run.
+    """A run and its plans.
 
     Attributes:
-        header, steps, events: of the segment.
+        data: what the charts show.
+        header: of the newest segment; None while the profile is empty.
         plan_histories: of all plans but the first.
-        loads: for each step and stage the time of a microbatch in ns; empty if an active plan is unknown.
         plans: by plan id.
+        source: the newest costs; None while an item has none.
+        without_costs: why there are none.
     """
 
-    header: Header
-    steps: tuple[Step, ...]
-    events: tuple[Event, ...]
+    data: RunData
+    header: Header | None
     plan_histories: tuple[PlanHistory, ...]
-    loads: tuple[tuple[int, ...], ...]
     plans: Mapping[int, Plan]
+    source: Source | None
+    without_costs: str = ""
 
     @property
     def moves(self) -> tuple[PlanHistory, ...]:
@@ -55,61 +68,139 @@ class RunHistory:
         return tuple(s for s in self.plan_histories if s.result is not None and s.result.result == "applied")
 
 
-def read_plans(folder: Path, header: Header) -> dict[int, Plan]:
+def read_plans(folder: Path, header: Header | None) -> dict[int, Plan]:
     """The plans that can be read and fit the header, by plan id."""
     plans = {}
-    for number in plan_numbers(folder):
+    for number in plan_numbers(folder) if header is not None else []:
         try:
             plan = read_plan(plan_path(folder, number))
         except DynmoError:
             continue
-        if not header_problems(plan, header):
+        if header is not None and not header_problems(plan, header):
             plans[number] = plan
     return plans
 
 
-def _mean(steps: Sequence[Step]) -> int | None:
-    return sum(step.step_ns for step in steps) // len(steps) if steps else None
+class Windows:
+    """The step times around each move.
+
+    Args:
+        size: steps before and after a move.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._recent: dict[int, deque[int]] = {}
+        self._before: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._after: dict[int, list[int]] = {}
+        self.results: dict[int, PlanResult] = {}
+
+    def add(self, record: Record) -> None:
+        """Add the next record of the profile."""
+        if isinstance(record, Step):
+            self._recent.setdefault(record.plan_id, deque(maxlen=self._size)).append(record.step_ns)
+            after = self._after.get(record.plan_id)
+            if after is not None and len(after) < self._size:
+                after.append(record.step_ns)
+        elif isinstance(record, PlanResult):
+            self.results[record.plan_id] = record
+            if record.result == "applied":
+                self._before[record.plan_id] = {number: tuple(recent) for number, recent in self._recent.items()}
+                self._after[record.plan_id] = []
+                self._recent.clear()
+
+    def history(self, plan: Plan) -> PlanHistory:
+        """A plan with its result and the steps around its boundary."""
+        base = -1 if plan.base_plan_id is None else plan.base_plan_id
+        before = self._before.get(plan.plan_id, {}).get(base, ())
+        return PlanHistory(
+            plan=plan,
+            result=self.results.get(plan.plan_id),
+            before_ns=_mean(before),
+            after_ns=_mean(self._after.get(plan.plan_id, ())),
+        )
 
 
-def _plan_history(plan: Plan, segment: Segment, window: int) -> PlanHistory:
-    results = [r for r in segment.records if isinstance(r, PlanResult) and r.plan_id == plan.plan_id]
-    result = results[-1] if results else None
-    if result is None or result.result != "applied":
-        return PlanHistory(plan=plan, result=result, before_ns=None, after_ns=None)
-    before = [step for step in segment.steps if step.step <= result.step and step.plan_id == plan.base_plan_id]
-    after = [step for step in segment.steps if step.step > result.step and step.plan_id == plan.plan_id]
-    return PlanHistory(plan=plan, result=result, before_ns=_mean(before[-window:]), after_ns=_mean(after[:window]))
+def _mean(values: Sequence[int]) -> int | None:
+    return sum(values) // len(values) if values else None
 
 
-def _loads(segment: Segment, plans: Mapping[int, Plan]) -> tuple[tuple[int, ...], ...]:
-    window = CostWindow(len(segment.header.items), max(2, len(segment.steps)))
-    for step in segment.steps:
-        window.add(step)
-    if window.unsampled() or any(step.plan_id not in plans for step in segment.steps):
-        return ()
-    loads = []
-    works = window.works(speeds_of_items(segment.header, {}))
-    for step, work in zip(segment.steps, works, strict=True):
-        loads.append(tuple(sum(work[a:b]) for a, b in pairwise(plans[step.plan_id].boundaries)))
-    return tuple(loads)
+class _Pass:
+    """The state of one pass over a profile."""
+
+    def __init__(self, data: RunData, window: int) -> None:
+        self.data, self.window = data, window
+        self.windows = Windows(window)
+        self.header: Header | None = None
+        self.costs = CostWindow(0, window)
+        self.last: Step | None = None
+
+    def add(self, record: Record, line: bytes) -> None:
+        """Add the next record and its line, which has the envelope of a header."""
+        self.windows.add(record)
+        if isinstance(record, Header):
+            self.header, self.last = record, None
+            self.costs = CostWindow(len(record.items), self.window)
+        elif isinstance(record, Step):
+            self.costs.add(record)
+            self.last = record
+        elif isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
+            self.costs.expire()
+        self.data.add_record(parse_json(line) if isinstance(record, Header) else _document(record))
+
+    def source(self, path: Path, plans: Mapping[int, Plan]) -> Source | str:
+        """The newest costs, or why there are none."""
+        if self.header is None or self.last is None:
+            return "the newest start of the run has recorded no step yet"
+        warn_of_units(path, self.costs.records)
+        plan = plans.get(self.last.plan_id)
+        costs = self.costs.costs(None if plan is None else speeds_of_items(self.header, plan.owner))
+        if costs is None:
+            return (
+                f"{self.costs.unsampled()} of {len(self.header.items)} items have no sample since the last change of"
+                " costs"
+            )
+        return Source(path=path, header=self.header, costs=costs, plan=plan, last_step=self.last.step)
+
+
+_KINDS = {Step: "step", Event: "event", PlanResult: "plan_result"}
+
+
+def _document(record: Record) -> dict[str, Any]:
+    return {"record": _KINDS.get(type(record), "plan_request"), **vars(record)}
 
 
 def read_history(run: Path, window: int = 8) -> RunHistory:
-    """Read a run directory.
+    """Read a run directory or a profile.
+
+    Args:
+        run: the directory, or ``profile.jsonl``.
+        window: steps before and after a move that are compared.
 
     Raises:
-        UsageError: it has no steps.
+        DocumentError: the profile violates a rule, or there is neither a profile nor a ``run.json``.
     """
-    segment = next((s for s in reversed(read_profile(profile_path(run))) if s.steps), None)
-    if segment is None:
-        raise UsageError(f"{run}: has no step records to report; record at least one step")
-    plans = read_plans(run / "plans", segment.header) if run.is_dir() else {}
+    path = profile_path(run)
+    data = read_run_files(run)
+    state, parser, problems = _Pass(data, window), LineParser(), list[Problem]()
+    if path.exists() or not data.run:
+        for line in read_lines(path):
+            record, found = parser.parse(line)
+            problems.extend(found)
+            if record is not None and not problems:
+                state.add(record, line)
+    else:
+        data.notes.append("There is no profile.jsonl: costs of layers, loads and plans are unknown.")
+    if problems:
+        raise DocumentError(str(path), problems)
+    data.finish()
+    plans = read_plans(run / "plans", state.header) if run.is_dir() else {}
+    source = state.source(run, plans)
     return RunHistory(
-        header=segment.header,
-        steps=segment.steps,
-        events=tuple(r for r in segment.records if isinstance(r, Event)),
-        plan_histories=tuple(_plan_history(plan, segment, window) for number, plan in plans.items() if number > 0),
-        loads=_loads(segment, plans),
+        data=data,
+        header=state.header,
+        plan_histories=tuple(state.windows.history(plan) for number, plan in plans.items() if number > 0),
         plans=plans,
+        source=None if isinstance(source, str) else source,
+        without_costs=source if isinstance(source, str) else "",
     )

@@ -1,120 +1,239 @@
-"""One self-contained HTML file of a run: steps, loads, plans, migrations, timelines, predicted and measured gains."""
+"""One self-contained HTML file of a run: charts over steps, plans with predicted and measured gain, simulated steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from typing import Any
 
+from .. import __version__
+from .._common.report import charts, facts
+from .._common.report.page import Block, Chart, Note, Page, Section, Table, TraceButton
+from .._common.report.units import NONE, plural, share_text, size_text, time_text
 from ..formats.plan import Plan
-from ..formats.profile_records import COST_NEUTRAL_EVENTS
+from ..inputs.problem_from_options import problem_under_plan
 from ..inputs.run_history import PlanHistory, RunHistory
 from ..partition.problem import PartitionProblem
-from ..simulation.simulator import predict
-from .svg import line_chart
-from .timeline import as_svg
+from ..schedules.registry import Kind
+from ..simulation.simulator import Span, Timeline, predict
 
-STYLE = (
-    "body{font-family:sans-serif;max-width:1040px;margin:2em auto;color:#222}table{border-collapse:collapse}"
-    "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child,"
-    "td.text{text-align:left}svg{width:100%;height:auto}"
-)
-
-
-def _ms(ns: int | None) -> str:
-    return "-" if ns is None else f"{ns / 1e6:.2f}"
+MAX_PLANS = 200
+"""Rows of the table of plans; the newest of a longer run, and all that were applied."""
+MAX_OPERATIONS = 8000
+"""Operations of a timeline on the page; a longer step ends earlier."""
+QUANTA = 100_000
+"""Times of a timeline are written in parts of the step."""
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+NAMES = ("forward", "backward", "input gradient", "weight gradient")
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1%}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_column: int | None = None) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = []
-    for row in rows:
-        cells = (f"<td{' class=text' if at == text_column else ''}>{escape(cell)}</td>" for at, cell in enumerate(row))
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-
-
-def _plan_row(plan_history: PlanHistory) -> list[str]:
-    plan, result = plan_history.plan, plan_history.result
+def _plan_row(each: PlanHistory) -> list[str]:
+    plan, result = each.plan, each.result
+    predicted = plan.predicted
+    moved = f"{plural(len(plan.migration.moves), 'item')}, {size_text(plan.migration.bytes)}"
     return [
         str(plan.plan_id),
-        plan.action,
-        "pending" if result is None else result.result,
-        str(plan.read_to_step),
-        str(len(plan.migration.moves)),
-        f"{plan.migration.bytes / 1e6:.1f}",
-        "-" if result is None else _ms(result.pause_ns),
-        _share(plan.predicted.gain_fraction if plan.predicted is not None else None),
-        _share(plan_history.realized),
+        f"{plan.read_to_step:,}" if result is None else f"{result.step:,}",
+        "not answered yet" if result is None else result.result.replace("_", " "),
+        moved if plan.migration.moves else NONE,
+        time_text(plan.migration.pause_ns),
+        NONE if result is None else time_text(result.pause_ns),
+        NONE if predicted is None else time_text(predicted.step_ns),
+        time_text(each.after_ns),
+        share_text(predicted.gain_fraction if predicted is not None else None, signed=True),
+        share_text(each.realized, signed=True),
         plan.reason,
     ]
 
 
-_PLAN_COLUMNS = ("plan", "action", "result", "read to", "items", "MB", "pause ms", "predicted", "measured", "reason")
+_PLAN_COLUMNS = (
+    "plan",
+    "step",
+    "result",
+    "moved",
+    "pause: predicted",
+    "pause: measured",
+    "step time: predicted",
+    "step time: measured",
+    "gain: predicted",
+    "gain: measured",
+)
 
 
-def _summary(history: RunHistory) -> str:
-    steps = history.steps
-    quarter = max(1, len(steps) // 10)
-    first = sum(step.step_ns for step in steps[:quarter]) // quarter
-    last = sum(step.step_ns for step in steps[-quarter:]) // quarter
-    pauses = sum(plan_history.result.pause_ns for plan_history in history.moves if plan_history.result is not None)
-    rows = [
-        ["run", history.header.run_id],
-        ["model", f"{history.header.model.family}, {history.header.model.num_layers} layers"],
-        ["steps", f"{steps[0].step} to {steps[-1].step}"],
-        ["plans, of these applied", f"{len(history.plan_histories)}, {len(history.moves)}"],
-        ["mean step, first and last tenth", f"{_ms(first)} ms, {_ms(last)} ms"],
-        ["total pause of moves", f"{_ms(pauses)} ms"],
+def _plans(history: RunHistory, window: int) -> Section:
+    found = history.plan_histories
+    if not found:
+        text = "The planner made no plan: the run kept its first partition."
+        if history.header is not None and not history.plans:
+            text = "There is no plan of this run, so predictions cannot be compared with measurements."
+        return Section(title="Plans", blocks=[Note(text=text)])
+    applied = {each.plan.plan_id for each in history.moves}
+    newest = {each.plan.plan_id for each in found[-MAX_PLANS:]}
+    shown = [each for each in found if each.plan.plan_id in applied | newest][-2 * MAX_PLANS :]
+    left_out = f" The table has {len(shown):,} of {plural(len(found), 'plan')}." if len(shown) < len(found) else ""
+    text = (
+        "Predicted: by the planner, from costs before the move."
+        f" Measured: mean of up to {plural(window, 'step')} on each side of the move.{left_out}"
+    )
+    caption = f"{plural(len(found), 'plan')}, of these {len(applied):,} applied"
+    rows = [_plan_row(each) for each in shown]
+    table = Table(columns=_PLAN_COLUMNS, rows=rows, text_columns=(2,), caption=caption)
+    return Section(title="Plans", text=text, blocks=[table])
+
+
+def timeline_spec(timeline: Timeline, workers: Sequence[int], end_ns: int) -> tuple[dict[str, Any], bool]:
+    """The data of a timeline, and whether operations at the end were left out.
+
+    Args:
+        timeline: the simulated step.
+        workers: id of each row.
+        end_ns: end of the time axis, the same for all timelines of a page.
+    """
+    spans = sorted((span.start_ns, span.end_ns) for row in timeline.spans for span in row)
+    is_cut = len(spans) > MAX_OPERATIONS
+    last_ns = spans[MAX_OPERATIONS][0] if is_cut else timeline.step_ns
+    quantum = max(1.0, end_ns / QUANTA)
+    rows = [_flat([span for span in row if span.start_ns < last_ns], quantum) for row in timeline.spans]
+    kinds = sorted({KINDS.index(span.kind) for row in timeline.spans for span in row if span.end_ns > span.start_ns})
+    spec = {
+        "kind": "timeline",
+        "group": "time",
+        "range": (0, end_ns),
+        "end": timeline.step_ns,
+        "quantum": quantum,
+        "rows": [f"worker {worker}" for worker in workers],
+        "kinds": kinds,
+        "spans": rows,
+        "marks": [[timeline.step_ns, "event", f"end: {time_text(timeline.step_ns)}", "end of the step"]],
+    }
+    return spec, is_cut
+
+
+def _flat(spans: Sequence[Span], quantum: float) -> list[int]:
+    """Gap from the previous operation, duration, kind, microbatch and stage of each; times in quanta."""
+    flat: list[int] = []
+    clock = 0
+    for span in spans:
+        start, end = round(span.start_ns / quantum), round(span.end_ns / quantum)
+        flat += [start - clock, end - start, KINDS.index(span.kind), span.microbatch, span.stage]
+        clock = end
+    return flat
+
+
+def _timeline_table(timeline: Timeline, workers: Sequence[int]) -> Table:
+    rows = []
+    for worker, spans, busy in zip(workers, timeline.spans, timeline.busy_ns, strict=True):
+        times = [sum(span.end_ns - span.start_ns for span in spans if span.kind is kind) for kind in KINDS]
+        idle = timeline.step_ns - busy
+        rows.append([f"worker {worker}", *(time_text(ns) if ns else NONE for ns in times), time_text(idle)])
+    caption = f"Time of each worker in a step of {time_text(timeline.step_ns)}"
+    return Table(columns=["", *NAMES, "idle"], rows=rows, caption=caption)
+
+
+def simulated_steps(history: RunHistory, problem: PartitionProblem) -> list[tuple[str, str, Plan, Timeline]]:
+    """Name, title, plan and simulation of the first and of the active partition, both with the newest costs."""
+    header, data = history.header, history.data
+    active = [history.plans[number] for _, number in data.active if number in history.plans]
+    if header is None or not active:
+        return []
+    titles = [("timeline-after", f"With plan {active[-1].plan_id}", active[-1])]
+    if active[0].plan_id != active[-1].plan_id:
+        first = "With the first partition" if active[0].balancer == "initial" else f"With plan {active[0].plan_id}"
+        titles.insert(0, ("timeline-before", first, active[0]))
+    else:
+        titles = [("timeline-after", "With the active partition", active[-1])]
+    steps = []
+    for name, title, plan in titles:
+        own = problem_under_plan(problem, header, plan)
+        if own is not None and len(plan.stages) == own.num_stages:
+            steps.append((name, title, plan, predict(own, plan.boundaries)))
+    return steps
+
+
+def trace(history: RunHistory, problem: PartitionProblem | None) -> dict[str, Any]:
+    """The simulated steps before and after the moves in the Trace Event Format, one process each; times in us."""
+    from .timeline import as_trace
+
+    events: list[dict[str, Any]] = []
+    for process, (_, title, plan, timeline) in enumerate(simulated_steps(history, problem) if problem else []):
+        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}})
+        events += [{**event, "pid": process} for event in as_trace(timeline, plan.workers)["traceEvents"]]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _timelines(history: RunHistory, problem: PartitionProblem | None) -> Section:
+    title = "Timeline of a step"
+    if problem is None:
+        return Section(title=title, blocks=[Note(text=f"No step can be simulated: {history.without_costs}.")])
+    steps = simulated_steps(history, problem)
+    if not steps:
+        text = "No step can be simulated: there is no plan of this run that fits the newest profile."
+        return Section(title=title, blocks=[Note(text=text)])
+    end_ns = max(timeline.step_ns for *_, timeline in steps)
+    blocks: list[Block] = []
+    for name, heading, plan, timeline in steps:
+        spec, is_cut = timeline_spec(timeline, plan.workers, max(1, end_ns))
+        text = f"{time_text(timeline.step_ns)} per step, bubble {share_text(timeline.bubble_fraction)}."
+        if is_cut:
+            text += f" The first {MAX_OPERATIONS:,} operations are shown."
+        table = _timeline_table(timeline, plan.workers)
+        blocks.append(Chart(name=name, title=heading, text=text, spec=spec, table=table))
+    blocks.append(TraceButton(charts=[name for name, *_ in steps], file_name=f"{history.data.name}-step.json"))
+    text = (
+        "Simulated with the newest costs of layers, so that only the partition differs. Numbers are microbatches; the"
+        " one under the cursor is highlighted on all workers."
+    )
+    if len(steps) == 1:
+        text = "Simulated with the newest costs of layers; no other partition was active. Numbers are microbatches."
+    return Section(title=title, text=text, blocks=blocks)
+
+
+def html(history: RunHistory, problem: PartitionProblem | None, window: int = 8) -> str:
+    """The HTML page.
+
+    Args:
+        history: the run.
+        problem: has the newest costs, for the timelines.
+        window: steps before and after a move that were compared.
+    """
+    return page(history, problem, window).html()
+
+
+def page(history: RunHistory, problem: PartitionProblem | None, window: int = 8) -> Page:
+    """The page of a run; see ``html``."""
+    data, runs = history.data, [history.data]
+    marks = charts.marks_of(runs, [""])
+    sections = [
+        Section(title="Loss and step time", blocks=[charts.loss_and_step_time(data, marks)]),
+        Section(
+            title="Layers and stages",
+            text="Color is cost. The lines show which stage executes a layer.",
+            blocks=[charts.layer_costs(data, runs, marks, name="layers", title="Cost of each layer", top=None)],
+        ),
+        Section(
+            title="Balance",
+            blocks=[
+                charts.stage_loads(data, runs, marks, name="loads", title="Load of each stage"),
+                charts.bubble(runs, [""], marks, name="bubble"),
+            ],
+        ),
+        Section(
+            title="Workers and memory",
+            blocks=[
+                charts.peak_memory(data, runs, marks, name="memory", title="Peak memory of each worker"),
+                charts.workers_in_use(runs, [""], marks, name="workers"),
+            ],
+        ),
+        _plans(history, window),
+        _timelines(history, problem),
     ]
-    return _table(["", ""], rows)
-
-
-def _charts(history: RunHistory) -> list[str]:
-    xs = [step.step for step in history.steps]
-    marks = [
-        (plan_history.result.step, f"plan {plan_history.plan.plan_id}: {plan_history.plan.reason}")
-        for plan_history in history.moves
-        if plan_history.result is not None
-    ]
-    marks += [(event.step, event.kind) for event in history.events if event.kind not in COST_NEUTRAL_EVENTS]
-    parts = [
-        "<h2>Steps</h2>",
-        line_chart("step time", xs, [("measured", [step.step_ns / 1e6 for step in history.steps])], "ms", marks),
-    ]
-    if history.loads and len({len(row) for row in history.loads}) == 1:
-        count = len(history.loads[0])
-        series = [(f"stage {s}", [row[s] / 1e6 for row in history.loads]) for s in range(count)]
-        parts += ["<h2>Stage loads per microbatch</h2>", line_chart("stage loads", xs, series, "ms", marks)]
-    return parts
-
-
-def _timelines(problem: PartitionProblem, first: Plan, last: Plan) -> list[str]:
-    workers = [slot.worker for slot in problem.slots]
-    parts = ["<h2>Step before and after, simulated with the newest costs</h2>"]
-    for name, plan in (("the initial partition", first), (f"plan {last.plan_id}", last)):
-        if len(plan.stages) == problem.num_stages:
-            parts.append(as_svg(predict(problem, plan.boundaries), workers, name))
-    return parts
-
-
-def html(history: RunHistory, problem: PartitionProblem | None) -> str:
-    """The HTML page; ``problem`` has the newest costs, for the timelines."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{escape(history.header.run_id)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(history.header.run_id)}</h1>",
-        _summary(history),
-        *_charts(history),
-        "<h2>Plans</h2>",
-        _table(_PLAN_COLUMNS, [_plan_row(plan_history) for plan_history in history.plan_histories], text_column=9),
-    ]
-    initial = [plan for plan in history.plans.values() if plan.balancer == "initial"]
-    newest = history.plans.get(history.steps[-1].plan_id)
-    if problem is not None and initial and newest is not None:
-        parts += _timelines(problem, initial[-1], newest)
-    return "\n".join([*parts, "</body></html>\n"])
+    if data.notes:
+        sections.append(Section(title="Missing data", blocks=[Note(text=" ".join(data.notes))]))
+    return Page(
+        title=data.name,
+        subtitle=facts.model_text(data),
+        kind="Run report",
+        facts=facts.facts(data),
+        tiles=facts.tiles(data),
+        sections=sections,
+        footer=f"Written by dynmo-plan {__version__} from {data.name}.",
+    )

@@ -1,4 +1,4 @@
-"""SVG charts: lines over the steps of a run, and the cells of a what-if grid."""
+"""The cells of a what-if grid as SVG."""
 
 from __future__ import annotations
 
@@ -6,72 +6,13 @@ from collections.abc import Sequence
 from html import escape
 
 from .._common.errors import UsageError
+from .._common.report.units import time_text
 from ..analysis.what_if import Row
 
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
-WIDTH, HEIGHT, LEFT, BOTTOM = 900, 240, 70, 30
-MAX_POINTS = 600
-
-
-def _thin(count: int) -> list[int]:
-    if count <= MAX_POINTS:
-        return list(range(count))
-    return [at * (count - 1) // (MAX_POINTS - 1) for at in range(MAX_POINTS)]
-
-
-def line_chart(
-    title: str,
-    xs: Sequence[int],
-    series: Sequence[tuple[str, Sequence[float]]],
-    unit: str,
-    marks: Sequence[tuple[int, str]] = (),
-) -> str:
-    """The series over ``xs``.
-
-    Args:
-        title: for screen readers.
-        xs: steps.
-        series: name and values of each line.
-        unit: of the values.
-        marks: step and tooltip of each vertical line.
-    """
-    first, last = xs[0], max(xs[-1], xs[0] + 1)
-    most = max((value for _, values in series for value in values), default=0.0) or 1.0
-
-    def x_at(x: float) -> float:
-        return LEFT + (x - first) * WIDTH / (last - first)
-
-    def y_at(y: float) -> float:
-        return 20 + HEIGHT * (1 - y / most)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {HEIGHT + 60}" role="img"'
-        f' aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">'
-    ]
-    for share in (0, 0.5, 1):
-        y = y_at(share * most)
-        parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * most:.3g} {unit}</text>')
-    for x, tooltip in marks:
-        parts.append(
-            f'<line class="mark" x1="{x_at(x):.1f}" x2="{x_at(x):.1f}" y1="20" y2="{20 + HEIGHT}" stroke="#888888"'
-            f' stroke-dasharray="4 3"><title>{escape(tooltip)}</title></line>'
-        )
-    for at, (name, values) in enumerate(series):
-        color = PALETTE[at % len(PALETTE)]
-        points = " ".join(f"{x_at(xs[i]):.1f},{y_at(values[i]):.1f}" for i in _thin(len(xs)))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5">'
-            f"<title>{escape(name)}</title></polyline>"
-        )
-        parts.append(f'<text x="{LEFT + 110 * at}" y="{HEIGHT + 54}" fill="{color}">{escape(name)}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT + 36}">step {first}</text>')
-    parts.append(f'<text x="{LEFT + WIDTH}" y="{HEIGHT + 36}" text-anchor="end">step {xs[-1]}</text>')
-    return "\n".join([*parts, "</svg>"])
-
-
 GRID_WIDTH, GRID_HEIGHT, GRID_LEFT, GRID_TOP = 760, 320, 80, 40
-LEGEND = 180
+CHARACTER = 7.5
+"""Width of a character of 12 px; the widest of common sans-serif fonts."""
 MAX_SERIES = 40
 
 
@@ -105,7 +46,8 @@ def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
         at = ticks.index(getattr(row.cell, axes[0])) / max(1, len(ticks) - 1)
         return GRID_LEFT + at * GRID_WIDTH, GRID_TOP + GRID_HEIGHT * (1 - (row.step_ns or 0) / most)
 
-    width = GRID_LEFT + GRID_WIDTH + LEGEND + 20
+    legend = 30 + CHARACTER * max(map(len, series))
+    width = round(max(GRID_LEFT + GRID_WIDTH + legend, CHARACTER * len(answer)))
     height = max(GRID_HEIGHT + GRID_TOP + 50, GRID_TOP + 18 * len(series) + 20)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
@@ -117,7 +59,7 @@ def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
         parts.append(
             f'<line x1="{GRID_LEFT}" x2="{GRID_LEFT + GRID_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
         )
-        parts.append(f'<text x="{GRID_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * most / 1e6:.3g} ms</text>')
+        parts.append(f'<text x="{GRID_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{time_text(share * most)}</text>')
     for at, tick in enumerate(ticks):
         x = GRID_LEFT + at / max(1, len(ticks) - 1) * GRID_WIDTH
         parts.append(
@@ -133,8 +75,7 @@ def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
         for row in members:
             x, y = spot(row)
             ring = ' stroke="#222222" stroke-width="2"' if row.pareto else ""
-            step_ms = (row.step_ns or 0) / 1e6
-            tooltip = f"{_label(row, axes)}: {step_ms:.2f} ms, {row.samples_per_s or 0:,.1f} samples/s"
+            tooltip = f"{_label(row, axes)}: {time_text(row.step_ns)}, {row.samples_per_s or 0:,.1f} samples/s"
             circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"{ring}>'
             parts.append(f"{circle}<title>{escape(tooltip)}</title></circle>")
         x = GRID_LEFT + GRID_WIDTH + 20

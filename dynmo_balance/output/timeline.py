@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import count
 from typing import Any
 
+from .._common.report.units import time_text
 from ..schedules.registry import Kind
 from ..simulation.simulator import Timeline
 
@@ -41,10 +43,10 @@ def _letter(share: dict[str, int], slice_ns: int) -> str:
 
 
 COLORS = {
-    Kind.FORWARD: "#4e79a7",
-    Kind.BACKWARD: "#f28e2b",
-    Kind.BACKWARD_INPUT: "#f28e2b",
-    Kind.BACKWARD_WEIGHT: "#59a14f",
+    Kind.FORWARD: "#0072b2",
+    Kind.BACKWARD: "#d55e00",
+    Kind.BACKWARD_INPUT: "#d55e00",
+    Kind.BACKWARD_WEIGHT: "#00805f",
 }
 NAMES = {
     Kind.FORWARD: "forward",
@@ -52,15 +54,25 @@ NAMES = {
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
 }
-ROW, LEFT, TOP = 26, 90, 30
+ROW, LEFT, TOP, RIGHT = 26, 90, 30, 40
+CHARACTER = 7.5
+"""Width of a character of 12 px; the widest of common sans-serif fonts."""
+TICKS = 8
+
+
+def tick_times(end_ns: int, most: int = TICKS) -> list[int]:
+    """At most ``most`` round times from 0 to the end of a step, in ns."""
+    steps = (factor * 10**power for power in count() for factor in (1, 2, 5))
+    step = next(step for step in steps if end_ns <= step * most)
+    return list(range(0, end_ns + 1, step))
 
 
 def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 1000) -> str:
-    """One row per worker, one box per operation with a tooltip."""
+    """One row per worker, one box per operation with its microbatch and a tooltip, and a time axis."""
     whole = max(1, timeline.step_ns)
-    height = TOP + ROW * len(timeline.spans) + 24
+    height = TOP + ROW * len(timeline.spans) + 46
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + 10} {height}" role="img"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + RIGHT} {height}" role="img"'
         f' aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">',
         f'<text x="0" y="16">{escape(title)}: {timeline.step_ns / 1e6:.2f} ms,'
         f" bubble {timeline.bubble_fraction:.1%}</text>",
@@ -75,18 +87,27 @@ def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 
             shade = 1.0 if span.microbatch % 2 == 0 else 0.75
             label = (
                 f"stage {span.stage} {NAMES[span.kind]} of microbatch {span.microbatch}:"
-                f" {span.start_ns / 1e6:.3f} to {span.end_ns / 1e6:.3f} ms"
+                f" {time_text(span.start_ns)} to {time_text(span.end_ns)}"
             )
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW - 6}" fill="{COLORS[span.kind]}"'
                 f' fill-opacity="{shade}"><title>{escape(label)}</title></rect>'
             )
-    y = TOP + ROW * len(timeline.spans) + 14
-    for at, (kind, color) in enumerate(COLORS.items()):
-        if kind is Kind.BACKWARD_INPUT:
-            continue
-        parts.append(f'<rect x="{LEFT + 140 * at}" y="{y - 10}" width="10" height="10" fill="{color}"/>')
-        parts.append(f'<text x="{LEFT + 140 * at + 14}" y="{y}">{NAMES[kind]}</text>')
+            number = str(span.microbatch)
+            if wide > CHARACTER * len(number) + 2:
+                parts.append(
+                    f'<text x="{x + wide / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="#ffffff"'
+                    f' pointer-events="none">{number}</text>'
+                )
+    y = TOP + ROW * len(timeline.spans)
+    for tick in tick_times(whole):
+        x = LEFT + tick * width / whole
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{y}" stroke="#cccccc" stroke-dasharray="2 3"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 12}" text-anchor="middle">{time_text(tick)}</text>')
+    kinds = {span.kind for spans in timeline.spans for span in spans if span.end_ns > span.start_ns}
+    for at, kind in enumerate(kind for kind in COLORS if kind in kinds):
+        parts.append(f'<rect x="{LEFT + 140 * at}" y="{y + 24}" width="10" height="10" fill="{COLORS[kind]}"/>')
+        parts.append(f'<text x="{LEFT + 140 * at + 14}" y="{y + 34}">{NAMES[kind]}</text>')
     return "\n".join([*parts, "</svg>"])
 
 

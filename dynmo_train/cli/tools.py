@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .._common.console import Format, emit, emit_json, emit_table
-from .._common.document import MAX_JOBS, MAX_SIZE
+from .._common.console import Format, emit, emit_json, emit_table, print_message
+from .._common.document import MAX_JOBS, MAX_SIZE, write_whole
 from .common import DeviceName, need_torch
 
 
@@ -64,6 +64,7 @@ def tune_sparse(
 def compare(
     first: Annotated[Path, typer.Argument(help="Run directory: numerator of the step-time ratio.")],
     second: Annotated[Path, typer.Argument(help="Run directory with the same computation, placed differently.")],
+    html: Annotated[Path | None, typer.Option("--html", help="HTML file to write charts of both runs to.")] = None,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Compare two runs step by step: bit-identity of losses, and step times.
@@ -73,6 +74,12 @@ def compare(
     from ..trainer.monitoring.compare_runs import compare_runs, comparison_rows
 
     result = compare_runs(first, second)
+    if html is not None:
+        from .._common.report.page import encoded
+        from ..trainer.monitoring.compare_report import compare_page
+
+        write_whole(html, encoded(compare_page(first, second, result)))
+        print_message(f"wrote {html}: {result.steps} common step{'' if result.steps == 1 else 's'}")
     if form is Format.JSON:
         emit_json(result.document())
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -189,10 +190,27 @@ def _run_document(
         "world_size": world_size,
         "hosts": list(hosts),
         "command_line": list(sys.argv),
-        "versions": versions(),
+        "versions": versions() | source_commit(),
         "engine": dict(engine),
         **config_document(config),
     }
+
+
+def source_commit() -> dict[str, str]:
+    """The commit of these sources as ``commit``, with ``-dirty`` after changes; empty where they are not a Git clone.
+
+    Not one of :func:`versions`: processes of one run may be installed in different ways.
+    """
+    root = Path(__file__).resolve().parents[2]
+    # An installed package may lie within a clone of another project, whose commit would mislead.
+    if not (root / ".git").exists():
+        return {}
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"commit": done.stdout.strip()}
 
 
 def versions() -> dict[str, str]:

@@ -352,8 +352,15 @@ def test_report_writes_html(plan, run_dir):
     output = run_dir / "report.html"
     code, out, err = plan("report", run_dir, "-o", output)
     assert (code, out) == (0, "")
-    assert err == f"wrote {output}: 9 steps, 1 plans, 1 moves\n"
+    assert err == f"wrote {output}: 9 steps, 1 plan, 1 move\n"
     assert output.read_text().startswith("<!doctype html>")
+
+
+def test_report_trace_is_written_next_to_the_page(plan, run_dir):
+    shutil.copy(CONTRACTS / "plan/valid/move.json", run_dir / "plans/plan-000001.json")
+    trace = run_dir / "trace.json"
+    assert plan("report", run_dir, "-o", run_dir / "report.html", "--trace", trace)[0] == 0
+    assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
 def test_calibrate_and_import_read_measured_times(plan, run_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
 from dynmo_train.formats.run import read_run, take_resize_request
 from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
-from dynmo_train.trainer.run_directory import choose_path, open_run_directory
+from dynmo_train.trainer import run_directory
+from dynmo_train.trainer.run_directory import choose_path, open_run_directory, source_commit
+from tests.paths import ROOT
 
 SMALL = {
     "num_layers": 2,
@@ -48,6 +51,16 @@ def test_new_run_has_directories_and_configuration(tmp_path):
     config = config_of(**SMALL | {"run_dir": str(tmp_path / "r")})
     assert {name: document[name] for name in ("config", "config_sources")} == config_document(config)
     assert {"python", "dynmo", "torch", "numpy"} <= document["versions"].keys()
+
+
+def test_source_commit_is_of_the_clone_of_these_sources(tmp_path, monkeypatch):
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("needs a Git clone")
+    assert source_commit()["commit"].removesuffix("-dirty") == done.stdout.strip()
+    # An installed package: no clone at its root, whatever is around it.
+    monkeypatch.setattr(run_directory, "__file__", str(tmp_path / "site/dynmo_train/trainer/run_directory.py"))
+    assert source_commit() == {}
 
 
 def test_resumed_run_keeps_its_id_and_counts_segments(tmp_path):
