@@ -132,6 +132,10 @@ def test_wheel_planner_without_extras_writes_a_plan(programs, tmp_path):
     stages = json.loads((tmp_path / "plan.json").read_text())["stages"]
     assert [stage["worker"] for stage in stages] == [0, 1]
     assert "exact" in run(*plan, "compare", profile, cwd=tmp_path).stdout
+    run(*plan, "report", profile, "-o", tmp_path / "report.html", cwd=tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The MIT License (MIT)" in page  # of the library within the page
+    assert "var uPlot=" in page
     # Every command of the planner, not only these, is free of the extras.
     text = (
         "import pkgutil, dynmo_balance as package\n"
