@@ -30,7 +30,7 @@ MAX_CANDIDATES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PolicyResult:
     """The result of a policy: the time of all steps and pauses in ns, and the number of moves."""
 
     policy: str
@@ -135,7 +135,7 @@ class RecordedRun:
         return shown.migration.pause_ns or 0
 
 
-def run_policy(recorded: RecordedRun, options: WatchOptions) -> Outcome:
+def run_policy(recorded: RecordedRun, options: WatchOptions) -> PolicyResult:
     """Replay the run under a policy."""
     state = RunState(window_size=options.window)
     state.feed(recorded.segment.header)
@@ -164,7 +164,7 @@ def run_policy(recorded: RecordedRun, options: WatchOptions) -> Outcome:
             total, pauses, moves = total + pause, pauses + pause, moves + 1
             previous, base, policy_state = base, decision.plan, decision.policy_state.after_move()
             state.feed(_taken(base, state.last_step, pause))
-    return Outcome(policy=options.policy, total_ns=total, pauses_ns=pauses, moves=moves)
+    return PolicyResult(policy=options.policy, total_ns=total, pauses_ns=pauses, moves=moves)
 
 
 def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
@@ -188,7 +188,7 @@ def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[in
     return list(found)
 
 
-def offline_optimum(recorded: RecordedRun) -> Outcome:
+def offline_optimum(recorded: RecordedRun) -> PolicyResult:
     """The minimum time over all sequences of candidate partitions, one for each block of steps."""
     count = len(recorded.works)
     blocks = [range(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK)]
@@ -207,4 +207,4 @@ def offline_optimum(recorded: RecordedRun) -> Outcome:
             totals = [totals[a] + pause[a][b] for b, a in enumerate(best)]
         totals = [total + more for total, more in zip(totals, spent, strict=True)]
     at = min(range(len(candidates)), key=lambda c: totals[c])
-    return Outcome(policy="offline optimum", total_ns=totals[at], pauses_ns=None, moves=moves[at])
+    return PolicyResult(policy="offline optimum", total_ns=totals[at], pauses_ns=None, moves=moves[at])

@@ -16,7 +16,7 @@ from .._common.panel import Panel
 if TYPE_CHECKING:
     from ..analysis.compression import CompressionOptions
     from ..costs.devices import Device
-    from ..inputs.profile_source import Source
+    from ..inputs.profile_source import ProfileSource
 
 
 class Schedule(StrEnum):
@@ -227,7 +227,7 @@ class CostOptions:
         int | None, typer.Option(min=1, max=MAX_INTEGER, help="Use the costs at this step. Default: the last.")
     ] = None
 
-    def load(self, source: Path, **options: Any) -> Source:
+    def load(self, source: Path, **options: Any) -> ProfileSource:
         """Read the profile; ``options`` are those of ``profile_source.load``."""
         from ..inputs.profile_source import load
 

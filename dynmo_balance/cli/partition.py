@@ -26,7 +26,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..formats.plan import Plan
-    from ..inputs.profile_source import Source
+    from ..inputs.profile_source import ProfileSource
     from ..partition.problem import PartitionProblem
     from ..planning.plan_builder import Proposal
 
@@ -106,7 +106,7 @@ def partition(
 
 
 def _proposal(
-    loaded: Source,
+    loaded: ProfileSource,
     problem: PartitionProblem,
     base: Plan | None,
     schedule: ScheduleOrSearch | None,
@@ -137,7 +137,7 @@ def _proposal(
     return make_proposal(found.best.problem, solution, owner=owner)
 
 
-def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: str) -> Plan:
+def _plan(loaded: ProfileSource, proposal: Proposal, base: Plan | None, balancer: str) -> Plan:
     """The plan document; it has a gain where the base has the same number of workers."""
     from ..inputs.problem_from_options import problem_under_plan
     from ..planning.plan_builder import to_plan

@@ -78,7 +78,7 @@ def build(
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile.jsonl to write; must not exist.")],
     device: Annotated[str, typer.Option(help="h200, h100, a100, cpu, or a TOML file with a device's fields.")] = "h100",
     run: RunOptions,
-    script: ScriptOptions,
+    trajectory: ScriptOptions,
 ) -> None:
     """Write an analytic profile: the costs of each item on a device, static or over a scripted trajectory."""
     import json
@@ -87,7 +87,7 @@ def build(
     from ..formats.profile import write_profile
     from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
     from ..inputs.model_config import load_spec
-    from ..inputs.scenarios import DEFAULT_STRENGTH, Script, scenario_steps
+    from ..inputs.scenarios import DEFAULT_STRENGTH, TrajectorySettings, scenario_steps
 
     _refuse_existing(output)
     spec, hardware = load_spec(model), load_device(device)
@@ -96,21 +96,21 @@ def build(
     document = build_header(spec, hardware, options, output.stem)
     header = header_of(document)
     dense = build_costs(spec, header, hardware, options)
-    technique = script.technique.value
-    scenario = Script(
-        steps=script.steps,
-        strength=DEFAULT_STRENGTH[technique] if script.strength is None else script.strength,
-        noise=script.noise,
-        seed=script.seed,
+    technique = trajectory.technique.value
+    scenario = TrajectorySettings(
+        steps=trajectory.steps,
+        strength=DEFAULT_STRENGTH[technique] if trajectory.strength is None else trajectory.strength,
+        noise=trajectory.noise,
+        seed=trajectory.seed,
     )
     lines = []
-    with progress("building", script.steps, "steps") as tick:
+    with progress("building", trajectory.steps, "steps") as tick:
         for line in build_lines(document, header, scenario_steps(technique, header, dense, scenario)):
             lines.append(json.dumps(line, allow_nan=False) + "\n")
             if line["record"] == "step":
                 tick(1)
     write_profile(output, [line.encode() for line in lines])
-    print_message(f"wrote {output}: {len(header.items)} items, {spec.params:,} parameters, {script.steps} steps")
+    print_message(f"wrote {output}: {len(header.items)} items, {spec.params:,} parameters, {trajectory.steps} steps")
     for part in spec.left_out:
         print_message(f"without {part}, which transformers does not train either")
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateOptions:
+class BandwidthOptions:
     """Bandwidths in GB/s."""
 
     PANEL: ClassVar[Panel] = Panel("Simulation", rare=True)
@@ -55,7 +55,7 @@ class RateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureOptions:
+class TimelineOptions:
     """Files and width of the timeline."""
 
     PANEL: ClassVar[str] = "Output"
@@ -78,7 +78,7 @@ def simulate(
     limits: LimitOptions,
     balancer: BalancerOption = "exact",
     clock: ClockOptions,
-    rates: RateOptions,
+    rates: BandwidthOptions,
     compression: CompressionFlags,
     device: DeviceOptions,
     recompute: Annotated[
@@ -86,7 +86,7 @@ def simulate(
     ] = Recompute.NONE,
     fused_attention: FusedOption = True,
     costs: CostOptions,
-    pictures: PictureOptions,
+    pictures: TimelineOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle).
@@ -168,7 +168,7 @@ def _report(
         emit(f"{problem.slots[at].worker:>4} |{line}|")
 
 
-def _write_pictures(problem: PartitionProblem, timeline: Timeline, pictures: PictureOptions) -> None:
+def _write_pictures(problem: PartitionProblem, timeline: Timeline, pictures: TimelineOptions) -> None:
     """Write the SVG and the trace, where a file is named."""
     from .._common.document import encode_json, write_whole
     from ..output.timeline import as_svg, as_trace

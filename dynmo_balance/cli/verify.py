@@ -14,11 +14,11 @@ from .._common.option_groups import grouped
 from .options import DeviceOptions, FormatOption, GranularityOption, MemoryOption
 
 if TYPE_CHECKING:
-    from ..analysis.verify.setting import Setting
+    from ..analysis.verify.inputs import VerifyInputs
     from ..formats.plan import Plan
 
 
-class FaultsError(DynmoError):
+class PlanMismatchError(DynmoError):
     """Numbers of a plan that differ from the recomputed ones; exit code 1."""
 
     def __init__(self, source: str, faults: list[Problem]) -> None:
@@ -48,8 +48,8 @@ def verify(
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Recompute every number of a plan from the profile, without the solvers. Exits with code 1 if one is wrong."""
+    from ..analysis.verify.inputs import Overrides, load_inputs
     from ..analysis.verify.plan import verify as find_faults
-    from ..analysis.verify.setting import Overrides, load_setting
     from ..formats.plan import plan_path, read_plan
     from ..inputs.problem_from_options import parse_bytes
 
@@ -61,24 +61,24 @@ def verify(
         memory_bytes=None if memory is None else parse_bytes(memory),
         window=window,
     )
-    setting = load_setting(read, profile, overrides, device=device.load(), dtype=device.dtype.value)
+    inputs = load_inputs(read, profile, overrides, device=device.load(), dtype=device.dtype.value)
     if base is None and profile.is_dir() and read.base_plan_id is not None:
         candidate = plan_path(profile / "plans", read.base_plan_id)
         base = candidate if candidate.is_file() else None
-    faults = find_faults(read, setting, None if base is None else read_plan(base), plan.name)
+    faults = find_faults(read, inputs, None if base is None else read_plan(base), plan.name)
     if output_format is Format.JSON:
         emit_json({"faults": [{"path": f.path, "kind": f.kind, "message": f.message} for f in faults]})
     if faults:
-        raise FaultsError(str(plan), faults)
+        raise PlanMismatchError(str(plan), faults)
     if output_format is Format.TEXT:
-        emit(f"{plan}: every number is correct | {_describe(setting, read)}")
+        emit(f"{plan}: every number is correct | {_describe(inputs, read)}")
 
 
-def _describe(setting: Setting, plan: Plan) -> str:
+def _describe(inputs: VerifyInputs, plan: Plan) -> str:
     """The constraints of the partition."""
-    constraints = setting.constraints
+    constraints = inputs.constraints
     count, least = constraints.microbatches, constraints.min_layers
-    parts = [f"{setting.granularity} granularity", f"{count} microbatch{'' if count == 1 else 'es'}"]
+    parts = [f"{inputs.granularity} granularity", f"{count} microbatch{'' if count == 1 else 'es'}"]
     parts.append(f"at least {least} unit{'' if least == 1 else 's'} per stage")
     limits = [limit for limit in constraints.memory_bytes if limit is not None]
     if limits:

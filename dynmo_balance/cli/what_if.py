@@ -26,7 +26,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..analysis.compression import CompressionOptions
     from ..analysis.what_if import Grid
-    from ..inputs.profile_source import Source
+    from ..inputs.profile_source import ProfileSource
     from ..simulation.simulator import Communication
 
 
@@ -143,7 +143,7 @@ def what_if(
 
 def _report_compressed(
     grid: Grid,
-    loaded: Source,
+    loaded: ProfileSource,
     axes: Mapping[str, Sequence[float | str]],
     options: CompressionOptions,
     replica_gbps: float | None,

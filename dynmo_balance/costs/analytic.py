@@ -46,7 +46,7 @@ LOGITS = (5.0, 3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ItemWork:
     """What an item computes in a microbatch on each tensor-parallel rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class MicrobatchShape:
     """The microbatch and how it is computed.
 
     Attributes:
@@ -91,7 +91,7 @@ class Shape:
     fused_attention: bool = False
 
 
-def item_times(work: Work, shape: Shape, device: Device) -> tuple[int, int, int]:
+def item_times(work: ItemWork, shape: MicrobatchShape, device: Device) -> tuple[int, int, int]:
     """Forward, input-gradient and weight-gradient time of one item, in ns."""
     # Both gradients of a matrix product take the operations of its forward pass each: ``products`` three times.
     products = sum(device.product_ns(2 * shape.tokens * n, shape.dtype) for n in work.weights)
@@ -115,14 +115,14 @@ def item_times(work: Work, shape: Shape, device: Device) -> tuple[int, int, int]
 
 def work_of_item(
     item: Item,
-    shape: Shape,
+    shape: MicrobatchShape,
     heads: int,
     weights: Sequence[int] | None = None,
     *,
     attention: int | None = None,
     keys: int | None = None,
     width: int | None = None,
-) -> Work:
+) -> ItemWork:
     """The work of one item, from its kind and its number of parameters.
 
     Args:
@@ -141,14 +141,14 @@ def work_of_item(
     outer = stream / t if shape.sequence_parallel else stream
     if item.kind == "embedding":
         # A lookup has no product, and its backward pass needs little more than the token ids.
-        return Work(
+        return ItemWork(
             weights=(), stream_bytes=(3 * outer, 3 * outer), reduce_bytes=stream, activation_bytes=2 * shape.tokens
         )
     if item.kind == "head":
         found = tuple(weights or (item.param_count,))
         # The loss stores its logits in float32, whatever the dtype (Korthikanti et al., section 4.3).
         logits = 4 * shape.tokens * max(1, found[-1] // max(1, shape.hidden))
-        return Work(
+        return ItemWork(
             weights=found,
             stream_bytes=(2 * outer + LOGITS[0] * logits, 3 * outer + LOGITS[1] * logits),
             activation_bytes=round(2 * outer) + logits,
@@ -159,7 +159,7 @@ def work_of_item(
     score = shape.tokens * s * heads / t * number if attends else 0.0
     usual = (3 if item.kind != "mlp" else 0) + (4 if item.kind in ("mlp", "layer") else 0)
     inner = usual if width is None else width / shape.hidden
-    return Work(
+    return ItemWork(
         weights=tuple(weights or (item.param_count,)),
         score_flops=4 * shape.tokens * s * (attention or shape.hidden) / t if attends else 0.0,
         score_bytes=(0.0, 0.0) if shape.fused_attention else (SCORES[0] * score, SCORES[1] * score),
@@ -172,7 +172,7 @@ def work_of_item(
     )
 
 
-def _activation_bytes(kind: str, shape: Shape, score_bytes: float, wider: float = 1.0) -> int:
+def _activation_bytes(kind: str, shape: MicrobatchShape, score_bytes: float, wider: float = 1.0) -> int:
     """Stored activations of a part of a block, after Korthikanti et al.; half of a block for attention and MLP.
 
     ``wider`` is the width between its matrices relative to the default.
@@ -193,7 +193,7 @@ def _activation_bytes(kind: str, shape: Shape, score_bytes: float, wider: float 
     return round(stored)
 
 
-def costs_of(works: Sequence[Work], shape: Shape, device: Device) -> ItemCosts:
+def costs_of(works: Sequence[ItemWork], shape: MicrobatchShape, device: Device) -> ItemCosts:
     """The costs of all items.
 
     Raises:
@@ -230,7 +230,7 @@ def whole(value: object, name: str) -> int:
     return value
 
 
-def header_works(header: Header, shape: Shape) -> tuple[Work, ...]:
+def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]:
     """The work of the items of a profile without measurements.
 
     A tied head has the weights of the item that it is tied to. Without the optional keys, the number of heads is the
@@ -268,7 +268,7 @@ def costs_of_header(
     Raises:
         UsageError: the device has no rate for the dtype, the recomputation is unknown, or an ``x_`` value is invalid.
     """
-    shape = Shape(
+    shape = MicrobatchShape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,
         hidden=header.model.hidden_size,
@@ -288,7 +288,7 @@ def costs_of_header(
     )
 
 
-def step_flops(header: Header, works: Sequence[Work], shape: Shape) -> float:
+def step_flops(header: Header, works: Sequence[ItemWork], shape: MicrobatchShape) -> float:
     """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward.
 
     Recomputation does not count, as in the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B).

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent:
+class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): sizes of the latents and heads.
 
     Attributes:
@@ -114,7 +114,7 @@ class ModelSpec:
     block_norms: int = 1
     qk_norm: int = 0
     sinks: bool = False
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     window: int | None = None
     local_layers: tuple[bool, ...] = ()
     positions: int = 0

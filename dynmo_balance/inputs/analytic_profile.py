@@ -10,14 +10,13 @@ from typing import Any
 from .. import __version__
 from .._common.document import envelope
 from .._common.errors import UsageError
-from ..costs.analytic import Shape, Work, costs_of, work_of_item
+from ..costs.analytic import ItemWork, MicrobatchShape, costs_of, work_of_item
 from ..costs.cost_window import ItemCosts
 from ..costs.devices import BYTES_PER_NUMBER, Device
 from ..costs.model_spec import ModelSpec
 from ..formats.profile import Header, Item, parse_profile
 from ..partition import uniform
-from ..partition.problem import PartitionProblem, worker_slots
-from ..planning.plan_builder import chain_of
+from ..planning.plan_builder import problem_of_run
 from ..simulation.simulator import predict
 from .scenarios import ScenarioStep
 
@@ -34,7 +33,7 @@ class BuildOptions:
         schedule, virtual_stages: of the pipeline.
         dtype: of matrix products.
         tensor_parallel, data_parallel: number of ranks.
-        sequence_parallel, recompute, fused_attention: as in ``costs.analytic.Shape``.
+        sequence_parallel, recompute, fused_attention: as in ``costs.analytic.MicrobatchShape``.
         granularity: where plans may cut.
         gradient_bytes_per_param, optimizer_bytes_per_param: sizes; None is Adam's.
     """
@@ -191,9 +190,9 @@ def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildO
     return costs_of(works_of(spec, header, shape), shape, device)
 
 
-def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
+def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> MicrobatchShape:
     """The microbatch of a header under these options."""
-    return Shape(
+    return MicrobatchShape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,
         hidden=spec.hidden,
@@ -205,7 +204,7 @@ def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
     )
 
 
-def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
+def works_of(spec: ModelSpec, header: Header, shape: MicrobatchShape) -> list[ItemWork]:
     """The work of each item; with a mixture of experts, a token uses the experts that it is routed to."""
     t = shape.tensor_parallel
 
@@ -217,7 +216,7 @@ def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
         transform = (spec.hidden * spec.hidden,) if spec.head_transform else ()
         return (*transform, spec.table_params // t)
 
-    def work(item: Item) -> Work:
+    def work(item: Item) -> ItemWork:
         if item.kind not in ("attention", "cross_attention", "mlp"):
             return work_of_item(item, shape, spec.heads, weights(item))
         number = _number_of(item.layer)
@@ -236,15 +235,7 @@ def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
 
 def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
     """A step line as measured under the static uniform partition."""
-    problem = PartitionProblem(
-        chain=chain_of(header, costs),
-        slots=worker_slots(header),
-        schedule=header.schedule,
-        microbatches=header.microbatches,
-        virtual_stages=header.virtual_stages_per_worker,
-        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
-        link_latency_ns=header.link.latency_ns if header.link else 0,
-    )
+    problem = problem_of_run(header, costs)
     timeline = predict(problem, uniform.boundaries(problem))
     return {
         "record": "step",

@@ -20,8 +20,7 @@ from ..costs.cost_window import ItemCosts
 from ..formats.plan import Plan
 from ..formats.profile import Header
 from ..partition import uniform
-from ..partition.problem import PartitionProblem, worker_slots
-from ..planning.plan_builder import chain_of
+from ..planning.plan_builder import problem_of_run
 from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
 from .torch_traces import has_modules, layer_times
 
@@ -180,13 +179,7 @@ def item_workers(header: Header, model: ItemCosts, plan: Plan | None) -> list[in
     ids = [worker.worker for worker in header.workers]
     if plan is not None:
         return [ids.index(plan.owner[item.name]) for item in header.items]
-    problem = PartitionProblem(
-        chain=chain_of(header, model),
-        slots=worker_slots(header),
-        schedule=header.schedule,
-        microbatches=header.microbatches,
-        virtual_stages=header.virtual_stages_per_worker,
-    )
+    problem = problem_of_run(header, model)
     spans = pairwise(uniform.boundaries(problem))
     return [problem.positions[stage] for stage, (begin, end) in enumerate(spans) for _ in range(begin, end)]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._common.errors import UsageError
-from ..costs.model_spec import Latent
+from ..costs.model_spec import LatentAttention
 
 IRRELEVANT = frozenset(
     (
@@ -249,7 +249,7 @@ _LOCAL = "num_local_experts"
 
 def _deepseek(config: Config) -> dict[str, Any]:
     routed = int(config["n_routed_experts"] or 0)
-    latent = Latent(
+    latent = LatentAttention(
         query_rank=int(config["q_lora_rank"] or 0),
         kv_rank=int(config["kv_lora_rank"]),
         nope=int(config["qk_nope_head_dim"]),

@@ -12,7 +12,7 @@ from ..formats.profile import Header
 from ..partition.problem import PartitionProblem, WorkerSlot, with_ties_together, worker_slots
 from ..planning.plan_builder import chain_of, current_spans
 from ..schedules.registry import Kind, Operation, Order
-from .profile_source import Source
+from .profile_source import ProfileSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+def _parse_pins(source: ProfileSource, pins: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     """The pins of items; the name of a layer pins all of its items."""
     items = source.header.items
     result = []
@@ -81,7 +81,7 @@ def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int],
     return tuple(dict.fromkeys(result))
 
 
-def _places(source: Source, options: ProblemOptions) -> tuple[WorkerSlot, ...]:
+def _places(source: ProfileSource, options: ProblemOptions) -> tuple[WorkerSlot, ...]:
     memory = None if options.memory is None else parse_bytes(options.memory)
     if options.stages is None and source.plan is not None:
         by_id = {slot.worker: slot for slot in worker_slots(source.header, None, memory)}
@@ -162,7 +162,7 @@ def problem_under_plan(problem: PartitionProblem, header: Header, plan: Plan) ->
         return None
 
 
-def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> PartitionProblem:
+def make_problem(source: ProfileSource, options: ProblemOptions, current: Plan | None = None) -> PartitionProblem:
     """The partitioning problem of a command.
 
     Args:

@@ -18,7 +18,7 @@ from .profile_summary import step_warnings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ProfileSource:
     """The newest segment of a profile, its costs, and the active plan if the run's plans are available.
 
     Attributes:
@@ -111,7 +111,7 @@ def load(
     dtype: str = "float32",
     recompute: str = "none",
     fused_attention: bool = False,
-) -> Source:
+) -> ProfileSource:
     """Read a profile or run directory.
 
     Args:
@@ -147,7 +147,9 @@ def load(
             )
         computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
         plan = initial_plan(path, header) if last is None else _active_plan(path, header, last)
-        return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
+        return ProfileSource(
+            path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step
+        )
     if last is None:
         raise UsageError(
             f"{profile_path(path)}: has no step records to compute costs from; use --device to compute analytic costs"
@@ -160,7 +162,7 @@ def load(
             f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"
             " since the last cost change; choose an earlier --at-step"
         )
-    return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
+    return ProfileSource(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
 
 
 def warn_of_units(path: Path, records: Sequence[Step]) -> bool:

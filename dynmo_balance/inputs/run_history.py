@@ -22,7 +22,7 @@ from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step
 from ..formats.profile_records import COST_NEUTRAL_EVENTS
-from .profile_source import Source, profile_path, warn_of_units
+from .profile_source import ProfileSource, profile_path, warn_of_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RunHistory:
     header: Header | None
     plan_histories: tuple[PlanHistory, ...]
     plans: Mapping[int, Plan]
-    source: Source | None
+    source: ProfileSource | None
     without_costs: str = ""
 
     @property
@@ -148,7 +148,7 @@ class _Pass:
             self.costs.expire()
         self.data.add_record(parse_json(line) if isinstance(record, Header) else _document(record))
 
-    def source(self, path: Path, plans: Mapping[int, Plan]) -> Source | str:
+    def source(self, path: Path, plans: Mapping[int, Plan]) -> ProfileSource | str:
         """The newest costs, or why there are none."""
         if self.header is None or self.last is None:
             return "the newest start of the run has recorded no step yet"
@@ -160,7 +160,7 @@ class _Pass:
                 f"{self.costs.unsampled()} of {len(self.header.items)} items have no sample since the last change of"
                 " costs"
             )
-        return Source(path=path, header=self.header, costs=costs, plan=plan, last_step=self.last.step)
+        return ProfileSource(path=path, header=self.header, costs=costs, plan=plan, last_step=self.last.step)
 
 
 _KINDS = {Step: "step", Event: "event", PlanResult: "plan_result"}

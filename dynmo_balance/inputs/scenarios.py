@@ -38,7 +38,7 @@ class ScenarioStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class TrajectorySettings:
     """Length, strength and noise of a trajectory.
 
     Attributes:
@@ -66,7 +66,7 @@ class Script:
     slope: float = 0.0
 
 
-Factors = Callable[[Header, Script, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
+Factors = Callable[[Header, TrajectorySettings, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
 
 
 def depths_of(header: Header) -> list[float]:
@@ -79,18 +79,18 @@ def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
     return {"kind": kind, "detail": detail, "next_expected_step": following}
 
 
-def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    model = script.sparsity
+def _pruning(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    model = trajectory.sparsity
     depths = depths_of(header)
     rounds = 4
-    begin, every = script.steps * 3 // 10, max(1, script.steps // 10)
+    begin, every = trajectory.steps * 3 // 10, max(1, trajectory.steps // 10)
     factors = [1.0] * len(depths)
-    for step in range(1, script.steps + 1):
+    for step in range(1, trajectory.steps + 1):
         done, rest = divmod(step - begin, every)
         event = None
         if rest == 0 and 0 <= done < rounds:
             progress = (done + 1) / rounds
-            mean = script.strength * (1 - (1 - progress) ** 3)
+            mean = trajectory.strength * (1 - (1 - progress) ** 3)
             sparsity = [min(0.99, max(0.0, mean + (d - 0.5) * 0.5 * mean)) for d in depths]
             pairs = zip(header.items, sparsity, strict=True)
             factors = [model.factor(s) if item.kind in PRUNED_KINDS else 1.0 for item, s in pairs]
@@ -98,51 +98,55 @@ def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tup
         yield factors, event
 
 
-def _moe(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+def _moe(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     strength = {
-        item.layer: script.strength * (1 + script.slope * (2 * depth - 1))
+        item.layer: trajectory.strength * (1 + trajectory.slope * (2 * depth - 1))
         for item, depth in zip(header.items, depths_of(header), strict=True)
         if item.kind in ("mlp", "layer")
     }
     skew = {layer: abs(rng.gauss(0, deviation)) for layer, deviation in strength.items()}
-    for _ in range(script.steps):
+    for _ in range(trajectory.steps):
         for layer, deviation in strength.items():
             skew[layer] = abs(0.995 * skew[layer] + 0.1 * deviation * rng.gauss(0, 1))
         yield [1 + skew[i.layer] if i.kind in ("mlp", "layer") else 1.0 for i in header.items], None
 
 
-def _mod(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+def _mod(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     routed = {item.layer: index for index, item in enumerate(header.items) if item.kind in PRUNED_KINDS}
     chosen = set(list(routed)[1::2])
-    for step in range(1, script.steps + 1):
-        capacity = 0.125 + 0.375 * (0.5 + 0.5 * math.cos(2 * math.pi * step / script.steps))
-        share = 1 - script.strength * (1 - capacity)
+    for step in range(1, trajectory.steps + 1):
+        capacity = 0.125 + 0.375 * (0.5 + 0.5 * math.cos(2 * math.pi * step / trajectory.steps))
+        share = 1 - trajectory.strength * (1 - capacity)
         yield [share if item.layer in chosen else 1.0 for item in header.items], None
 
 
-def _early_exit(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+def _early_exit(
+    header: Header, trajectory: TrajectorySettings, rng: random.Random
+) -> Iterator[tuple[list[float], Any]]:
     depths = depths_of(header)
-    for step in range(1, script.steps + 1):
-        rate = script.exit_rate * script.strength * step / script.steps
+    for step in range(1, trajectory.steps + 1):
+        rate = trajectory.exit_rate * trajectory.strength * step / trajectory.steps
         pairs = zip(header.items, depths, strict=True)
         yield [math.exp(-rate * d) if item.kind in PRUNED_KINDS else 1.0 for item, d in pairs], None
 
 
-def _sparse_attention(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+def _sparse_attention(
+    header: Header, trajectory: TrajectorySettings, rng: random.Random
+) -> Iterator[tuple[list[float], Any]]:
     density = {item.layer: 1.0 for item in header.items if item.kind in ("attention", "layer")}
-    floor = min(script.densest, max(0.1 * script.densest, 1 - script.strength))
+    floor = min(trajectory.densest, max(0.1 * trajectory.densest, 1 - trajectory.strength))
     tokens, hidden = header.model.sequence_length, header.model.hidden_size
     # Scores 4 s^2 h, projections 8 s h^2; a whole layer has 16 s h^2 more in its MLP
     shares = {"attention": tokens / (tokens + 2 * hidden), "layer": tokens / (tokens + 6 * hidden)}
-    for step in range(1, script.steps + 1):
+    for step in range(1, trajectory.steps + 1):
         for layer in density:
-            target = floor + (script.densest - floor) * ((hash_unit(layer) + step / script.steps) % 1.0)
+            target = floor + (trajectory.densest - floor) * ((hash_unit(layer) + step / trajectory.steps) % 1.0)
             density[layer] = 0.99 * density[layer] + 0.01 * target
         yield [1 - shares.get(i.kind, 0.0) * (1 - density.get(i.layer, 1.0)) for i in header.items], None
 
 
-def _static(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    for _ in range(script.steps):
+def _static(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    for _ in range(trajectory.steps):
         yield [1.0] * len(header.items), None
 
 
@@ -163,40 +167,42 @@ TECHNIQUES = (*_FACTORS, "freezing")
 DEFAULT_STRENGTH = {**{name: strength for name, (_, strength) in _FACTORS.items()}, "freezing": 0.6}
 
 
-def _noisy(costs: ItemCosts, script: Script, rng: random.Random) -> ItemCosts:
-    if not script.noise:
+def _noisy(costs: ItemCosts, trajectory: TrajectorySettings, rng: random.Random) -> ItemCosts:
+    if not trajectory.noise:
         return costs
 
     def noise() -> list[float]:
-        return [max(0.1, 1 + script.noise * rng.gauss(0, 1)) for _ in costs.forward_ns]
+        return [max(0.1, 1 + trajectory.noise * rng.gauss(0, 1)) for _ in costs.forward_ns]
 
     return scaled(scaled(costs, noise(), ("forward",)), noise(), ("backward",))
 
 
-def _freezing(header: Header, dense: ItemCosts, script: Script) -> Iterator[tuple[ItemCosts, Any]]:
+def _freezing(header: Header, dense: ItemCosts, trajectory: TrajectorySettings) -> Iterator[tuple[ItemCosts, Any]]:
     rounds = 6
-    every = max(1, script.steps // (rounds + 1))
+    every = max(1, trajectory.steps // (rounds + 1))
     costs = dense
-    for step in range(1, script.steps + 1):
+    for step in range(1, trajectory.steps + 1):
         done, rest = divmod(step - 1, every)
         event = None
         if rest == 0 and 1 <= done <= rounds:
-            share = script.strength * done / rounds
-            costs = frozen_costs(header, dense, share, cached_forward=script.cached_forward)
+            share = trajectory.strength * done / rounds
+            costs = frozen_costs(header, dense, share, cached_forward=trajectory.cached_forward)
             event = _event("frozen", step - 1 + every if done < rounds else None, share=round(share, 4))
         yield costs, event
 
 
-def scenario_steps(technique: str, header: Header, dense: ItemCosts, script: Script) -> Iterator[ScenarioStep]:
+def scenario_steps(
+    technique: str, header: Header, dense: ItemCosts, trajectory: TrajectorySettings
+) -> Iterator[ScenarioStep]:
     """The costs of every step of a technique."""
-    rng = random.Random(script.seed)
+    rng = random.Random(trajectory.seed)
     if technique == "freezing":
-        changing = _freezing(header, dense, script)
+        changing = _freezing(header, dense, trajectory)
     else:
-        factors = _FACTORS[technique][0](header, script, rng)
+        factors = _FACTORS[technique][0](header, trajectory, rng)
         changing = ((scaled(dense, factor), event) for factor, event in factors)
     for step, (costs, event) in enumerate(changing, start=1):
-        noisy = replace(_noisy(costs, script, rng), from_step=step, to_step=step, records=1)
+        noisy = replace(_noisy(costs, trajectory, rng), from_step=step, to_step=step, records=1)
         yield ScenarioStep(step=step, costs=noisy, event=event)
 
 

@@ -15,7 +15,7 @@ from ..planning.migration import BASE_PAUSE_NS
 from ..planning.plan_builder import Proposal, chain_of, current_spans, keep_plan, make_proposal, propose, to_plan
 from ..planning.repack import Packing, make_release_plan, repack_table
 from ..simulation.simulator import predict
-from .policies import POLICIES, Evidence, PolicySettings, PolicyState, Verdict
+from .policies import POLICIES, PolicyDecision, PolicyInputs, PolicySettings, PolicyState
 from .regret import SpeedsOfPlan, forecast_work, step_times, update_regret
 from .rollback import Feedback, evaluate_last_move
 from .run_state import RunState
@@ -106,8 +106,8 @@ def evaluate_move(
     feedback: Feedback,
     policy_state: PolicyState,
     speeds_of: SpeedsOfPlan,
-) -> tuple[Proposal, Evidence, PolicyState]:
-    """The partition to move to, the evidence for and against it, and the new policy state.
+) -> tuple[Proposal, PolicyInputs, PolicyState]:
+    """The partition to move to, the inputs of the policy, and the new policy state.
 
     Args:
         problem: on the active workers.
@@ -155,7 +155,7 @@ def evaluate_move(
                 round(step_times(problem, works, each).mean()) for each in (base.boundaries, long_boundaries)
             )
     penalty = 1.0 if options.policy == "regret" else feedback.penalty  # its gain is measured, not predicted
-    evidence = Evidence(
+    inputs = PolicyInputs(
         step=state.last_step,
         current_step_ns=now_ns,
         proposed_step_ns=then_ns,
@@ -166,7 +166,7 @@ def evaluate_move(
         next_event_known=due is not None,
         moves=len(proposal.migration.moves),
     )
-    return proposal, evidence, policy_state
+    return proposal, inputs, policy_state
 
 
 def _proposal_for(problem: PartitionProblem, boundaries: tuple[int, ...], base: Plan, state: RunState) -> Proposal:
@@ -220,7 +220,7 @@ def decide(
         return Decision(plan=plan, line=line, policy_state=policy_state)
 
     def move(proposal: Proposal, balancer: str, reason: str, policy_state: PolicyState) -> Decision:
-        # The evidence may use the long window; the gain of a plan compares both steps on the costs that it records.
+        # The policy may use the long window; the gain of a plan compares both steps on the costs that it records.
         base_step_ns = predict(proposal.problem, base.boundaries).step_ns
         plan = to_plan(
             proposal,
@@ -254,9 +254,7 @@ def decide(
                 line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
                 policy_state=PolicyState(),
             )
-        proposal, evidence, policy_state = evaluate_move(
-            problem, base, state, options, feedback, policy_state, speeds_of
-        )
+        proposal, inputs, policy_state = evaluate_move(problem, base, state, options, feedback, policy_state, speeds_of)
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certify(problem, previous.boundaries, solve_best(problem))
             returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
@@ -268,12 +266,14 @@ def decide(
         return keep(
             f"the partition was rolled back; it is not proposed again before step {blocked_until}", policy_state
         )
-    verdict, policy_state = verdict_of(evidence, options, policy_state)
-    if not verdict.move:
-        return keep(verdict.reason, policy_state)
-    return move(proposal, options.balancer, verdict.reason, policy_state)
+    policy_decision, policy_state = apply_policy(inputs, options, policy_state)
+    if not policy_decision.move:
+        return keep(policy_decision.reason, policy_state)
+    return move(proposal, options.balancer, policy_decision.reason, policy_state)
 
 
-def verdict_of(evidence: Evidence, options: WatchOptions, policy_state: PolicyState) -> tuple[Verdict, PolicyState]:
-    """The verdict of the policy."""
-    return POLICIES[options.policy](evidence, options.settings, policy_state)
+def apply_policy(
+    inputs: PolicyInputs, options: WatchOptions, policy_state: PolicyState
+) -> tuple[PolicyDecision, PolicyState]:
+    """Whether the policy moves, and its new state."""
+    return POLICIES[options.policy](inputs, options.settings, policy_state)

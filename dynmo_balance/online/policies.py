@@ -1,4 +1,4 @@
-"""The policies: pure functions from the evidence of a decision to a verdict.
+"""The policies: pure functions from the numbers of a decision to whether to move.
 
 ``regret`` is the ski-rental rule: the cost of keeping the partition accumulates, and the move is made when this cost
 exceeds the cost of the move. So no change of the model costs much more than twice the offline optimum.
@@ -18,7 +18,7 @@ MIN_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class PolicyInputs:
     """The numbers that a decision is based on.
 
     Attributes:
@@ -95,73 +95,73 @@ class PolicyState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PolicyDecision:
     """Whether to move, and the reason in one sentence with its numbers."""
 
     move: bool
     reason: str
 
 
-def _gain_text(evidence: Evidence) -> str:
+def _gain_text(inputs: PolicyInputs) -> str:
     return (
-        f"step {evidence.current_step_ns / 1e6:.2f} -> {evidence.proposed_step_ns / 1e6:.2f} ms"
-        f" ({evidence.gain_fraction:+.1%} gain), {evidence.moves} items to move, pause {evidence.pause_ns / 1e6:.0f} ms"
+        f"step {inputs.current_step_ns / 1e6:.2f} -> {inputs.proposed_step_ns / 1e6:.2f} ms"
+        f" ({inputs.gain_fraction:+.1%} gain), {inputs.moves} items to move, pause {inputs.pause_ns / 1e6:.0f} ms"
     )
 
 
-def never(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
+def never(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Keep the active partition."""
-    return Verdict(move=False, reason=f"policy never: {_gain_text(evidence)}"), state
+    return PolicyDecision(move=False, reason=f"policy never: {_gain_text(inputs)}"), state
 
 
-def always(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
+def always(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Move whenever the balancer's partition differs."""
-    return Verdict(move=evidence.moves > 0, reason=f"policy always: {_gain_text(evidence)}"), state
+    return PolicyDecision(move=inputs.moves > 0, reason=f"policy always: {_gain_text(inputs)}"), state
 
 
-def threshold(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
+def threshold(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Move if the gain is large enough and, over the horizon, exceeds the pause."""
-    text = _gain_text(evidence)
-    if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the active partition is the balancer's: {text}"), state
-    if evidence.gain_fraction < settings.min_gain:
-        return Verdict(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), state
-    saved = evidence.gain_ns * evidence.horizon_steps
-    if saved <= evidence.pause_ns:
+    text = _gain_text(inputs)
+    if inputs.moves == 0:
+        return PolicyDecision(move=False, reason=f"the active partition is the balancer's: {text}"), state
+    if inputs.gain_fraction < settings.min_gain:
+        return PolicyDecision(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), state
+    saved = inputs.gain_ns * inputs.horizon_steps
+    if saved <= inputs.pause_ns:
         reason = f"gain over the horizon {saved / 1e6:.0f} ms, less than the pause: {text}"
-        return Verdict(move=False, reason=reason), state
-    steps = -(-evidence.pause_ns // evidence.gain_ns) if evidence.gain_ns > 0 else 0
-    return Verdict(move=True, reason=f"breaks even after {steps} step{'' if steps == 1 else 's'}: {text}"), state
+        return PolicyDecision(move=False, reason=reason), state
+    steps = -(-inputs.pause_ns // inputs.gain_ns) if inputs.gain_ns > 0 else 0
+    return PolicyDecision(move=True, reason=f"breaks even after {steps} step{'' if steps == 1 else 's'}: {text}"), state
 
 
-def regret(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
+def regret(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Move if the regret, less its standard error, exceeds the pause.
 
     The regret is reset when the plan is applied, not here, because a plan may be refused. If the profile announces
     the next cost change, the regret expected until then decides now. Otherwise a gain that breaks even three times
     within the horizon does.
     """
-    text = _gain_text(evidence)
-    if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the active partition is the forecast optimum: {text}"), state
-    regret_ns, needed = evidence.regret_ns, settings.margin * evidence.pause_ns
-    until_event = regret_ns / max(1, evidence.regret_steps) * evidence.horizon_steps
-    if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
-        reason = f"breaks even twice before the next event in {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), state
+    text = _gain_text(inputs)
+    if inputs.moves == 0:
+        return PolicyDecision(move=False, reason=f"the active partition is the forecast optimum: {text}"), state
+    regret_ns, needed = inputs.regret_ns, settings.margin * inputs.pause_ns
+    until_event = regret_ns / max(1, inputs.regret_steps) * inputs.horizon_steps
+    if inputs.next_event_known and until_event > 2 * inputs.pause_ns:
+        reason = f"breaks even twice before the next event in {inputs.horizon_steps} steps: {text}"
+        return PolicyDecision(move=True, reason=reason), state
     if (
-        evidence.regret_steps >= MIN_STEPS
-        and regret_ns / evidence.regret_steps * evidence.horizon_steps > 3 * evidence.pause_ns
+        inputs.regret_steps >= MIN_STEPS
+        and regret_ns / inputs.regret_steps * inputs.horizon_steps > 3 * inputs.pause_ns
     ):
-        reason = f"breaks even three times within {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), state
-    regret_text = f"regret {max(0.0, regret_ns) / 1e6:.0f} ms of {evidence.regret_steps} steps"
+        reason = f"breaks even three times within {inputs.horizon_steps} steps: {text}"
+        return PolicyDecision(move=True, reason=reason), state
+    regret_text = f"regret {max(0.0, regret_ns) / 1e6:.0f} ms of {inputs.regret_steps} steps"
     if regret_ns <= needed:
-        return Verdict(move=False, reason=f"{regret_text} does not exceed {needed / 1e6:.0f} ms: {text}"), state
-    return Verdict(move=True, reason=f"{regret_text} exceeds {needed / 1e6:.0f} ms: {text}"), state
+        return PolicyDecision(move=False, reason=f"{regret_text} does not exceed {needed / 1e6:.0f} ms: {text}"), state
+    return PolicyDecision(move=True, reason=f"{regret_text} exceeds {needed / 1e6:.0f} ms: {text}"), state
 
 
-POLICIES: Mapping[str, Callable[[Evidence, PolicySettings, PolicyState], tuple[Verdict, PolicyState]]] = {
+POLICIES: Mapping[str, Callable[[PolicyInputs, PolicySettings, PolicyState], tuple[PolicyDecision, PolicyState]]] = {
     "never": never,
     "always": always,
     "threshold": threshold,

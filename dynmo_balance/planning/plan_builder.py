@@ -29,7 +29,7 @@ from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin,
 from ..formats.profile import Header
 from ..partition.balance import balance
 from ..partition.exact import Solution
-from ..partition.problem import Chain, PartitionProblem, WorkerSlot, permitted_cuts
+from ..partition.problem import Chain, PartitionProblem, WorkerSlot, permitted_cuts, worker_slots
 from ..simulation.simulator import Timeline, predict
 from .local_search import minimize_step
 from .migration import BASE_PAUSE_NS, migration
@@ -51,6 +51,19 @@ def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -
     granularity = granularity or header.granularity
     cuts = permitted_cuts(header.items, granularity)
     return Chain(items=header.items, costs=costs, cuts=cuts, granularity=granularity)
+
+
+def problem_of_run(header: Header, costs: ItemCosts, granularity: str | None = None) -> PartitionProblem:
+    """The partitioning problem of a profile's run with these costs, without memory limits and pins."""
+    return PartitionProblem(
+        chain=chain_of(header, costs, granularity),
+        slots=worker_slots(header),
+        schedule=header.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+    )
 
 
 def current_spans(

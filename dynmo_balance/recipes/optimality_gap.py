@@ -8,10 +8,11 @@ from typing import Any
 from ..analysis.search import Candidate, search
 from ..formats.plan import CUSTOM
 from ..partition.exact import solve
+from ..planning.plan_builder import problem_of_run
 from ..schedules.registry import SCHEDULES
 from ..simulation.bounds import Bounds
 from ..simulation.simulator import predict
-from .recipe import Recipe, final_costs, problem_of
+from .recipe import Recipe, final_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class OptimalityGap:
 def measure_gap(recipe: Recipe) -> OptimalityGap:
     """The gap of a recipe; a search takes some seconds at 8 workers."""
     header, _, last = final_costs(recipe)
-    plain = problem_of(header, last, "layer")
+    plain = problem_of_run(header, last, "layer")
     found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))
     solution = solve(plain)
     timeline = predict(plain, solution.boundaries)

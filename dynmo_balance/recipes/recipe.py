@@ -6,7 +6,7 @@
 
 A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
 ``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
-``BuildOptions``, ``[script]`` those of ``Script``.
+``BuildOptions``, ``[script]`` those of ``TrajectorySettings``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from ..costs.sparsity import SparsityModel
 from ..formats.profile import Header
 from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from ..inputs.model_config import from_config
-from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, Script, scenario_steps
+from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, TrajectorySettings, scenario_steps
 from ..partition import uniform
 from ..partition.exact import solve
-from ..partition.problem import PartitionProblem, worker_slots
-from ..planning.plan_builder import chain_of
+from ..planning.plan_builder import problem_of_run
 from ..schedules.registry import SCHEDULES
 from ..simulation.simulator import predict
 
@@ -49,11 +48,11 @@ class Recipe:
     device: str
     spec: ModelSpec
     run: BuildOptions
-    script: Script
+    trajectory: TrajectorySettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RecipeResult:
     """Steps in ns, and the speed-ups."""
 
     recipe: Recipe
@@ -146,7 +145,7 @@ def load_recipe(name: str) -> Recipe:
         device=str(content.get("device", "h100")),
         spec=from_config(_table(content, "model", path), str(path)),
         run=_from_table(BuildOptions, content.get("run", {}), str(path), "run"),
-        script=_script(content, technique, path),
+        trajectory=_script(content, technique, path),
     )
 
 
@@ -157,30 +156,19 @@ def _table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, An
     return table
 
 
-def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
+def _script(content: Mapping[str, Any], technique: str, path: Path) -> TrajectorySettings:
     steps = content.get("steps", 400)
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"{path}: steps must be a positive integer, is {steps!r}")
     stated = dict(content.get("script", {}))
     model = _from_table(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
     values = {"steps": steps, "strength": DEFAULT_STRENGTH[technique], "seed": 1, **stated}
-    script: Script = replace(_from_table(Script, values, str(path), "script"), sparsity=model)
-    if not 0 <= script.strength < 1:
-        raise UsageError(f"{path}: script.strength must be within [0, 1), is {script.strength}")
-    return script
-
-
-def problem_of(header: Header, costs: ItemCosts, granularity: str) -> PartitionProblem:
-    """The partitioning problem of a recipe with these costs."""
-    return PartitionProblem(
-        chain=chain_of(header, costs, granularity),
-        slots=worker_slots(header),
-        schedule=header.schedule,
-        microbatches=header.microbatches,
-        virtual_stages=header.virtual_stages_per_worker,
-        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
-        link_latency_ns=header.link.latency_ns if header.link else 0,
+    trajectory: TrajectorySettings = replace(
+        _from_table(TrajectorySettings, values, str(path), "script"), sparsity=model
     )
+    if not 0 <= trajectory.strength < 1:
+        raise UsageError(f"{path}: script.strength must be within [0, 1), is {trajectory.strength}")
+    return trajectory
 
 
 def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
@@ -198,16 +186,16 @@ def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
     device = load_device(recipe.device)
     header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
     dense = last = build_costs(recipe.spec, header, device, recipe.run)
-    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.script):
+    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.trajectory):
         last = scenario_step.costs
     return header, dense, last
 
 
-def run_recipe(recipe: Recipe, *, searching: bool = False) -> Outcome:
+def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
     """The steps of a recipe at the end of its trajectory."""
     header, dense, last = final_costs(recipe)
-    before, after = (problem_of(header, costs, recipe.run.granularity) for costs in (dense, last))
-    outcome = Outcome(
+    before, after = (problem_of_run(header, costs, recipe.run.granularity) for costs in (dense, last))
+    outcome = RecipeResult(
         recipe=recipe,
         baseline_ns=predict(before, uniform.boundaries(before)).step_ns,
         unbalanced_ns=predict(after, uniform.boundaries(after)).step_ns,

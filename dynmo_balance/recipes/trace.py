@@ -33,7 +33,7 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
     dense = build_costs(recipe.spec, header, device, recipe.run)
     last: deque[ScenarioStep] = deque(maxlen=technique_steps)
     event: Mapping[str, Any] | None = None
-    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.script):
+    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.trajectory):
         last.append(scenario_step)
         event = scenario_step.event or event
     if len(last) < technique_steps:

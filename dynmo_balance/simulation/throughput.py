@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..costs.analytic import Shape, header_works, step_flops
+from ..costs.analytic import MicrobatchShape, header_works, step_flops
 from ..costs.devices import Device
 from ..formats.profile import Header
 from ..partition.problem import PartitionProblem
@@ -89,7 +89,7 @@ def forecast_step(
     samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
     per_s = samples * 1e9 / step_ns if step_ns else 0.0
     sequence = header.model.sequence_length
-    shape = Shape(
+    shape = MicrobatchShape(
         tokens=header.micro_batch_size * sequence,
         sequence=sequence,
         hidden=header.model.hidden_size,

@@ -22,7 +22,7 @@ from .._common.console import (
     run_app,
 )
 from .._common.option_groups import grouped
-from ..formats.choices import AUTO, Level, ReadOptions, WriteOptions
+from ..formats.choices import AUTO, ReadOptions, VerifyLevel, WriteOptions
 from . import options
 from .megatron_tools import register
 
@@ -106,12 +106,12 @@ def verify(
     path: options.Input,
     step: options.Step = None,
     level: Annotated[
-        Level,
+        VerifyLevel,
         typer.Option(
             help="header: manifest, file sizes and headers; replicas: also that replicas, such as those of Megatron's "
             "tensor ranks, are equal; full: also every checksum."
         ),
-    ] = Level.FULL,
+    ] = VerifyLevel.FULL,
     against: Annotated[
         Path | None, typer.Option(help="Compare every tensor with this checkpoint, of any format and topology.")
     ] = None,

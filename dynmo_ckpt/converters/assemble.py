@@ -19,7 +19,7 @@ from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from ..formats.checkpoint_rules import block_items
 from ..huggingface.models import hf_model
 from ..io.errors import CorruptError, UnsupportedError, short_names
-from ..maps.name_map import Mapped, layout_of, load_map, model_ties, to_native
+from ..maps.name_map import MappedTensor, layout_of, load_map, model_ties, to_native
 from ..megatron.training_progress import in_manifest
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.views import Tensor
@@ -187,7 +187,7 @@ def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: 
     }
 
 
-def _shapes(mapped: Sequence[Mapped]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _shapes(mapped: Sequence[MappedTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {item.name: (item.content.dtype, item.shape) for item in mapped}
 
 

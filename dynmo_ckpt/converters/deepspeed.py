@@ -31,13 +31,13 @@ from ..megatron.read import (
     LAYER_NAME,
     STATE_KINDS,
     MegatronCheckpoint,
-    RankFacts,
+    RankMetadata,
     assemble,
     assemble_state,
     flatten,
 )
 from ..megatron.read_optimizer import read_state
-from ..megatron.training_progress import Progress, read_progress
+from ..megatron.training_progress import TrainingProgress, read_progress
 from ..megatron.write_deepspeed import plan_deepspeed
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
@@ -86,7 +86,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
         raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
     layers = _layer_files(directory)
     progress = _progress(directory, first, args, number, with_optimizer=options.with_optimizer)
-    facts = RankFacts(path=first.path, args=args, version=float(version), step=number, progress=progress)
+    facts = RankMetadata(path=first.path, args=args, version=float(version), step=number, progress=progress)
     # ZeRO 3 partitions the weights too: the module of the model file has placeholders without elements.
     zero3 = not layers and _is_empty(_tensors(first, "module"))
     stages: list[dict[str, list[Tensor]]] = []
@@ -104,7 +104,7 @@ def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
 
 def _progress(
     directory: Path, first: TorchFile, args: Mapping[str, Any], step: int, *, with_optimizer: bool
-) -> Progress:
+) -> TrainingProgress:
     """The progress in the first model file; with optimizer state also the loss scale, from the first shard."""
     shards = shard_files(directory) if with_optimizer else {}
     if not shards:

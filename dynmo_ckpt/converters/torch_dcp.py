@@ -31,13 +31,13 @@ from ..io.files import read_file
 from ..io.safetensors import DTYPE_BYTES
 from ..megatron.arguments import read_args
 from ..megatron.core_names import EXTRA_STATE, legacy_names
-from ..megatron.read import LAYER_NAME, STATE_KINDS, MegatronCheckpoint, RankFacts, assemble, assemble_state
+from ..megatron.read import LAYER_NAME, STATE_KINDS, MegatronCheckpoint, RankMetadata, assemble, assemble_state
 from ..megatron.training_progress import read_progress
 from ..megatron.write_core import plan_core
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
 from ..tensors.views import Piece, Tensor
-from ..torch_save.pickles import MAX_PICKLE_BYTES, Name, OpaquePickle, TensorRef, load_pickle
+from ..torch_save.pickles import MAX_PICKLE_BYTES, GlobalName, OpaquePickle, TensorRef, load_pickle
 from ..torch_save.reader import TorchFile, open_torch
 from .assemble import from_map, from_megatron, model_from_config, state_decisions
 from .registry import CheckpointFormat
@@ -244,7 +244,7 @@ def _dtype(properties: Any) -> str:
     fields = properties.attributes if isinstance(properties, OpaquePickle) else {}
     state = fields.get("state", (fields.get("dtype"),))
     name = state[0] if isinstance(state, tuple) and state else None
-    return DTYPES.get(name.name, "") if isinstance(name, Name) and name.module == "torch" else ""
+    return DTYPES.get(name.name, "") if isinstance(name, GlobalName) and name.module == "torch" else ""
 
 
 def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
@@ -362,7 +362,7 @@ def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: 
     step = number if isinstance(number, int) else 0
     progress = read_progress(found.common, args, step, found.number)
     # Version 3.0, because Megatron-core has its order of query, key and value rows.
-    facts = RankFacts(path=found.directory, args=args, version=3.0, step=step, progress=progress)
+    facts = RankMetadata(path=found.directory, args=args, version=3.0, step=step, progress=progress)
     if not options.with_optimizer:
         return assemble(facts, *_stage(tensors), options)
     if not any(name.startswith("optimizer.") for name in (*found.tensors, *found.other)):

@@ -9,7 +9,7 @@ from pathlib import Path
 AUTO = "auto"
 
 
-class Level(StrEnum):
+class VerifyLevel(StrEnum):
     """How much ``verify`` checks."""
 
     HEADER = "header"

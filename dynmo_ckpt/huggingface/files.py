@@ -11,7 +11,7 @@ from .._common.errors import UsageError
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..io.files import read_file
 from ..io.safetensors import read_index
-from ..maps.name_map import Mapped
+from ..maps.name_map import MappedTensor
 from ..tensors.copy_plan import OutputTensor, SafetensorsFile, safetensors_file, shard_by_size
 from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
@@ -121,7 +121,7 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[SafetensorsFile]:
+def plan_files(mapped: Sequence[MappedTensor], shard_bytes: int, dtype: str) -> list[SafetensorsFile]:
     """The weight files: one ``model.safetensors``, or numbered files of at most ``shard_bytes`` each.
 
     Args:

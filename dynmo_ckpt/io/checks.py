@@ -11,7 +11,7 @@ from .._common.crc32 import combine
 from .safetensors import StoredArray
 
 
-class Part(NamedTuple):
+class CheckedRange(NamedTuple):
     """A range of bytes of a stored array that was read, and its CRC-32."""
 
     start: int
@@ -30,14 +30,14 @@ class SourceChecks:
     def __init__(self, uses: Iterable[StoredArray]) -> None:
         self._lock = Lock()
         self._pending = Counter(uses)
-        self._parts: dict[StoredArray, list[Part]] = {}
+        self._parts: dict[StoredArray, list[CheckedRange]] = {}
 
-    def add(self, array: StoredArray, part: Part) -> None:
+    def add(self, array: StoredArray, part: CheckedRange) -> None:
         """Record a part that was read."""
         with self._lock:
             self._parts.setdefault(array, []).append(part)
 
-    def release(self, array: StoredArray, parts: Sequence[Part]) -> list[Part] | None:
+    def release(self, array: StoredArray, parts: Sequence[CheckedRange]) -> list[CheckedRange] | None:
         """Record that a tensor is written, and its last parts; returns all parts after the last tensor, else None."""
         with self._lock:
             self._parts.setdefault(array, []).extend(parts)
@@ -45,7 +45,7 @@ class SourceChecks:
             return None if self._pending[array] else self._parts.pop(array)
 
 
-def combine_parts(parts: Iterable[Part], num_bytes: int, missing: Callable[[int, int], int]) -> int:
+def combine_parts(parts: Iterable[CheckedRange], num_bytes: int, missing: Callable[[int, int], int]) -> int:
     """CRC-32 of an array of ``num_bytes`` bytes; ``missing(start, end)`` returns that of bytes in no part."""
     checksum, at = 0, 0
     for part in sorted(parts):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._common.portable import read_into
-from .checks import Part, SourceChecks, altered_message, combine_parts
+from .checks import CheckedRange, SourceChecks, altered_message, combine_parts
 from .errors import CorruptError, StorageError, short_name
 from .files import open_file
 from .safetensors import StoredArray
@@ -72,7 +72,7 @@ class Reader:
     files: SourceFiles
     checks: SourceChecks | None = None
     buffers: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    open_parts: dict[StoredArray, Part] = field(default_factory=dict)
+    open_parts: dict[StoredArray, CheckedRange] = field(default_factory=dict)
     cached: tuple[StoredArray, int, int] | None = None
     check: bool = False
     sharing: int = 1
@@ -116,11 +116,13 @@ class Reader:
         # A CRC-32 continues over consecutive bytes only; a gap begins a new part, and the parts are combined at the
         # end.
         if part is not None and part.end == start:
-            self.open_parts[array] = Part(part.start, part.num_bytes + len(payload), zlib.crc32(payload, part.crc32))
+            self.open_parts[array] = CheckedRange(
+                part.start, part.num_bytes + len(payload), zlib.crc32(payload, part.crc32)
+            )
             return
         if part is not None:
             self.checks.add(array, part)
-        self.open_parts[array] = Part(start, len(payload), zlib.crc32(payload))
+        self.open_parts[array] = CheckedRange(start, len(payload), zlib.crc32(payload))
 
     def finish(self, arrays: Iterable[StoredArray]) -> None:
         """Record that a tensor from ``arrays`` is written; after the last tensor of an array, compare its checksum.
@@ -137,7 +139,7 @@ class Reader:
             if parts is not None:
                 self._compare(array, parts)
 
-    def _compare(self, array: StoredArray, parts: Sequence[Part]) -> None:
+    def _compare(self, array: StoredArray, parts: Sequence[CheckedRange]) -> None:
         found = combine_parts(parts, array.num_bytes, lambda start, end: self._checksum(array, start, end))
         if found == array.crc32:
             return

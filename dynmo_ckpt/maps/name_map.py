@@ -1,6 +1,6 @@
 """Reads the name maps of ``maps/*.json`` and applies them in both directions. Pure.
 
-A row of a table, a ``Link``, connects a native tensor with a foreign one, or a part of a tensor along an axis::
+A row of a table, a ``NameRule``, connects a native tensor with a foreign one, or a part of a tensor along an axis::
 
     {"native": "layers.{i}.attention.qkv.weight", "native_axes": "(g t d) h", "native_part": ["t", "q"],
      "foreign": "layers.{i}.self_attn.q_proj.weight", "foreign_axes": "(g t d) h"}
@@ -29,7 +29,7 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NameRule:
     """One row of a table: names and layouts on both sides.
 
     Attributes:
@@ -72,7 +72,7 @@ class NameMap:
         aliases: pairs of a substring in names of other releases and its replacement.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[NameRule, ...]
     prefix: str
     ignored: tuple[str, ...]
     copies: tuple[tuple[str, str], ...] = ()
@@ -84,11 +84,11 @@ class NameMap:
             name = name.replace(old, new)
         return name
 
-    def for_model(self, model: Mapping[str, Any]) -> list[Link]:
+    def for_model(self, model: Mapping[str, Any]) -> list[NameRule]:
         """The links of a model in layer order, with layer and expert numbers filled in."""
         known = features(model)
         rows = [link for link in self.links if not link.when or link.when in known]
-        result: list[Link] = []
+        result: list[NameRule] = []
         for stack, group in groupby(rows, _stack):
             members = list(group)
             if not stack:
@@ -107,13 +107,13 @@ class NameMap:
         return {name.replace("{i}", str(i)) for name in self.ignored for i in range(max(1, num_layers))}
 
 
-def _stack(link: Link) -> str:
+def _stack(link: NameRule) -> str:
     if "{i}" not in link.native:
         return ""
     return "decoder" if link.native.startswith("decoder.") else "encoder"
 
 
-def _numbered(link: Link, i: int, j: int) -> Link:
+def _numbered(link: NameRule, i: int, j: int) -> NameRule:
     def fill(name: str) -> str:
         return name.replace("{i}", str(i)).replace("{j}", str(j))
 
@@ -165,7 +165,7 @@ def load_map(name: str, variant: str = "") -> NameMap:
         return (row[side][0], row[side][1]) if side in row else None
 
     links = tuple(
-        Link(
+        NameRule(
             native=row["native"],
             foreign=(prefix if row.get("prefixed", True) else "") + row["foreign"],
             native_axes=parse_axes(row["native_axes"]),
@@ -229,7 +229,7 @@ def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mapped:
+class MappedTensor:
     """A tensor under its new name: ``content`` has one dimension per axis, ``shape`` is the stored shape."""
 
     name: str
@@ -254,7 +254,7 @@ class Layout:
     """The links of a model, and the sizes of the axes on both sides."""
 
     name_map: NameMap
-    links: tuple[Link, ...]
+    links: tuple[NameRule, ...]
     ignored: frozenset[str]
     native_sizes: Sizes
     foreign_sizes: Sizes
@@ -280,7 +280,7 @@ def layout_of(name_map: NameMap, model: Mapping[str, Any], *, foreign_vocab_size
     )
 
 
-def _with_begins(links: Iterable[Link], sizes: Sizes) -> Iterator[Link]:
+def _with_begins(links: Iterable[NameRule], sizes: Sizes) -> Iterator[NameRule]:
     """The links with the begins of their parts: each begins where the preceding link on the same tensor ends."""
     filled: dict[tuple[str, str], int] = {}
     for link in links:
@@ -303,7 +303,7 @@ def to_foreign(
     *,
     rank: int = 0,
     ranks: int = 1,
-) -> list[Mapped]:
+) -> list[MappedTensor]:
     """Map native tensors to foreign names and layouts, for one tensor-parallel rank.
 
     Args:
@@ -340,11 +340,11 @@ def to_foreign(
             _tensor_sizes(layout.foreign_sizes, group[0].foreign_part, group[0].native_part), group[0], ranks
         )
         shape = stored_shape(group[0].foreign_axes, local)
-        result.append(Mapped(name=name, source_name=sources[0], content=content, shape=shape, mask=mask))
+        result.append(MappedTensor(name=name, source_name=sources[0], content=content, shape=shape, mask=mask))
     return result
 
 
-def _link_to_foreign(layout: Layout, link: Link, tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
+def _link_to_foreign(layout: Layout, link: NameRule, tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     """The part of a native tensor that a link covers, for one tensor-parallel rank, in the foreign layout."""
     axes = _flat(link.native_axes)
     sizes = _tensor_sizes(layout.native_sizes, link.native_part, link.foreign_part)
@@ -363,7 +363,7 @@ def _link_to_foreign(layout: Layout, link: Link, tensor: Tensor, *, rank: int, r
 
 def to_native(
     layout: Layout, tensors: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]
-) -> tuple[list[Mapped], list[EqualPair]]:
+) -> tuple[list[MappedTensor], list[EqualPair]]:
     """Map foreign tensors to native names and layouts, without the padding of the vocabulary.
 
     Args:
@@ -393,11 +393,11 @@ def to_native(
             group[0].native_axes, _tensor_sizes(layout.native_sizes, group[0].native_part, group[0].foreign_part)
         )
         content = _concatenated(parts, group[0], "native")
-        result.append(Mapped(name=name, source_name=group[0].foreign, content=content, shape=shape))
+        result.append(MappedTensor(name=name, source_name=group[0].foreign, content=content, shape=shape))
     return result, _equal_pairs(layout, named, ties)
 
 
-def _link_to_native(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tensor:
+def _link_to_native(layout: Layout, link: NameRule, ranks: Sequence[Tensor]) -> Tensor:
     """The part of a foreign tensor that a link covers, all tensor-parallel ranks concatenated, in the native layout."""
     axes, native = _flat(link.foreign_axes), _flat(link.native_axes)
     sizes = _local(_tensor_sizes(layout.foreign_sizes, link.foreign_part, link.native_part), link, len(ranks))
@@ -437,7 +437,7 @@ def _tensor_sizes(sizes: Sizes, part: Part | None, other: Part | None) -> dict[s
     return {**sizes, other[0]: sizes[other[1]]} if other is not None and part is None else dict(sizes)
 
 
-def _local(sizes: Sizes, link: Link, ranks: int) -> dict[str, int]:
+def _local(sizes: Sizes, link: NameRule, ranks: int) -> dict[str, int]:
     return {**sizes, link.split: sizes[link.split] // ranks} if link.split else dict(sizes)
 
 
@@ -457,7 +457,7 @@ def _with_rows(tensor: Tensor, axes: list[str], source_sizes: Sizes, target_size
     return tensor.narrow(dim, 0, new) if new < old else tensor.zero_pad(dim, new)
 
 
-def _concatenated(parts: list[Tensor], link: Link, side: str) -> Tensor:
+def _concatenated(parts: list[Tensor], link: NameRule, side: str) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     part, axes = (link.native_part, link.native_axes) if side == "native" else (link.foreign_part, link.foreign_axes)
@@ -472,8 +472,8 @@ def _flat(axes: Axes) -> list[str]:
     return [axis for group in axes for axis in group]
 
 
-def _by(links: Iterable[Link], side: str) -> list[tuple[str, list[Link]]]:
-    groups: dict[str, list[Link]] = {}
+def _by(links: Iterable[NameRule], side: str) -> list[tuple[str, list[NameRule]]]:
+    groups: dict[str, list[NameRule]] = {}
     for link in links:
         groups.setdefault(getattr(link, side), []).append(link)
     return list(groups.items())

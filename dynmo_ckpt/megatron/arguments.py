@@ -23,7 +23,7 @@ from .. import maps
 from .._common.document import parse_json, short_repr
 from ..huggingface.config_keys import irrelevant_keys, matches
 from ..io.errors import UnsupportedError, short_names
-from ..torch_save.pickles import Name, OpaquePickle
+from ..torch_save.pickles import GlobalName, OpaquePickle
 
 Args = Mapping[str, Any]
 POSITION_TYPE = "position_embedding_type"
@@ -52,7 +52,7 @@ def read_args(tree: Any, path: str) -> Args:
     args = tree.get("args") if isinstance(tree, Mapping) else None
     if args is None:
         return {}
-    if isinstance(args, OpaquePickle) and args.type == Name("argparse", "Namespace"):
+    if isinstance(args, OpaquePickle) and args.type == GlobalName("argparse", "Namespace"):
         return args.attributes
     if isinstance(args, Mapping) and args and args.keys() <= NEOX_ARGS:
         raise UnsupportedError(

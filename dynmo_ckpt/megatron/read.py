@@ -32,7 +32,7 @@ from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
-from ..maps.name_map import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_native
+from ..maps.name_map import Layout, MappedTensor, NameMap, layout_of, load_map, model_ties, to_native
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile, open_torch
@@ -41,7 +41,7 @@ from .core_names import is_core, legacy_names
 from .model_sizes import Args, family_of, model_of
 from .read_distributed_optimizer import is_distributed, read_distributed
 from .read_optimizer import OptimizerState, read_state
-from .training_progress import UNKNOWN_PROGRESS, Progress, read_progress
+from .training_progress import UNKNOWN_PROGRESS, TrainingProgress, read_progress
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
@@ -77,16 +77,16 @@ class MegatronCheckpoint:
     """
 
     model: Mapping[str, Any]
-    tensors: list[Mapped]
+    tensors: list[MappedTensor]
     ties: Mapping[str, str]
     step: int
     remarks: list[str]
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     scratch: object = None
-    optimizer: tuple[Mapped, ...] = ()
+    optimizer: tuple[MappedTensor, ...] = ()
     optimizer_steps: int = 0
     weight_decay: float = 0.0
-    progress: Progress = UNKNOWN_PROGRESS
+    progress: TrainingProgress = UNKNOWN_PROGRESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class _Rank:
     version: float
     step: int
     state: OptimizerState | None = None
-    progress: Progress = UNKNOWN_PROGRESS
+    progress: TrainingProgress = UNKNOWN_PROGRESS
 
 
 def is_legacy(path: Path) -> bool:
@@ -150,7 +150,9 @@ def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
     directory = find_iteration(path, options.step)
     grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
-    facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress)
+    facts = RankMetadata(
+        path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress
+    )
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
     state = {}
@@ -162,7 +164,7 @@ def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
 
 
 def assemble_state(
-    facts: RankFacts,
+    facts: RankMetadata,
     state: Mapping[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]],
     steps: set[int],
     options: ReadOptions,
@@ -218,18 +220,18 @@ def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class RankMetadata:
     """What the files record apart from tensors; ``path`` is one of the files, for messages."""
 
     path: Path
     args: Mapping[str, Any]
     version: float
     step: int
-    progress: Progress = UNKNOWN_PROGRESS
+    progress: TrainingProgress = UNKNOWN_PROGRESS
 
 
 def assemble(
-    facts: RankFacts, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: ReadOptions
+    facts: RankMetadata, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: ReadOptions
 ) -> MegatronCheckpoint:
     """Merge stages under DynMo's names.
 

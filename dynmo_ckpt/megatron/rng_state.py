@@ -11,7 +11,7 @@ import random
 import struct
 from typing import Any
 
-from ..torch_save.writer import Constants, NewTensor
+from ..torch_save.writer import ConstantStorages, NewTensor
 
 MERSENNE_WORDS = 624
 PER_STAGE = 100  # added to the seed for each pipeline stage
@@ -43,7 +43,7 @@ def cuda_state(seed: int) -> bytes:
     return struct.pack("<QQ", seed, 0)
 
 
-def rng_states(seed: int, *, tensor_rank: int, stage: int, constants: Constants) -> list[dict[str, Any]]:
+def rng_states(seed: int, *, tensor_rank: int, stage: int, constants: ConstantStorages) -> list[dict[str, Any]]:
     """Megatron's ``rng_state`` of one model-parallel rank: a list with one entry for all data-parallel ranks.
 
     Args:

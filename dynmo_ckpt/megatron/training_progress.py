@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..torch_save.pickles import OpaquePickle
-from ..torch_save.writer import Constants
+from ..torch_save.writer import ConstantStorages
 
 Number = Callable[[Any], int | float | None]
 SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")
@@ -24,7 +24,7 @@ GRAD_SCALER = {"scale": "scale", "clean_steps": "growth_tracker", "overflows_lef
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """What a run needs to resume, apart from weights and optimizer state.
 
     Attributes:
@@ -44,12 +44,12 @@ class Progress:
     loss_scale: Mapping[str, int | float] | None = None
 
 
-UNKNOWN_PROGRESS = Progress()
+UNKNOWN_PROGRESS = TrainingProgress()
 
 
 def read_progress(
     tree: Any, args: Mapping[str, Any], step: int, number: Number, optimizer: Mapping[str, Any] | None = None
-) -> Progress:
+) -> TrainingProgress:
     """The progress in a checkpoint file.
 
     Args:
@@ -61,7 +61,7 @@ def read_progress(
     """
     tree = tree if isinstance(tree, Mapping) else {}
     state = optimizer if optimizer is not None else tree.get("optimizer")
-    return Progress(
+    return TrainingProgress(
         consumed_train_samples=_consumed(tree, args, step),
         consumed_valid_samples=_count(args.get("consumed_valid_samples")),
         seed=_count(args.get("seed")),
@@ -125,7 +125,7 @@ def _iteration_loss_scale(state: Mapping[Any, Any], number: Number) -> dict[str,
     }
 
 
-def in_manifest(progress: Progress) -> dict[str, Any]:
+def in_manifest(progress: TrainingProgress) -> dict[str, Any]:
     """The fields of a manifest for the progress, except ``rng``."""
     fields: dict[str, Any] = {"consumed_train_samples": progress.consumed_train_samples}
     if progress.consumed_valid_samples:
@@ -139,13 +139,13 @@ def in_manifest(progress: Progress) -> dict[str, Any]:
     return fields
 
 
-def progress_of(manifest: Mapping[str, Any]) -> Progress:
+def progress_of(manifest: Mapping[str, Any]) -> TrainingProgress:
     """The progress in a manifest; invalid ``x_`` fields are ignored."""
     scheduler, recorded = manifest.get("x_scheduler"), manifest.get("x_progress")
     scale = recorded.get("loss_scale") if isinstance(recorded, dict) else None
     is_valid = isinstance(scale, dict) and all(isinstance(scale.get(name), int | float) for name in GRAD_SCALER)
     adam = manifest.get("x_adam")
-    return Progress(
+    return TrainingProgress(
         consumed_train_samples=manifest["consumed_train_samples"],
         consumed_valid_samples=_count(manifest.get("x_consumed_valid_samples")),
         seed=manifest["rng"]["seed"],
@@ -155,7 +155,7 @@ def progress_of(manifest: Mapping[str, Any]) -> Progress:
     )
 
 
-def megatron_args(progress: Progress) -> dict[str, Any]:
+def megatron_args(progress: TrainingProgress) -> dict[str, Any]:
     """Megatron's arguments for the progress."""
     adam = {f"adam_{name}": value for name, value in (progress.adam or {}).items()}
     return {
@@ -166,7 +166,7 @@ def megatron_args(progress: Progress) -> dict[str, Any]:
     }
 
 
-def grad_scaler(progress: Progress, constants: Constants) -> dict[str, Any] | None:
+def grad_scaler(progress: TrainingProgress, constants: ConstantStorages) -> dict[str, Any] | None:
     """Megatron's state of a dynamic loss scale; None without one."""
     scale = progress.loss_scale
     if scale is None:
@@ -175,7 +175,7 @@ def grad_scaler(progress: Progress, constants: Constants) -> dict[str, Any] | No
     return {name: stored if field == "scale" else int(scale[field]) for field, name in GRAD_SCALER.items()}
 
 
-def adam_group(progress: Progress, weight_decay: float) -> dict[str, Any]:
+def adam_group(progress: TrainingProgress, weight_decay: float) -> dict[str, Any]:
     """The fields of a parameter group that Adam and Megatron's scheduler read.
 
     Before the next step the scheduler overwrites the learning rate, and sets the weight decay to its value times

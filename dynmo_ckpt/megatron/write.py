@@ -10,12 +10,12 @@ from typing import Any
 from .._common.errors import UsageError
 from ..formats.checkpoint_rules import finest_items
 from ..io.errors import UnsupportedError
-from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
+from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import check_divisible, partition_from_counts
 from ..tensors.copy_plan import OutputTensor
-from ..torch_save.pickles import Name
-from ..torch_save.writer import Constants, NewObject, NewTensor, TorchSaveFile
+from ..torch_save.pickles import GlobalName
+from ..torch_save.writer import ConstantStorages, NewObject, NewTensor, TorchSaveFile
 from .model_sizes import legacy_args, megatron_rows
 from .rng_state import rng_states
 from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
@@ -75,7 +75,7 @@ def plan_legacy(
         moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size) if with_optimizer else {}
         for worker in range(workers):
             tensors: list[OutputTensor] = []
-            constants = Constants()
+            constants = ConstantStorages()
             chunk_weights = [
                 # As in Megatron, chunk ``v`` of a pipeline rank is stage ``v * workers + rank``.
                 _chunk_weights(mapped, stages, v * workers + worker, "head.weight" in ties)
@@ -84,7 +84,7 @@ def plan_legacy(
             chunks = [nested_model(each, version, tensors, dtype) for each in chunk_weights]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
             tree = {
-                "args": NewObject(Name("argparse", "Namespace"), args),
+                "args": NewObject(GlobalName("argparse", "Namespace"), args),
                 "checkpoint_version": version,
                 "iteration": checkpoint.manifest["step"],
                 **models,
@@ -172,8 +172,8 @@ def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
 
 
 def _chunk_weights(
-    mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int, tied: bool
-) -> dict[str, Mapped]:
+    mapped: Sequence[MappedTensor], stages: Sequence[Sequence[str]], stage: int, tied: bool
+) -> dict[str, MappedTensor]:
     """The weights of one chunk by full name; the last stage has a copy of the embedding for its head."""
     here = tuple(f"{item}." for item in stages[stage])
     # The first stage of the decoder embeds its tokens with its own copy of the tables.
@@ -187,7 +187,7 @@ def _chunk_weights(
 
 
 def nested_model(
-    weights: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
+    weights: Mapping[str, MappedTensor], version: float, tensors: list[OutputTensor], dtype: str | None
 ) -> dict[str, Any]:
     """The ``model`` entry of one chunk.
 
@@ -224,7 +224,7 @@ def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
     inner[rest] = tensor
 
 
-def _stored(mapped: Mapped, tensors: list[OutputTensor], dtype: str | None) -> NewTensor:
+def _stored(mapped: MappedTensor, tensors: list[OutputTensor], dtype: str | None) -> NewTensor:
     """A tensor for the tree; its storage is appended to ``tensors``."""
     number = len(tensors)
     key = f"model_optim_rng/data/{number}"

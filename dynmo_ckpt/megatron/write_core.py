@@ -13,13 +13,13 @@ from typing import Any
 
 from .._common.document import encode_json
 from ..io.errors import UnsupportedError
-from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
+from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, Writable
-from ..torch_save.pickles import Name
+from ..torch_save.pickles import GlobalName
 from ..torch_save.writer import (
     ConcatenatedTorchFiles,
-    Constants,
+    ConstantStorages,
     NewCall,
     NewDict,
     NewObject,
@@ -85,7 +85,7 @@ def plan_core(
 Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
 
 
-def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entries:
+def _entries(prefix: str, tensors: Iterable[MappedTensor], dtype: str | None) -> Entries:
     """For each Megatron-core name its chunks: begin in the stacked tensor, and the tensor to write."""
     found: Entries = {}
     for each in tensors:
@@ -119,7 +119,9 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
             described.append(_metadata_object("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
             index = _metadata_object("MetadataIndex", fqn=name, offset=_size(begin), index=None)
             place = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
-            places.append((index, NewObject(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)))
+            places.append(
+                (index, NewObject(GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place))
+            )
         ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
         size = tuple(max(along) for along in zip(*ends, strict=True))
         properties = _properties(chunks[0][1].dtype)
@@ -137,30 +139,30 @@ def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
 
 
 def _metadata_object(kind: str, **fields: Any) -> NewObject:
-    return NewObject(Name(PACKAGE, kind), fields)
+    return NewObject(GlobalName(PACKAGE, kind), fields)
 
 
 def _size(shape: tuple[int, ...]) -> NewCall:
-    return NewCall(Name("torch", "Size"), (shape,))
+    return NewCall(GlobalName("torch", "Size"), (shape,))
 
 
 def _properties(dtype: str) -> NewObject:
     """``TensorProperties`` of a dense contiguous tensor without gradient."""
-    layout = NewCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = NewCall(Name(PACKAGE, "_MEM_FORMAT_ENCODING"), (0,))
+    layout = NewCall(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = NewCall(GlobalName(PACKAGE, "_MEM_FORMAT_ENCODING"), (0,))
     return NewObject(
-        Name(PACKAGE, "TensorProperties"), (Name("torch", DTYPES[dtype]), layout, False, contiguous, False)
+        GlobalName(PACKAGE, "TensorProperties"), (GlobalName("torch", DTYPES[dtype]), layout, False, contiguous, False)
     )
 
 
 def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchSaveFile:
     """``common.pt``: arguments, progress, and the parameter groups without tensors."""
     model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
-    progress, constants = progress_of(checkpoint.manifest), Constants()
+    progress, constants = progress_of(checkpoint.manifest), ConstantStorages()
     args = legacy_args(model, 1, 1, 3.0, None) | megatron_args(progress)
     args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
     tree: dict[str, Any] = {
-        "args": NewObject(Name("argparse", "Namespace"), args),
+        "args": NewObject(GlobalName("argparse", "Namespace"), args),
         "checkpoint_version": 3.0,
         "iteration": checkpoint.manifest["step"],
     }

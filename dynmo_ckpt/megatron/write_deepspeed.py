@@ -15,22 +15,22 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..io.errors import UnsupportedError
-from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
+from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import check_divisible
 from ..tensors.copy_plan import OutputTensor
-from ..torch_save.pickles import Name
-from ..torch_save.writer import Constants, NewCall, NewObject, NewTensor, TorchSaveFile
+from ..torch_save.pickles import GlobalName
+from ..torch_save.writer import ConstantStorages, NewCall, NewObject, NewTensor, TorchSaveFile
 from .model_sizes import legacy_args, megatron_rows
 from .read_optimizer import module_order
 from .rng_state import rng_states
-from .training_progress import Progress, adam_group, megatron_args, progress_of
+from .training_progress import TrainingProgress, adam_group, megatron_args, progress_of
 from .write import check_supported, nested_model
 from .write_optimizer import MOMENTS, Moments, mapped_moments
 
 VERSION = "0.9.0"  # of the file format; DeepSpeed compares it with the oldest version that it loads
-ADDRESS = Name("deepspeed.utils.tensor_fragment", "fragment_address")
-STAGE = Name("deepspeed.runtime.zero.config", "ZeroStageEnum")
+ADDRESS = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
+STAGE = GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
 def plan_deepspeed(
@@ -85,9 +85,9 @@ def plan_deepspeed(
 def _model_tree(
     checkpoint: NativeCheckpoint,
     args: Mapping[str, Any],
-    progress: Progress,
+    progress: TrainingProgress,
     groups: Sequence[Sequence[str]] | None,
-    mapped: Mapping[str, Mapped],
+    mapped: Mapping[str, MappedTensor],
 ) -> dict[str, Any]:
     """The contents of a model file, except the module and the random states."""
     step = checkpoint.manifest["step"]
@@ -104,21 +104,28 @@ def _model_tree(
         "ds_config": {},
         "ds_version": VERSION,
         "iteration": step,
-        "args": NewObject(Name("argparse", "Namespace"), args),
+        "args": NewObject(GlobalName("argparse", "Namespace"), args),
         "checkpoint_version": 3.0,
     }
     if groups is not None:
         # In the order of the flat buffers: ds_to_universal cuts them by these shapes alone.
-        tree["param_shapes"] = [{n: NewCall(Name("torch", "Size"), (mapped[n].shape,)) for n in g} for g in groups]
+        tree["param_shapes"] = [
+            {n: NewCall(GlobalName("torch", "Size"), (mapped[n].shape,)) for n in g} for g in groups
+        ]
         tree |= {"frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None}
     return tree
 
 
 def _model_file(
-    name: str, tree: dict[str, Any], mapped: Mapping[str, Mapped], progress: Progress, rank: int, dtype: str | None
+    name: str,
+    tree: dict[str, Any],
+    mapped: Mapping[str, MappedTensor],
+    progress: TrainingProgress,
+    rank: int,
+    dtype: str | None,
 ) -> TorchSaveFile:
     tensors: list[OutputTensor] = []
-    constants = Constants()
+    constants = ConstantStorages()
     tree["module"] = nested_model(mapped, 3.0, tensors, dtype)
     tree["rng_state"] = rng_states(progress.seed, tensor_rank=rank, stage=0, constants=constants)
     return TorchSaveFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads)
@@ -127,9 +134,9 @@ def _model_file(
 def _shard(
     name: str,
     checkpoint: NativeCheckpoint,
-    progress: Progress,
+    progress: TrainingProgress,
     groups: Sequence[Sequence[str]],
-    mapped: Mapping[str, Mapped],
+    mapped: Mapping[str, MappedTensor],
     moments: Moments,
 ) -> TorchSaveFile:
     """The only shard: the flat buffers of each group, as in ZeRO 1."""
@@ -137,7 +144,7 @@ def _shard(
     tensors: list[OutputTensor] = []
     lengths: list[int] = []
 
-    def flat(kind: str, parameters: Sequence[Mapped]) -> NewTensor:
+    def flat(kind: str, parameters: Sequence[MappedTensor]) -> NewTensor:
         for each in parameters:
             cast = None if each.content.dtype == "F32" else "F32"
             key = f"{kind}/{each.name}"
@@ -196,12 +203,12 @@ def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:
         "consecutive_hysteresis": False,
         "raise_error_at_min_scale": True,
         "dynamic": True,
-        "dtype": Name("torch", "float16"),
+        "dtype": GlobalName("torch", "float16"),
     }
-    return NewObject(Name("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), fields)
+    return NewObject(GlobalName("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), fields)
 
 
-def _addresses(names: Sequence[str], mapped: Mapping[str, Mapped]) -> dict[str, NewObject]:
+def _addresses(names: Sequence[str], mapped: Mapping[str, MappedTensor]) -> dict[str, NewObject]:
     """Begin and length of each parameter in the flat buffer of its group."""
     found, at = {}, 0
     for name in names:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..io.errors import UnsupportedError, short_names
-from ..maps.name_map import Layout, Mapped, to_foreign
+from ..maps.name_map import Layout, MappedTensor, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor
 from ..torch_save.writer import NewTensor
 from .read_optimizer import module_order
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Moments = Mapping[str, Mapping[str, Mapped]]
+Moments = Mapping[str, Mapping[str, MappedTensor]]
 
 
 def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, ranks: int) -> Moments:
@@ -49,7 +49,7 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
 
 
 def optimizer_tree(
-    chunks: Sequence[Mapping[str, Mapped]],
+    chunks: Sequence[Mapping[str, MappedTensor]],
     moments: Moments,
     originals: Mapping[str, str],
     optimizer: Mapping[str, Any],
@@ -96,7 +96,7 @@ def optimizer_tree(
     return {"optimizer": inner, "fp32_from_fp16_params": copies}
 
 
-def _stored(mapped: Mapped, tensors: list[OutputTensor], dtype: str | None = None) -> NewTensor:
+def _stored(mapped: MappedTensor, tensors: list[OutputTensor], dtype: str | None = None) -> NewTensor:
     cast = None if dtype in (None, mapped.content.dtype) else dtype
     key = f"model_optim_rng/data/{len(tensors)}"
     output = OutputTensor(key=key, shape=mapped.shape, content=mapped.content, mask=mapped.mask, cast=cast)

@@ -17,7 +17,7 @@ from typing import Any
 from .._common.console import Tick, progress
 from .._common.crc32 import combine
 from ..converters.registry import detect, open_checkpoint
-from ..formats.choices import Level, ReadOptions
+from ..formats.choices import ReadOptions, VerifyLevel
 from ..io.errors import CorruptError, short_name, short_names
 from ..io.safetensors import Index, StoredArray, read_index
 from ..native.checkpoint import (
@@ -203,7 +203,7 @@ def small_findings(directory: Path, payloads: Mapping[str, bytes]) -> Iterator[s
 
 
 def verify_checkpoint(
-    path: Path, step: int | None, level: Level, ignored: tuple[str, ...] = ()
+    path: Path, step: int | None, level: VerifyLevel, ignored: tuple[str, ...] = ()
 ) -> tuple[Path, list[str], list[str]]:
     """Verify a checkpoint.
 
@@ -231,10 +231,10 @@ def verify_checkpoint(
             raise unknown from None
     if name == "native":
         return _verify_native(path, step, level)
-    options = ReadOptions(step=step, headers_only=level is Level.HEADER, ignore_config=ignored)
+    options = ReadOptions(step=step, headers_only=level is VerifyLevel.HEADER, ignore_config=ignored)
     try:
         checkpoint, remarks = open_checkpoint(path, name, options)
-        arrays = _stored_arrays(checkpoint) if level is Level.FULL else []
+        arrays = _stored_arrays(checkpoint) if level is VerifyLevel.FULL else []
         with progress("verify", sum(array.num_bytes for array in arrays) / 1e6, "MB") as tick:
             findings = list(_array_findings(arrays, tick))
     except CorruptError as error:
@@ -245,10 +245,10 @@ def verify_checkpoint(
     return path, findings, remarks
 
 
-def _verify_native(path: Path, step: int | None, level: Level) -> tuple[Path, list[str], list[str]]:
+def _verify_native(path: Path, step: int | None, level: VerifyLevel) -> tuple[Path, list[str], list[str]]:
     directory = directory_to_verify(path, step)
     findings = [] if directory == path or step is not None else latest_problems(checkpoints_dir(path))
-    if level is not Level.FULL:  # a native checkpoint has no replicas
+    if level is not VerifyLevel.FULL:  # a native checkpoint has no replicas
         return directory, [*findings, *header_findings(directory)], []
     sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     with progress("verify", sum(sizes) / 1e6, "MB") as tick:

@@ -37,7 +37,7 @@ import numpy as np
 from .._common.console import Tick
 from .._common.crc32 import combine
 from .._common.portable import allocate, read_into
-from ..io.checks import Part, SourceChecks, altered_message
+from ..io.checks import CheckedRange, SourceChecks, altered_message
 from ..io.errors import CorruptError, StorageError, short_name
 from ..io.reading import Reader, Words, open_sources
 from ..io.safetensors import StoredArray
@@ -238,7 +238,7 @@ class _TensorWriter:
         job, reader = self.job, self.worker.reader
         got = self.read_crc if self.worker.verify else self.sent_crc
         if job.source is not None:
-            self.worker.checks.add(job.source[0], Part(job.source[1], job.tensor.num_bytes, got))
+            self.worker.checks.add(job.source[0], CheckedRange(job.source[1], job.tensor.num_bytes, got))
         reader.finish(job.checked)
         if job.expected is not None and got != job.expected:
             # The source is read again, to distinguish an altered source from a faulty copy.

@@ -46,7 +46,7 @@ MIN_WORK = 10_000
 
 
 @dataclass(frozen=True)
-class Name:
+class GlobalName:
     """A global that a pickle refers to; it is never imported."""
 
     module: str
@@ -61,7 +61,7 @@ class Name:
 class OpaquePickle:
     """An object that is not rebuilt: its type, the arguments of its constructor, and its attributes."""
 
-    type: Name
+    type: GlobalName
     arguments: tuple[Any, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -85,17 +85,20 @@ class TensorRef:
     strides: tuple[int, ...]
 
 
-OPAQUE_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
-OPAQUE_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
+OPAQUE_NAMES = {GlobalName("argparse", "Namespace"), GlobalName("_codecs", "encode")}
+OPAQUE_NAMES |= {GlobalName(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
 # Python 3.11.0 to 3.11.3 pickle the member of an enum as getattr(class, name). It becomes an OpaquePickle of a class of
 # OPAQUE_PACKAGES and a string; no attribute is looked up.
-MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin__"))
+MEMBER_OF = tuple(GlobalName(module, "getattr") for module in ("builtins", "__builtin__"))
 OPAQUE_NAMES |= set(MEMBER_OF)
 STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PARAMETER_BUILDERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 # Tensors with attributes are pickled as (function that rebuilds it, type, arguments, attributes).
-_TYPED_BUILDERS = {Name("torch._tensor", "_rebuild_from_type_v2"), Name("torch._tensor", "_rebuild_from_type")}
+_TYPED_BUILDERS = {
+    GlobalName("torch._tensor", "_rebuild_from_type_v2"),
+    GlobalName("torch._tensor", "_rebuild_from_type"),
+}
 _PLAIN = {
     ("collections", "OrderedDict"): dict,
     ("builtins", "dict"): dict,
@@ -127,9 +130,9 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
     Raises:
         UnsafePickleError, CorruptError: as :func:`load_pickle`.
     """
-    bounded: Any = handle if isinstance(handle, io.BytesIO) else _Bounded(handle)
+    bounded: Any = handle if isinstance(handle, io.BytesIO) else _BoundedFile(handle)
     at = handle.tell()
-    machine = _Machine(source, handle.seek(0, io.SEEK_END) - at)
+    machine = _PickleMachine(source, handle.seek(0, io.SEEK_END) - at)
     handle.seek(at)
     done = 0
     try:
@@ -157,7 +160,7 @@ def _unknown(code: bytes) -> str:
     return f"not a readable pickle: unknown opcode {code!r}" if code else "the pickle does not end"
 
 
-class _Bounded:
+class _BoundedFile:
     """A file whose reads are bounded by its end, so that a false length does not allocate memory."""
 
     def __init__(self, handle: BinaryIO) -> None:
@@ -177,7 +180,7 @@ class _Bounded:
         return self.handle.readline(MAX_PICKLE_BYTES)
 
 
-class _Machine:
+class _PickleMachine:
     """The pickle machine: stack, memo, storages, and the limits."""
 
     def __init__(self, source: str, num_bytes: int) -> None:
@@ -296,7 +299,7 @@ class _Machine:
             return 0, 1 + len(value.shape) + len(value.strides)
         return 0, 1 + (value.bit_length() >> 6 if isinstance(value, int) else 0)
 
-    def global_name(self, name: Name) -> Name:
+    def global_name(self, name: GlobalName) -> GlobalName:
         """``name``, where it is on a list.
 
         Raises:
@@ -321,12 +324,12 @@ class _Machine:
             CorruptError: ``function`` is not a global.
             UnsafePickleError: an attribute of something that is not an enum.
         """
-        if not isinstance(function, Name):
+        if not isinstance(function, GlobalName):
             raise CorruptError(f"{self.source}: the pickle calls a {type(function).__name__}, not a global")
         # The order matters: each test is for one exact name, and what is left becomes opaque data.
         if function in MEMBER_OF:
             return self._member(*arguments)
-        if function == Name("_codecs", "encode"):
+        if function == GlobalName("_codecs", "encode"):
             self.charge(len(arguments[0]) if isinstance(arguments[0], str) else 0)
             return _string(arguments[0]).encode("latin1")
         if (function.module, function.name) in _PLAIN:
@@ -358,7 +361,7 @@ class _Machine:
     def _member(self, of: Any, member: Any) -> OpaquePickle:
         """A member of an enum as data."""
         if (
-            not isinstance(of, Name)
+            not isinstance(of, GlobalName)
             or of.module.partition(".")[0] not in OPAQUE_PACKAGES
             or not isinstance(member, str)
         ):
@@ -379,7 +382,7 @@ class _Machine:
         """
         # The device, which is ignored, is that of the process that saved.
         kind, storage_type, key, _, count = identifier[:5]
-        name = storage_type.name if isinstance(storage_type, Name) else ""
+        name = storage_type.name if isinstance(storage_type, GlobalName) else ""
         if kind == "storage" and name == "UntypedStorage":
             known = ", ".join(STORAGE_DTYPES.values())
             raise UnsupportedError(
@@ -406,50 +409,50 @@ def _string(value: Any) -> str:
 
 def _word(value: Any) -> str:
     """A value for a message: a string or a global, or the type of anything else."""
-    return str(value)[:80] if isinstance(value, str | Name) else f"a {type(value).__name__}"
+    return str(value)[:80] if isinstance(value, str | GlobalName) else f"a {type(value).__name__}"
 
 
 def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
     return zip(items[::2], items[1::2], strict=True)
 
 
-def _reduce(machine: _Machine, _: Any) -> None:
+def _reduce(machine: _PickleMachine, _: Any) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
     if not isinstance(arguments, tuple):
         raise TypeError(f"the arguments of a call must be a tuple, found a {type(arguments).__name__}")
     machine.stack.append(machine.call(function, arguments))
 
 
-def _build(machine: _Machine, _: Any) -> None:
+def _build(machine: _PickleMachine, _: Any) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     if isinstance(target, OpaquePickle):
         machine.charge(len(state) if isinstance(state, dict) else 1)
         target.attributes.update(state if isinstance(state, dict) else {"state": state})
 
 
-def _global(machine: _Machine, argument: str) -> None:
+def _global(machine: _PickleMachine, argument: str) -> None:
     module, _, name = argument.partition(" ")
-    machine.stack.append(machine.global_name(Name(module, name)))
+    machine.stack.append(machine.global_name(GlobalName(module, name)))
 
 
-def _stack_global(machine: _Machine, _: Any) -> None:
+def _stack_global(machine: _PickleMachine, _: Any) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(machine.global_name(Name(_string(module), _string(name))))
+    machine.stack.append(machine.global_name(GlobalName(_string(module), _string(name))))
 
 
-def _set_items(machine: _Machine, items: list[Any]) -> None:
+def _set_items(machine: _PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
         machine.hashed(items[::2])
         target.update(_pairs(items))
 
 
-def _dictionary(machine: _Machine, items: list[Any]) -> dict[Any, Any]:
+def _dictionary(machine: _PickleMachine, items: list[Any]) -> dict[Any, Any]:
     machine.hashed(items[::2])
     return dict(_pairs(items))
 
 
-def _append_items(machine: _Machine, items: list[Any]) -> None:
+def _append_items(machine: _PickleMachine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if isinstance(target, list):
         target.extend(items)
@@ -457,7 +460,7 @@ def _append_items(machine: _Machine, items: list[Any]) -> None:
         target.update(machine.hashed(items))
 
 
-def _pop(machine: _Machine, count: int) -> list[Any]:
+def _pop(machine: _PickleMachine, count: int) -> list[Any]:
     items = machine.stack[len(machine.stack) - count :]
     if len(items) < count:
         raise CorruptError(f"{machine.source}: the pickle pops more values than its stack has")
@@ -465,11 +468,11 @@ def _pop(machine: _Machine, count: int) -> list[Any]:
     return items
 
 
-def _put(machine: _Machine, argument: Any) -> None:
+def _put(machine: _PickleMachine, argument: Any) -> None:
     machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]
 
 
-def _constant(make: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
+def _constant(make: Callable[[], Any]) -> Callable[[_PickleMachine, Any], None]:
     return lambda machine, _: machine.stack.append(make())
 
 
@@ -485,7 +488,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
 _VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
 _VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
 _VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
-_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+_OPERATIONS: dict[str, Callable[[_PickleMachine, Any], None]] = {
     "MARK": lambda m, _: m.mark(),
     "POP": lambda m, _: m.pop(),
     "POP_MARK": lambda m, _: m.to_mark().clear(),

@@ -96,7 +96,7 @@ class TorchFile:
         )
 
 
-class _Window(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of a file as a file; zipfile searches the end of the archive from the end of its file."""
 
     def __init__(self, handle: BinaryIO, begin: int, num_bytes: int) -> None:
@@ -143,7 +143,7 @@ def open_torch(path: Path, begin: int = 0, num_bytes: int | None = None) -> Torc
             size = handle.seek(0, io.SEEK_END)
             if num_bytes is not None and not 0 <= begin <= begin + num_bytes <= size:
                 raise CorruptError(f"{path}: has {size} bytes; {num_bytes} from byte {begin} on are expected")
-            part: Any = handle if num_bytes is None else _Window(handle, begin, num_bytes)
+            part: Any = handle if num_bytes is None else _FileRange(handle, begin, num_bytes)
             part.seek(0)
             is_zip = part.read(4) == b"PK\3\4"
             part.seek(0)

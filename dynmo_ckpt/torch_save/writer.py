@@ -21,7 +21,7 @@ from typing import Any
 from .._common.crc32 import combine
 from ..io.errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor
-from .pickles import STORAGE_DTYPES, Name
+from .pickles import STORAGE_DTYPES, GlobalName
 from .reader import open_torch
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
@@ -44,7 +44,7 @@ class NewTensor:
 
 
 @dataclass
-class Constants:
+class ConstantStorages:
     """Storages of a file whose bytes are known in advance, by name."""
 
     payloads: dict[str, bytes] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Constants:
 class NewObject:
     """An object in the tree to pickle: its type, and its attributes or the argument of ``__setstate__``."""
 
-    type: Name
+    type: GlobalName
     attributes: Mapping[str, Any] | tuple[Any, ...]
 
 
@@ -77,7 +77,7 @@ class NewObject:
 class NewCall:
     """An object in the tree that is pickled as a call, as enums and ``torch.Size`` are."""
 
-    function: Name
+    function: GlobalName
     arguments: tuple[Any, ...]
 
 
@@ -129,14 +129,14 @@ def _encode_object(value: Any) -> bytes:
             return b"}(" + b"".join(_encode(k) + _encode(v) for k, v in value.pairs) + b"u"
         case NewCall():
             return _global(value.function) + _encode(value.arguments) + b"R"
-        case Name():
+        case GlobalName():
             return _global(value)
         case NewTensor():
             return _encode_tensor(value)
     raise TypeError(f"cannot pickle a {type(value).__name__}")
 
 
-def _global(name: Name) -> bytes:
+def _global(name: GlobalName) -> bytes:
     return b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n"
 
 
@@ -146,14 +146,14 @@ def _encode_tensor(tensor: NewTensor) -> bytes:
     for size in reversed(tensor.shape):
         strides.insert(0, count)
         count *= size
-    kind = _global(Name("torch", STORAGE_NAMES[tensor.dtype]))
+    kind = _global(GlobalName("torch", STORAGE_NAMES[tensor.dtype]))
     identifier = (
         b"(" + _encode("storage") + kind + _encode(str(tensor.storage)) + _encode("cpu") + _encode(count) + b"t"
     )
     # _rebuild_tensor_v2 takes storage, offset, shape, strides, requires_grad (False), and backward hooks (none).
-    hooks = _global(Name("collections", "OrderedDict")) + b")R"
+    hooks = _global(GlobalName("collections", "OrderedDict")) + b")R"
     arguments = b"(" + identifier + b"Q" + _encode(0) + _encode(tensor.shape) + _encode(tuple(strides))
-    return _global(Name("torch._utils", "_rebuild_tensor_v2")) + arguments + b"\x89" + hooks + b"tR"
+    return _global(GlobalName("torch._utils", "_rebuild_tensor_v2")) + arguments + b"\x89" + hooks + b"tR"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from .._common.console import (
 from .._common.document import MAX_JOBS
 from .._common.errors import DynmoError, UsageError
 from ..config.options import build, command, number, parameters
-from ..config.settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
+from ..config.settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, InvalidUtf8, RunSettings, TokenDtype
 from ..runner.registry import MISSING_NAMES, Step, default_work, name_conflicts, steps
 from .classic_args import expand_list_flags, from_classic_syntax
 
@@ -141,14 +141,14 @@ def _step_callback(step: Step) -> Callable[..., None]:
             emit_json(summary.as_json())
         else:
             emit(_summary_line(summary))
-        if summary.tally.num_rejected:
+        if summary.counts.num_rejected:
             print_message(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
         if summary.facts.get(MISSING_NAMES):
             print_message(
                 f"{step.name}: {summary.facts[MISSING_NAMES]:,} names of {job.settings.groups} are in no input; "
                 "use all inputs of find-duplicates and the same --id-key"
             )
-        if summary.tally.num_rejected or summary.facts.get(MISSING_NAMES):
+        if summary.counts.num_rejected or summary.facts.get(MISSING_NAMES):
             raise typer.Exit(EXIT_SOME_REJECTED)
 
     return body
@@ -160,18 +160,18 @@ def _reasons(counts: Mapping[str, int]) -> str:
 
 def _summary_line(summary: Summary) -> str:
     """One line: documents and bytes in, documents out, dropped and rejected by reason, seconds and MB/s."""
-    tally = summary.tally
-    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_out:,} out"]
-    if tally.changed:
-        parts.append(f"{tally.changed:,} changed")
-    if tally.dropped:
-        parts.append(f"{sum(tally.dropped.values()):,} dropped ({_reasons(tally.dropped)})")
-    if tally.rejected:
-        parts.append(f"{tally.num_rejected:,} rejected ({_reasons(tally.rejected)})")
-    if tally.blank_lines:
-        parts.append(f"{tally.blank_lines:,} blank lines")
+    counts = summary.counts
+    parts = [f"{counts.documents_in:,} documents in ({human_bytes(counts.bytes_in)})", f"{counts.documents_out:,} out"]
+    if counts.changed:
+        parts.append(f"{counts.changed:,} changed")
+    if counts.dropped:
+        parts.append(f"{sum(counts.dropped.values()):,} dropped ({_reasons(counts.dropped)})")
+    if counts.rejected:
+        parts.append(f"{counts.num_rejected:,} rejected ({_reasons(counts.rejected)})")
+    if counts.blank_lines:
+        parts.append(f"{counts.blank_lines:,} blank lines")
     parts += [f"{name.replace('_', ' ')} {_value_text(value)}" for name, value in summary.facts.items()]
-    rate = human_bytes(tally.bytes_in / summary.seconds) if summary.seconds else "0 B"
+    rate = human_bytes(counts.bytes_in / summary.seconds) if summary.seconds else "0 B"
     duration = "reused from an earlier run" if summary.reused else f"{summary.seconds:.1f} s, {rate}/s"
     return f"{summary.step}: {'; '.join(parts)}; {duration}"
 
@@ -199,7 +199,9 @@ def _report_os_errors() -> Iterator[None]:
 def _limits(run: RunSettings) -> Any:
     from ..runner.task_manifest import Limits
 
-    return Limits(task_bytes=run.task_bytes, max_line_bytes=run.max_line_bytes, repair_utf8=run.utf8 is Utf8.REPLACE)
+    return Limits(
+        task_bytes=run.task_bytes, max_line_bytes=run.max_line_bytes, repair_utf8=run.utf8 is InvalidUtf8.REPLACE
+    )
 
 
 def _execution(run: RunSettings, *, rerun_changed: bool = False) -> Any:

@@ -55,7 +55,7 @@ class AddIdSettings:
     rewrite: bool = setting(False, help="Replace an existing entry.")
 
 
-class Jaccard(StrEnum):
+class JaccardDenominator(StrEnum):
     """Denominator of the Jaccard index."""
 
     UNION = "union"
@@ -84,8 +84,8 @@ class MatchSettings:
         "unique name are named FILE@OFFSET.",
     )
     threshold: float = setting(0.5, help="Minimum Jaccard index of a pair's shingles (0 to 1).", minimum=0, maximum=1)
-    jaccard: Jaccard = setting(
-        Jaccard.UNION, help="Denominator of the Jaccard index: the union, the smaller or the larger set."
+    jaccard: JaccardDenominator = setting(
+        JaccardDenominator.UNION, help="Denominator of the Jaccard index: the union, the smaller or the larger set."
     )
     num_seeds: int = setting(100, help="Number of MinHash permutations.", minimum=1, maximum=MAX_PERMUTATIONS)
     num_bands: int = setting(
@@ -155,7 +155,7 @@ class RemoveDuplicatesSettings:
     )
 
 
-class Model(StrEnum):
+class TokenizerModel(StrEnum):
     """Models of tokenizers that can be trained."""
 
     BPE = "bpe"
@@ -172,7 +172,9 @@ MAX_WORD_BYTES = 1 << 30
 class TrainTokenizerSettings:
     """Train a tokenizer on the documents: byte-level BPE or WordPiece."""
 
-    model: Model = setting(Model.BPE, help="Byte-level BPE (GPT-2) or WordPiece (BERT), cased or lower-cased.")
+    model: TokenizerModel = setting(
+        TokenizerModel.BPE, help="Byte-level BPE (GPT-2) or WordPiece (BERT), cased or lower-cased."
+    )
 
     json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
     vocab_size: int = setting(
@@ -198,7 +200,7 @@ class TrainTokenizerSettings:
     def __post_init__(self) -> None:
         """Refuse a vocabulary that is too small for all bytes."""
         minimum = 256 + len(set(self.special_tokens or (GPT2_END,)))
-        if self.model is Model.BPE and self.vocab_size < minimum:
+        if self.model is TokenizerModel.BPE and self.vocab_size < minimum:
             raise UsageError(
                 f"--vocab-size {self.vocab_size}: must be at least {minimum}, the bytes and special tokens"
             )
@@ -413,7 +415,7 @@ class BinarizeSettings:
             raise UsageError(f"--plain-text: a line of text has no keys; remove --json-keys {' '.join(self.json_keys)}")
 
 
-class Utf8(StrEnum):
+class InvalidUtf8(StrEnum):
     """Handling of invalid UTF-8."""
 
     REJECT = "reject"
@@ -515,6 +517,9 @@ class RunSettings:
         panel=ERRORS,
         rare=True,
     )
-    utf8: Utf8 = setting(
-        Utf8.REJECT, help="Reject lines of invalid UTF-8, or replace invalid bytes by U+FFFD.", panel=ERRORS, rare=True
+    utf8: InvalidUtf8 = setting(
+        InvalidUtf8.REJECT,
+        help="Reject lines of invalid UTF-8, or replace invalid bytes by U+FFFD.",
+        panel=ERRORS,
+        rare=True,
     )

@@ -65,7 +65,7 @@ def ngrams_of(text: str, sizes: NgramSizes) -> Iterator[str]:
         yield " ".join(words[at : at + sizes.max_words])
 
 
-class Hit(NamedTuple):
+class NgramMatch(NamedTuple):
     """An n-gram of the dictionary in a text.
 
     Attributes:
@@ -157,7 +157,7 @@ class NgramFinder:
                 found[length] = self._maps[length][(mixed >> self._shift).astype(np.int64)]
         return found
 
-    def first(self, words: Sequence[str]) -> Hit | None:
+    def first(self, words: Sequence[str]) -> NgramMatch | None:
         """The first n-gram in ``words``, in the search order of Megatron's tool; None if there is none.
 
         At each word where a window of the maximum size fits: the maximum size first, then shorter sizes ascending. In
@@ -176,17 +176,17 @@ class NgramFinder:
             for length in order:
                 # The map selects only candidates; the words decide, so a collision cannot remove text.
                 if candidates[length][at] and (ngram := " ".join(words[at : at + length])) in self._known:
-                    return Hit(at, ngram)
+                    return NgramMatch(at, ngram)
         if windows > 1:
             return self._in_last_window(words, candidates, windows - 1)
         return None
 
     def _in_last_window(
         self, words: Sequence[str], candidates: dict[int, npt.NDArray[np.bool_]], begin: int
-    ) -> Hit | None:
+    ) -> NgramMatch | None:
         for length in sorted(set(candidates) - {self._most}):
             for at in map(int, np.flatnonzero(candidates[length][begin:])):
                 ngram = " ".join(words[begin + at : begin + at + length])
                 if ngram in self._known:
-                    return Hit(begin + at, ngram)
+                    return NgramMatch(begin + at, ngram)
         return None

@@ -241,12 +241,12 @@ def split_slice(task: Task) -> None:
         number += 1
         pieces = clean_pieces(text, finder, settings.remove_char_each_side, settings.filter_text_char_len)
         if len(pieces) > settings.splits_count:
-            task.tally.drop("pieces")
+            task.counts.drop("pieces")
             continue
         if not pieces:
-            task.tally.drop("contaminated")
+            task.counts.drop("contaminated")
         elif pieces != [text]:
-            task.tally.changed += 1
+            task.counts.changed += 1
         path, before = path_of(row.value, settings.json_key), _earlier_name(row)
         for part, piece in enumerate(pieces):
             # Unchanged text keeps its bytes: encoding it again could change escapes.

@@ -47,7 +47,7 @@ class GroupCounts:
     largest: int = 0
 
 
-class _Numbers:
+class _Int64File:
     """A temporary file of int64 numbers."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -92,7 +92,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
             self._open.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - closed by __exit__
             for _ in range(3)
         )
-        self._begins, self._joined = map(_Numbers, numbers)
+        self._begins, self._joined = map(_Int64File, numbers)
         self._digests = self._open.enter_context(DigestBuckets(folder))
         self._count = self._size = 0
 

@@ -151,7 +151,7 @@ def sign_documents(task: Task) -> None:
     index.flush()
     task.result["documents"] = documents
     if task.job.step == "find-duplicates":  # dedup counts the documents that it writes
-        task.tally.documents_out += documents
+        task.counts.documents_out += documents
 
 
 def _parts(task: Task) -> tuple[list[SignaturePart], int]:
@@ -252,7 +252,7 @@ def remove_marked(task: Task) -> None:
     # strict: the inputs are read a second time, and must still have the documents that were signed.
     for drop, (row, _) in zip(removed, task.documents(settings.json_key), strict=True):
         if drop:
-            task.tally.drop("duplicate")
+            task.counts.drop("duplicate")
         else:
             task.write_row(writer, row.raw)
 
@@ -326,7 +326,7 @@ def remove_named(task: Task) -> None:
             task.write_row(writer, row.raw)
         else:
             found.add(number)
-            task.tally.drop("duplicate")
+            task.counts.drop("duplicate")
     task.create(task.part(FOUND)).write(np.fromiter(found, dtype=np.int64, count=len(found)).tobytes())
     task.facts["without_name"] = unnamed
 

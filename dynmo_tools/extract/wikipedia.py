@@ -36,7 +36,7 @@ def extract(task: Task) -> None:
             reason = _skip(found, settings)
             text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
             if reason or not text:
-                task.tally.drop(reason or "empty")
+                task.counts.drop(reason or "empty")
                 continue
             # Keys, and their order, of WikiExtractor's --json.
             row = {

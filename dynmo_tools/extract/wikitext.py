@@ -60,7 +60,7 @@ BEGIN, END, SEPARATOR = range(3)
 CONTEXT, SKIP_STYLES = 0, False
 
 
-class _MarkupParser:
+class MarkupParser:
     """The tokenizer of mwparserfromhell, its token kinds, and the conversion of tokens to markup."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _MarkupParser:
         return str(self._builder().build(tokens))
 
 
-_markup_parser = functools.cache(_MarkupParser)
+markup_parser = functools.cache(MarkupParser)
 
 
 class _Page:
@@ -103,7 +103,7 @@ class _Page:
     """
 
     def __init__(self, markup: str) -> None:
-        self._markup_parser = language = _markup_parser()
+        self._markup_parser = language = markup_parser()
         self._tokens = tokens = language.tokenize(markup, CONTEXT, SKIP_STYLES)
         self._ends: dict[int, int] = {}
         self._parts: dict[int, list[int]] = {}

@@ -42,7 +42,7 @@ class _Separators(dict[int, str]):
         return self[code]
 
 
-class _Normal(dict[str, str]):
+class _NormalFormCache(dict[str, str]):
     """Cache of langdetect's normal form of each character."""
 
     def __init__(self, normalize: Callable[[str], str]) -> None:
@@ -54,7 +54,7 @@ class _Normal(dict[str, str]):
         return self[character]
 
 
-class _Words(dict[str, tuple[int, ...]]):
+class _WordNgramCache(dict[str, tuple[int, ...]]):
     """Cache of the n-grams of each word; it is cleared when it is full."""
 
     def __init__(self, grams_of: Callable[[str], tuple[int, ...]]) -> None:
@@ -97,10 +97,10 @@ class LanguageDetector:
         self._block: Callable[[str], str] = unicode_block
         self._languages: list[str] = factory.langlist
         self._rows = {gram: row for row, gram in enumerate(factory.word_lang_prob_map) if gram != " "}
-        self._normal = _Normal(NGram.normalize)
+        self._normal = _NormalFormCache(NGram.normalize)
         self._table: Floats = np.asarray(list(factory.word_lang_prob_map.values()))
         self._separators = _Separators(NGram.normalize)
-        self._words = _Words(self._grams_of_word)
+        self._words = _WordNgramCache(self._grams_of_word)
 
     def detect(self, text: str) -> str | None:
         """The ISO 639-1 code of the most probable language; None for a text without letters."""

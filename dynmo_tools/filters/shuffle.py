@@ -77,8 +77,8 @@ def scatter(task: Task) -> None:
         line = row.raw + b"\n"
         buffered[next(draws)].append(line)
         buffered_bytes += len(line)
-        task.tally.documents_out += 1
-        task.tally.bytes_out += len(line)
+        task.counts.documents_out += 1
+        task.counts.bytes_out += len(line)
         if buffered_bytes >= MAX_BYTES_IN_MEMORY:
             position, buffered_bytes = flush(position), 0
     flush(position)

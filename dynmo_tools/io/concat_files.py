@@ -109,7 +109,7 @@ def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[i
                 filled += read_into(sources[source].fileno(), view[filled : filled + count], offset)
             if filled < size:
                 raise DynmoError(f"{sources[0].name}: was truncated while it was copied; run the same command again")
-            _write_aligned(descriptor, view, begin, -(-size // ALIGNMENT) * ALIGNMENT)
+            write_aligned(descriptor, view, begin, -(-size // ALIGNMENT) * ALIGNMENT)
 
 
 def _pieces(ends: Sequence[int], begin: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -121,7 +121,8 @@ def _pieces(ends: Sequence[int], begin: int, size: int) -> Iterator[tuple[int, i
             yield source, at - low, count
 
 
-def _write_aligned(descriptor: int, view: memoryview, offset: int, size: int) -> None:
+def write_aligned(descriptor: int, view: memoryview, offset: int, size: int) -> None:
+    """Write ``view[:size]`` at ``offset``; both are multiples of ``ALIGNMENT``, in bytes."""
     written = 0
     while written < size:
         written += os.pwrite(descriptor, view[written:size], offset + written)

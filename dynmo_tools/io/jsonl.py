@@ -73,7 +73,7 @@ class BadLineError(Exception):
 
 
 @dataclass
-class Tally:
+class DocumentCounts:
     """Document counts of a task or of a run."""
 
     documents_in: int = 0
@@ -99,7 +99,7 @@ class Tally:
         """Number of rejected lines."""
         return sum(self.rejected.values())
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: DocumentCounts) -> None:
         """Add the counts of ``other``."""
         for name in ("documents_in", "bytes_in", "documents_out", "bytes_out", "blank_lines", "lines", "changed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -40,7 +40,7 @@ from ..config.options import files_of, output_folders_of
 from ..config.settings import ExecutorName
 from ..formats.workfiles import SUMMARY, TASK
 from ..io.atomic_write import open_atomic, refuse_existing
-from ..io.jsonl import Tally
+from ..io.jsonl import DocumentCounts
 from ..io.paths import check_output, check_writable
 from .local import WorkerPool, run_inline
 from .progress import progress_meter
@@ -115,7 +115,7 @@ class Summary:
         step: name of the step.
         inputs: input files.
         output: output file, or its prefix.
-        tally: document counts of all tasks.
+        counts: document counts of all tasks.
         seconds: wall time of the run that completed the job.
         facts: further results of the step, such as ``tokens``.
         reused: an earlier run completed the job, and this one ran no task.
@@ -124,19 +124,19 @@ class Summary:
     step: str
     inputs: tuple[Path, ...]
     output: Path
-    tally: Tally
+    counts: DocumentCounts
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     reused: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The summary as a JSON document."""
-        rate = self.tally.bytes_in / 1e6 / self.seconds if self.seconds else 0.0
+        rate = self.counts.bytes_in / 1e6 / self.seconds if self.seconds else 0.0
         return {
             "step": self.step,
             "inputs": [str(path) for path in self.inputs],
             "output": str(self.output),
-            **self.tally.as_json(),
+            **self.counts.as_json(),
             "seconds": round(self.seconds, 3),
             "megabytes_per_second": round(rate, 3),
             "facts": self.facts,
@@ -488,16 +488,16 @@ def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
 
 
 def _summarize(job: Job, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool) -> Summary:
-    tally = Tally()
+    counts = DocumentCounts()
     facts: dict[str, Any] = {}
     # In the order of phases and tasks: a fact that is not a number is the one of the last task, in every run.
     for phase_markers in markers.values():
         for marker in phase_markers:
-            tally.add(Tally(**marker["tally"]))
+            counts.add(DocumentCounts(**marker["tally"]))
             for name, fact in marker["facts"].items():
                 facts[name] = facts[name] + fact if name in facts and isinstance(fact, int) else fact
     return Summary(
-        step=job.step, inputs=job.inputs, output=job.output, tally=tally, seconds=seconds, facts=facts, reused=reused
+        step=job.step, inputs=job.inputs, output=job.output, counts=counts, seconds=seconds, facts=facts, reused=reused
     )
 
 

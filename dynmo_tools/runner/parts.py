@@ -67,7 +67,7 @@ class MapWriter:
 
     def drop(self, row: Row, reason: str) -> None:
         """Drop a document."""
-        self._task.tally.drop(reason)
+        self._task.counts.drop(reason)
         if self._dropped is not None:
             self._dropped.write(row.raw + b"\n")
 
@@ -87,7 +87,7 @@ class MapWriter:
         elif before == after:
             self._task.write_row(self._writer, row.raw)
         else:
-            self._task.tally.changed += 1
+            self._task.counts.changed += 1
             self._task.write_row(self._writer, replace_value(row.raw, path_of(row.value, key), encode_text(after)))
 
 

@@ -67,7 +67,7 @@ def connect(ray: Any, workers: int) -> None:
     here = {} if address else {"num_cpus": workers, "include_dashboard": False}
     try:
         if address:
-            _probe(address)
+            probe(address)
         # The output of remote processes would mix with the progress lines; errors are returned as values.
         ray.init(log_to_driver=False, **here)
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
@@ -87,7 +87,7 @@ def _token_hint() -> str:
     return "; for a cluster with token authentication set RAY_AUTH_MODE=token"
 
 
-def _probe(address: str) -> None:
+def probe(address: str) -> None:
     """Connect to ``HOST:PORT`` once and disconnect: Ray retries for minutes if nothing listens there."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon and port.isdecimal():

@@ -252,10 +252,10 @@ def _totals(summaries: Sequence[tuple[str, Summary]], jobs: Sequence[tuple[Recip
         (job.output for chosen, job in reversed(jobs) if chosen.step.output_kind is OutputKind.TOKENIZER), None
     )
     return {
-        "documents_in": summaries[0][1].tally.documents_in,
-        "bytes_in": summaries[0][1].tally.bytes_in,
-        "documents_out": last.tally.documents_out,
-        "documents_rejected": sum(summary.tally.num_rejected for _, summary in summaries),
+        "documents_in": summaries[0][1].counts.documents_in,
+        "bytes_in": summaries[0][1].counts.bytes_in,
+        "documents_out": last.counts.documents_out,
+        "documents_rejected": sum(summary.counts.num_rejected for _, summary in summaries),
         "tokens": last.facts.get("tokens"),
         "data_prefix": last.facts.get("data_prefix"),
         "tokenizer": None if tokenizer is None else str(tokenizer),

@@ -38,9 +38,9 @@ def _one(work: Path) -> dict[str, Any]:
         markers = [path for index in range(phase.tasks) if (path := marker_path(work, phase.name, index)).exists()]
         states.append({"name": phase.name, "tasks": phase.tasks, "done": len(markers)})
         for path in markers:
-            tally = TASK.read(path)["tally"]
-            documents += tally["documents_in"]
-            rejected += sum(tally["rejected"].values())
+            counts = TASK.read(path)["tally"]
+            documents += counts["documents_in"]
+            rejected += sum(counts["rejected"].values())
     return {
         "step": document["step"],
         "output": document["output"],

@@ -145,7 +145,7 @@ def dispatch_pipeline(
         if subset is not None:
             return run_subset(job, chosen.step.phases_of(), execution, subset)
         summary = run_job(job, chosen.step.phases_of(), execution)
-        return f"{step}: done: {summary.tally.documents_in:,} documents in, {summary.tally.num_rejected:,} rejected"
+        return f"{step}: done: {summary.counts.documents_in:,} documents in, {summary.counts.num_rejected:,} rejected"
     if subset is not None:
         raise UsageError("pipeline --task-index: applies to one step; select it with --step")
     if run.executor is not ExecutorName.SLURM and run.emit_sbatch is None:

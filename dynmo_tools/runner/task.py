@@ -28,9 +28,9 @@ from ..io.jsonl import (
     EXCERPT_CHARACTERS,
     MAX_KEYS,
     BadLineError,
+    DocumentCounts,
     Row,
     Slice,
-    Tally,
     contains_surrogates,
     excerpt,
     parse_line,
@@ -109,7 +109,7 @@ class Task:
         phase: phase of the task.
         index: number of the task within its phase, from 0.
         report: receives progress.
-        tally: document counts.
+        counts: document counts.
         result: data for later phases; JSON values.
         facts: entries of the summary; integers are summed over tasks.
     """
@@ -119,7 +119,7 @@ class Task:
     phase: Phase
     index: int
     report: Report
-    tally: Tally = field(default_factory=Tally)
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
     result: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     _outputs: list[_Output] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Task:
         if not self.phase.reads:
             return
         file, line = str(self._source), line + self._lines_before
-        self.tally.reject(reason)
+        self.counts.reject(reason)
         if self._rejects is None:
             self._rejects = self.create(self.part("rejects.jsonl"))
         row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
@@ -227,10 +227,10 @@ class Task:
 
     def _count(self, *, documents: int = 0, size: int = 0, lines: int = 0, blank_lines: int = 0) -> None:
         if self.phase.reads:
-            self.tally.documents_in += documents
-            self.tally.bytes_in += size
-            self.tally.lines += lines
-            self.tally.blank_lines += blank_lines
+            self.counts.documents_in += documents
+            self.counts.bytes_in += size
+            self.counts.lines += lines
+            self.counts.blank_lines += blank_lines
 
     def _report_progress(self, rows: Iterator[Row]) -> Iterator[Row]:
         documents = size = 0
@@ -263,8 +263,8 @@ class Task:
         # Every line gets its own newline, so that the last line of a part cannot run into the first one of the next.
         writer.write(raw)
         writer.write(b"\n")
-        self.tally.documents_out += documents
-        self.tally.bytes_out += len(raw) + 1
+        self.counts.documents_out += documents
+        self.counts.bytes_out += len(raw) + 1
 
     def __enter__(self) -> Self:
         return self
@@ -371,7 +371,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
         "task": f"{phase.name}-{index:05d}",
         "digest": task.manifest.digest,
         "outputs": outputs,
-        "tally": task.tally.as_json(),
+        "tally": task.counts.as_json(),
         "result": task.result,
         "facts": task.facts,
         "seconds": round(time.monotonic() - started, 6),

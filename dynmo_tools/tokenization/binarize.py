@@ -220,10 +220,10 @@ def tokenize_slice(task: Task) -> None:
             size = 0
     flush()
     first = writers[0]
-    task.tally.documents_out += first.num_documents
-    task.tally.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
+    task.counts.documents_out += first.num_documents
+    task.counts.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
     if num_documents > first.num_documents:
-        task.tally.dropped["empty"] = num_documents - first.num_documents
+        task.counts.dropped["empty"] = num_documents - first.num_documents
     task.result.update(
         num_ids=tokenizer.num_ids,
         eod_id=eod,

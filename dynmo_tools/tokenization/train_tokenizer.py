@@ -41,7 +41,7 @@ def count_words(task: Task) -> None:
     counts = WordCountWriter(task.create(task.part(WORDS)), _num_shards(task.manifest), kind.extract_words)
     for _, text in task.documents(settings.json_key):
         counts.add(split(text), len(text))
-        task.tally.documents_out += 1
+        task.counts.documents_out += 1
     counts.flush()
     task.result["bounds"] = counts.bounds
 

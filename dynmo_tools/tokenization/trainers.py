@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config.settings import GPT2_END, Model, TrainTokenizerSettings
+from ..config.settings import GPT2_END, TokenizerModel, TrainTokenizerSettings
 from .definitions import characters_of_bytes
 from .tokenizers import PROBES, import_or_extra
 from .word_counts import WordBlock
@@ -196,6 +196,6 @@ class WordPieceTrainer(TokenizerTrainer):
 
 def make_trainer(settings: TrainTokenizerSettings) -> TokenizerTrainer:
     """The trainer for the settings."""
-    if settings.model is Model.BPE:
+    if settings.model is TokenizerModel.BPE:
         return ByteLevelTrainer(settings.special_tokens)
-    return WordPieceTrainer(settings.special_tokens, lower=settings.model is Model.WORDPIECE_LOWER)
+    return WordPieceTrainer(settings.special_tokens, lower=settings.model is TokenizerModel.WORDPIECE_LOWER)

@@ -12,7 +12,7 @@ from .._common.console import print_message
 from .._common.document import DocumentError
 from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine
-from ..config import Facts, read_config_file, resolve_checked
+from ..config import DefaultContext, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
@@ -69,9 +69,9 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
         if samples and epochs and not steps:
             raise UsageError(f"--train-data: {samples} samples x {epochs} epochs must be at least one batch")
         file = {"lr": 5e-5, "micro_batch_size": 8, "log_interval": 10, **shape}
-        facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
+        context = DefaultContext(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
         command |= {"train_iters": max(1, steps)}
-        config = resolve_checked(flags=given, file=file, command=command, facts=facts)
+        config = resolve_checked(flags=given, file=file, command=command, context=context)
         check_supported(config)
     except DocumentError:
         # All processes have the same command line: rank 0 reports.

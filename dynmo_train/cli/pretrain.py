@@ -10,7 +10,14 @@ import typer
 from .._common.console import Format
 from .._common.errors import EXIT_USAGE, UsageError
 from .._common.help import CommandLine, HelpGroup
-from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
+from ..config import (
+    DefaultContext,
+    dry_run_processes,
+    dry_run_values,
+    read_config_file,
+    resolve_checked,
+    with_deepspeed,
+)
 from ..config.command import INSTALLED_KEY, MegatronCommand, with_options
 from ..config.extensions import installed_families
 from ..config.panels import CONFIGURATION
@@ -81,7 +88,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
             flags=flags,
             file={**defaults, **values},
             command={"family": family},
-            facts=Facts(world_size=processes, tokenizer_vocab_size=read_vocab_size),
+            context=DefaultContext(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )
     except UsageError:
         # All processes have the same command line: one of them reports.

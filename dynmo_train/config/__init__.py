@@ -17,7 +17,7 @@ from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
 from .optimizer import OptimizerConfig
-from .options import Facts
+from .options import DefaultContext
 from .precision import PrecisionConfig
 from .resolve import (
     config_document,
@@ -41,7 +41,7 @@ __all__ = [
     "DepthConfig",
     "EmulationConfig",
     "ExitConfig",
-    "Facts",
+    "DefaultContext",
     "FreezingConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -196,7 +196,7 @@ FLAGS: Mapping[str, CompatFlag] = {
 
 
 @dataclass(frozen=True)
-class Translation:
+class TranslatedCommand:
     """A command line in the options of this package, notes on ignored flags, and refused flags."""
 
     arguments: tuple[str, ...]
@@ -225,7 +225,7 @@ def values_after(arguments: Sequence[str], at: int, count: int | None) -> tuple[
 
 def translate(
     arguments: Sequence[str], family: str, declared: Mapping[str, int], flags: Mapping[str, CompatFlag] = FLAGS
-) -> Translation:
+) -> TranslatedCommand:
     """Translate a command line of another program.
 
     Args:
@@ -263,7 +263,7 @@ def translate(
             notes.append(f"{word}: {known.reason}")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
-    return Translation(tuple(translated), tuple(notes), tuple(problems))
+    return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
 
 
 def _remedy(known: CompatFlag) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
-from .options import Facts, OptionSpec
+from .options import DefaultContext, OptionSpec
 from .resolve import ALTERNATIVES, option_specs, resolve
 from .rules.effect import effect_warnings
 from .schema import Config
@@ -25,7 +25,7 @@ _NUMBERS = (1, 12, 5040)
 
 
 def resolve_checked(
-    *, flags: Mapping[str, Any], file: Mapping[str, Any], command: Mapping[str, Any], facts: Facts
+    *, flags: Mapping[str, Any], file: Mapping[str, Any], command: Mapping[str, Any], context: DefaultContext
 ) -> Config:
     """Resolve and check a configuration; rank 0 warns of options without effect.
 
@@ -33,24 +33,24 @@ def resolve_checked(
         flags: option name to value from the command line; None means not given.
         file: option name to value from a ``--config`` file; flags have precedence.
         command: option name to value, set by the subcommand.
-        facts: what derived defaults depend on.
+        context: what derived defaults depend on.
 
     Raises:
         DocumentError: missing values, wrong types, values out of bounds, and all conflicts between options.
     """
     try:
-        config = resolve(flags=flags, file=file, command=command, facts=facts)
+        config = resolve(flags=flags, file=file, command=command, context=context)
     except DocumentError as error:
         given = {**file, **{name: value for name, value in flags.items() if value is not None}, **command}
-        hidden = _independent(given, error.problems, facts)
+        hidden = _independent(given, error.problems, context)
         raise DocumentError(error.source, [*error.problems, *hidden]) from error
-    check(config, facts.world_size)
+    check(config, context.world_size)
     if (warnings := effect_warnings(config)) and os.environ.get("RANK", "0") == "0":
         print_message("\n  ".join(["warning: options without effect:", *warnings]))
     return config
 
 
-def _independent(given: Mapping[str, Any], problems: list[Problem], facts: Facts) -> list[Problem]:
+def _independent(given: Mapping[str, Any], problems: list[Problem], context: DefaultContext) -> list[Problem]:
     """Conflicts that do not depend on the invalid values of ``problems``."""
     by_flag = {spec.flag: spec for spec in option_specs().values()}
     bad = [by_flag[problem.path] for problem in problems if problem.path in by_flag]
@@ -63,10 +63,10 @@ def _independent(given: Mapping[str, Any], problems: list[Problem], facts: Facts
                 spec = option_specs()[first]
                 values[first] = "x" if spec.kind is str else _allowed(spec, at)
         try:
-            config = resolve(flags=values, facts=facts)
+            config = resolve(flags=values, context=context)
         except UsageError:
             return []
-        found.append(validate(config, facts.world_size))
+        found.append(validate(config, context.world_size))
     flags = {spec.flag for spec in bad}
     return [
         problem

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from .._common.document import DocumentError, Problem
-from .options import Facts, OptionSpec, concern_specs
+from .options import DefaultContext, OptionSpec, concern_specs
 
 Values = TypeVar("Values")
 
@@ -47,5 +47,5 @@ def values_of(kind: type[Values], given: Mapping[str, Any]) -> Values:
         raise DocumentError("the command line", problems)
     for spec in derived:
         if spec.declaration.derive is not None:
-            values[spec.name] = spec.declaration.derive(values, Facts())
+            values[spec.name] = spec.declaration.derive(values, DefaultContext())
     return kind(**values)

@@ -22,7 +22,7 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class DefaultContext:
     """What derived defaults depend on besides other option values.
 
     Attributes:
@@ -37,7 +37,7 @@ class Facts:
     given: frozenset[str] = frozenset()
 
 
-Derive = Callable[[Mapping[str, Any], Facts], Any]
+Derive = Callable[[Mapping[str, Any], DefaultContext], Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..formats.input_text import read_input
 from ..formats.os_errors import reason
 from .deepspeed import read_deepspeed
 from .extensions import base_family, installed_options, package_techniques
-from .options import Facts, OptionSpec, Source, concern_specs
+from .options import DefaultContext, OptionSpec, Source, concern_specs
 from .schema import Config
 
 # Aliases of options in Megatron's scripts of one model family.
@@ -226,7 +226,7 @@ def resolve(
     flags: Mapping[str, Any],
     file: Mapping[str, Any] | None = None,
     command: Mapping[str, Any] | None = None,
-    facts: Facts | None = None,
+    context: DefaultContext | None = None,
 ) -> Config:
     """Merge flags and file, fill in defaults and derived values, and check each value separately.
 
@@ -234,12 +234,12 @@ def resolve(
         flags: option name to value from the command line; None means not given.
         file: option name to value from a ``--config`` file; flags have precedence.
         command: option name to value, set by the subcommand.
-        facts: what derived defaults depend on.
+        context: what derived defaults depend on.
 
     Raises:
         DocumentError: missing values, wrong types or values out of bounds; reports all of them.
     """
-    facts = facts or Facts()
+    context = context or DefaultContext()
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
     # Later sources replace earlier ones: file, flags, then what the subcommand sets.
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
@@ -264,7 +264,7 @@ def resolve(
         if not values.get(first) and not values.get(second)
     ]
     if not problems:
-        problems.extend(_derive(values, sources, replace(facts, given=frozenset(given))))
+        problems.extend(_derive(values, sources, replace(context, given=frozenset(given))))
     if problems:
         raise DocumentError("the configuration", sorted(problems, key=lambda problem: problem.kind != "missing"))
     concerns = {
@@ -276,7 +276,7 @@ def resolve(
     return Config(**concerns, extensions=extensions, sources=sources)
 
 
-def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
+def _derive(values: dict[str, Any], sources: dict[str, Source], context: DefaultContext) -> list[Problem]:
     """Add derived values to ``values``, in order of declaration."""
     problems = []
     # The order matters: a derived default reads options that are declared before it, derived ones included.
@@ -284,13 +284,13 @@ def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) ->
         derive = spec.declaration.derive
         if spec.name in values or derive is None:
             continue
-        values[spec.name], sources[spec.name] = derive(values, facts), "derived"
+        values[spec.name], sources[spec.name] = derive(values, context), "derived"
         if values[spec.name] is None:
             default = spec.declaration.derive_text
             problems.append(Problem(spec.flag, "missing", f"is required; its default is the {default}"))
     return problems
 
 
-def config_of(facts: Facts | None = None, /, **values: Any) -> Config:
+def config_of(context: DefaultContext | None = None, /, **values: Any) -> Config:
     """Create a ``Config`` from option values by name, for programs and tests."""
-    return resolve(flags=values, facts=facts)
+    return resolve(flags=values, context=context)

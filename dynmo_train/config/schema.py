@@ -28,7 +28,7 @@ from .emulation import EmulationConfig
 from .extensions import base_family
 from .ict import IctConfig
 from .optimizer import OptimizerConfig
-from .options import Facts, Source, option
+from .options import DefaultContext, Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
@@ -155,7 +155,7 @@ class ModelConfig:
         minimum=1,
         derive=(
             "vocabulary size of the tokenizer",
-            lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
+            lambda v, context: None if context.tokenizer_vocab_size is None else context.tokenizer_vocab_size(v),
         ),
         common=True,
     )
@@ -186,9 +186,9 @@ class ModelConfig:
         return base_family(self.family)
 
 
-def _implies_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
+def _implies_replicas(values: Mapping[str, Any], context: DefaultContext) -> bool:
     """Whether the given options imply a pipeline size of 1, as in Megatron."""
-    return bool(values["zero_stage"] or facts.given & {"tensor_model_parallel_size", "DDP_impl"})
+    return bool(values["zero_stage"] or context.given & {"tensor_model_parallel_size", "DDP_impl"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class ParallelConfig:
         maximum=MAX_RANKS,
         derive=(
             "world size; 1 as in Megatron if --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
-            lambda v, facts: 1 if _implies_replicas(v, facts) else max(1, facts.world_size),
+            lambda v, context: 1 if _implies_replicas(v, context) else max(1, context.world_size),
         ),
         common=True,
     )
@@ -219,8 +219,8 @@ class ParallelConfig:
         flag=False,
         derive=(
             "world size / (tensor x pipeline)",
-            lambda v, facts: max(
-                1, facts.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
+            lambda v, context: max(
+                1, context.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
             ),
         ),
     )

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..config import Config
-from ..formats.indexed import IndexedDataset
 from .masking import masked_positions, sample_random
 from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
-from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
-from .vocabulary import Vocabulary, run_vocabulary
+from .sentence_spans import SentenceDataset, SpanSettings, build_sentence_spans
+from .vocabulary import run_vocabulary
 
 NUM_SPECIAL_TOKENS = 3
 COLUMNS = ("ids", "types", "attention_mask", "labels", "loss_mask")
@@ -75,58 +72,29 @@ def truncate_segments(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BertDataset:
+class BertDataset(SentenceDataset):
     """BERT's samples of one split; see ``Dataset``.
 
     Attributes:
-        source: the data set, of one sentence per sequence.
-        spans: the sentences of each sample.
-        vocabulary: the tokenizer's.
-        seq_length: tokens of a sample, with special tokens and padding.
         is_pair: whether a sample has two segments.
         mask_prob: share of the tokens that are masked.
         whole_words: whether all tokens of a word are masked together.
-        seed: seed of the run.
-        split_index: number of the split.
     """
 
-    source: IndexedDataset
-    spans: SentenceSpans
-    vocabulary: Vocabulary
-    seq_length: int
     is_pair: bool
     mask_prob: float
     whole_words: bool
-    seed: int
-    split_index: int
 
-    def __len__(self) -> int:
-        return len(self.spans)
+    @property
+    def num_columns(self) -> int:
+        """Columns of a row."""
+        return len(COLUMNS) * self.seq_length + 1
 
-    def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped.
-
-        Args:
-            indices: sample numbers, ``[N]``.
-
-        Returns:
-            int64 ``[N, C]``.
-        """
-        requested = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length + 1), dtype=np.int64)
-        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
-            self._fill(row_C, index)
-        return rows_NC
-
-    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
-        return self.spans.token_ranges(self.source, indices)
-
-    def _fill(self, row_C: Int64Array, index: int) -> None:
+    def fill(self, row_C: Int64Array, index: int) -> None:
+        """Write a sample: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped."""
         # One generator for all draws of a sample: the order of the draws below is a part of the data's definition.
         random = sample_random(self.seed, self.split_index, index)
-        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
-        sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
+        sentences = self.sentences(index)
         cls, sep, mask, pad = self.vocabulary.special("cls", "sep", "mask", "pad")
         max_tokens = int(self.spans.targets[index])
         if self.is_pair:

@@ -34,7 +34,7 @@ _TEST_COLUMNS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TextPair:
     """The two texts of a row, before and after the separator token."""
 
     first: str
@@ -45,7 +45,7 @@ class Text:
 class Example:
     """A sample: its rows, and the index of the correct class or row."""
 
-    rows: tuple[Text, ...]
+    rows: tuple[TextPair, ...]
     label: int
 
 
@@ -90,7 +90,7 @@ def read_mnli(path: Path) -> list[Example]:
         label = row[-1].strip() if labelled else "contradiction"
         if label not in MNLI_LABELS:
             raise UsageError(f"{path}:{number}: the label must be one of {', '.join(MNLI_LABELS)}; is {label[:40]!r}")
-        pair = Text(first=clean_text(row[at["sentence1"]]), second=clean_text(row[at["sentence2"]]))
+        pair = TextPair(first=clean_text(row[at["sentence1"]]), second=clean_text(row[at["sentence2"]]))
         examples.append(Example(rows=(pair,), label=MNLI_LABELS[label]))
     return examples
 
@@ -122,7 +122,7 @@ def _race_examples(line: str, where: str) -> list[Example]:
             if len(options) != RACE_CHOICES or answer not in "ABCD" or len(answer) != 1:
                 raise ValueError(f"a question has {len(options)} options and the answer {short_repr(answer)}")
             full = (question.replace("_", each) if "_" in question else f"{question} {each}" for each in options)
-            rows = tuple(Text(first=clean_text(each), second=article) for each in full)
+            rows = tuple(TextPair(first=clean_text(each), second=article) for each in full)
             examples.append(Example(rows=rows, label="ABCD".index(answer)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

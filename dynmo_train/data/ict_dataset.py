@@ -6,10 +6,8 @@ Each sample is a function of the data, the seed and its number. Shapes in names:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .._common.errors import UsageError
@@ -18,8 +16,8 @@ from ..formats.indexed import IndexedDataset, open_indexed
 from .masking import sample_random
 from .provenance import check_vocabulary
 from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
-from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
-from .vocabulary import Vocabulary, run_vocabulary
+from .sentence_spans import SentenceDataset, SpanSettings, build_sentence_spans, sentence_tokens
+from .vocabulary import run_vocabulary
 
 # [CLS] title [SEP] block [SEP]
 NUM_SPECIAL_TOKENS = 3
@@ -40,58 +38,34 @@ def check_titles(source: IndexedDataset, titles: IndexedDataset) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class IctDataset:
+class IctDataset(SentenceDataset):
     """Pairs of a query and its block, of one split; see ``Dataset``.
 
     Attributes:
-        source: the data set, of one sentence per sequence.
         titles: one sequence per document; None puts no title before a block.
-        spans: the sentences of each block.
-        vocabulary: the tokenizer's.
         seq_length: tokens of a query and of a block, with special tokens and padding.
         query_in_block_prob: probability that the query stays in its block.
-        seed: seed of the run.
-        split_index: number of the split.
     """
 
-    source: IndexedDataset
     titles: IndexedDataset | None
-    spans: SentenceSpans
-    vocabulary: Vocabulary
-    seq_length: int
     query_in_block_prob: float
-    seed: int
-    split_index: int
 
-    def __len__(self) -> int:
-        return len(self.spans)
+    @property
+    def num_columns(self) -> int:
+        """Columns of a row."""
+        return len(COLUMNS) * self.seq_length
 
-    def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples, int64 ``[N, C]``: ``COLUMNS``, ``seq_length`` wide each.
-
-        Args:
-            indices: sample numbers, ``[N]``.
-        """
-        requested = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(requested), len(COLUMNS) * self.seq_length), dtype=np.int64)
-        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
-            self._fill(row_C.reshape(len(COLUMNS), self.seq_length), index)
-        return rows_NC
-
-    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
-        return self.spans.token_ranges(self.source, indices)
-
-    def _fill(self, columns_4T: Int64Array, index: int) -> None:
+    def fill(self, row_C: Int64Array, index: int) -> None:
+        """Write a sample: ``COLUMNS``, ``seq_length`` wide each."""
+        columns_4T = row_C.reshape(len(COLUMNS), self.seq_length)
         random = sample_random(self.seed, self.split_index, index)
-        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
-        sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
+        sentences = self.sentences(index)
         chosen = int(random.randint(0, len(sentences)))
         query = sentences[chosen]
         if random.random_sample() >= self.query_in_block_prob:
             del sentences[chosen]
         cls, sep, pad = self.vocabulary.special("cls", "sep", "pad")
-        head = [cls] if self.titles is None else [cls, *self._title(begin), sep]
+        head = [cls] if self.titles is None else [cls, *self._title(int(self.spans.begins[index])), sep]
         # A span ends with the sentence that reaches its target, so its last tokens may not fit.
         room = self.seq_length - len(head) - 1
         block = np.concatenate([*sentences, np.zeros(0, dtype=np.int64)])[:room]

@@ -7,6 +7,7 @@ samples of a shorter one. Nothing depends on the number of ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..formats.indexed import IndexedDataset
 from .index_cache import Arrays, cached_arrays, index_identity
 from .sample_format import Int64Array, SplitRequest
 from .sample_index import permutation
+from .vocabulary import Vocabulary
 
 VERSION = 1
 # As in Megatron, documents with a longer sentence are skipped: they are rarely prose.
@@ -268,3 +270,54 @@ def _too_few_samples(request: SplitRequest, settings: SpanSettings, samples: int
         f" samples of {settings.tokens} tokens, and a batch needs {max(1, request.batch_size):,}; add text, lower the"
         " batch size or change --split" + ("" if request.split == "train" else ", or give --eval-iters 0") + hint
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SentenceDataset(ABC):
+    """Samples of one split that are made of consecutive sentences; see ``Dataset``.
+
+    Attributes:
+        source: the data set, of one sentence per sequence.
+        spans: the sentences of each sample.
+        vocabulary: the tokenizer's.
+        seq_length: tokens of a sample, with special tokens and padding.
+        seed: seed of the run.
+        split_index: number of the split.
+    """
+
+    source: IndexedDataset
+    spans: SentenceSpans
+    vocabulary: Vocabulary
+    seq_length: int
+    seed: int
+    split_index: int
+
+    @property
+    @abstractmethod
+    def num_columns(self) -> int:
+        """Columns of a row."""
+
+    @abstractmethod
+    def fill(self, row_C: Int64Array, index: int) -> None:
+        """Write sample ``index`` to a row of zeros, int64 ``[C]``."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def batch(self, indices: npt.ArrayLike) -> Int64Array:
+        """Rows of several samples, int64 ``[N, C]``; ``indices`` are sample numbers, ``[N]``."""
+        requested = np.asarray(indices, dtype=np.int64)
+        rows_NC = np.zeros((len(requested), self.num_columns), dtype=np.int64)
+        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
+            self.fill(row_C, index)
+        return rows_NC
+
+    def sentences(self, index: int) -> list[Int64Array]:
+        """Token ids of the sentences of a sample, int64 ``[length]`` each."""
+        return sentence_tokens(
+            self.source, int(self.spans.begins[index]), int(self.spans.ends[index]), self.vocabulary.size
+        )
+
+    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
+        return self.spans.token_ranges(self.source, indices)

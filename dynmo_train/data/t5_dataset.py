@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,10 @@ import torch
 
 from .._common.errors import UsageError
 from ..config import Config
-from ..formats.indexed import IndexedDataset
 from .masking import masked_spans, sample_random
 from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest, columns_to_tensors
-from .sentence_spans import SentenceSpans, SpanSettings, build_sentence_spans, sentence_tokens
-from .vocabulary import Vocabulary, run_vocabulary
+from .sentence_spans import SentenceDataset, SpanSettings, build_sentence_spans
+from .vocabulary import run_vocabulary
 
 ENCODER_COLUMNS = ("encoder_ids", "encoder_attention_mask")
 DECODER_COLUMNS = ("decoder_ids", "labels", "loss_mask")
@@ -52,57 +50,32 @@ def corrupt_spans(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class T5Dataset:
+class T5Dataset(SentenceDataset):
     """T5's samples of one split; see ``Dataset``.
 
     Attributes:
-        source: the data set, of one sentence per sequence.
-        spans: the sentences of each sample.
-        vocabulary: the tokenizer's.
         seq_length: tokens that the encoder reads, with padding.
         decoder_seq_length: tokens that the decoder writes, with its end and padding.
         mask_prob: share of the tokens that are masked.
         whole_words: whether all tokens of a word are masked together.
         sentinels: sentinel ids; their number limits that of masked spans.
-        seed: seed of the run.
-        split_index: number of the split.
     """
 
-    source: IndexedDataset
-    spans: SentenceSpans
-    vocabulary: Vocabulary
-    seq_length: int
     decoder_seq_length: int
     mask_prob: float
     whole_words: bool
     sentinels: Sequence[int]
-    seed: int
-    split_index: int
 
-    def __len__(self) -> int:
-        return len(self.spans)
+    @property
+    def num_columns(self) -> int:
+        """Columns of a row."""
+        return _num_columns(self.seq_length, self.decoder_seq_length)
 
-    def batch(self, indices: npt.ArrayLike) -> Int64Array:
-        """Rows of several samples, int64 ``[N, C]``: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``.
-
-        Args:
-            indices: sample numbers, ``[N]``.
-        """
-        requested = np.asarray(indices, dtype=np.int64)
-        rows_NC = np.zeros((len(requested), _num_columns(self.seq_length, self.decoder_seq_length)), dtype=np.int64)
-        for row_C, index in zip(rows_NC, requested.tolist(), strict=True):
-            self._fill(row_C, index)
-        return rows_NC
-
-    def token_ranges(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
-        """See ``Dataset``; ``indices`` are sample numbers, ``[N]``."""
-        return self.spans.token_ranges(self.source, indices)
-
-    def _fill(self, row_C: Int64Array, index: int) -> None:
+    def fill(self, row_C: Int64Array, index: int) -> None:
+        """Write a sample: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``."""
         # One generator for all draws of a sample: no sample depends on which others a rank has built.
         random = sample_random(self.seed, self.split_index, index)
-        begin, end = int(self.spans.begins[index]), int(self.spans.ends[index])
-        sentences = sentence_tokens(self.source, begin, end, self.vocabulary.size)
+        sentences = self.sentences(index)
         pad, bos, eos = self.vocabulary.special("pad", "begin", "end")
         tokens = np.concatenate(sentences)[: int(self.spans.targets[index])]
         continues = self.vocabulary.continues[tokens] if self.whole_words else np.zeros(len(tokens), dtype=np.bool_)

@@ -140,7 +140,7 @@ def pretrained_state_reader(engine: Engine, checkpoint: Checkpoint, world: World
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start:
+class _InitialModel:
     engine: Engine
     directory: RunDirectory
     step: int
@@ -204,7 +204,7 @@ class FinetuneRun:
             on_failure=self._not_saved,
         )
 
-    def _begin(self, options: FinetuneConfig) -> _Start:
+    def _begin(self, options: FinetuneConfig) -> _InitialModel:
         config, world, task = self.config, self.world, TASKS[self.name]
         base = family_of(config)
         if not isinstance(base, Bert):
@@ -231,7 +231,7 @@ class FinetuneRun:
         step = run_on_all_ranks(world, lambda: self._weights(engine, resumed, pretrained))
         properties = {"device": world.device.type, "task": self.name, "finetune": vars(options)}
         directory = open_run_directory_on_rank0(world, config, hosts=[world.host], engine=properties)
-        return _Start(
+        return _InitialModel(
             engine=engine,
             directory=directory,
             step=step,

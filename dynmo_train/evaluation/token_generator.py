@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..models.early_exit import EXITED
-from ..models.kv_cache import Cache, Decoder, is_ragged_safe, store_by_columns
+from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, store_by_columns
 from .forward_engine import ForwardEngine
 from .sampling import Sampling, next_tokens
 
@@ -103,7 +103,7 @@ class _Batch:
     """
 
     requests: Sequence[GenerationRequest]
-    cache: Cache
+    cache: DecodingCache
     ids_BT: torch.Tensor
     generators: list[torch.Generator]
     new: list[list[int]] = field(default_factory=list)
@@ -233,7 +233,7 @@ def _new_batch(requests: Sequence[GenerationRequest]) -> _Batch:
     capacity = longest + max(request.max_new_tokens for request in requests)
     return _Batch(
         requests=requests,
-        cache=Cache(capacity=capacity, padding=padding_B if bool(padding_B.any()) else None),
+        cache=DecodingCache(capacity=capacity, padding=padding_B if bool(padding_B.any()) else None),
         ids_BT=ids_BT,
         generators=[torch.Generator().manual_seed(request.seed) for request in requests],
         new=[[] for _ in requests],

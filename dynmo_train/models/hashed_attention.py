@@ -60,11 +60,6 @@ class HashMask:
     key_mask_PT: torch.Tensor
     blocks_PQJ: torch.Tensor
 
-    @property
-    def computed_scores(self) -> int:
-        """Scores that are computed, over all samples and heads; dense attention computes ``B H T^2``."""
-        return int(self.blocks_PQJ.sum()) * self.block**2
-
     def allowed(self, p: Any, query: Any, key: Any) -> torch.Tensor:
         """Whether a sorted query attends to a sorted key; arguments are index tensors that broadcast."""
         same = self.q_bucket_PT[p, query] == self.k_bucket_PT[p, key]

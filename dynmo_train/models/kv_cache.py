@@ -22,7 +22,7 @@ from .sparse_formats import DENSE
 
 
 @dataclass
-class Cache:
+class DecodingCache:
     """State of the decoded sequences.
 
     Attributes:
@@ -39,7 +39,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenPositions:
     """Positions ``[B, T]`` of new tokens, the mask of keys (None: all earlier ones), and the rotation."""
 
     positions_BT: torch.Tensor
@@ -73,7 +73,7 @@ class Decoder:
         self._rotary = next((module.rotary for module in attentions if module.rotary is not None), None)
 
     @torch.inference_mode()
-    def read(self, ids_BT: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def read(self, ids_BT: torch.Tensor, cache: DecodingCache) -> torch.Tensor:
         """Process token ids after the cached ones; returns the logits of the last token, ``[B, V]`` float32.
 
         Later items skip tokens that exit.
@@ -86,7 +86,7 @@ class Decoder:
         return self.run(ids_BT, exited_BT, cache)[0]
 
     @torch.inference_mode()
-    def run(self, x: torch.Tensor, exited_BT: torch.Tensor, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, x: torch.Tensor, exited_BT: torch.Tensor, cache: DecodingCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the stage's items on new tokens.
 
         Args:
@@ -116,7 +116,7 @@ class Decoder:
         cache.tokens += places.positions_BT.shape[1]
         return x, exited_BT
 
-    def _places(self, x: torch.Tensor, cache: Cache) -> _Places:
+    def _places(self, x: torch.Tensor, cache: DecodingCache) -> _TokenPositions:
         new, past, device = x.shape[1], cache.tokens, x.device
         steps_T = torch.arange(past, past + new, device=device)
         positions: int | torch.Tensor = past
@@ -138,10 +138,15 @@ class Decoder:
         if self._rotary is not None:
             weight = next(iter(next(iter(self.modules.values())).parameters()))
             cos_sin = self._rotary.cos_sin(positions, new, device, weight.dtype)
-        return _Places(positions_BT=positions_BT, past=positions, mask=mask, cos_sin=cos_sin)
+        return _TokenPositions(positions_BT=positions_BT, past=positions, mask=mask, cos_sin=cos_sin)
 
     def _read_active(
-        self, item: ItemSpec, x_BTD: torch.Tensor, exited_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+        self,
+        item: ItemSpec,
+        x_BTD: torch.Tensor,
+        exited_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        cache: DecodingCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one item on the active tokens, by sequence, because the lengths of their caches differ."""
         past = cache.by_item.setdefault(item.name, [None] * len(x_BTD))

@@ -35,7 +35,7 @@ from .moe import Experts, MoeMlp
 SplitDim = Callable[[str], int | None]
 
 
-class CutEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """This rank's rows of an embedding table; ids of other ranks give zero, and the sum over ranks is the lookup."""
 
     def __init__(self, weight_VD: nn.Parameter, region: TensorRegion) -> None:
@@ -163,7 +163,9 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
     elif isinstance(child, nn.Embedding):
         if dim == 0:
             parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, CutEmbedding(nn.Parameter(child.weight.detach()), region))
+            setattr(
+                module.get_submodule(parent), name, VocabParallelEmbedding(nn.Parameter(child.weight.detach()), region)
+            )
         else:
             # Replicated tables (positions, token types) give all tokens. With sequence parallelism the output of the
             # word table, to which they are added, has this rank's tokens only.

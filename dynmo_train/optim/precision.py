@@ -124,7 +124,7 @@ class LossScaler:
         self.scale, self._clean, self._overflows_left = scale, clean, left
 
 
-class _ThroughCast(torch.autograd.Function):
+class _CastForCompute(torch.autograd.Function):
     """Returns the copy; the gradient goes to the master, in the master's dtype."""
 
     @staticmethod
@@ -144,7 +144,7 @@ def cast_forward(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         master: Parameter in float32, of any shape.
         copy: Its values in the dtype of the arithmetic, of the same shape.
     """
-    through: torch.Tensor = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
+    through: torch.Tensor = _CastForCompute.apply(master, copy)  # type: ignore[no-untyped-call]
     return through
 
 

@@ -204,14 +204,14 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     )
 
 
-class MakeGroup(Protocol):
+class GroupFactory(Protocol):
     """Creates the group of some global ranks; None for one rank, unless ``alone``."""
 
     def __call__(self, ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ``ranks``, the same object for the same ranks."""
 
 
-def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> MakeGroup:
+def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> GroupFactory:
     """Return a function that creates groups, which only their members call.
 
     Args:

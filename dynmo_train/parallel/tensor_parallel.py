@@ -58,7 +58,7 @@ class TensorRegion:
                 ``[B, T / size, ...]``.
         """
         self.seed_inside()
-        entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        entered: torch.Tensor = _EnterRegion.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class TensorRegion:
         Returns:
             ``[B, T, ...]``, equal on all ranks; with sequence parallelism this rank's tokens, ``[B, T / size, ...]``.
         """
-        left: torch.Tensor = _Leave.apply(partial, self)  # type: ignore[no-untyped-call]
+        left: torch.Tensor = _LeaveRegion.apply(partial, self)  # type: ignore[no-untyped-call]
         self._seed_outside()
         return left
 
@@ -94,7 +94,7 @@ class TensorRegion:
         Returns:
             ``[B, T, D]``. Its gradient is equal on all ranks, so that each keeps its own part without a reduction.
         """
-        whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = _GatherTokens.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
     def scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class TensorRegion:
         Returns:
             ``[B, T / size, D]``.
         """
-        cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
+        cut: torch.Tensor = _ScatterTokens.apply(x, self)  # type: ignore[no-untyped-call]
         return cut
 
     def gather_vocabulary(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def tensor_region(world: World, *, sequence: bool) -> TensorRegion | None:
     return TensorRegion(group, world.tensor_rank, world.dims.tensor, world.device, sequence=sequence)
 
 
-class _Enter(torch.autograd.Function):
+class _EnterRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         ctx.region = region
@@ -190,7 +190,7 @@ class _Enter(torch.autograd.Function):
         return region.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         ctx.region = region
@@ -206,7 +206,7 @@ class _Leave(torch.autograd.Function):
         return (region.gather_tokens(grads[0]) if region.sequence else grads[0]), None
 
 
-class _GatherStream(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         # Unlike at the start of a region, the ranks' gradients are the same, and must not be summed.
@@ -219,7 +219,7 @@ class _GatherStream(torch.autograd.Function):
         return ctx.region.local_tokens(grads[0]).contiguous(), None
 
 
-class _CutStream(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         ctx.region = region

@@ -67,10 +67,6 @@ class Partition:
         """Return item name -> pipeline rank."""
         return {name: rank for rank, names in zip(self.stage_ranks, self.stages, strict=True) for name in names}
 
-    def on_ranks(self, ranks: Sequence[int]) -> Partition:
-        """Return the same partition on other pipeline ranks: rank ``r`` becomes ``ranks[r]``."""
-        return Partition(stages=self.stages, stage_ranks=tuple(ranks[rank] for rank in self.stage_ranks))
-
     def renumbered(self) -> Partition:
         """Return the same partition on ranks 0, 1, ..., as the world counts after a release of ranks."""
         index = {rank: at for at, rank in enumerate(sorted(set(self.stage_ranks)))}

@@ -187,7 +187,7 @@ class StageModule(nn.Module):
             return run(*arguments)
 
 
-class _Detached(torch.autograd.Function):
+class _DetachFromView(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()
@@ -201,7 +201,7 @@ def _without_view(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as a tensor that is not a view: torch's split backward detaches outputs in place, not views."""
     if not (x.requires_grad and x._is_view()):
         return x
-    detached: torch.Tensor = _Detached.apply(x)  # type: ignore[no-untyped-call]
+    detached: torch.Tensor = _DetachFromView.apply(x)  # type: ignore[no-untyped-call]
     return detached
 
 
@@ -303,7 +303,8 @@ class ItemStage(PipelineStage):
         )
         self.module = module
         self._values_with_gradient = tuple(name for name in module.input_names if trains_before[name])
-        self._needs_backward = any(trains_after[name] for name in module.output_names)
+        # A gradient enters the stage: an item of it or before it trains.
+        self.needs_backward = any(trains_after[name] for name in module.output_names)
         # All items must read the one value with a gradient first: weights on no path from it cannot be left to W.
         one_path = all(spec.reads[:1] == self._values_with_gradient for spec in module.specs)
         self._can_split = can_split and len(self._values_with_gradient) == 1 and one_path
@@ -334,11 +335,6 @@ class ItemStage(PipelineStage):
         """Whether a gradient leaves this stage to the previous one: an item before it trains."""
         return bool(self._values_with_gradient)
 
-    @property
-    def needs_backward(self) -> bool:
-        """Whether a gradient enters this stage: an item of it or before it trains."""
-        return self._needs_backward
-
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive no gradient where nothing trains; receive compressed ones into buffers of factors.
 
@@ -347,7 +343,7 @@ class ItemStage(PipelineStage):
         Args:
             bwd_chunk_id: Microbatch of the step, from 0.
         """
-        operations = super().get_bwd_recv_ops(bwd_chunk_id) if self._needs_backward else []
+        operations = super().get_bwd_recv_ops(bwd_chunk_id) if self.needs_backward else []
         if self._codec is not None and bwd_chunk_id in self._compressed_receives:
             for operation in operations:
                 factors = self._codec.empty(operation.tensor.shape, operation.tensor.device)
@@ -426,7 +422,7 @@ class ItemStage(PipelineStage):
     def _backward_case(self, *, full_backward: bool) -> BackwardCase:
         if not self.has_backward:
             return BackwardCase.NONE
-        if not self._needs_backward:
+        if not self.needs_backward:
             return BackwardCase.FROZEN
         if full_backward:
             return BackwardCase.FULL

@@ -27,7 +27,7 @@ from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
 
 
-class _Mark(torch.autograd.Function):
+class _RecordBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, profiler: LayerProfiler, position: int) -> torch.Tensor:
         """The identity of ``x``; ``position`` is the index of the item that reads it in its stage."""
@@ -95,7 +95,7 @@ class LayerProfiler:
         """
         if not ((self.sampling or self.always_marks) and torch.is_grad_enabled() and x.requires_grad):
             return x
-        marked: torch.Tensor = _Mark.apply(x, self, position)  # type: ignore[no-untyped-call]
+        marked: torch.Tensor = _RecordBackward.apply(x, self, position)  # type: ignore[no-untyped-call]
         return marked
 
     @contextmanager

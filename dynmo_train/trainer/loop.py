@@ -90,8 +90,8 @@ class Trainer:
         self.consumed_samples, self.consumed_valid_samples = start.consumed_samples, start.consumed_valid_samples
         self._initial_plan_id = start.active_plan_id
         self._source = start.checkpoint.manifest.get("source") if start.checkpoint is not None else None
-        self._planner: PlannerProcess | None = None
-        self._controller = self._plan_controller()
+        self.planner: PlannerProcess | None = None
+        self.controller = self._plan_controller()
         self._resize_requests = ResizeRequests(
             self.directory.requests,
             lambda workers: resize_problems(config, self.engine.world.dims, workers),
@@ -120,7 +120,7 @@ class Trainer:
             return None
         if balance.planner == "internal" and engine.world.is_rank0:
             arguments = _planner_arguments(config)
-            self._planner = PlannerProcess(self.directory.path, arguments, timeout_s=balance.planner_timeout_s)
+            self.planner = PlannerProcess(self.directory.path, arguments, timeout_s=balance.planner_timeout_s)
         return PlanController(
             engine,
             PlanControllerSettings(
@@ -142,14 +142,14 @@ class Trainer:
             active_plan_id=self._initial_plan_id,
             log_event=self.logger.log_event,
             finish_saves=lambda: self._checkpointer.wait(),  # a lambda: the checkpointer is created later
-            planner=self._planner,
+            planner=self.planner,
         )
 
     def _start_planner(self) -> None:
-        if self.config.balance.balance == "online" and self._controller is None:
+        if self.config.balance.balance == "online" and self.controller is None:
             message = "--balance online has no effect: one pipeline rank, nothing to move"
             self.logger.log_event("planner", message, step=self.step)
-        if self._planner is not None and (problem := self._planner.start()) is not None:
+        if self.planner is not None and (problem := self.planner.start()) is not None:
             self.logger.log_event("planner", problem, step=self.step)
 
     def train(self) -> int:
@@ -169,7 +169,7 @@ class Trainer:
         signals, is_last = BoundarySignals(), False
         with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
             while self.step < training.train_iters and not signals.exit:
-                self._train_step()
+                self.train_step()
                 # Before anything else at this boundary: the model must be neither evaluated nor saved.
                 if self._finite_check.is_over:
                     return self._end_not_finite()
@@ -177,7 +177,7 @@ class Trainer:
                 if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
                     self._evaluate_validation()
                 # Not after the last step: a move costs a pause and has no steps left that it makes faster.
-                plan = self._controller.at_boundary(self.step) if self._controller is not None and not is_last else None
+                plan = self.controller.at_boundary(self.step) if self.controller is not None and not is_last else None
                 # A released rank is not in the world any more: it must not call the collectives below.
                 if plan is not None and plan.is_released:
                     return EXIT_OK
@@ -251,7 +251,8 @@ class Trainer:
         # Rank 0 alone reads the file, which other ranks could find in another state; the signals carry its answer.
         return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """Train one step and log it."""
         self.step += 1
         batch = self._batch = self.data.train_batch(self.consumed_samples, self.step)
         size = self.config.batch_sizes.at(self.consumed_samples)
@@ -271,7 +272,7 @@ class Trainer:
             self._log.line(f" {event.message} after iteration {event.step}")
 
     def _log_step(self, result: StepResult, size: int, sample_length: int) -> None:
-        plan_id = self._controller.active_plan_id if self._controller is not None else self._initial_plan_id
+        plan_id = self.controller.active_plan_id if self.controller is not None else self._initial_plan_id
         if result.costs is not None:
             self.logger.log_costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
         self.logger.log_metrics(
@@ -372,8 +373,8 @@ class Trainer:
         self._log.close()
         if self._compression_choice is not None:
             self._compression_choice.close()
-        if self._planner is not None:
-            self._planner.stop()
+        if self.planner is not None:
+            self.planner.stop()
 
 
 def _compression_choice(config: Config, start: InitialState) -> CompressionChoice | None:

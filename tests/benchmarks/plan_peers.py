@@ -36,7 +36,7 @@ from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Header
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import Script, scenario_steps
+from dynmo_balance.inputs.scenarios import TrajectorySettings, scenario_steps
 from dynmo_balance.partition.balance import bottleneck_ns
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.partition.problem import PartitionProblem, worker_slots
@@ -162,8 +162,10 @@ def instances(family: str, count: int, seed: int) -> list[tuple[PartitionProblem
         options = BuildOptions(workers=workers, microbatches=32, micro_batch_size=2, fused_attention=True)
         header = header_of(build_header(spec, device, options, family))
         dense = build_costs(spec, header, device, options)
-        script = Script(steps=40, strength=rng.uniform(least, most), noise=0.02, seed=rng.randrange(10**6))
-        path = list(scenario_steps(technique, header, dense, script))
+        trajectory = TrajectorySettings(
+            steps=40, strength=rng.uniform(least, most), noise=0.02, seed=rng.randrange(10**6)
+        )
+        path = list(scenario_steps(technique, header, dense, trajectory))
         costs = path[rng.randrange(len(path) * 3 // 4, len(path))].costs
         problem = PartitionProblem(
             chain=chain_of(header, costs, "layer"), slots=worker_slots(header), schedule="1f1b", microbatches=32

@@ -87,10 +87,10 @@ def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def config_of_shape(shape: Shape, device: str, *, compiled: bool) -> Any:
-    from dynmo_train.config import Facts, config_of
+    from dynmo_train.config import DefaultContext, config_of
 
     return config_of(
-        Facts(world_size=1),
+        DefaultContext(world_size=1),
         num_layers=shape.layers,
         hidden_size=shape.width,
         num_attention_heads=shape.heads,

@@ -92,10 +92,10 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def config_of_case(case: str, **other: Any) -> Any:
-    from dynmo_train.config import Facts, config_of
+    from dynmo_train.config import DefaultContext, config_of
 
     options, processes = CASES[case]
-    return config_of(Facts(world_size=processes), **options | other)
+    return config_of(DefaultContext(world_size=processes), **options | other)
 
 
 def resident(field: str) -> int:

@@ -167,7 +167,7 @@ def run(layout: Layout, data: Path, folder: Path, flags: list[str], steps: int) 
         done = len(_lines(metrics))
         if done not in counted:
             counted[done] = _sent(layout.ranks)
-        time.sleep(0.02)
+        time.sleep(0.02)  # samples the counters of the links until the run ends
     if any(process.returncode for process in processes):
         raise SystemExit("\n".join((folder / f"rank{rank}.log").read_text() for rank in range(layout.ranks)))
     options = [line for line in _lines(metrics) if "step_ns" in line]

@@ -25,7 +25,7 @@ from typing import Any
 from train_engine_overhead import log
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from dynmo_train.config import Facts, resolve
+from dynmo_train.config import DefaultContext, resolve
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.loop import Trainer
@@ -50,22 +50,22 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
 
     The even steps are sampled. The planner's share is of the steps behind the first four.
     """
-    config = resolve(flags=values, file={}, command={"family": "gpt"}, facts=Facts(world_size=2))
+    config = resolve(flags=values, file={}, command={"family": "gpt"}, context=DefaultContext(world_size=2))
     world = init_world("cpu", dims=ParallelDims(pipeline=2))
     run = Trainer(setup_run(config, world))
-    if run._planner is not None:
-        run._planner.start()
+    if run.planner is not None:
+        run.planner.start()
     times: list[tuple[float, float]] = []
-    planner = None if run._planner is None else run._planner.pid
+    planner = None if run.planner is None else run.planner.pid
     begun = begun_planning = planned = 0.0
     try:
         for step in range(steps):
             if step == PLAIN_START:
                 begun, begun_planning = time.perf_counter(), work_of(planner)
             started, working = time.perf_counter(), time.process_time()
-            run._train_step()
-            if run._controller is not None:
-                run._controller.at_boundary(run.step)
+            run.train_step()
+            if run.controller is not None:
+                run.controller.at_boundary(run.step)
             times.append((time.perf_counter() - started, time.process_time() - working))
         planned = (work_of(planner) - begun_planning) / (time.perf_counter() - begun)
     finally:

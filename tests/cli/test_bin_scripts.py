@@ -22,7 +22,7 @@ import pytest
 import typer
 
 from dynmo_train.cli import app
-from dynmo_train.config import Facts, config_of, option_specs, validate
+from dynmo_train.config import DefaultContext, config_of, option_specs, validate
 from dynmo_train.config.compat import translate
 from tests.paths import SHARED_DATA
 
@@ -85,7 +85,7 @@ def config_from(command, world, vocab_size):
     assert not made.problems, made.problems
     params = FAMILIES[family].make_context(family, list(made.arguments)).params
     given = {name: value for name, value in params.items() if name in option_specs() and value is not None}
-    config = config_of(Facts(world_size=world), family=family, **given, vocab_size=vocab_size)
+    config = config_of(DefaultContext(world_size=world), family=family, **given, vocab_size=vocab_size)
     assert validate(config, world) == []
     return config
 

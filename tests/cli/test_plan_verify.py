@@ -9,8 +9,8 @@ from copy import deepcopy
 import pytest
 
 from dynmo_balance._common.errors import UsageError
+from dynmo_balance.analysis.verify.inputs import load_inputs
 from dynmo_balance.analysis.verify.plan import verify
-from dynmo_balance.analysis.verify.setting import load_setting
 from dynmo_balance.formats.plan import parse_plan, read_plan
 from tests.paths import CONTRACTS
 
@@ -189,10 +189,10 @@ def forged(document):
 def is_accepted(document, name, profile, base):
     try:
         plan = parse_plan(document, name)
-        setting = load_setting(plan, profile)
+        inputs = load_inputs(plan, profile)
     except UsageError:
         return False
-    return not verify(plan, setting, base, name)
+    return not verify(plan, inputs, base, name)
 
 
 def check_every_forgery(plan, path, options):

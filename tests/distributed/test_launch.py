@@ -100,7 +100,7 @@ dist.destroy_process_group()
 def test_failure_ends_all_with_its_exit_code_and_message(tmp_path):
     program = (
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    while not os.path.exists('pid-0'):\n"
-        "        time.sleep(0.01)\n    sys.exit('no such thing')\n" + STUBBORN
+        "        time.sleep(0.01)  # a file of another process has no event\n    sys.exit('no such thing')\n" + STUBBORN
     )
     code, out, err = run(tmp_path, program, save_s=300.0)  # not the time that is for others' failures
     assert (code, out) == (1, "")
@@ -132,10 +132,8 @@ with DistributedSignalHandler(None) as signal_handler:
     Path(f"part-{rank}").write_text(str(os.getpid()))
     os.replace(f"part-{rank}", f"pid-{rank}")
     while not signal_handler.received["terminate"]:
-        time.sleep(0.05)
-    end = time.monotonic() + 1.5  # longer than the grace
-    while time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(0.05)  # signal.pause() would miss a signal that came before it
+    time.sleep(1.5)  # longer than the grace
     Path(f"saved-{rank}").touch()
 sys.exit(143)
 """

@@ -32,7 +32,7 @@ sys.exit(launch_local(launch))
 """
 
 GROUP = """
-import json, os, sys, time
+import json, os, select, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 rank, start = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
@@ -40,9 +40,7 @@ def put(path, text):
     Path(f"part-{rank}").write_text(text)
     os.replace(f"part-{rank}", path)
 def linger():  # until it is ended, or its launcher is gone
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(0.05)
+    select.select([os.pidfd_open(os.getppid())], [], [])
 dist.init_process_group("gloo")
 total = torch.tensor([rank + 1])
 dist.all_reduce(total)
@@ -149,12 +147,13 @@ def test_loss_of_node_zero_requests_a_relaunch(tmp_path):
 
 
 def test_finished_node_does_not_end_the_others(tmp_path):
-    program = "while rank == 0 and not Path('end').exists():\n    time.sleep(0.05)\nprint('still here', flush=True)"
+    os.mkfifo(tmp_path / "end")
+    program = "if rank == 0:\n    Path('end').read_text()\nprint('still here', flush=True)"
     first, second = start(tmp_path, program)
     code, _, err = finish(second)
     assert (code, err) == (0, "")
     assert first.poll() is None
-    (tmp_path / "end").touch()
+    (tmp_path / "end").write_text("")
     assert finish(first) == (0, "still here\n", "")
 
 

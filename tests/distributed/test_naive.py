@@ -160,7 +160,7 @@ def slow_worker_play(world: World, scenario: Scenario):
     proper = stage_module.StageModule.forward
 
     def forward(self, *entering, **kwargs):
-        time.sleep(0.002 * world.rank)
+        time.sleep(0.002 * world.rank)  # the slower worker
         return proper(self, *entering, **kwargs)
 
     stage_module.StageModule.forward = forward

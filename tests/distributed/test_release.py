@@ -56,7 +56,9 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
         if release.fails:
             fail_checksums(engine.world.rank)
         try:
-            engine.repartition(release.stages.on_ranks(remaining))
+            engine.repartition(
+                replace(release.stages, stage_ranks=tuple(remaining[r] for r in release.stages.stage_ranks))
+            )
         except MoveError as error:
             errors.append(str(error))
             continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynmo_train.config import Facts, config_of
+from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.data.batch import Batch
 from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.models.registry import family_of
@@ -30,7 +30,7 @@ SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 4, "seq_lengt
 
 def engine_at(world: World, tensor: int) -> Engine:
     config = config_of(
-        Facts(world_size=world.size),
+        DefaultContext(world_size=world.size),
         **SIZES,
         family="gpt",
         vocab_size=VOCABULARY,

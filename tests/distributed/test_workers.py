@@ -77,7 +77,7 @@ def fault(world, kind):
             raise KeyError("by intent")
         if kind == "dies":
             os._exit(3)
-        time.sleep(3600)
+        time.sleep(3600)  # until the pool ends this process
     dist.barrier()
 
 
@@ -126,7 +126,7 @@ def test_scenario_with_an_open_file_ends_its_pool(tmp_path):
 def test_workers_end_with_the_process_that_started_them():
     program = (
         "import os, sys\nfrom tests.distributed.workers import _Pool\nif __name__ == '__main__':\n    pool = _Pool(1)\n"
-        "    print(pool._processes[0].pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
+        "    print(pool.processes[0].pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=-1, stderr=-1, text=True, timeout=600)
     assert done.returncode == -9, done.stderr

@@ -196,11 +196,11 @@ class _Pool:
         self.usable = True
         ends = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in ends]
-        self._processes = [
+        self.processes = [
             context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
-        for process, (_, theirs) in zip(self._processes, ends, strict=True):
+        for process, (_, theirs) in zip(self.processes, ends, strict=True):
             process.start()
             theirs.close()
 
@@ -237,7 +237,7 @@ class _Pool:
 
     def close(self) -> None:
         self.usable = False
-        for process, connection in zip(self._processes, self._connections, strict=True):
+        for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
             process.join()
             connection.close()

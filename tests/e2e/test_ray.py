@@ -162,7 +162,7 @@ def test_ray_token_hint_names_the_unset_variable(monkeypatch):
     from dynmo_tools.runner import ray as ray_runner
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray_runner, "_probe", lambda _address: None)
+    monkeypatch.setattr(ray_runner, "probe", lambda _address: None)
 
     def refuse(**_options):
         raise RuntimeError("Failed to connect to Ray cluster at 10.0.0.1:6379\nmore")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape, route
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
@@ -128,7 +128,7 @@ def test_llama_decoding_logits_equal_whole_sequence(name):
     copy_into(theirs, renamed(parameters(modules), CASES[name]))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    cache = Cache()
+    cache = DecodingCache()
     torch.testing.assert_close(decoder.read(tokens[:, :5], cache), expected[:, 4], **TOLERANCE)
     for at in range(5, 12):
         torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **TOLERANCE)

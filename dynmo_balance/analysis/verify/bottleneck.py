@@ -30,7 +30,7 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class BoundProblem:
     """The problem of a bound: consecutive units, the worker of each stage, and the constraints.
 
     Attributes:
@@ -83,10 +83,10 @@ class Bound:
     blocking: tuple[int, int]
 
 
-class _Stages:
+class _StageFeasibility:
     """Decides whether a stage can have a run of units within a time."""
 
-    def __init__(self, question: Question, limited: bool) -> None:
+    def __init__(self, question: BoundProblem, limited: bool) -> None:
         pipeline = question.pipeline
         self.work = question.sums(pipeline.costs.total_ns)
         state = [item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in pipeline.items]
@@ -108,29 +108,29 @@ class _Stages:
         return need <= plan_worker.memory_bytes
 
 
-def bound_of(question: Question, claimed_ns: int) -> Bound:
+def bound_of(question: BoundProblem, claimed_ns: int) -> Bound:
     """The bound and its blocking run; ``claimed_ns`` is only where the search begins."""
     pipeline = question.pipeline
     virtual = question.stages // len(pipeline.plan_workers)
     if virtual == 1:
-        stages = _Stages(question, not question.own_order)
+        stages = _StageFeasibility(question, not question.own_order)
         least = _least(lambda time_ns: _row_by_row(question, stages, time_ns), claimed_ns, _most(question))
         begin, end = _blocking(question, stages, least)
         return Bound(least_ns=least, blocking=(question.cuts[begin], question.cuts[end]))
     least = _share(question)
     if question.is_v and len(pipeline.plan_workers) * question.units**2 <= LARGEST_V:
-        is_v = _VTable(question)
+        is_v = _VScheduleFeasibility(question)
         least = _least(is_v.decide, max(least, claimed_ns), _most(question))
     return Bound(least_ns=least, blocking=(0, 0))
 
 
-def _most(question: Question) -> int:
+def _most(question: BoundProblem) -> int:
     """A time in ns above any bottleneck."""
     total = sum(question.pipeline.costs.total_ns)
     return 2 * question.stages + 2 * max(plan_worker.time_ns(total) for plan_worker in question.pipeline.plan_workers)
 
 
-def _share(question: Question) -> int:
+def _share(question: BoundProblem) -> int:
     """Total work over total speed, or the heaviest unit on the fastest worker."""
     plan_workers, work = question.pipeline.plan_workers, question.sums(question.pipeline.costs.total_ns)
     fastest = max(plan_workers, key=lambda plan_worker: plan_worker.speed_ppm)
@@ -156,7 +156,7 @@ def _least(decide: Callable[[int], bool], claimed_ns: int, most_ns: int) -> int:
     return above
 
 
-def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
+def _row_by_row(question: BoundProblem, stages: _StageFeasibility, time_ns: int) -> bool:
     """Whether some partition with one stage per worker is within the time."""
     reached = [True] + [False] * question.units
     for stage in range(question.stages):
@@ -173,7 +173,7 @@ def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
     return reached[question.units]
 
 
-def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, int]:
+def _blocking(question: BoundProblem, stages: _StageFeasibility, least_ns: int) -> tuple[int, int]:
     """The shortest run of units that one stage would have to contain below the bound, the first of several.
 
     The stages before it reach no further than its begin, those after it begin no earlier than its end.
@@ -199,16 +199,16 @@ def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, 
     return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
 
 
-class _VTable:
+class _VScheduleFeasibility:
     """Decides times of a V: worker ``p`` has the ``p``-th stage from the front and the ``p``-th from the back.
 
     Of all assignments of the front up to a cut, the one that has assigned most of the back is best, because what
     remains is part of what any other assignment leaves.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: BoundProblem) -> None:
         self.question = question
-        self.stages = _Stages(question, not question.own_order)
+        self.stages = _StageFeasibility(question, not question.own_order)
         count = len(question.pipeline.plan_workers)
         self.windows = [question.window(cut) for cut in range(question.stages + 1)]
         self.flights = []

@@ -21,41 +21,41 @@ from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
 from ...formats.profile import Header, Item, PlanRequest, PlanResult, Step
 from ...planning.migration import BASE_PAUSE_NS
 from ...schedules.registry import Kind, Operation, Order, build_order
-from .bottleneck import Bound, Question, bound_of
-from .setting import Setting
-from .step import Measures, Pipeline, PlanWorker, is_v_placement, measure, spans_of, workers_of_stages
+from .bottleneck import Bound, BoundProblem, bound_of
+from .inputs import VerifyInputs
+from .step import Pipeline, PlanWorker, StepMetrics, is_v_placement, measure, spans_of, workers_of_stages
 
 ROUNDING = Fraction(51, 100_000_000)
 """Fractions are written with six digits."""
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
-def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "") -> list[Fault]:
+def verify(plan: Plan, inputs: VerifyInputs, base: Plan | None, file_name: str = "") -> list[Fault]:
     """Every number of the plan that differs from the recomputed one; empty for a correct plan.
 
     Args:
         plan: the plan.
-        setting: profile, costs and constraints.
+        inputs: profile, costs and constraints.
         base: the base plan; None if there is none, or if it is not available.
         file_name: of the plan, which may contain its number.
     """
-    header = setting.header
+    header = inputs.header
     faults = [fault for fault in header_problems(plan, header) if not _is_added_worker(fault, plan, header)]
     if faults:
         return faults
-    faults = [*_number_faults(plan, file_name), *_source_faults(plan, setting), *_worker_faults(plan, setting, base)]
+    faults = [*_number_faults(plan, file_name), *_source_faults(plan, inputs), *_worker_faults(plan, inputs, base)]
     try:
-        pipeline = _pipeline(plan, setting)
+        pipeline = _pipeline(plan, inputs)
         measures = measure(pipeline)
     except UsageError as error:
         return [*faults, Fault("schedule", "value", str(error))]
     if measures is None:
         return [*faults, Fault("operations", "order", "deadlock: they wait for each other")]
-    faults += _partition_faults(plan, setting, measures)
-    faults += _predicted_faults(plan, measures, _base_step_ns(plan, setting, base))
+    faults += _partition_faults(plan, inputs, measures)
+    faults += _predicted_faults(plan, measures, _base_step_ns(plan, inputs, base))
     if plan.optimality is not None:
-        faults += _bound_faults(plan, setting, pipeline, measures)
-    return faults + _migration_faults(plan, setting, base)
+        faults += _bound_faults(plan, inputs, pipeline, measures)
+    return faults + _migration_faults(plan, inputs, base)
 
 
 def _added_workers(plan: Plan, header: Header) -> list[int]:
@@ -84,12 +84,12 @@ def _operations(plan: Plan, microbatches: int) -> Order:
     return tuple(rows)
 
 
-def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pipeline:
+def _pipeline(plan: Plan, inputs: VerifyInputs, follower: Plan | None = None) -> Pipeline:
     """A plan with the costs of the setting; a base plan with those of the plan that follows it (``follower``)."""
-    header = setting.header
+    header = inputs.header
     speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
-    limits = setting.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
-    costs = setting.costs if follower is None else costs_for(follower.schedule, setting.costs)
+    limits = inputs.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
+    costs = inputs.costs if follower is None else costs_for(follower.schedule, inputs.costs)
     return Pipeline(
         items=header.items,
         costs=costs_for(plan.schedule, costs),
@@ -99,7 +99,7 @@ def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pip
             for worker, memory in zip(plan.workers, limits, strict=True)
         ),
         worker_of_stage=workers_of_stages(plan),
-        order=_operations(plan, setting.constraints.microbatches),
+        order=_operations(plan, inputs.constraints.microbatches),
         bandwidth=None if header.link is None else header.link.bandwidth_bytes_per_s,
         latency_ns=0 if header.link is None else header.link.latency_ns,
     )
@@ -122,10 +122,10 @@ def _number_faults(plan: Plan, file_name: str) -> list[Fault]:
     return faults
 
 
-def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
+def _source_faults(plan: Plan, inputs: VerifyInputs) -> list[Fault]:
     """The step and the number of records of the plan's costs."""
     faults = []
-    steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | PlanRequest)}
+    steps = {r.step for r in inputs.segments[-1].records if isinstance(r, Step | PlanRequest)}
     # The initial plan of a run is made before its first step, whatever was measured since.
     is_first = plan.read_to_step == 0 and (not steps or plan.balancer == "initial")
     known = plan.read_to_step in steps or is_first
@@ -133,15 +133,15 @@ def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
         message = f"is {plan.read_to_step}, the profile has no record of that step"
         faults.append(Fault("read_to_step", "value", message))
     records = (plan.extra or {}).get(RECORDS_KEY)
-    if records is not None and records != setting.costs.records:
-        message = f"is {records}, the profile has {setting.costs.records} up to step {plan.read_to_step}"
+    if records is not None and records != inputs.costs.records:
+        message = f"is {records}, the profile has {inputs.costs.records} up to step {plan.read_to_step}"
         faults.append(Fault(RECORDS_KEY, "value", message))
     return faults
 
 
-def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
+def _worker_faults(plan: Plan, inputs: VerifyInputs, base: Plan | None) -> list[Fault]:
     """Workers that the plan cannot use or release, and memory limits above the profile's."""
-    header = setting.header
+    header = inputs.header
     faults: list[Fault] = []
     in_use, released = set(plan.workers), set(plan.released_workers)
     if len(released) < len(plan.released_workers):
@@ -161,8 +161,8 @@ def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Faul
         if worker.worker in released and not worker.releasable
     ]
     known = {worker.worker: worker.memory_bytes for worker in header.workers}
-    if not setting.memory_given:
-        for at, (worker_id, limit) in enumerate(zip(plan.workers, setting.constraints.memory_bytes, strict=True)):
+    if not inputs.memory_given:
+        for at, (worker_id, limit) in enumerate(zip(plan.workers, inputs.constraints.memory_bytes, strict=True)):
             has = known.get(worker_id)
             if has is not None and (limit is None or limit > has):
                 message = f"is {'none' if limit is None else f'{limit:,}'}, the profile's worker has {has:,}"
@@ -172,14 +172,14 @@ def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Faul
     return faults
 
 
-def _cuts(plan: Plan, setting: Setting) -> tuple[int, ...]:
+def _cuts(plan: Plan, inputs: VerifyInputs) -> tuple[int, ...]:
     """The item positions where a stage may begin or end."""
-    items, tied = setting.header.items, _tied(setting.header.items) if setting.constraints.tied_together else []
+    items, tied = inputs.header.items, _tied(inputs.header.items) if inputs.constraints.tied_together else []
     inside: set[int] = set()
     for first, second in tied:
         if not (is_v_placement(plan) and first == 0 and second == len(items) - 1):
             inside.update(range(first + 1, second + 1))
-    whole = setting.granularity == "layer"
+    whole = inputs.granularity == "layer"
     return tuple(
         at
         for at in range(len(items) + 1)
@@ -195,15 +195,15 @@ def _tied(items: Sequence[Item]) -> list[tuple[int, int]]:
     return [(min(pair), max(pair)) for pair in pairs]
 
 
-def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[Fault]:
+def _partition_faults(plan: Plan, inputs: VerifyInputs, measures: StepMetrics) -> list[Fault]:
     """Stages that violate the constraints."""
-    cuts, constraints = _cuts(plan, setting), setting.constraints
-    names = [item.name for item in setting.header.items]
+    cuts, constraints = _cuts(plan, inputs), inputs.constraints
+    names = [item.name for item in inputs.header.items]
     faults = []
     for stage, (begin, end) in enumerate(pairwise(plan.boundaries)):
         where = f"stages[{stage}]"
         if begin not in cuts:
-            message = f"begins at {names[begin]}, where {setting.granularity} granularity and ties allow no cut"
+            message = f"begins at {names[begin]}, where {inputs.granularity} granularity and ties allow no cut"
             faults.append(Fault(where, "cut", message))
         units = sum(begin <= cut < end for cut in cuts)
         if units < constraints.min_layers:
@@ -216,7 +216,7 @@ def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[
         owner = plan.owner
         faults += [
             Fault("constraints.tied_together", "value", f"{names[first]} and {names[second]} are on different workers")
-            for first, second in _tied(setting.header.items)
+            for first, second in _tied(inputs.header.items)
             if owner[names[first]] != owner[names[second]]
         ]
     limits = zip(plan.workers, constraints.memory_bytes, measures.peak_memory_bytes, strict=True)
@@ -227,13 +227,13 @@ def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[
     ]
 
 
-def _base_step_ns(plan: Plan, setting: Setting, base: Plan | None) -> int | None:
+def _base_step_ns(plan: Plan, inputs: VerifyInputs, base: Plan | None) -> int | None:
     """The step in ns of the base with the same costs; None with another number of workers, or if it cannot run."""
-    known = {*(worker.worker for worker in setting.header.workers), *plan.workers}
+    known = {*(worker.worker for worker in inputs.header.workers), *plan.workers}
     if base is None or len(base.workers) != len(plan.workers) or not known >= set(base.workers):
         return None
     try:
-        measures = measure(_pipeline(base, setting, plan))
+        measures = measure(_pipeline(base, inputs, plan))
     except DynmoError:
         return None
     return measures.step_ns if measures is not None else None
@@ -245,7 +245,7 @@ def _differs(stated: float | None, found: Fraction | None) -> bool:
     return abs(Fraction(stated) - found) > ROUNDING
 
 
-def _predicted_faults(plan: Plan, measures: Measures, base_step_ns: int | None) -> list[Fault]:
+def _predicted_faults(plan: Plan, measures: StepMetrics, base_step_ns: int | None) -> list[Fault]:
     predicted = plan.predicted
     if predicted is None:
         return []
@@ -270,16 +270,16 @@ def _predicted_faults(plan: Plan, measures: Measures, base_step_ns: int | None) 
     return faults
 
 
-def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Measures) -> list[Fault]:
-    stated, names = plan.optimality, [item.name for item in setting.header.items]
+def _bound_faults(plan: Plan, inputs: VerifyInputs, pipeline: Pipeline, measures: StepMetrics) -> list[Fault]:
+    stated, names = plan.optimality, [item.name for item in inputs.header.items]
     if stated is None:
         return []
     at = {name: position for position, name in enumerate(names)}
-    question = Question(
+    question = BoundProblem(
         pipeline=pipeline,
-        cuts=_cuts(plan, setting),
-        min_units=setting.constraints.min_layers,
-        pins=tuple((at[pin.item], pin.stage) for pin in setting.constraints.pins),
+        cuts=_cuts(plan, inputs),
+        min_units=inputs.constraints.min_layers,
+        pins=tuple((at[pin.item], pin.stage) for pin in inputs.constraints.pins),
         is_v=is_v_placement(plan),
         own_order=plan.operations is not None,
     )
@@ -298,7 +298,7 @@ def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Me
     return faults
 
 
-def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
+def _migration_faults(plan: Plan, inputs: VerifyInputs, base: Plan | None) -> list[Fault]:
     """The moves from the base, their bytes, the largest link and the pause."""
     if plan.base_plan_id is not None and base is None:
         message = f"plan {plan.base_plan_id} is not available, so moves and gain cannot be checked; pass it with --base"
@@ -309,7 +309,7 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
     before: Mapping[str, int] = base.owner if base is not None else plan.owner
     if base is not None and plan.action == "keep" and plan.stages != base.stages:
         faults.append(Fault("stages", "value", "must be those of the base, as the plan keeps the partition"))
-    size = {item.name: item.param_bytes + item.optimizer_bytes for item in setting.header.items}
+    size = {item.name: item.param_bytes + item.optimizer_bytes for item in inputs.header.items}
     moved = [(item, before[item], to, size[item]) for item, to in plan.owner.items() if before.get(item, to) != to]
     stated = plan.migration
     if sorted(moved) != sorted((move.item, move.from_worker, move.to_worker, move.bytes) for move in stated.moves):
@@ -319,7 +319,7 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
     for _, source, target, count in moved:
         links[source, target] += count
     largest = max(links.values(), default=0)
-    pauses: Collection[int | None] = _pauses(plan, setting, largest) if moved else {0, None}  # null: unknown
+    pauses: Collection[int | None] = _pauses(plan, inputs, largest) if moved else {0, None}  # null: unknown
     for name, number, found in (
         ("bytes", stated.bytes, {sum(links.values())}),
         ("max_link_bytes", stated.max_link_bytes, {largest}),
@@ -331,16 +331,16 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
     return faults
 
 
-def _pauses(plan: Plan, setting: Setting, largest: int) -> Collection[int]:
+def _pauses(plan: Plan, inputs: VerifyInputs, largest: int) -> Collection[int]:
     """The possible pauses in ns of a move of this size, given what the planner knew of pauses at that step."""
-    link = setting.header.link
+    link = inputs.header.link
     transfer = largest * 10**9 // link.bandwidth_bytes_per_s if link is not None else 0
     if SEGMENT_KEY not in (plan.extra or {}):
         return {BASE_PAUSE_NS + transfer}
     measured: int | None = None
     found: set[int | None] = set()
-    for segment in setting.segments:
-        own = segment is setting.segments[-1]
+    for segment in inputs.segments:
+        own = segment is inputs.segments[-1]
         step = 0
         if own:
             found.add(measured)

@@ -83,7 +83,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measures:
+class StepMetrics:
     """A step: its length, per worker busy time and peak memory, and the bottleneck."""
 
     step_ns: int
@@ -213,7 +213,7 @@ def in_flight(row: Sequence[Operation], stages: Sequence[int]) -> set[tuple[int,
     return found
 
 
-def measure(pipeline: Pipeline) -> Measures | None:
+def measure(pipeline: Pipeline) -> StepMetrics | None:
     """The step of a pipeline; None if its operations deadlock."""
     rows = [
         [one for one in row if one.kind is Kind.FORWARD or pipeline.is_trained(one.stage)] for row in pipeline.order
@@ -229,7 +229,7 @@ def measure(pipeline: Pipeline) -> Measures | None:
         share[pipeline.worker_of_stage[stage]] += pipeline.plan_worker(stage).time_ns(
             sum(pipeline.costs.total_ns[first:last])
         )
-    return Measures(
+    return StepMetrics(
         step_ns=max(ends.values(), default=0),
         busy_ns=tuple(busy),
         peak_memory_bytes=tuple(_peak(pipeline, worker, row) for worker, row in enumerate(pipeline.order)),

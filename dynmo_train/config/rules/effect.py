@@ -17,7 +17,7 @@ from .problem import Rule, conflict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effect:
+class EffectRule:
     """The condition under which options have an effect.
 
     Attributes:
@@ -53,8 +53,8 @@ def _replicas(config: Config) -> bool:
     return config.parallel.data_parallel_size > 1
 
 
-EFFECTS: tuple[Effect, ...] = (
-    Effect(
+EFFECTS: tuple[EffectRule, ...] = (
+    EffectRule(
         options=(
             "moe_router_topk",
             "moe_routing",
@@ -66,44 +66,44 @@ EFFECTS: tuple[Effect, ...] = (
         without="without --num-experts",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("rope_scaling_factor",),
         when=lambda c: c.model.use_rope_scaling or c.model.base_family != "llama",
         without="without --use-rope-scaling",
     ),
-    Effect(
+    EffectRule(
         options=("relative_attention_num_buckets", "relative_attention_max_distance"),
         when=lambda c: c.model.position_embedding_type == "relative" or c.model.base_family != "t5",
         without="without --position-embedding-type relative",
     ),
-    Effect(
+    EffectRule(
         options=("mask_prob", "short_seq_prob", "whole_word_masking"),
         when=lambda c: c.model.base_family in ("bert", "t5"),
         without="for families other than bert and t5",
     ),
-    Effect(options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path"),
-    Effect(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
-    Effect(options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica"),
-    Effect(
+    EffectRule(options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path"),
+    EffectRule(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
+    EffectRule(options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica"),
+    EffectRule(
         options=("torch_compile_backend",), when=lambda c: c.training.torch_compile, without="without --torch-compile"
     ),
-    Effect(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),
-    Effect(
+    EffectRule(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),
+    EffectRule(
         options=("curriculum_steps", "curriculum_multiple", "curriculum_schedule"),
         when=lambda c: c.training.curriculum_shortest is not None,
         without="without --curriculum-shortest",
     ),
-    Effect(
+    EffectRule(
         options=("curriculum_root_degree",),
         when=lambda c: c.training.curriculum_shortest is not None and c.training.curriculum_schedule == "fixed_root",
         without="without --curriculum-shortest and --curriculum-schedule fixed_root",
     ),
-    Effect(
+    EffectRule(
         options=("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         when=_scales,
         without="without --fp16 and dynamic loss scaling",
     ),
-    Effect(
+    EffectRule(
         options=(
             "pruning_start_iter",
             "pruning_end_iter",
@@ -116,73 +116,73 @@ EFFECTS: tuple[Effect, ...] = (
         when=lambda c: c.pruning.sparsify,
         without="without --sparsify",
     ),
-    Effect(
+    EffectRule(
         options=("freeze_tied", "freeze_cache_activations"),
         when=_freezes,
         without="without --freeze-schedule or --freeze-adaptive",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("freeze_interval", "freeze_window", "freeze_tolerance", "freeze_patience"),
         when=lambda c: c.freezing.freeze_adaptive,
         without="without --freeze-adaptive",
     ),
-    Effect(
+    EffectRule(
         options=("mod_every", "mod_router_loss_weight"),
         when=lambda c: c.depth.mod_capacity is not None,
         without="without --mod-capacity",
     ),
-    Effect(
+    EffectRule(
         options=("early_exit_loss_weight", "early_exit_threshold", "early_exit_measure"),
         when=lambda c: c.exits.early_exit_layers is not None,
         without="without --early-exit-layers",
     ),
-    Effect(
+    EffectRule(
         options=("sparse_attention_buckets", "sparse_attention_block"),
         when=lambda c: c.attention.sparse_attention,
         without="without --sparse-attention",
     ),
-    Effect(
+    EffectRule(
         options=("inter_grad_comp_rank",),
         when=lambda c: c.compression.inter_grad_comp,
         without="without --inter-grad-comp",
     ),
-    Effect(
+    EffectRule(
         options=("inter_grad_comp_epilogue_only",),
         when=lambda c: c.compression.inter_grad_comp,
         without="without --inter-grad-comp",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("grad_comp_rank", "grad_comp_warm_up"),
         when=lambda c: c.compression.grad_comp,
         without="without --grad-comp",
     ),
-    Effect(
+    EffectRule(
         options=("selective_grad_comp",),
         when=lambda c: c.compression.grad_comp,
         without="without --grad-comp",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("selective_grad_comp_way",),
         when=lambda c: c.compression.selective_grad_comp,
         without="without --selective-grad-comp",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("use_error_feedback", "check_orth_error_acti", "check_comp_speed", "check_comp_ratio"),
         when=_compresses,
         without="without --inter-grad-comp or --grad-comp",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("error_feedback_across_steps",),
         when=lambda c: c.compression.inter_grad_comp and c.compression.use_error_feedback,
         without="without --inter-grad-comp and --use-error-feedback",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=(
             "rebalance_interval",
             "balancer",
@@ -194,23 +194,23 @@ EFFECTS: tuple[Effect, ...] = (
         when=lambda c: c.balance.balance == "online",
         without="without --balance online",
     ),
-    Effect(
+    EffectRule(
         options=("pack_to", "min_throughput_fraction", "balance_lockstep"),
         when=_several,
         without="with a pipeline size of 1",
     ),
-    Effect(
+    EffectRule(
         options=("emulate_scale",),
         when=lambda c: c.emulation.emulate is not None,
         without="without --emulate",
         refuse=True,
     ),
-    Effect(
+    EffectRule(
         options=("dry_run_device", "dry_run_processes", "dry_run_format"),
         when=lambda c: c.run.dry_run,
         without="without --dry-run",
     ),
-    Effect(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
+    EffectRule(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
 )
 
 

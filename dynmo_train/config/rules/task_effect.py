@@ -8,7 +8,7 @@ from typing import Any
 
 from ..evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
 from ..fields import specs_of
-from ..options import Facts, OptionSpec
+from ..options import DefaultContext, OptionSpec
 
 MODEL_TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -85,7 +85,7 @@ def _specs(config: object) -> tuple[OptionSpec, ...]:
 
 def _default(spec: OptionSpec, config: object) -> Any:
     derive = spec.declaration.derive
-    return spec.default if derive is None else derive(vars(config), Facts())
+    return spec.default if derive is None else derive(vars(config), DefaultContext())
 
 
 def task_warnings(*configs: object) -> list[str]:

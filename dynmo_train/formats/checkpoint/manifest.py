@@ -81,7 +81,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def build_manifest(
-    facts: RunMetadata,
+    metadata: RunMetadata,
     reports: Iterable[Sequence[Mapping[str, Any]]],
     *,
     written_by: str,
@@ -90,7 +90,7 @@ def build_manifest(
     """Return the manifest of a checkpoint, without ``files`` and the seal, which :func:`writer.commit` adds.
 
     Args:
-        facts: Metadata of the run.
+        metadata: Metadata of the run.
         reports: Reports of the ranks, see :func:`tensor_entries`.
         written_by: Program and version, such as ``dynmo-train 0.1.0``.
         expected: Names of tensors that a rank must report, unless they are tied.
@@ -99,7 +99,7 @@ def build_manifest(
         UsageError: Reports repeat or lack a tensor, or disagree.
     """
     tensors = tensor_entries(reports)
-    missing = sorted(set(expected) - set(tensors) - set(facts.ties))
+    missing = sorted(set(expected) - set(tensors) - set(metadata.ties))
     if missing:
         raise UsageError(
             f"{len(missing)} tensors of the model are missing in the reports of all ranks: {', '.join(missing[:5])}"
@@ -107,17 +107,17 @@ def build_manifest(
     return {
         **envelope(FORMAT, VERSION, written_by),
         "manifest_crc32": "0" * 8,
-        "run_id": facts.run_id,
-        "step": facts.step,
-        "consumed_train_samples": facts.consumed_train_samples,
-        "model": dict(facts.model),
-        "topology": dict(facts.topology),
-        "dynamic": dict(facts.dynamic),
+        "run_id": metadata.run_id,
+        "step": metadata.step,
+        "consumed_train_samples": metadata.consumed_train_samples,
+        "model": dict(metadata.model),
+        "topology": dict(metadata.topology),
+        "dynamic": dict(metadata.dynamic),
         "tensors": tensors,
-        "ties": dict(facts.ties),
-        "optimizer": None if facts.optimizer is None else dict(facts.optimizer),
-        "data": None if facts.data is None else dict(facts.data),
-        "rng": dict(facts.rng),
-        **({} if facts.source is None else {"source": dict(facts.source)}),
-        **facts.extra,
+        "ties": dict(metadata.ties),
+        "optimizer": None if metadata.optimizer is None else dict(metadata.optimizer),
+        "data": None if metadata.data is None else dict(metadata.data),
+        "rng": dict(metadata.rng),
+        **({} if metadata.source is None else {"source": dict(metadata.source)}),
+        **metadata.extra,
     }

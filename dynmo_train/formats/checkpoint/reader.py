@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from ..._common.document import MAX_TABLE_BYTES, DocumentError, UnreadableError, read_bytes
 from ..._common.errors import UsageError
 from .document import parse_manifest
-from .shards import HEADER_LIMIT_BYTES, TORCH_NAMES, Place, decode_header
+from .shards import HEADER_LIMIT_BYTES, TORCH_NAMES, TensorLocation, decode_header
 from .writer import STEP_NAME, read_latest
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Checkpoint:
             CheckpointError: A name is unknown, a file is missing or differs from the manifest, or a checksum is wrong;
                 names the file and the tensor.
         """
-        places: dict[str, dict[str, Place]] = {}
+        places: dict[str, dict[str, TensorLocation]] = {}
         result = {}
         for name in names:
             stored = self.stored_name(name)
@@ -195,7 +195,7 @@ class Checkpoint:
             result[name] = self._load_one(stored, places).to(device)
         return result
 
-    def _load_one(self, name: str, places: dict[str, dict[str, Place]]) -> torch.Tensor:
+    def _load_one(self, name: str, places: dict[str, dict[str, TensorLocation]]) -> torch.Tensor:
         import torch
 
         entry = self.manifest["tensors"][name]
@@ -216,7 +216,7 @@ class Checkpoint:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=entry["split_dim"])
 
 
-def _read_places(handle: BinaryIO, path: Path) -> dict[str, Place]:
+def _read_places(handle: BinaryIO, path: Path) -> dict[str, TensorLocation]:
     size = path.stat().st_size
     length = handle.read(8)
     text = handle.read(min(int.from_bytes(length, "little"), size, HEADER_LIMIT_BYTES))
@@ -226,7 +226,7 @@ def _read_places(handle: BinaryIO, path: Path) -> dict[str, Place]:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
 
 
-def _read_tensor(handle: BinaryIO, place: Place, crc32: str, where: str) -> torch.Tensor:
+def _read_tensor(handle: BinaryIO, place: TensorLocation, crc32: str, where: str) -> torch.Tensor:
     import torch
 
     tensor = torch.empty(place.shape, dtype=getattr(torch, TORCH_NAMES[place.dtype]))

@@ -29,7 +29,7 @@ _ALIGN_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorLocation:
     """Location of a stored tensor.
 
     Attributes:
@@ -63,7 +63,7 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str, Place]:
+def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str, TensorLocation]:
     """Return key -> location of each tensor.
 
     Args:
@@ -92,7 +92,7 @@ def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str
     return places
 
 
-def _place(key: str, value: object, header_end: int) -> Place:
+def _place(key: str, value: object, header_end: int) -> TensorLocation:
     if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{key} must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -104,4 +104,4 @@ def _place(key: str, value: object, header_end: int) -> Place:
     size = math.prod(shape) * DTYPE_BYTES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise ValueError(f"{key} has the offsets {offsets}, but {dtype} {shape} takes {size} bytes")
-    return Place(dtype=dtype, shape=tuple(shape), begin=header_end + offsets[0], end=header_end + offsets[1])
+    return TensorLocation(dtype=dtype, shape=tuple(shape), begin=header_end + offsets[0], end=header_end + offsets[1])

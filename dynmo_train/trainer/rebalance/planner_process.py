@@ -92,7 +92,7 @@ class PlannerProcess:
         """Restart the process if it exited or hangs and restarts are left; a message if so."""
         if self._process is None:
             return None
-        self._read_heartbeats(self._process)
+        self._read_heartbeats()
         code = self._process.poll()
         if code is not None:
             problem = f"the planner exited with code {code}"
@@ -120,13 +120,13 @@ class PlannerProcess:
         timeout_s = max(self._timeout_s, MIN_TIMEOUT_HEARTBEATS * HEARTBEAT_S)
         return timeout_s if self.has_beaten else timeout_s + STARTUP_S
 
-    def _read_heartbeats(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_heartbeats(self) -> None:
         """Drain the pipe. Heartbeats count from now: they may have waited in the pipe during a long step."""
-        if process.stdout is None:
+        if (pipe := self.heartbeats) is None:
             return
         while True:
             try:
-                received = os.read(process.stdout.fileno(), _CHUNK_BYTES)
+                received = os.read(pipe.fileno(), _CHUNK_BYTES)
             except BlockingIOError:
                 return
             if not received:

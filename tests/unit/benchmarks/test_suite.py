@@ -63,6 +63,7 @@ def test_run_case_our_failure_is_raised(tmp_path):
 
 
 def test_run_once_wall_time_and_output_path(tmp_path):
+    # The program takes a time that the measured one must exceed.
     text = "import sys, time; open(sys.argv[1] + '.bin', 'x').close(); time.sleep(0.05)"
     found = measured(tmp_path, {"o": Program(command=[sys.executable, "-c", text, "{out}"])})
     assert min(found["programs"]["o"]["values"]) > 0.05

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.analysis.verify.bottleneck import Question, bound_of
+from dynmo_balance.analysis.verify.bottleneck import BoundProblem, bound_of
 from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
 from dynmo_balance.partition.balance import solve_best
 from dynmo_balance.partition.problem import InfeasibleError
@@ -53,7 +53,7 @@ def random_problem(rng, chain_factory, problem_factory, schedule, virtual):
 
 
 def question_of(problem, boundaries):
-    return Question(
+    return BoundProblem(
         pipeline=pipeline_of(problem, boundaries),
         cuts=problem.chain.cuts,
         min_units=problem.min_units,

@@ -22,7 +22,7 @@ from dynmo_tools.cli import app as prep_app
 from dynmo_train._common.errors import UsageError as TrainError
 from dynmo_train.cli import app as train_app
 from dynmo_train.config import check, resolve
-from dynmo_train.config.options import Facts
+from dynmo_train.config.options import DefaultContext
 from dynmo_train.config.parse import batch_sizes_of
 from dynmo_train.config.resolve import option_specs
 
@@ -126,7 +126,7 @@ def test_microbatches_of_a_run_are_bounded():
     flags = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "lr": 1e-3, "train_iters": 1}
     flags |= {"micro_batch_size": 1, "global_batch_size": 65537, "data_path": "x", "vocab_size": 100}
     with pytest.raises(TrainError, match="is 65537, which makes 65,537 microbatches; must make at most 65,536"):
-        check(resolve(flags=flags, file={}, facts=Facts()), 1)
+        check(resolve(flags=flags, file={}, context=DefaultContext()), 1)
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])

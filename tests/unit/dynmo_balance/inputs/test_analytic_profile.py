@@ -14,7 +14,7 @@ from dynmo_balance.costs.devices import PRESETS, load_device
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import TECHNIQUES, Script, scenario_steps
+from dynmo_balance.inputs.scenarios import TECHNIQUES, TrajectorySettings, scenario_steps
 from dynmo_balance.partition import uniform
 from dynmo_balance.partition.problem import PartitionProblem, worker_slots
 from dynmo_balance.planning.plan_builder import chain_of
@@ -296,13 +296,15 @@ def test_costs_of_header_equal_the_built_profile():
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_scenarios_are_repeatable_and_change_their_costs(technique):
     _, header, dense = built(GPT)
-    script = Script(steps=40, strength=0.8, noise=0.01, seed=3)
+    trajectory = TrajectorySettings(steps=40, strength=0.8, noise=0.01, seed=3)
     one, two = (
-        list(scenario_steps(technique, header, dense, script)),
-        list(scenario_steps(technique, header, dense, script)),
+        list(scenario_steps(technique, header, dense, trajectory)),
+        list(scenario_steps(technique, header, dense, trajectory)),
     )
     assert [m.costs for m in one] == [m.costs for m in two]
-    quiet = [m.costs.total_ns for m in scenario_steps(technique, header, dense, Script(steps=40, strength=0.8))]
+    quiet = [
+        m.costs.total_ns for m in scenario_steps(technique, header, dense, TrajectorySettings(steps=40, strength=0.8))
+    ]
     assert (len(set(quiet)) == 1) == (technique == "static")
     kinds = {m.event["kind"] for m in one if m.event}
     assert kinds == {"pruning": {"pruned"}, "freezing": {"frozen"}}.get(technique, set())

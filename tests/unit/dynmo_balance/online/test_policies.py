@@ -15,9 +15,9 @@ from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Step, read_profile
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, Script, scenario_steps
+from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, TrajectorySettings, scenario_steps
 from dynmo_balance.online.decision import WatchOptions
-from dynmo_balance.online.policies import Evidence, PolicySettings, PolicyState, regret
+from dynmo_balance.online.policies import PolicyInputs, PolicySettings, PolicyState, regret
 from dynmo_balance.online.regret import RegretState, WorkTrace, forecast_work, step_times, update_regret
 from dynmo_balance.simulation.simulator import predict
 from tests.paths import CONTRACTS
@@ -27,7 +27,7 @@ HEADER = CONTRACTS / "profile/valid/header-only.jsonl"
 MS = 1_000_000
 
 
-def evidence(step, gain=2, pause=100, **changes):
+def inputs(step, gain=2, pause=100, **changes):
     numbers = {
         "step": step,
         "current_step_ns": 100 * MS,
@@ -36,23 +36,27 @@ def evidence(step, gain=2, pause=100, **changes):
         "horizon_steps": 200,
         "moves": 3,
     }
-    return Evidence(**{**numbers, **changes})
+    return PolicyInputs(**{**numbers, **changes})
 
 
 def test_regret_moves_when_regret_exceeds_the_pause():
     assert not regret(
-        evidence(30, regret_ns=49 * MS, regret_steps=30, horizon_steps=100), PolicySettings(margin=0.5), PolicyState()
+        inputs(30, regret_ns=49 * MS, regret_steps=30, horizon_steps=100),
+        PolicySettings(margin=0.5),
+        PolicyState(),
     )[0].move
-    verdict, _ = regret(
-        evidence(30, regret_ns=51 * MS, regret_steps=30, horizon_steps=100), PolicySettings(margin=0.5), PolicyState()
+    decision, _ = regret(
+        inputs(30, regret_ns=51 * MS, regret_steps=30, horizon_steps=100),
+        PolicySettings(margin=0.5),
+        PolicyState(),
     )
-    assert verdict.move
-    assert not regret(evidence(30, regret_ns=51 * MS, moves=0), PolicySettings(margin=0.5), PolicyState())[0].move
+    assert decision.move
+    assert not regret(inputs(30, regret_ns=51 * MS, moves=0), PolicySettings(margin=0.5), PolicyState())[0].move
 
 
 def test_regret_known_horizon_decides_immediately():
-    soon = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=90, next_event_known=True)
-    far = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=110, next_event_known=True)
+    soon = inputs(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=90, next_event_known=True)
+    far = inputs(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=110, next_event_known=True)
     assert not regret(soon, PolicySettings(), PolicyState())[0].move
     assert regret(far, PolicySettings(), PolicyState())[0].move
 
@@ -132,10 +136,10 @@ def tape_of(tmp_path_factory):
         options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8, granularity=granularity)
         document = build_header(spec, device, options, technique)
         header = header_of(document)
-        script = Script(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
+        trajectory = TrajectorySettings(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
         path = tmp_path_factory.mktemp("tape") / "profile.jsonl"
         dense = build_costs(spec, header, device, options)
-        for line in build_lines(document, header, scenario_steps(technique, header, dense, script)):
+        for line in build_lines(document, header, scenario_steps(technique, header, dense, trajectory)):
             append_line(path, line)
         return RecordedRun(read_profile(path)[-1], 20 * MS)
 

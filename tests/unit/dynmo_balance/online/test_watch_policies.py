@@ -166,13 +166,13 @@ def drive(folder, options, steps, *, restarts=False):
 
 
 def test_watch_oscillating_costs_plans_pass_verify(tmp_path):
+    from dynmo_balance.analysis.verify.inputs import load_inputs
     from dynmo_balance.analysis.verify.plan import verify
-    from dynmo_balance.analysis.verify.setting import load_setting
 
     plans = drive(tmp_path, WatchOptions(every=10, window=20, objective="bottleneck"), 300)
     assert len(plans) > 3
     for base, plan in itertools.pairwise(plans):
-        assert verify(plan, load_setting(plan, tmp_path), base) == []
+        assert verify(plan, load_inputs(plan, tmp_path), base) == []
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
@@ -236,8 +236,8 @@ def test_watcher_first_poll_beats_at_each_line_and_decision(run, monkeypatch):
 
 
 def test_watch_plan_passes_verify(run):
+    from dynmo_balance.analysis.verify.inputs import load_inputs
     from dynmo_balance.analysis.verify.plan import verify
-    from dynmo_balance.analysis.verify.setting import load_setting
 
     watcher = Watcher(run, WatchOptions(every=1, window=4))
     drift = [1, 2, 2, 2, 2, 3, 1, 1, 1, 4, 4, 4, 4]
@@ -250,7 +250,7 @@ def test_watch_plan_passes_verify(run):
         plan = newest(run)
         if plan.plan_id > active:
             base = read_plan(plan_path(run / "plans", plan.base_plan_id))
-            assert verify(plan, load_setting(plan, run), base) == []
+            assert verify(plan, load_inputs(plan, run), base) == []
             append(run, result(plan.plan_id, number))
             active = plan.plan_id
     assert active > 1

@@ -11,7 +11,7 @@ from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_values, read_args
 from dynmo_ckpt.megatron.model_sizes import legacy_args, llama_sizes
 from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args
-from dynmo_ckpt.torch_save.pickles import Name, OpaquePickle
+from dynmo_ckpt.torch_save.pickles import GlobalName, OpaquePickle
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 TABLE = argument_table()
@@ -60,7 +60,7 @@ def test_check_args_unsupported_value_is_refused(family, name):
 def test_open_legacy_arguments_that_change_logits_are_refused(family, args, message):
     """The second is a member of an enumeration, as BigScience's Megatron-DeepSpeed stores it."""
     if isinstance(args.get("position_embedding_type"), tuple):
-        enum = Name("megatron.enums", "PositionEmbeddingType")
+        enum = GlobalName("megatron.enums", "PositionEmbeddingType")
         args = {"position_embedding_type": OpaquePickle(type=enum, arguments=(3,))}
     with pytest.raises(UnsupportedError, match=message):
         check_args("IN", family, args_of(family) | args)
@@ -80,7 +80,7 @@ def test_check_args_other_normalization_is_refused(family, value):
 
 def test_check_args_irrelevant_values_are_accepted():
     """DeepSpeed's number of experts without experts, and values that only another family reads."""
-    enum = OpaquePickle(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
+    enum = OpaquePickle(type=GlobalName("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
     check_args("IN", "gpt", {"num_experts": [1], "position_embedding_type": enum, "rotary_percent": 0.5})
     found = check_args("IN", "llama", {**LLAMA, "window_size": (-1, -1), "use_rotary_position_embeddings": False})
     assert found["use_rotary_position_embeddings"] is True
@@ -88,7 +88,7 @@ def test_check_args_irrelevant_values_are_accepted():
 
 def test_read_args_without_namespace_is_refused():
     assert read_args({"model": {}}, "IN") == {}
-    assert read_args({"args": OpaquePickle(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {
+    assert read_args({"args": OpaquePickle(type=GlobalName("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {
         "lr": 1
     }
     with pytest.raises(UnsupportedError, match="its args are a dict"):

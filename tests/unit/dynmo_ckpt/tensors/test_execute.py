@@ -9,7 +9,7 @@ import pytest
 from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.converters.native import plan_native_export
 from dynmo_ckpt.formats.choices import WriteOptions
-from dynmo_ckpt.io.checks import Part, combine_parts
+from dynmo_ckpt.io.checks import CheckedRange, combine_parts
 from dynmo_ckpt.io.errors import CorruptError, StorageError
 from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.native.reshard import partition_from_counts
@@ -98,7 +98,7 @@ def test_combine_parts_random_ranges_equals_crc32_of_whole():
     payload = np.random.default_rng(0).bytes(1000)
 
     def part(begin, end):
-        return Part(begin, end - begin, zlib.crc32(payload[begin:end]))
+        return CheckedRange(begin, end - begin, zlib.crc32(payload[begin:end]))
 
     requested = []
 

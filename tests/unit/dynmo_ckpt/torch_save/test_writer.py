@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from dynmo_ckpt.torch_save.pickles import Name, load_pickle
+from dynmo_ckpt.torch_save.pickles import GlobalName, load_pickle
 from dynmo_ckpt.torch_save.writer import NewObject, dump_pickle
 
 NUMBERS = [0, -1, 255, 256, -129, 2**31, -(2**40), 0.1]
@@ -17,7 +17,7 @@ def test_dump_pickle_is_read_by_pickle(value):
 
 
 def test_dump_pickle_namespace_is_unpickled():
-    value = NewObject(Name("argparse", "Namespace"), {"a": 1})
+    value = NewObject(GlobalName("argparse", "Namespace"), {"a": 1})
     assert vars(pickle.loads(dump_pickle(value))) == {"a": 1}  # noqa: S301 - our own bytes
 
 

@@ -101,7 +101,7 @@ def test_append_files_without_direct_io_uses_the_kernel(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(concat_files, "_write_aligned", refuse)
+    monkeypatch.setattr(concat_files, "write_aligned", refuse)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target:
         append_files(target, [tmp_path / "part"])

@@ -112,9 +112,9 @@ def test_text_of_without_the_c_tokenizer_is_the_same(monkeypatch):
     markup = "== T ==\n{{lang|en|x}} [[a|b]]&nbsp;<i>c</i>\n* d {{convert|1|km}}"
     expected = text_of(markup, keep_lists=True)
     monkeypatch.setattr(parser, "use_c", False)
-    made = wikitext._MarkupParser()
+    made = wikitext.MarkupParser()
     assert type(made.tokenize.__self__).__name__ == "Tokenizer"
-    monkeypatch.setattr(wikitext, "_markup_parser", lambda: made)
+    monkeypatch.setattr(wikitext, "markup_parser", lambda: made)
     assert text_of(markup, keep_lists=True) == expected == "T.\nx b c\n- d 1 km"
 
 

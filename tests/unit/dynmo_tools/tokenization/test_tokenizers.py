@@ -7,7 +7,7 @@ import pytest
 import tokenizers as library
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.config.settings import Engine, Model, TokenizerType, TrainTokenizerSettings
+from dynmo_tools.config.settings import Engine, TokenizerModel, TokenizerType, TrainTokenizerSettings
 from dynmo_tools.tokenization.definitions import gpt2_definition
 from dynmo_tools.tokenization.tokenizers import (
     GigatokenTokenizer,
@@ -70,7 +70,7 @@ def test_trained_tokenizer_json_round_trips(tmp_path, train_on):
 
 @pytest.mark.parametrize("lower", [True, False])
 def test_wordpiece_matches_bert(tmp_path, train_on, varied_texts, lower):
-    model = Model.WORDPIECE_LOWER if lower else Model.WORDPIECE
+    model = TokenizerModel.WORDPIECE_LOWER if lower else TokenizerModel.WORDPIECE
     trained = json.loads(train_on(PROSE, TrainTokenizerSettings(model=model, vocab_size=200)))
     vocabulary = sorted(trained["model"]["vocab"], key=trained["model"]["vocab"].get)
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")

@@ -11,10 +11,10 @@ import tokenizers as library
 
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.options import build
-from dynmo_tools.config.settings import Model, TrainTokenizerSettings
+from dynmo_tools.config.settings import TokenizerModel, TrainTokenizerSettings
 from dynmo_tools.tokenization import trainers
 
-BERT = [pytest.param(Model.WORDPIECE, id="cased"), pytest.param(Model.WORDPIECE_LOWER, id="lower")]
+BERT = [pytest.param(TokenizerModel.WORDPIECE, id="cased"), pytest.param(TokenizerModel.WORDPIECE_LOWER, id="lower")]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_byte_level_bpe_is_byte_identical_to_the_library(train_on, texts):
         assert train_on(texts, settings) == of_library(texts, vocab_size=vocab_size, least=least)
 
 
-@pytest.mark.parametrize("model", list(Model))
+@pytest.mark.parametrize("model", list(TokenizerModel))
 def test_trained_file_does_not_depend_on_the_slices(train_on, texts, model):
     settings = TrainTokenizerSettings(model=model, vocab_size=600)
     facts: dict[str, object] = {}
@@ -88,7 +88,7 @@ def test_bert_words_of_pieces_match_those_of_the_text(texts, model):
 def test_wordpiece_has_all_characters_before_merges(train_on, texts, model):
     trained = json.loads(train_on(texts, TrainTokenizerSettings(model=model, vocab_size=800)))
     vocabulary = sorted(trained["model"]["vocab"], key=trained["model"]["vocab"].get)
-    lower = model is Model.WORDPIECE_LOWER
+    lower = model is TokenizerModel.WORDPIECE_LOWER
     tokenizer = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
     tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
-from dynmo_train.config import Facts, config_document, config_of, option_specs, resolve, validate
+from dynmo_train.config import DefaultContext, config_document, config_of, option_specs, resolve, validate
 from dynmo_train.config.command import with_options
 from dynmo_train.config.parse import parse_freeze_schedule, parse_split
 from dynmo_train.config.resolve import parse_config_file, read_config_file
@@ -105,7 +105,7 @@ def test_resolve_flags_override_the_file():
 
 
 def test_resolve_derived_defaults_follow_other_values():
-    config = config_of(Facts(world_size=2), **SMALL, schedule="interleaved-1f1b")
+    config = config_of(DefaultContext(world_size=2), **SMALL, schedule="interleaved-1f1b")
     assert config.model.ffn_hidden_size == 256
     assert config.model.max_position_embeddings == 32
     assert config.training.global_batch_size == 2
@@ -123,13 +123,13 @@ def test_resolve_derived_defaults_follow_other_values():
 )
 def test_resolve_virtual_stages_follow_from_blocks(blocks, layers, workers, schedule, virtual):
     given = {"num_layers_per_virtual_pipeline_stage": blocks, "num_layers": layers, "global_batch_size": 16}
-    config = config_of(Facts(world_size=workers), **SMALL | given)
+    config = config_of(DefaultContext(world_size=workers), **SMALL | given)
     assert validate(config, workers) == []
     assert (config.parallel.schedule, config.parallel.virtual_stages_per_worker) == (schedule, virtual)
 
 
 def test_resolve_data_parallel_size_follows_from_world_size():
-    config = config_of(Facts(world_size=4), **SMALL, pipeline_model_parallel_size=2)
+    config = config_of(DefaultContext(world_size=4), **SMALL, pipeline_model_parallel_size=2)
     assert config.parallel.data_parallel_size == 2
     assert config.training.global_batch_size == 4
     assert config.microbatches == 1
@@ -149,16 +149,16 @@ def test_resolve_data_parallel_size_follows_from_world_size():
 )
 def test_resolve_megatron_parallel_options_imply_replicas(given, pipeline, replicas):
     """Megatron has no pipeline by default; without these options all processes are pipeline ranks."""
-    parallel = config_of(Facts(world_size=4), **SMALL, **given).parallel
+    parallel = config_of(DefaultContext(world_size=4), **SMALL, **given).parallel
     assert (parallel.pipeline_model_parallel_size, parallel.data_parallel_size) == (pipeline, replicas)
 
 
 def test_resolve_vocab_size_comes_from_the_tokenizer():
-    facts = Facts(tokenizer_vocab_size=lambda values: {"t.json": 300}.get(values["tokenizer_model"]))
+    context = DefaultContext(tokenizer_vocab_size=lambda values: {"t.json": 300}.get(values["tokenizer_model"]))
     without = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-    assert config_of(facts, **without, tokenizer_model="t.json").model.vocab_size == 300
+    assert config_of(context, **without, tokenizer_model="t.json").model.vocab_size == 300
     with pytest.raises(DocumentError, match="--vocab-size: is required"):
-        config_of(facts, **without)
+        config_of(context, **without)
 
 
 def test_warmup_samples_from_steps_or_fraction():

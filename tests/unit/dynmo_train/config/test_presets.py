@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.config import Facts, check, resolve
+from dynmo_train.config import DefaultContext, check, resolve
 from dynmo_train.config.presets import read_recipe, recipe_names
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.registry import family_of
@@ -31,7 +31,7 @@ SIZES = ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1")
 def count(name: str, family: str, **changes) -> int:
     """Parameters of the model of a recipe, tied ones once."""
     values = REST | read_recipe(name, family) | changes
-    config = resolve(flags={}, file=values, command={"family": family}, facts=Facts())
+    config = resolve(flags={}, file=values, command={"family": family}, context=DefaultContext())
     check(config, 1)
     model = family_of(config)
     return sum(

@@ -8,7 +8,7 @@ import typer
 
 from dynmo_train.cli import app
 from dynmo_train.config import check, resolve
-from dynmo_train.config.options import Facts
+from dynmo_train.config.options import DefaultContext
 from dynmo_train.config.resolve import parse_config_file
 from tests.paths import ROOT
 
@@ -18,7 +18,9 @@ README = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
 def test_readme_example_config_is_complete():
     text = README.split("```toml\n")[1].split("```")[0]
     assert tomllib.loads(text)
-    config = resolve(flags={}, file=parse_config_file(text, "README"), facts=Facts(tokenizer_vocab_size=lambda _: 500))
+    config = resolve(
+        flags={}, file=parse_config_file(text, "README"), context=DefaultContext(tokenizer_vocab_size=lambda _: 500)
+    )
     check(config, 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_train._common.document import DocumentError
-from dynmo_train.config import Facts, check, config_of, validate
+from dynmo_train.config import DefaultContext, check, config_of, validate
 from dynmo_train.config.validate import RULES
 
 SMALL = {
@@ -22,7 +22,7 @@ SMALL = {
 
 
 def problems(world_size=1, **values):
-    config = config_of(Facts(world_size=world_size), **SMALL | values)
+    config = config_of(DefaultContext(world_size=world_size), **SMALL | values)
     return validate(config, world_size)
 
 
@@ -268,7 +268,7 @@ def test_validate_every_rule_has_a_case():
     for values, _flag in CASES.values():
         world_size = values.get("world_size", 1)
         rest = {name: value for name, value in values.items() if name != "world_size"}
-        config = config_of(Facts(world_size=world_size), **SMALL | rest)
+        config = config_of(DefaultContext(world_size=world_size), **SMALL | rest)
         violated |= {rule for rule in RULES if any(rule(config, world_size))}
     assert violated == set(RULES)
 

@@ -21,7 +21,7 @@ from dynmo_train.evaluation.text_generator import GenerationSettings, build_comp
 from dynmo_train.evaluation.token_generator import GeneratedTokens, GenerationRequest, StopCondition, TokenGenerator
 from dynmo_train.launch.hostfile import read_hostfile
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
@@ -60,7 +60,7 @@ def test_decoder_in_chunks_equals_one_forward_pass(pieces):
     ids = torch.randint(23, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = whole(modules, ids)
-    cache, read = Cache(), 0
+    cache, read = DecodingCache(), 0
     for piece in pieces:
         logits = decoder.read(ids[:, read : read + piece], cache)
         read += piece

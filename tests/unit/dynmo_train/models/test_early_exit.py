@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo_train.models.early_exit import EXITED, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.layer_list import output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
@@ -155,7 +155,7 @@ def test_early_exit_decoding_equals_whole_sequence(measure, threshold):
         module.eval()
     ids = torch.randint(0, 20, (2, 20), generator=torch.Generator().manual_seed(4))
     decoder = Decoder(model, modules, 24)
-    cache = Cache()
+    cache = DecodingCache()
     logits = [decoder.read(ids[:, :6], cache)]
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_decoding_with_routed_blocks_equals_whole_sequence(exits):
     model = both(exits=exits)
     modules = {name: module.eval() for name, module in built(model).items()}
     ids = torch.randint(0, 20, (2, 20), generator=torch.Generator().manual_seed(4))
-    cache = Cache()
+    cache = DecodingCache()
     decoder = Decoder(model, modules, 24)
     logits = [decoder.read(ids[:, :6], cache)]
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]

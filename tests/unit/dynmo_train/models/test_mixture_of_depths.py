@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 
@@ -124,7 +124,7 @@ def test_routed_block_decoding_equals_whole_sequence():
     modules = {item.name: model.build(item.name, CPU).eval() for item in model.items}
     decoder = Decoder(model, modules, 24)
     ids = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(6))
-    cache = Cache()
+    cache = DecodingCache()
     logits = [decoder.read(ids[:, :7], cache)]
     logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(7, 20)]
     with torch.inference_mode():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_train._common.document import DocumentError
-from dynmo_train.config import Facts, config_of, option_specs, resolve_checked, validate
+from dynmo_train.config import DefaultContext, config_of, option_specs, resolve_checked, validate
 from dynmo_train.config.evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
 from dynmo_train.config.fields import values_of
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
@@ -64,7 +64,7 @@ def other_value(name):
 
 
 def messages_of(name, world_size=1, **values):
-    config = config_of(Facts(world_size=world_size), **{**SMALL, **values, name: other_value(name)})
+    config = config_of(DefaultContext(world_size=world_size), **{**SMALL, **values, name: other_value(name)})
     flag = option_specs()[name].flag
     refused = [problem for problem in validate(config, world_size) if problem.path == flag]
     warned = [warning for warning in effect_warnings(config) if warning.startswith(f"{flag} has no effect")]
@@ -131,7 +131,7 @@ def test_effect_option_with_effect_is_accepted(name):
 
 def problems(**values):
     with pytest.raises(DocumentError) as error:
-        resolve_checked(flags={**SMALL, **values}, file={}, command={"family": "gpt"}, facts=Facts())
+        resolve_checked(flags={**SMALL, **values}, file={}, command={"family": "gpt"}, context=DefaultContext())
     return sorted(problem.path for problem in error.value.problems)
 
 
@@ -160,5 +160,5 @@ def test_resolve_checked_invalid_value_hides_no_conflict(values, flags):
 
 def test_resolve_checked_missing_options_make_no_conflict():
     with pytest.raises(DocumentError) as error:
-        resolve_checked(flags={}, file={}, command={"family": "gpt"}, facts=Facts())
+        resolve_checked(flags={}, file={}, command={"family": "gpt"}, context=DefaultContext())
     assert {problem.kind for problem in error.value.problems} == {"missing"}

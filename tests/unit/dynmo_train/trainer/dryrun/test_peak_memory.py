@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from dynmo_train.cli import app
-from dynmo_train.config import Facts, config_of
+from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
@@ -81,7 +81,7 @@ def test_saved_and_recomputed_products_are_counted():
 
 def test_peak_memory_depends_on_recomputation_and_stages():
     def peaks(processes: int = 1, **options) -> list[int]:
-        config = config_of(Facts(world_size=processes), **SMALL | {"global_batch_size": 8} | options)
+        config = config_of(DefaultContext(world_size=processes), **SMALL | {"global_batch_size": 8} | options)
         return dry_run(config, "cpu").peak_memory_bytes
 
     [plain], [full], [low] = peaks(), peaks(recompute_granularity="full"), peaks(bf16=True)
@@ -97,7 +97,7 @@ def test_peak_memory_depends_on_recomputation_and_stages():
 
 def test_header_describes_one_tensor_parallel_rank():
     plain = profile_header_of_run(one := config_of(**SMALL), family_of(one), {})
-    halved_config = config_of(Facts(world_size=2), **SMALL, tensor_model_parallel_size=2)
+    halved_config = config_of(DefaultContext(world_size=2), **SMALL, tensor_model_parallel_size=2)
     halved = profile_header_of_run(halved_config, family_of(halved_config), {})
     whole = {item["name"]: item["param_count"] for item in plain["items"]}
     half = {item["name"]: item["param_count"] for item in halved["items"]}
@@ -154,7 +154,7 @@ def test_item_memory_is_known_for_every_family(options):
     assert set(whole) == {item.name for item in family.items}
     if options.get("family") == "ict":
         return
-    halved = config_of(Facts(world_size=2), **SMALL | options | {"tensor_model_parallel_size": 2})
+    halved = config_of(DefaultContext(world_size=2), **SMALL | options | {"tensor_model_parallel_size": 2})
     parts = item_memories(halved, family_of(halved), boundary_of(halved))
     assert set(parts) == set(whole)
     assert all(parts[name].saved < whole[name].saved for name in whole if name.endswith(("attention", "mlp")))

@@ -16,7 +16,7 @@ DEFAULT_WINDOW = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class VerifyInputs:
     """What a plan is checked against.
 
     Attributes:
@@ -62,14 +62,14 @@ class Overrides:
     window: int | None = None
 
 
-def load_setting(
+def load_inputs(
     plan: Plan,
     profile: Path,
     overrides: Overrides | None = None,
     *,
     device: Device | None = None,
     dtype: str = "float32",
-) -> Setting:
+) -> VerifyInputs:
     """The setting of a plan.
 
     Args:
@@ -98,7 +98,7 @@ def load_setting(
         constraints = replace(constraints, memory_bytes=(overrides.memory_bytes,) * len(plan.workers))
     segments = read_profile(profile_path(profile))
     last = next(at for at, segment in enumerate(segments) if segment.header == loaded.header)
-    return Setting(
+    return VerifyInputs(
         segments=segments[: last + 1],
         costs=loaded.costs,
         constraints=replace(
