@@ -191,7 +191,7 @@ class Page:
         end = time.monotonic() + seconds
         while not self.evaluate(f"Boolean({condition})"):
             assert time.monotonic() < end, (condition, self.errors)
-            time.sleep(0.02)
+            time.sleep(0.02)  # a page has no event for any condition
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """Send ``mouseMoved``, ``mousePressed`` or ``mouseReleased``."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.cli_files import EVENTS
 from tests.paths import CONTRACTS
-from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 
 @pytest.fixture
@@ -25,6 +25,21 @@ def plan(monkeypatch, capfd):
             cli.main()
         captured = capfd.readouterr()
         return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys):
+    """Runs ``dynmo-prep`` in this process: exit code, stdout, stderr."""
+    from dynmo_tools import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
 
     return run
 
@@ -84,6 +99,8 @@ def native(tmp_path):
 @pytest.fixture
 def legacy_save(monkeypatch):
     """The writer of legacy checkpoints, with a module under Megatron's name for the enumeration that it pickles."""
+    from tests.unit.dynmo_ckpt import legacy_gpt  # here, for the other commands are also tested without torch
+
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType

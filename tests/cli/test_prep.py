@@ -25,20 +25,6 @@ SENTENCES = [
 ]
 
 
-@pytest.fixture
-def prep(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 def documents(count, seed=0):
     rng = random.Random(seed)
     return [

@@ -6,12 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
-import sys
 
 import pytest
 import zstandard
-
-from dynmo_tools import cli
 
 GOOD = "The river runs past the old mill and under the bridge of stone, where children look for snails. " * 14
 LONG = 8000
@@ -59,7 +56,7 @@ WRITES_EMPTY = {
 
 
 @pytest.fixture
-def prep(monkeypatch, capsys, tmp_path):
+def prep(prep, monkeypatch, tmp_path):
     """Run the command in this process, in a folder with what the steps need: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": f"{GOOD}{n}"}) + "\n" for n in range(3)))
@@ -68,15 +65,7 @@ def prep(monkeypatch, capsys, tmp_path):
     (tmp_path / "task.jsonl").write_text('{"question": "who was the first person to walk past the mill alone"}\n')
     words = dict.fromkeys([*GOOD.split(), "abc", "0", "1", "2", "\ufffdThe", "<unk>"])
     (tmp_path / "words.json").write_text(json.dumps({word: n for n, word in enumerate(words)}))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
+    return prep
 
 
 def rejected(tmp_path):

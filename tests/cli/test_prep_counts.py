@@ -8,24 +8,14 @@ import os
 
 import pytest
 
-from dynmo_tools import cli
-
 TEXT = "The river runs past the old mill and the water turns its wheel all day and all night. "
 
 
 @pytest.fixture
-def prep(monkeypatch, capsys, tmp_path):
+def prep(prep, monkeypatch, tmp_path):
     """Run the command in this process and in a folder of its own: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
+    return prep
 
 
 def write(path, rows):

@@ -7,23 +7,7 @@ import random
 
 import pytest
 
-from dynmo_tools import cli
-
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu") for b in ("rt", "n", "ss", "x")]
-
-
-@pytest.fixture
-def prep(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def write(path, rows):

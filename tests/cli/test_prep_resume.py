@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-from dynmo_tools import cli
 from dynmo_tools.config.settings import MergeSettings
 from dynmo_tools.runner.slurm import Submission, sbatch_script
 from dynmo_tools.runner.submit import remove_flags
@@ -28,20 +27,6 @@ def documents(path, count=300):
     rows += [{"id": "copy", "text": rows[count // 2]["text"]}, {"id": "short", "text": "Short."}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def prep(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 RECIPE = """

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_tools import cli
 from dynmo_tools.extract.html import extract_text
 from dynmo_tools.web.fetch_queue import Frontier, Request
 
@@ -29,20 +28,6 @@ DUMP = """<mediawiki><siteinfo><base>http://w.org/wiki/Main</base></siteinfo>
 <revision><id>1</id><text>#REDIRECT</text></revision></page>
 <page><title>Void</title><ns>0</ns><id>10</id><revision><id>2</id><text>{{stub}}</text></revision></page>
 </mediawiki>"""
-
-
-@pytest.fixture
-def prep(monkeypatch, capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 class Site(http.server.BaseHTTPRequestHandler):

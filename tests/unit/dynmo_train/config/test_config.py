@@ -14,18 +14,8 @@ from dynmo_train.config import DefaultContext, config_document, config_of, optio
 from dynmo_train.config.command import with_options
 from dynmo_train.config.parse import parse_freeze_schedule, parse_split
 from dynmo_train.config.resolve import parse_config_file, read_config_file
+from tests.unit.dynmo_train.config.small_config import SMALL
 
-SMALL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "vocab_size": 1000,
-    "micro_batch_size": 2,
-    "train_iters": 50,
-    "lr": 0.001,
-    "data_path": "corpus",
-}
 FLAGS = {name: spec for name, spec in option_specs().items() if spec.is_flag}
 
 

@@ -7,18 +7,7 @@ import pytest
 from dynmo_train._common.document import DocumentError
 from dynmo_train.config import DefaultContext, check, config_of, validate
 from dynmo_train.config.validate import RULES
-
-SMALL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "vocab_size": 1000,
-    "micro_batch_size": 2,
-    "train_iters": 50,
-    "lr": 0.001,
-    "data_path": "corpus",
-}
+from tests.unit.dynmo_train.config.small_config import SMALL
 
 
 def problems(world_size=1, **values):

@@ -10,18 +10,8 @@ from dynmo_train.config.evaluation import FinetuneConfig, GenerateConfig, Infere
 from dynmo_train.config.fields import values_of
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
 from dynmo_train.config.rules.task_effect import task_warnings
+from tests.unit.dynmo_train.config.small_config import SMALL
 
-SMALL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "vocab_size": 1000,
-    "micro_batch_size": 2,
-    "train_iters": 50,
-    "lr": 0.001,
-    "data_path": "corpus",
-}
 # Other options that disable an option which has an effect by default.
 WITHOUT = {
     "rope_scaling_factor": {"family": "llama"},
