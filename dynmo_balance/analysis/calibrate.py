@@ -1,9 +1,12 @@
 """Calibration: fit the simulator's constants (overhead per operation, link latency and bandwidth) to measured steps.
 
 The simulated step is nearly linear in each constant, so least squares over the records finds the overhead per
-operation.
-Latency and bandwidth can be separated only if partitions with different boundaries were measured. The search fits one
-constant after another (golden section on the sum of squared relative errors) until none improves.
+operation. Latency and bandwidth can be separated only if partitions with different boundaries were measured. The search
+fits one constant after another (golden section on the sum of squared relative errors) in a fixed number of rounds.
+
+Golden section and not a solver of linear equations: a step is a maximum of sums, so it has kinks where another worker
+becomes the slowest. The search needs no derivatives, only one minimum; with one sample there is one, because a step
+grows with every overhead.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from ..planning.plan_builder import chain_of
 from ..simulation.simulator import predict
 
 GOLDEN = 0.6180339887498949
+"""The golden ratio minus one: one of the two inner points is used again, so a step takes one simulation, not two."""
 ROUNDS = 4
+"""Rounds over the three constants; each constant is fitted with the others fixed. One constant needs one round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ def samples_of(segment: Segment, plans: dict[int, Plan], min_records: int = 3) -
     fresh = True
     for record in segment.records:
         if isinstance(record, Step):
+            # Medians over a change of costs or plans would belong to no step.
             if fresh or groups[-1][0] != record.plan_id:
                 groups.append((record.plan_id, []))
             groups[-1][1].append(record)
@@ -107,7 +113,16 @@ def samples_of(segment: Segment, plans: dict[int, Plan], min_records: int = 3) -
 
 
 def relative_error(samples: Sequence[Sample], overhead_ns: int, latency_ns: int, bandwidth: int | None) -> float:
-    """The root mean square of simulated over measured step, minus one."""
+    """The root mean square of simulated over measured step, minus one.
+
+    Relative, so that samples of long and of short steps count alike.
+
+    Args:
+        samples: at least one, with measured steps above 0.
+        overhead_ns: time added to every operation.
+        latency_ns: of a transfer.
+        bandwidth: of the link in bytes per second; None is unlimited.
+    """
     total = 0.0
     for sample in samples:
         problem = replace(sample.problem, link_latency_ns=latency_ns, link_bandwidth=bandwidth)
@@ -147,6 +162,8 @@ def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
         raise UsageError("--link: latency and bandwidth need steps under two different partitions; leave out --link")
     first = samples[0].problem
     longest = max(sample.step_ns for sample in samples)
+    # A worker executes at least a forward and a backward operation per microbatch, so a larger overhead would alone
+    # exceed the longest step.
     most = longest / max(1, 2 * first.microbatches)
     found = Constants(
         overhead_ns=0, latency_ns=first.link_latency_ns, bandwidth_bytes_per_s=first.link_bandwidth, error=0.0
@@ -170,6 +187,7 @@ def _fit_constant(
     """The constants with one of them at its best value."""
 
     def error(value: float) -> float:
+        """The error with the constant at ``value``."""
         trial = changed(start, value)
         return relative_error(samples, trial.overhead_ns, trial.latency_ns, trial.bandwidth_bytes_per_s)
 

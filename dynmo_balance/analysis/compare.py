@@ -73,6 +73,7 @@ def compare(problem: PartitionProblem, base: Plan | None, objective: str = "auto
                 bytes_to_move=proposal.migration.bytes,
             )
         )
+    # The gap refers to what ``exact`` minimizes. A partition above a memory limit cannot run, so it sets no mark.
     by = exact.solution.objective
     values = [row.step_ns if by == "simulated" else row.bottleneck_ns for row in rows]
     allowed = [value for row, value in zip(rows, values, strict=True) if not row.over_memory]

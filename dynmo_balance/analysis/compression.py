@@ -110,6 +110,7 @@ def simulate_compressed(
         UsageError: the factors of a rank are not smaller than the gradient, or a number of workers is invalid.
     """
     whole = predict(problem, boundaries, overhead_ns, communication)
+    # Options without effect are still checked, so that a typing error does not look like a result.
     if not question.is_enabled:
         if question.way is not None:
             _worker_counts(question, len(problem.slots))
@@ -123,6 +124,7 @@ def simulate_compressed(
         fuse_ties=question.fuse_ties,
     )
     timeline = predict_compressed(problem, boundaries, given, overhead_ns, communication)
+    # The number of compressing workers changes the reductions only, so the operations are simulated once.
     tried = []
     for way in _worker_counts(question, len(problem.slots)):
         tail = replace(rates, compression=replace(given, replica_workers=way))

@@ -84,6 +84,8 @@ def _gap(timeline: Timeline, best: Timeline) -> str:
 
 def _bubble(problem: PartitionProblem, solution: Solution, timeline: Timeline) -> str:
     stages, microbatches = len(problem.slots), problem.microbatches
+    # Huang et al. 2019 (arXiv 1811.06965, section 2.3). This share belongs to the schedule; the rest is imbalance and
+    # transfers.
     ideal = (stages - 1) / (microbatches + stages - 1)
     return (
         f"Workers idle {timeline.bubble_fraction:.1%} of a step of {timeline.step_ns / 1e6:.2f} ms; with perfectly even"
@@ -95,6 +97,7 @@ def _remedies(header: Header, problem: PartitionProblem, solution: Solution, tim
     """Remedies with their effect on the simulated step; those that do not help are left out."""
     tried: list[tuple[str, PartitionProblem]] = []
     finer = chain_of(header, problem.chain.costs, "sublayer")
+    # An order of operations fits the cuts and microbatches it was made for, so others are not tried with it.
     named = replace(problem, current=None, order=None, layout=None)
     if finer.cuts != problem.chain.cuts and problem.order is None:
         tried.append(("Cutting inside layers (--granularity sublayer)", replace(problem, chain=finer, current=None)))
@@ -110,6 +113,7 @@ def _remedies(header: Header, problem: PartitionProblem, solution: Solution, tim
             found.append(
                 f"{label} would reduce the step to {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less)."
             )
+    # Twice the microbatches are twice the work: throughput is compared, not the step.
     doubled = replace(named, microbatches=2 * problem.microbatches)
     time = None if problem.order is not None else _step_ns(doubled)
     if time is not None and time < 0.99 * 2 * timeline.step_ns:

@@ -26,7 +26,9 @@ from ..partition.problem import PartitionProblem, worker_slots
 from ..planning.plan_builder import chain_of, make_proposal, to_plan
 
 BLOCK = 25
+"""Steps between which the offline optimum may move. Shorter blocks make the optimum lower and cost more time."""
 MAX_CANDIDATES = 60
+"""Partitions of the dynamic program, which takes ``candidates^2`` transitions per block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class RecordedRun:
     ) -> None:
         if not segment.steps:
             raise UsageError("the profile has no step records to replay; record at least one step")
+        # All costs at normal speed first: the replay has another partition than the run, so other workers.
         self.segment = segment
         self.base_pause_ns = base_pause_ns
         header = segment.header
@@ -97,7 +100,11 @@ class RecordedRun:
         )
 
     def step_ns(self, index: int, boundaries: Sequence[int]) -> int:
-        """The time in ns of the step with this index under these boundaries."""
+        """The time in ns of step ``index``, counted from 0, under these boundaries.
+
+        The closed form of ``online.regret.step_times`` and not the simulator: the dynamic program needs the time of
+        every step under every candidate.
+        """
         prefix = self._prefixes[index]
         pairs = enumerate(pairwise(boundaries))
         times = [self.problem.slot(s).time_ns(prefix[b] - prefix[a]) for s, (a, b) in pairs]
@@ -153,6 +160,7 @@ def run_policy(recorded: RecordedRun, options: WatchOptions) -> PolicyResult:
         measured = rescaled(recorded.steps[index], normal, speeds_of_items(recorded.segment.header, base.owner))
         index += 1
         total += time
+        # The policy sees what a trainer would have written, and nothing of the recorded plans.
         state.feed(replace(measured, plan_id=base.plan_id, step_ns=time))
         if options.policy == "never" or (decided >= 0 and state.last_step < decided + options.every):
             continue
@@ -176,6 +184,7 @@ def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
 
 def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[int, ...]]:
     """The exact partitions of the blocks and of several blocks together, and the uniform partition."""
+    # Wide ranges first: if there are too many candidates, those that hold for long remain. They are worth their pause.
     found: dict[tuple[int, ...], None] = {uniform.boundaries(recorded.problem): None}
     problem = replace(recorded.problem, current=None)
     for width in (len(blocks), 16, 4, 1):
@@ -200,6 +209,7 @@ def offline_optimum(recorded: RecordedRun) -> PolicyResult:
     for number, block in enumerate(blocks):
         spent = [sum(recorded.step_ns(i, c) for i in block) for c in candidates]
         if number:
+            # Ties are broken by the index, so the number of moves is the same in every run.
             best = [
                 min((totals[a] + pause[a][b], a) for a in range(len(candidates)))[1] for b in range(len(candidates))
             ]

@@ -25,7 +25,9 @@ from ..simulation.bounds import Bounds, bounds_of
 from ..simulation.simulator import Timeline, predict
 
 VIRTUAL_STAGES = (1, 2, 3, 4)
+"""Stages per worker to try. More shorten the bubble (Narayanan et al. 2021, section 2.2), but multiply transfers."""
 NUM_IMPROVED = 6
+"""Best candidates that local search improves; it simulates far more partitions than the rest of the search."""
 ROUNDS = 25
 """Rounds of the search for custom orders: some seconds at 8 workers and 32 microbatches."""
 
@@ -63,6 +65,7 @@ class Search:
 
 
 def _virtual_stages(schedule: str) -> tuple[int, ...]:
+    # 1F1B with several stages is the interleaved schedule, and torch's GPipe has one stage per rank.
     if schedule in ("gpipe", "1f1b"):
         return (1,)
     if schedule in V_SCHEDULES:

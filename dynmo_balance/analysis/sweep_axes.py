@@ -17,6 +17,7 @@ def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
     Raises:
         UsageError: the text has none of these forms, too many values, or fractions instead of integers.
     """
+    # Decimal: in floats 0.7 / 0.1 is below 7, so 0:0.7:0.1 would end at 0.6.
     try:
         if ":" in text:
             parts = [Decimal(part) for part in text.split(":")]

@@ -38,6 +38,7 @@ DYNAMIC = ("sparsity", "freeze", "skew", "exit")
 NEUTRAL_DYNAMICS = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
 """Axes that are not chosen but happen to a run, with their neutral value."""
 MAX_CELLS = 20_000
+"""Each cell is a solved and simulated partition, and up to one more per smaller number of workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,8 @@ class Grid:
         self._granularity = granularity
         self._memory_bytes = memory_bytes
         self._min_units = min_units
+        # Per grid, and not as a decorator: a cache of the class would keep every grid alive. Cells of other sizes share
+        # costs, and a release asks for cells that the grid has already.
         self._costs = lru_cache(maxsize=None)(self._make_costs)
         self._balanced = lru_cache(maxsize=None)(self._solve)
 
@@ -148,6 +151,7 @@ class Grid:
     def problem(self, cell: Cell) -> PartitionProblem:
         """The partitioning problem of the cell."""
         header = self._header
+        # Costs depend on the dynamics alone; with the rest fixed, cells of other sizes find them in the cache.
         dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
         return PartitionProblem(
             chain=chain_of(header, self._costs(dynamics), self._granularity),
@@ -172,7 +176,8 @@ class Grid:
         """The prediction for a cell; ``keep`` is the share of the throughput that fewer workers must keep."""
 
         def step_ns(count: int) -> int | None:
-            # the slow worker is released first
+            """The step on ``count`` workers; None if no partition is feasible."""
+            # The slow worker is released first.
             speed = max(1.0, cell.speed) if count < cell.stages else cell.speed
             found = self._balanced(replace(cell, stages=count, speed=speed))
             return None if isinstance(found, str) else found[0].step_ns
@@ -198,6 +203,7 @@ class Grid:
 
 
 def _measures(row: Row) -> tuple[float, int, int]:
+    # All three are better when lower, hence the sign of the throughput.
     return -(row.samples_per_s or 0.0), row.cell.stages, row.peak_memory_bytes or 0
 
 
@@ -211,6 +217,7 @@ def _dominated(row: Row, others: Sequence[Row]) -> bool:
 
 def with_pareto(found: Sequence[Row]) -> list[Row]:
     """The rows with ``pareto`` set, among cells of the same dynamics."""
+    # Dynamics happen to a run and cannot be chosen, so a cell is compared only with those that could replace it.
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in found:
         if row.step_ns is not None:
@@ -250,7 +257,17 @@ def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str
 
 
 def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
-    """The prediction for each cell of the grid."""
+    """The prediction for each cell of the grid.
+
+    Args:
+        grid: predicts cells.
+        header: of the profile.
+        axes: values of each varied axis.
+        keep: share of the throughput that fewer workers must keep, in (0, 1].
+
+    Raises:
+        UsageError: there are too many cells, or a value is out of range.
+    """
     return with_pareto([grid.row(cell, keep) for cell in cells_of(grid, header, axes)])
 
 

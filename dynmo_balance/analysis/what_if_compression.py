@@ -109,6 +109,7 @@ class CompressedGrid:
         rates = self.rates
         if link_gbps is not None:
             problem = replace(problem, link_bandwidth=max(1, round(link_gbps * 1e9)))
+        # In a cluster without a network of its own for replicas, both use the same links.
         between = self.replica_gbps or link_gbps
         if between is not None:
             rates = replace(rates, data_parallel_bandwidth=max(1, round(between * 1e9)))
@@ -118,6 +119,8 @@ class CompressedGrid:
             replica_rank=replica_rank or None,
             way=self.question.way if replica_rank else None,
         )
+        # A rank that is too high for one cell leaves that row without a step, with the reason, instead of ending the
+        # sweep.
         try:
             boundaries = balance(problem, "exact").boundaries
             return self._answered(row, problem, boundaries, rates, question)

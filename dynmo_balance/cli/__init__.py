@@ -1,6 +1,9 @@
 """The command line of ``dynmo-plan``: one file per command, and the list of them.
 
-A command imports what it needs when it runs, so that help is instant.
+A command imports what it needs when it runs, so that help is instant (``tests/benchmarks/help_latency.md``).
+
+The docstring of a command is its help, so it has no ``Raises``: every error of ours ends in ``run_app``, which prints
+it and exits with its code.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from . import (
     what_if,
 )
 
+# The order of the help: profile, plan, check, run, then what is rarely needed.
 ORDER_OF_WORK = (
     "profile",
     "partition",

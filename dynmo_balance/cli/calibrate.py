@@ -35,6 +35,7 @@ def calibrate(
     warn_of_units(run, segment.steps)
     samples = samples_of(segment, read_plans(run / "plans", segment.header))
     found = fit(samples, link)
+    # With the link of the profile and no overhead, which is what ``simulate`` uses by default.
     before = relative_error(samples, 0, samples[0].problem.link_latency_ns, samples[0].problem.link_bandwidth)
     if output_format is Format.JSON:
         emit_json(

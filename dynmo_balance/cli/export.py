@@ -39,6 +39,7 @@ def export(
         raise UsageError(f"--target-version: {to.value} has only one format; use it with --to torchtitan")
     planned = header.microbatches if read.constraints is None else read.constraints.microbatches
     text = TARGETS[to.value](read, header, microbatches or planned, target_version)
+    # The other frameworks number pipeline ranks from 0. The data on stdout stay usable in a script.
     if read.workers != tuple(range(len(read.workers))):
         print_message(f"pipeline ranks, in order, are the plan's workers {', '.join(map(str, read.workers))}")
     emit(text)

@@ -29,6 +29,7 @@ class Schedule(StrEnum):
     ZB_V = "zb-v"
 
 
+# Python's enumerations with members cannot be extended, so the names are repeated with those of a search.
 class ScheduleOrSearch(StrEnum):
     """Pipeline schedules by name, ``custom`` for an order of operations made for the costs, ``auto`` for a search."""
 
@@ -128,6 +129,7 @@ class Transfers(StrEnum):
 
 
 def _known_balancer(name: str) -> str:
+    # Not an enumeration: other packages register balancers, and finding those takes time that help must not spend.
     from ..partition.registry import balancer_names
 
     if name not in balancer_names():

@@ -133,6 +133,7 @@ def _proposal(
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)
     log_search(found)
+    # A search compares simulated steps, also where the winner was left with its minimum bottleneck.
     solution = dataclasses.replace(found.best.solution, objective="simulated")
     return make_proposal(found.best.problem, solution, owner=owner)
 

@@ -119,6 +119,7 @@ def _refuse_existing(output: Path) -> None:
     """Refuse to overwrite a profile."""
     from .._common.errors import UsageError
 
+    # A profile may be the only record of a run, and a trainer may still append to it.
     if output.exists():
         raise UsageError(f"{output} exists, and profiles are never overwritten; choose another name")
 
@@ -230,6 +231,7 @@ def import_(
     _refuse_existing(output)
     path = profile_path(header)
     described = read_profile(path)[0].header
+    # The header's own bytes, so that its ``x_`` keys survive, also those without a meaning here.
     line = next(read_lines(path)).rstrip()
     model = costs_of_header(described, load_device(device), "float32")
     measured_plan = initial_plan(header, described) if plan is None else read_fitting_plan(plan, described)

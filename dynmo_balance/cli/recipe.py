@@ -55,6 +55,7 @@ def recipe(
     from ..recipes.recipe import load_recipe, recipe_names, run_recipe, with_size
     from ..recipes.trace import write_trace
 
+    # All recipes are read before the first one runs: an error in the last file must not cost minutes.
     recipes = [with_size(load_recipe(name), layers, workers) for name in names or recipe_names()]
     if trace is not None:
         if len(recipes) != 1:

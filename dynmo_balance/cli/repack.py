@@ -64,6 +64,7 @@ def repack(
     if chosen.workers == len(problem.slots):
         raise NoChangeError(
             f"all {chosen.workers} workers are needed to keep {keep:.0%} of the throughput of the {reference} pipeline"
+            # In text the table above has already shown why each number was refused.
             + ("" if is_text else _refusals(found))
         )
     small, plan = make_release_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)

@@ -39,6 +39,7 @@ def replay(
     warn_of_units(source, segment.steps)
     recorded = RecordedRun(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
     best = offline_optimum(recorded)
+    # The bottleneck, which is proven, for all: replayed steps follow a closed form of it, not the simulator.
     outcomes = [
         run_policy(recorded, WatchOptions(policy=chosen.value, every=every, window=window, objective="bottleneck"))
         for chosen in policy or list(Policy)

@@ -116,6 +116,7 @@ def simulate(
         problem = make_problem(loaded, options)
     if rates.link_gbps is not None:
         problem = replace(problem, link_bandwidth=round(rates.link_gbps * 1e9))
+    # The active plan, unless the options ask for another number of stages than it has.
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:

@@ -62,6 +62,7 @@ def verify(
         window=window,
     )
     inputs = load_inputs(read, profile, overrides, device=device.load(), dtype=device.dtype.value)
+    # A missing base is not an error here: ``verify`` reports what it could not check as a fault of its own.
     if base is None and profile.is_dir() and read.base_plan_id is not None:
         candidate = plan_path(profile / "plans", read.base_plan_id)
         base = candidate if candidate.is_file() else None

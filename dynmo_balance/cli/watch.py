@@ -134,6 +134,8 @@ def watch(
         memory_bytes=None if limits.memory is None else parse_bytes(limits.memory),
         lockstep=process.lockstep,
     )
+    # In lockstep the trainer is paused until the planner answers, so a poll delays every request. Otherwise a plan is
+    # worth whole steps, and a poll without news costs one stat().
     default_ms = 4.0 if process.lockstep else 50.0
     follow(
         run,
@@ -141,5 +143,6 @@ def watch(
         once=process.once,
         poll_s=(process.poll_ms or default_ms) / 1000,
         parent_pid=process.parent_pid,
+        # stdout is a pipe of the trainer, which reads the lines; data of this command are the plans on disk.
         heartbeat=None if process.heartbeat_s is None else Heartbeat(sys.stdout.fileno(), process.heartbeat_s),
     )

@@ -109,7 +109,9 @@ def what_if(
     is_compressed = options.is_enabled or bool({name for name, _ in varied} & COMPRESSION_AXES.keys())
     if is_compressed and (front or svg is not None):
         raise UsageError("--front and --svg have no grid with compression to show; leave them out")
+    # Without --vary: how many workers does this run need?
     axes = dict(varied or ([] if is_compressed else [parse_vary("stages=1:8", AXES)]))
+    # A sweep over sparsity multiplies costs, so they must not be those of a model that is pruned already.
     is_dense = costs.at_step is None and bool(set(DYNAMIC) & axes.keys())
     loaded = costs.load(source, before_changes=is_dense)
     print_message(

@@ -1,4 +1,16 @@
-"""``profile build``: a profile from a model's shape and a device, static or with a scripted trajectory."""
+"""``profile build``: a profile from a model's shape and a device, static or with a scripted trajectory.
+
+::
+
+    ModelSpec, Device, BuildOptions --build_header--> header line --header_of--> Header
+                                                                                   | build_costs
+    scenarios.scenario_steps(technique, dense costs) <-----------------------------+
+               | per step: costs, event
+               v
+    build_lines: header, then events and step records, as a trainer would write them
+
+The profile has the format of a measured one, so every command works on it, and the trainer can replay it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +68,10 @@ class BuildOptions:
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Adam's two moments at four bytes each, and a float32 copy of weights in half precision."""
+        """Adam's two moments at four bytes each, and a float32 copy of weights in half precision.
+
+        With weights and float32 gradients a parameter takes 18 bytes in bfloat16 and 16 in float32, as in Megatron-LM.
+        """
         if self.optimizer_bytes_per_param is not None:
             return self.optimizer_bytes_per_param
         return 8 if BYTES_PER_NUMBER[self.dtype] == 4 else 12
@@ -80,6 +95,7 @@ def _item(name: str, layer: str, kind: str, params: int, boundary: int, options:
 
 def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) -> dict[str, Any]:
     """The item with a copy of the word table of another item: with its gradient, but without its optimizer state."""
+    # Each copy computes a gradient, and the sum is applied once: the first copy has the optimizer state.
     table = spec.table_params // options.tensor_parallel
     number = BYTES_PER_NUMBER[options.dtype]
     return {
@@ -100,9 +116,11 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
     t = options.tensor_parallel
 
     def item(name: str, layer: str, kind: str, params: int) -> dict[str, Any]:
+        """One item with ``params`` parameters on a tensor-parallel rank."""
         return _item(name, layer, kind, params, boundary, options)
 
     def block(prefix: str, cross: bool, relative: int) -> list[dict[str, Any]]:
+        """The items of a block; ``relative`` is the number of parameters of its relative positions."""
         attention = spec.attention_params(t)
         mlp = spec.mlp_params(t, _number_of(prefix))
         rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", mlp)]
@@ -113,6 +131,8 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
         ]
 
     def stack(prefix: str, count: int, cross: bool) -> list[dict[str, Any]]:
+        """The items of ``count`` blocks."""
+        # T5's table of relative positions is in the first block of a stack, and the others use it.
         relative = spec.relative_params(t)
         return [row for i in range(count) for row in block(f"{prefix}layers.{i}", cross, 0 if i else relative)]
 
@@ -176,6 +196,7 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
                 "device": device.kind,
                 "memory_bytes": device.memory_bytes,
                 "relative_speed": 1,
+                # The host of the first worker has the rendezvous store of the run, so it is never released.
                 "releasable": worker > 0,
             }
             for worker in range(options.workers)
@@ -213,6 +234,7 @@ def works_of(spec: ModelSpec, header: Header, shape: MicrobatchShape) -> list[It
             return spec.mlp_matrices(t, _number_of(item.layer))
         if item.kind in ("attention", "cross_attention"):
             return spec.attention_matrices(t)
+        # The vocabulary's matrix comes last: ``work_of_item`` takes the number of logits from it.
         transform = (spec.hidden * spec.hidden,) if spec.head_transform else ()
         return (*transform, spec.table_params // t)
 
@@ -226,6 +248,7 @@ def works_of(spec: ModelSpec, header: Header, shape: MicrobatchShape) -> list[It
             spec.heads,
             weights(item),
             attention=spec.score_width,
+            # Windows limit self-attention only; cross-attention sees the whole input.
             keys=spec.keys(number, shape.sequence) if item.kind == "attention" else None,
             width=spec.mlp_width(number) if item.kind == "mlp" else spec.attention_width,
         )
@@ -263,5 +286,10 @@ def build_lines(
 
 
 def header_of(document: dict[str, Any]) -> Header:
-    """The header record of a header document."""
+    """The header record of a header document.
+
+    Raises:
+        DocumentError: it violates the format.
+    """
+    # Through the reader: what this module builds is checked like any other profile.
     return parse_profile([json.dumps(document).encode()], "the header")[0].header

@@ -28,6 +28,7 @@ KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def _step(header: Header, step: int, forward: Sequence[int], **backward: Sequence[int]) -> dict[str, Any]:
+    # None is "not sampled": these formats have no memory, and traces no time per worker.
     workers = len(header.workers)
     return {
         "record": "step",
@@ -47,6 +48,7 @@ def _events(text: str, source: str) -> list[Mapping[str, Any]]:
         document = parse_any_json(text, MAX_TABLE_BYTES)
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from error
+    # The Trace Event Format permits an object with ``traceEvents`` and a bare array.
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise UsageError(f"{source}: contains no list of trace events; record it with torch.profiler")
@@ -56,7 +58,18 @@ def _events(text: str, source: str) -> list[Mapping[str, Any]]:
 def from_trace(
     text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One step record of mean durations, of named events or of the modules of a ``torch.profiler`` trace."""
+    """One step record of mean durations, of named events or of the modules of a ``torch.profiler`` trace.
+
+    Args:
+        text: the trace.
+        source: its name, for messages.
+        header: of the profile.
+        model: costs that divide a layer's time among its items.
+        workers_of_items: not used; all readers have the same signature.
+
+    Raises:
+        UsageError: the trace is not valid, or has no events for an item of the header.
+    """
     events = _events(text, source)
     named = any(str(event.get("name", "")).endswith(".forward") for event in events)
     if not named and has_modules(events):
@@ -132,6 +145,7 @@ def _from_log(
             columns.append(
                 spread({at: ms * 1e6 / per for at, ms in of_workers.items()}, slowest, workers_of_items, modelled)
             )
+        # The format requires increasing steps. A restarted run repeats steps, and some logs have no numbers.
         last = records[-1]["step"] if records else 0
         step = number if logged.step is None or logged.step <= last else logged.step
         record = _step(header, max(step, last + 1), columns[0], backward_ns=columns[1])
@@ -144,7 +158,11 @@ def _from_log(
 def from_deepspeed(
     text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One step record per logged microbatch."""
+    """One step record per logged microbatch; arguments as for ``from_trace``.
+
+    Raises:
+        UsageError: the log has no times of microbatches, or ranks that belong to no worker.
+    """
     steps = list(deepspeed_steps(text))
     if not steps:
         raise UsageError(
@@ -156,7 +174,11 @@ def from_deepspeed(
 def from_megatron(
     text: str, source: str, header: Header, model: ItemCosts, workers_of_items: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One step record per logged step."""
+    """One step record per logged step; arguments as for ``from_trace``.
+
+    Raises:
+        UsageError: the log has no forward and backward times, or ranks that belong to no worker.
+    """
     steps = [step for step in megatron_steps(text) if all(step.times.get(kind) for kind in ("forward", "backward"))]
     if not steps:
         other = " it has forward-backward alone;" if "forward-backward" in text else ""

@@ -1,10 +1,12 @@
 """Model shapes from configurations: Hugging Face's ``config.json``, and DynMo's ``manifest.json`` and ``run.json``.
 
 A configuration is accepted only if each of its keys is known: *read* (the shape depends on it), *irrelevant* (no cost
-depends on it: numerics, tokens, dropouts, file formats), or *neutral* (null, false or empty). Any other key is
-refused
+depends on it: numerics, tokens, dropouts, file formats), or *neutral* (null, false or empty). Any other key is refused
 by name, and so is an unknown family: there is no fallback to a plain GPT. A missing key has the default of
 transformers' configuration class, if the table has one.
+
+Refusing is deliberate. A new key is usually a new part of the architecture, and a plan from a wrong shape looks as
+plausible as one from the right shape.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from .model_families import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Fam
 def _sizes(config: Config, family: Family, source: str) -> dict[str, int]:
     """The sizes that every model has, validated."""
     values: dict[str, Any] = {name: config.get(key) for name, key in family.names.items()}
+    # transformers' own rules for null: GPT-2's MLP is four times the model's width, T5's decoder has the depth of its
+    # encoder. A configuration without a maximum length gets 1024, which ``--sequence-length`` replaces.
     if family.names["ffn"] == "n_inner" and values["ffn"] is None and isinstance(values["hidden"], int):
         values["ffn"] = 4 * values["hidden"]
     if family.names is T5_NAMES and values["layers"] is None:
@@ -36,6 +40,7 @@ def _sizes(config: Config, family: Family, source: str) -> dict[str, int]:
 
 
 def _check_whole(values: Mapping[str, Any], source: str) -> None:
+    # ``type`` and not ``isinstance``: JSON's true is an int in Python.
     wrong = [name for name, value in values.items() if type(value) is not int or value < 1]
     if wrong:
         raise UsageError(f"{source}: {', '.join(wrong)} must be positive integers")
@@ -115,7 +120,12 @@ def _first_value(config: Config, *keys: str, default: Any = None) -> Any:
 
 
 def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
-    """The shape of a model of ``dynmo-train``, from a manifest or from the options of a run."""
+    """The shape of a model of ``dynmo-train``, from a manifest or from the options of a run.
+
+    Raises:
+        UsageError: the model has a dynamic technique inside its layers, or a size is missing or invalid.
+    """
+    # The two documents name the same sizes differently: first the key of the manifest, then the option of the run.
     used = [key for key in _OWN_TECHNIQUES if config.get(key)]
     if used:
         raise UsageError(f"{source}: {', '.join(used)}: not modelled; remove them and use --technique")
@@ -202,7 +212,11 @@ def from_config(config: Config, source: str) -> ModelSpec:
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read a ``config.json``, ``manifest.json`` or ``run.json``, or one of these in a directory."""
+    """Read a ``config.json``, ``manifest.json`` or ``run.json``, or one of these in a directory.
+
+    Raises:
+        UsageError: it is not a JSON object, or ``from_config`` refuses it.
+    """
     names = ("config.json", "manifest.json", "run.json")
     file = path
     if path.is_dir():

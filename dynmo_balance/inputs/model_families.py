@@ -201,6 +201,7 @@ def _local(config: Config, is_local: Callable[[int], bool], default: bool = True
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if not window or not default:
         return {}
+    # Newer configurations list the blocks; older ones rely on the rule in the family's modeling code.
     types = config.get("layer_types")
     if types is not None:
         if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
@@ -223,6 +224,7 @@ def _late(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_pattern(config: Config) -> dict[str, Any]:
+    # Five local blocks, then a global one (Gemma 3 technical report, arXiv 2503.19786, section 2).
     every = int(config["sliding_window_pattern"] or 6)
     return _local(config, lambda layer: (layer + 1) % every != 0)
 
@@ -240,6 +242,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
         "expert_ffn": int(config["moe_intermediate_size"]),
         "sparse_step": int(config["decoder_sparse_step"]),
         "dense_only": tuple(config["mlp_only_layers"] or ()),
+        # One norm for queries and one for keys, each of a head's size and shared by all heads.
         "qk_norm": 2 * _head_size(config),
     }
 
@@ -261,6 +264,7 @@ def _deepseek(config: Config) -> dict[str, Any]:
     return {
         "latent": latent,
         "head_size": latent.nope + latent.rope,
+        # Each head has keys and values of its own, expanded from the common latent.
         "kv_heads": config["num_attention_heads"],
         "mlp_biases": bool(config["mlp_bias"]),
         "experts": max(1, routed),

@@ -40,7 +40,7 @@ class ProblemOptions:
     tied_together: bool = False
 
 
-_UNITS = {
+_UNITS = {  # in upper case, as sizes are compared without case
     "": 1,
     "B": 1,
     "KB": 10**3,
@@ -83,6 +83,7 @@ def _parse_pins(source: ProfileSource, pins: tuple[str, ...]) -> tuple[tuple[int
 
 def _places(source: ProfileSource, options: ProblemOptions) -> tuple[WorkerSlot, ...]:
     memory = None if options.memory is None else parse_bytes(options.memory)
+    # The active plan may have released workers that the header still lists.
     if options.stages is None and source.plan is not None:
         by_id = {slot.worker: slot for slot in worker_slots(source.header, None, memory)}
         return tuple(by_id[worker] for worker in source.plan.workers)
@@ -91,6 +92,7 @@ def _places(source: ProfileSource, options: ProblemOptions) -> tuple[WorkerSlot,
 
 def default_virtual_stages(header: Header, schedule: str) -> int:
     """The default number of stages per worker: as in the profile, or the minimum of another schedule."""
+    # The profile's number belongs to its schedule: three stages per worker under interleaved 1F1B mean nothing to zb-v.
     if schedule == header.schedule:
         return header.virtual_stages_per_worker
     return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
@@ -133,6 +135,7 @@ def with_plan_order(problem: PartitionProblem, plan: Plan) -> PartitionProblem:
             f"the plan's operations are for {microbatches} microbatches, not {problem.microbatches};"
             f" use --microbatches {microbatches} or another --schedule"
         )
+    # A custom schedule places stages anywhere, so the layout is part of the plan, not of a rule.
     at = {worker: index for index, worker in enumerate(plan.workers)}
     return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
 
@@ -151,6 +154,7 @@ def problem_under_plan(problem: PartitionProblem, header: Header, plan: Plan) ->
         slots=tuple(by_id[worker] for worker in plan.workers),
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages_per_worker,
+        # The plan is simulated, not solved again, so constraints of another number of stages do not apply.
         pins=(),
         current=None,
         order=None,

@@ -65,6 +65,7 @@ def recorded_owners(path: Path, segment: Segment) -> dict[int, dict[str, int]]:
 
 def initial_plan(path: Path, header: Header) -> Plan | None:
     """The newest initial partition of a run directory that fits the header."""
+    # The newest: each segment of a resumed run begins with an initial plan of its own.
     for number in reversed(plan_numbers(path / "plans") if path.is_dir() else []):
         try:
             plan = read_plan(plan_path(path / "plans", number))
@@ -80,6 +81,8 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     chosen: list[Step | Event] = []
     for record in segment.records:
         if isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
+            # A change right after the last step that counts would void all costs, with no step after it to give new
+            # ones.
             steps = [r.step for r in chosen if isinstance(r, Step)]
             if steps and (before_changes or steps[-1] == at_step):
                 break
@@ -128,6 +131,7 @@ def load(
         UsageError: it has no usable costs.
     """
     segments = read_profile(profile_path(path))
+    # A run that was resumed a moment ago has a new header and no steps yet; the segment before still describes it.
     segment = next((s for s in reversed(segments) if s.steps), segments[-1])
     if segment_number is not None:
         segment = _numbered(segments, segment_number, path)
@@ -156,6 +160,7 @@ def load(
         )
     warn_of_units(path, costs_window.records)
     plan = _active_plan(path, header, last)
+    # Without the plan it is unknown which worker measured an item; all then count as normal.
     costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
     if costs is None:
         raise UsageError(
@@ -166,7 +171,10 @@ def load(
 
 
 def warn_of_units(path: Path, records: Sequence[Step]) -> bool:
-    """Warn on stderr if the times look like another unit than nanoseconds; returns whether they do."""
+    """Warn on stderr if the times look like another unit than nanoseconds; returns whether they do.
+
+    Only a warning: an item may take 50 ns, and ratios of times are right in any unit.
+    """
     found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
     if found:
         more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""

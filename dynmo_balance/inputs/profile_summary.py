@@ -9,6 +9,7 @@ from .._common.errors import UsageError
 from ..formats.profile import Segment, Step
 
 MIN_PLAUSIBLE_NS, MAX_PLAUSIBLE_NS = 100, 100_000_000_000
+"""An item's time outside these is probably in us, ms or s: a unit differs by a factor of at least 1000."""
 SHADES = " .:-=+*#%@"
 
 
@@ -22,6 +23,7 @@ def step_warnings(step: Step, where: str) -> list[Problem]:
     found = []
     for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
         for index, value in enumerate(getattr(step, name) or ()):
+            # Not sampled and did not run (a frozen item) are plausible.
             if value and not MIN_PLAUSIBLE_NS <= value <= MAX_PLAUSIBLE_NS:
                 message = f"{value} ns is outside 100 ns to 100 s; is it another unit?"
                 found.append(Problem(f"{where}.{name}[{index}]", "unit", message))
@@ -41,7 +43,11 @@ def warnings_of(segments: Sequence[Segment]) -> list[Problem]:
 
 
 def heat_values(segment: Segment | None, width: int) -> tuple[list[str], list[list[int]]]:
-    """The item names and, per item, the mean time in ns over at most ``width`` ranges of steps."""
+    """The item names and, per item, the mean time in ns over at most ``width`` ranges of steps.
+
+    Raises:
+        UsageError: there is no segment with step records.
+    """
     if segment is None:
         raise UsageError("the profile has no step records to show; record at least one step")
     steps = segment.steps

@@ -6,7 +6,8 @@ Each is a stated model, not a measurement. All take the dense costs, the number 
   Global magnitude pruning makes layers uneven, modelled by a spread of the sparsity that increases with depth.
 * ``freezing``: the frozen front grows in equal steps to a final share of the layers.
 * ``moe``: the busiest expert of each layer sets the time of its MLP; the skew drifts over layers and steps.
-* ``mod``: every other block computes only a share of the tokens, between 12.5 % and 50 %.
+* ``mod``: every other block computes only a share of the tokens, between 12.5 % and 50 % (Raposo et al. 2024, arXiv
+  2404.02258, which finds 12.5 % in every other block best).
 * ``early-exit``: the share of active tokens decreases exponentially with depth, and with training.
 * ``sparse-attention``: the attention of each layer keeps a share of its blocks that drifts between 10 % and 100 % of
   the densest. The projections stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
@@ -82,6 +83,7 @@ def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
 def _pruning(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     model = trajectory.sparsity
     depths = depths_of(header)
+    # As the published program of DynMo: of 10,000 steps, four rounds from step 3,000 on, one every 1,000 steps.
     rounds = 4
     begin, every = trajectory.steps * 3 // 10, max(1, trajectory.steps // 10)
     factors = [1.0] * len(depths)
@@ -91,6 +93,8 @@ def _pruning(header: Header, trajectory: TrajectorySettings, rng: random.Random)
         if rest == 0 and 0 <= done < rounds:
             progress = (done + 1) / rounds
             mean = trajectory.strength * (1 - (1 - progress) ** 3)
+            # Global magnitude pruning is modelled to remove more from later layers: at 90 % on average, from about two
+            # thirds to 99 %. No layer loses all its weights.
             sparsity = [min(0.99, max(0.0, mean + (d - 0.5) * 0.5 * mean)) for d in depths]
             pairs = zip(header.items, sparsity, strict=True)
             factors = [model.factor(s) if item.kind in PRUNED_KINDS else 1.0 for item, s in pairs]
@@ -107,6 +111,7 @@ def _moe(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> 
     skew = {layer: abs(rng.gauss(0, deviation)) for layer, deviation in strength.items()}
     for _ in range(trajectory.steps):
         for layer, deviation in strength.items():
+            # 0.995^2 + 0.1^2 is about 1: the skew drifts, but its deviation stays that of the start.
             skew[layer] = abs(0.995 * skew[layer] + 0.1 * deviation * rng.gauss(0, 1))
         yield [1 + skew[i.layer] if i.kind in ("mlp", "layer") else 1.0 for i in header.items], None
 
@@ -152,6 +157,7 @@ def _static(header: Header, trajectory: TrajectorySettings, rng: random.Random) 
 
 def hash_unit(text: str) -> float:
     """A number within [0, 1) that depends only on the text."""
+    # ``hash`` of a string differs between processes; the seed of ``random.Random`` does not.
     return random.Random(text).random()
 
 
@@ -172,8 +178,10 @@ def _noisy(costs: ItemCosts, trajectory: TrajectorySettings, rng: random.Random)
         return costs
 
     def noise() -> list[float]:
+        # Times stay positive under strong noise, because the format has no negative ones and 0 means "did not run".
         return [max(0.1, 1 + trajectory.noise * rng.gauss(0, 1)) for _ in costs.forward_ns]
 
+    # Forward and backward are measured separately, so their noise is independent.
     return scaled(scaled(costs, noise(), ("forward",)), noise(), ("backward",))
 
 
@@ -194,7 +202,15 @@ def _freezing(header: Header, dense: ItemCosts, trajectory: TrajectorySettings) 
 def scenario_steps(
     technique: str, header: Header, dense: ItemCosts, trajectory: TrajectorySettings
 ) -> Iterator[ScenarioStep]:
-    """The costs of every step of a technique."""
+    """The costs of every step of a technique.
+
+    Args:
+        technique: one of ``TECHNIQUES``.
+        header: of the profile.
+        dense: the costs without the technique.
+        trajectory: number of steps, strength, noise and seed.
+    """
+    # One generator for trajectory and noise: the seed alone determines every number of the profile.
     rng = random.Random(trajectory.seed)
     if technique == "freezing":
         changing = _freezing(header, dense, trajectory)
@@ -207,7 +223,11 @@ def scenario_steps(
 
 
 def frozen_front(header: Header, share: float) -> int:
-    """The number of frozen items if this share of the layers is frozen, the embedding included."""
+    """The number of frozen items if this ``share`` of the layers, in [0, 1), is frozen, the embedding included.
+
+    Raises:
+        UsageError: the share is out of range.
+    """
     if not 0 <= share < 1:
         raise UsageError(f"the frozen share must be within [0, 1), is {share}")
     starts = layer_starts(header.items)
@@ -218,7 +238,18 @@ def frozen_front(header: Header, share: float) -> int:
 
 
 def frozen_costs(header: Header, costs: ItemCosts, share: float, *, cached_forward: bool = False) -> ItemCosts:
-    """The costs with this share of the layers frozen, from the front; with a cached forward pass they cost nothing."""
+    """The costs with this share of the layers frozen, from the front.
+
+    Args:
+        header: of the profile.
+        costs: of all items.
+        share: share of the layers, in [0, 1).
+        cached_forward: whether the outputs of the front are read from a cache, so that its forward pass takes no time.
+
+    Raises:
+        UsageError: the share is out of range.
+    """
+    # No gradient passes through the front, so it needs neither backward pass nor activations.
     front = frozen_front(header, share)
 
     def zero(values: tuple[int, ...]) -> tuple[int, ...]:

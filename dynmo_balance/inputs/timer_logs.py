@@ -19,12 +19,15 @@ from ..formats.profile import Header
 SLOWEST = -1
 """Used as a rank: the slowest of all ranks."""
 KINDS = ("forward", "backward")
+# Digits are bounded in number: a log is foreign text, and Python refuses to convert thousands of digits.
 _MS = r"([0-9]{1,12}(?:\.[0-9]{1,9})?)"
 _ITERATION = re.compile(r"\biteration\s+([0-9]{1,12})\s*/\s*[0-9]+\b")
 _ELAPSED = re.compile(rf"elapsed time per iteration \(ms\): {_MS}\b")
+# ``name ......: (min, max)`` with minmax, ``name ......: max`` with max; with all, ``name:`` and then a line per rank.
 _TIMER = re.compile(rf"\b(forward|backward)-compute\b[ .]*:\s*(?:\({_MS}, {_MS}\)|{_MS})?\s*$")
 _OTHER_TIMER = re.compile(r"(?:^|\s)[a-z][\w/-]*[ .]*:\s*(?:\([0-9., ]+\))?\s*$")
 _RANK = re.compile(rf"\brank\s+([0-9]{{1,9}}): {_MS}\s*$")
+# DeepSpeed's ``log_dist`` begins a line with the rank; a log that was filtered may lack it.
 _DEEPSPEED = re.compile(
     rf"(?:\[Rank ([0-9]{{1,9}})\].*?)?time \(ms\) .*?\bfwd_microstep: {_MS}\b.*?\bbwd_microstep: {_MS}\b"
 )
@@ -49,6 +52,7 @@ def megatron_steps(text: str) -> Iterator[LoggedStep]:
     """The steps of a Megatron log that have forward and backward times."""
     now, kind = LoggedStep(), ""
     for line in text.splitlines():
+        # Megatron logs the line of an iteration first, then its timers, already divided by ``--log-interval``.
         if iteration := _ITERATION.search(line):
             if now.times:
                 yield now
@@ -57,6 +61,7 @@ def megatron_steps(text: str) -> Iterator[LoggedStep]:
             kind = ""
         elif timer := _TIMER.search(line):
             kind = timer[1]
+            # The same timer again without an iteration line, such as in a log filtered for timers: the next step.
             if kind in now.times:
                 yield now
                 now = LoggedStep()
@@ -67,7 +72,7 @@ def megatron_steps(text: str) -> Iterator[LoggedStep]:
         elif (rank := _RANK.search(line)) and kind:
             now.times[kind][int(rank[1])] = float(rank[2])
         elif _OTHER_TIMER.search(line):
-            kind = ""
+            kind = ""  # the ranks that follow are those of another timer
     if now.times:
         yield now
 
@@ -97,6 +102,7 @@ def worker_times(times: Mapping[int, float], header: Header, source: str) -> dic
             f"{source}: ranks {', '.join(map(str, strange))} belong to no worker of the header, whose ranks are"
             f" {min(position)} to {max(position)}; give the header of the run that wrote the log"
         )
+    # The slowest rank: a pipeline rank ends with its last tensor- or data-parallel rank, as in a profile.
     found: dict[int, float] = {}
     for rank, time in times.items():
         if rank != SLOWEST:

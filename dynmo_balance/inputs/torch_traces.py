@@ -7,7 +7,14 @@ several, the class that takes the longest). Work of the model before the first b
 one the head. Work outside the model, such as a loss or an optimizer, is not counted in the forward pass.
 
 A backward step belongs to the block of its operator; a gradient accumulation belongs to the block of the step before
-it. Without kernels the CPU times count, with kernels those of the kernels.
+it. Without kernels the CPU times count, with kernels those of the kernels::
+
+    forward thread   | nn.Module: GPT_0 ......................................|     the root: one per pass
+                     |  embedding  | Block_0 ... | Block_1 ... |  head        |
+    operators           aten::mm, sequence number 7 -----------+
+    backward thread  evaluate_function: MmBackward0, sequence number 7         -> the block of operator 7
+                     evaluate_function: AccumulateGrad, no such number         -> the block of the step before it
+    GPU              kernel, correlation 42 <- cudaLaunchKernel, correlation 42 -> the owner of the launch
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 class LayerTimes:
     """Mean times of a pass in us: embedding, each layer in order, head."""
 
+    # Microseconds: the unit of ``ts`` and ``dur`` in the Trace Event Format.
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
 
@@ -48,11 +56,11 @@ class _Spans:
         self._starts = [event["ts"] for event in self.events]
 
     def before(self, instant: float) -> int:
-        """The last interval that began by then; -1 if none did."""
+        """The last interval that began by ``instant``, in us; -1 if none did."""
         return bisect_right(self._starts, instant) - 1
 
     def at(self, instant: float) -> int:
-        """The interval that contains a time; -1 if there is none."""
+        """The interval that contains ``instant``, in us; -1 if there is none."""
         found = self.before(instant)
         inside = found >= 0 and instant < self.events[found]["ts"] + self.events[found]["dur"]
         return found if inside else -1
@@ -76,6 +84,7 @@ def layer_times(events: Sequence[Event], layers: int, source: str) -> LayerTimes
     Raises:
         UsageError: no module class has one instance per layer, or there is no backward pass.
     """
+    # A trace is a file of another program: events without usable times or threads are ignored instead of trusted.
     timed = [
         one
         for one in events
@@ -114,6 +123,7 @@ class _Reader:
         found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
         for event in self._events:
             match = _MODULE.fullmatch(str(event.get("name", "")))
+            # Activation checkpointing calls modules again inside the backward pass; that time is backward time.
             if match and self._in_backward(event) < 0:
                 found[match[1]][int(match[2])].append(event)
         return found
@@ -132,6 +142,7 @@ class _Reader:
                 f"{source}: no module class has {self._layers} instances; it has {present or 'no modules'};"
                 " use a trace of one process that executes all layers, and the header of that model"
             )
+        # Attention and MLP have one instance per layer too; the block contains them, so it takes longest.
         name = max(fitting, key=lambda one: sum(event["dur"] for calls in fitting[one].values() for event in calls))
         order = sorted(fitting[name], key=lambda instance: min(event["ts"] for event in fitting[name][instance]))
         number = {id(event): at for at, instance in enumerate(order) for event in fitting[name][instance]}
@@ -173,6 +184,7 @@ class _Reader:
         for thread, spans in self._backward.items():
             last, found = self._layers + 1, []
             for event in spans.events:
+                # The engine accumulates a weight's gradient right after the operator that made it.
                 last = made.get(_number(event, "Sequence number"), last)
                 found.append(last)
             owners[thread] = found
@@ -193,7 +205,7 @@ class _Reader:
             if owner >= 0:
                 (backward if step >= 0 else forward)[owner] += kernel["dur"]
         if kernels:
-            return forward, backward
+            return forward, backward  # on a GPU the CPU only launches; its times are not those of the layers
         for thread, spans in self._backward.items():
             for event, owner in zip(spans.events, owners[thread], strict=True):
                 backward[owner] += event["dur"]

@@ -1,4 +1,18 @@
-"""One decision of the online planner: from the state of a run to a plan or none. Pure: no clock, no files."""
+"""One decision of the online planner: from the state of a run to a plan or none. Pure: no clock, no files.
+
+::
+
+    RunState, base plan --problem_of--> PartitionProblem
+                                             |  evaluate_last_move   penalty, rollback, blocked partition
+                                             |  find_packing         release of workers, if it is enabled
+                                             |  evaluate_move        proposal and Evidence
+                                             v  verdict_of           policy
+                        Decision: plan or None, log line, PolicyState
+
+Purity is what makes a restart harmless: the same records give the same decisions, so a planner that was killed repeats
+the past ones and continues with the same state. The order above matters too: a rollback and a release are decided
+before the policy, which compares gains and knows neither.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +90,7 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
     costs = state.window.costs(speeds_of_items(header, base.owner))
     if costs is None:
         return None
+    # The workers of the active plan and not of the header, which still lists released ones.
     by_id = {slot.worker: slot for slot in worker_slots(header, memory_bytes=options.memory_bytes)}
     slots: tuple[WorkerSlot, ...] = tuple(by_id[worker] for worker in base.workers)
     return PartitionProblem(
@@ -120,6 +135,7 @@ def evaluate_move(
     """
     pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
     works = state.trace.works(speeds_of)
+    # A gain does not outlast the next change of costs, when a new partition is due anyway.
     due = state.next_event_step
     horizon = options.horizon if due is None else min(options.horizon, due - state.last_step)
     if options.policy == "regret":
@@ -137,6 +153,7 @@ def evaluate_move(
             base_pause_ns=state.base_pause_ns,
         )
     now_ns, then_ns = predict(problem, base.boundaries).step_ns, proposal.timeline.step_ns
+    # Only the exact solver takes other weights than the problem's costs, which the long window needs.
     if options.policy == "threshold" and options.balancer == "exact" and problem.virtual_stages == 1:
         long_boundaries = solve(problem, forecast_work(works, 0)).boundaries
         window_selection = policy_state.window_selection.after(
@@ -150,6 +167,7 @@ def evaluate_move(
         )
         policy_state = replace(policy_state, window_selection=window_selection)
         if window_selection.uses_long:
+            # Costs oscillate here, so a gain is expected for no longer than the past that it was measured on.
             proposal, horizon = _proposal_for(problem, long_boundaries, base, state), min(horizon, len(works))
             now_ns, then_ns = (
                 round(step_times(problem, works, each).mean()) for each in (base.boundaries, long_boundaries)
@@ -252,7 +270,7 @@ def decide(
             return Decision(
                 plan=plan,
                 line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
-                policy_state=PolicyState(),
+                policy_state=PolicyState(),  # regret and windows are those of another number of workers
             )
         proposal, inputs, policy_state = evaluate_move(problem, base, state, options, feedback, policy_state, speeds_of)
         if feedback.roll_back and previous is not None and options.policy != "always":
@@ -260,6 +278,7 @@ def decide(
             returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
             return move(returned, "manual", feedback.reason, PolicyState(blocked=policy_state.blocked))
     except DynmoError as error:
+        # An infeasible problem must not end the planner: the costs of the next steps may permit a partition again.
         return keep(f"no partition: {error}")
     blocked_until = policy_state.blocked_until(proposal.solution.boundaries)
     if state.last_step < blocked_until:

@@ -1,7 +1,14 @@
 """Follows a growing profile: complete lines only, new lines only, across rotation of the file.
 
-A profile may be renamed and restarted, or copied and truncated (``copytruncate``). The next file continues where the
-previous one ended, unless its lines belong to another run; then the state is reset.
+A profile may be renamed and restarted, or copied and truncated (``copytruncate`` of logrotate). The next file continues
+where the previous one ended, unless its lines belong to another run; then the state is reset::
+
+    stat: same file, same size and time   nothing new
+          same file                       read from the offset; the bytes before it differ: truncated, read from 0
+          another file                    read the old one to its end first, then the new one from 0
+
+A line counts once it ends with a newline, because the trainer appends each with one ``write()`` and may be killed in
+the middle of it.
 """
 
 from __future__ import annotations
@@ -46,6 +53,7 @@ class _OpenFile:
     """An open file, which can be read to its end after it was renamed, and the position up to which it was read."""
 
     def __init__(self, path: Path) -> None:
+        # Only regular files: opening a named pipe would block the planner until somebody writes to it.
         try:
             with open_regular(path) as handle:
                 self.fd = os.dup(handle.fileno())
@@ -68,6 +76,8 @@ class _OpenFile:
 
     def read(self) -> tuple[list[bytes], bytes]:
         """The new complete lines, and the incomplete line after them."""
+        # In parts of 16 MB, so that a long profile needs no second copy of itself while it is read. ``pread`` has its
+        # own position, so an incomplete line is simply read again by the next poll.
         parts = []
         at = self.offset
         while part := os.pread(self.fd, 1 << 24, at):
@@ -161,6 +171,7 @@ class ProfileFollower:
 
     def _place(self, line: bytes, update: _UpdateBuilder) -> None:
         """Parse a line of a file that may continue the previous one or belong to another run."""
+        # A parser of its own: the real one must not take the header of another run before that is decided.
         before = self._parser.header
         probe = LineParser()
         probe.header = before
@@ -173,6 +184,8 @@ class ProfileFollower:
         elif not isinstance(record, Header):
             self._is_undecided = False
             last = self._parser.last_step
+            # The same header and steps that go back: the file repeats the run from its start. The same header and later
+            # steps: a rotated file that begins with a copy of the header.
             again = record.step < last or (isinstance(record, Step) and record.step == last)
             if again and self._repeated is not None:
                 self._restart(update)

@@ -64,6 +64,7 @@ class WorkTrace:
 
     def __init__(self, size: int = TRACE_RECORDS) -> None:
         self._rows: deque[tuple[int, Works]] = deque(maxlen=size)
+        # The records ever added, not those present: policies take the difference to find the new ones.
         self.records = 0
         self.generation = 0
 
@@ -146,7 +147,15 @@ def step_times(problem: PartitionProblem, works: Works, boundaries: Sequence[int
 
 
 def horizon_steps(pause_ns: float, step_ns: float) -> float:
-    """Half of the steps until a move breaks even while costs drift: longer pauses need longer horizons."""
+    """Half of the steps until a move breaks even while costs drift: longer pauses need longer horizons.
+
+    If the loss per step increases by ``d = DRIFT_PER_STEP x step`` with each step, it adds up to ``d n^2 / 2`` after
+    ``n`` steps, which equals the pause at ``n = sqrt(2 pause / d)``.
+
+    Args:
+        pause_ns: cost of a move.
+        step_ns: mean step.
+    """
     if step_ns <= 0:
         return 1.0
     return min(float(MAX_HORIZON_STEPS), 0.5 * math.sqrt(2 * pause_ns / (step_ns * DRIFT_PER_STEP)))
@@ -164,6 +173,7 @@ def forecast_work(works: Works, ahead_steps: float) -> list[int]:
     """
     mean = works.mean(axis=0)
     count = len(works)
+    # Least squares for all items at once. In fewer records a slope is hidden by noise.
     if ahead_steps and count >= 8:
         at = np.arange(count) - (count - 1) / 2
         spread = float((at**2).sum())
@@ -173,6 +183,7 @@ def forecast_work(works: Works, ahead_steps: float) -> list[int]:
         # A slope that is not clearly above its noise becomes 0, because an extrapolated one would move layers by
         # chance.
         slope = slope * np.maximum(0.0, 1 - SLOPE_CONFIDENCE / np.maximum(certainty, 1e-9))
+        # An extrapolated time stays positive: a layer that gets cheaper does not become free.
         mean = np.maximum(0.05 * mean, mean + slope * ((count - 1) / 2 + ahead_steps))
     return [round(float(value)) for value in mean]
 
@@ -206,6 +217,7 @@ def update_regret(
             candidates=(empty,) * len(forecasts),
             scores=(0.0,) * len(forecasts),
         )
+    # A poll may bring several records or none; with none, the last one is measured again.
     fresh = works[-min(len(works), max(1, trace.records - before.records)) :]
     staying = step_times(problem, fresh, current)
     horizon = max(float(len(fresh)), horizon_steps(pause_ns, float(staying.mean())))

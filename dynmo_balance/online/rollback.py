@@ -35,6 +35,7 @@ MIN_HARM = 0.02
 WAIT_STEPS = 200
 """Number of steps after a rollback in which the partition is not proposed again."""
 MIN_RECORDS = 8
+"""Records after a move before it is judged; in fewer, harm is hidden by noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ def evaluate_last_move(
         problem: on the workers of ``base``; gives speeds and microbatches.
         speeds_of: speeds of the items' workers under a plan.
     """
+    # A rollback is itself a move, and is not evaluated: that could move back and forth. It is recognized by its
+    # balancer, as the planner stores nothing but its plans.
     if base.balancer == "manual":
         if previous is None or state.last_step >= base.read_to_step + WAIT_STEPS:
             return Feedback()
@@ -80,6 +83,7 @@ def evaluate_last_move(
     enough = len(before) >= 2 and len(after) >= min(MIN_RECORDS, state.window_size)
     if base.action != "move" or predicted is None or previous is None or not enough:
         return Feedback()
+    # Both partitions have to run on the same workers to be compared on the same costs.
     if previous.workers != base.workers or len(previous.stages) != len(base.stages):
         return Feedback()
     works_before, works_after = _works(before, speeds_of), _works(after, speeds_of)
@@ -103,6 +107,7 @@ def evaluate_last_move(
             f" take {mean_staying / 1e6:.2f} ms under the plan before it"
         )
         return Feedback(penalty=2.0, roll_back=True, reason=reason)
+    # In favor of the move by three standard errors: noise must not make the next move more expensive.
     realized = (3 * error - float(harm.mean())) / mean_staying
     return Feedback(penalty=2.0 if realized < MIN_REALIZED_SHARE * predicted else 1.0)
 

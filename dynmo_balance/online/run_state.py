@@ -14,6 +14,7 @@ from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from .regret import WorkTrace
 
 LEARNING_RATE = 0.5
+"""Weight of the newest measured pause; ``verify`` repeats this mean, see ``analysis.verify.plan``."""
 
 
 @dataclass(kw_only=True)
@@ -68,6 +69,7 @@ class RunState:
             case Step():
                 self._step(record)
             case Event():
+                # Costs before the change are void, and so is the comparison of the steps before and after a move.
                 if record.kind not in COST_NEUTRAL_EVENTS:
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
@@ -88,6 +90,8 @@ class RunState:
         self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
+        # ``results`` and ``base_pause_ns`` survive: plan numbers continue over segments, and the pause is that of the
+        # same cluster.
 
     def _step(self, step: Step) -> None:
         self.last_step = step.step
@@ -112,6 +116,7 @@ class RunState:
 
     def _result(self, result: PlanResult) -> None:
         self.results[result.plan_id] = result
+        # The result shows that the trainer has its answer.
         if self.requested_step is not None and result.step >= self.requested_step:
             self.requested_step = None
         if result.result in ("refused", "rolled_back"):
@@ -124,6 +129,8 @@ class RunState:
             self._activate(self.previous)
 
     def _learn(self, result: PlanResult) -> None:
+        # Transfers are subtracted, because the next move may be of another size; the rest (verify, rebuild the
+        # schedule) is the same for each.
         link = self.header.link if self.header is not None else None
         transfer = result.bytes * 1_000_000_000 // link.bandwidth_bytes_per_s if link is not None else 0
         measured = max(0, result.pause_ns - transfer)

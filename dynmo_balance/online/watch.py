@@ -82,6 +82,7 @@ class Watcher:
             whether there was anything new.
         """
         news = self._tail.poll()
+        # Everything that was derived from the former contents is void; the plans on disk are not.
         if news.restarted:
             print_message("the profile was replaced or truncated: starting from scratch")
             self.state = RunState(window_size=self._options.window)
@@ -138,6 +139,7 @@ class Watcher:
             return False
         if state.requested_step is not None:
             return True
+        # A trainer that refuses, such as for memory that the planner does not know, will refuse the next plan too.
         pause = self._options.every << min(state.refusals, MAX_DOUBLINGS)
         if self._options.lockstep or (self._decided_at >= 0 and state.last_step < self._decided_at + pause):
             return False
@@ -172,6 +174,7 @@ class Watcher:
         state = self.state
         if self._base is not None and (state.active_plan_id is None or self._base.plan_id == state.active_plan_id):
             return self._base
+        # The trainer alone knows which plan is active. Before its first step only the initial one can be.
         numbers = plan_numbers(self._plans) if state.active_plan_id is None else [state.active_plan_id]
         for number in reversed(numbers):
             try:
@@ -231,6 +234,7 @@ class Watcher:
                 yield number, read_to_step
 
     def _warn_once(self, text: str) -> None:
+        # A poll repeats every 50 ms; the same warning each time would fill the log.
         if text != self._last_warning:
             print_message(text)
             self._last_warning = text
@@ -248,6 +252,7 @@ class Heartbeat:
     """
 
     def __init__(self, descriptor: int, every_s: float) -> None:
+        """``descriptor`` is that of a pipe, ``every_s`` the minimum time in s between two lines."""
         os.set_blocking(descriptor, False)
         self._descriptor, self._every_s, self._due = descriptor, every_s, 0.0
 
@@ -302,7 +307,7 @@ def _is_alive(pid: int, is_child: bool) -> bool:
     if is_child:
         return os.getppid() == pid
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return False
     except PermissionError:

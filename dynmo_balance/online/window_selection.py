@@ -1,10 +1,9 @@
 """Short or long window: which past predicts the next steps' costs better, measured out of sample.
 
-The mean over the last few records follows a cost change quickly. If costs oscillate faster than that, it is always
-one
-phase late: a policy that follows it moves layers in every phase, and loses by each move. So two windows, the short
-one and all records of the trace, each follow a partition of their own. The next steps measure both, pauses included,
-and the better one is used::
+The mean over the last few records follows a cost change quickly. If costs oscillate faster than that, it is always one
+phase late: a policy that follows it moves layers in every phase, and loses by each move. So two windows, the short one
+and all records of the trace, each follow a partition of their own. The next steps measure both, pauses included, and
+the better one is used::
 
     decision k      short window follows S, long window follows L
     steps k..k+1    modelled step time under S, and under L, on the costs of these steps
@@ -63,6 +62,7 @@ class WindowScore:
         """
         if not self.follows:
             return replace(self, follows=proposed)
+        # The same rule as the policy ``threshold``, so each window shows what following it would have cost.
         now, then = (float(step_times(problem, past, each).mean()) for each in (self.follows, proposed))
         return self if then > (1 - min_gain) * now else replace(self, follows=proposed, due_ns=pause_ns)
 
@@ -123,6 +123,7 @@ class WindowSelection:
             one.decided(problem, past, boundaries, min_gain=min_gain, pause_ns=pause_ns)
             for one, past, boundaries in zip((short, long), pasts, proposed, strict=True)
         )
+        # Returning to the short window needs a larger difference than leaving it: no switching back and forth.
         limit = SHORT_THRESHOLD if self.uses_long else LONG_THRESHOLD
         followed, other = (long, short) if self.uses_long else (short, long)
         is_switched = decisions >= MIN_DECISIONS and other.score < limit * followed.score

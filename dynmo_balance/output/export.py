@@ -135,7 +135,17 @@ def _no_empty_stage(plan: Plan, framework: str, counts: Sequence[int] | None = N
 
 
 def megatron(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """The layout string, with the flags that belong to it."""
+    """The layout string, with the flags that belong to it.
+
+    Args:
+        plan: the partition.
+        header: of the plan's profile.
+        microbatches: of one step.
+        version: of the target; not used.
+
+    Raises:
+        UsageError: Megatron cannot run this plan exactly.
+    """
     _runs(plan, "Megatron", ("1f1b", "interleaved-1f1b"))
     _one_stack(header, "the layout of Megatron")
     workers, virtual = len(plan.workers), plan.virtual_stages_per_worker
@@ -143,6 +153,7 @@ def megatron(plan: Plan, header: Header, microbatches: int, version: str | None)
         raise UsageError(
             "Megatron interleaves several stages per worker; plan with --virtual-stages 2 or --schedule 1f1b"
         )
+    # Our rounds may have another length (``schedules.interleaved``), Megatron's have one microbatch per rank.
     if virtual > 1 and microbatches % workers:
         raise UsageError(
             f"Megatron interleaves {workers} microbatches at a time, but {microbatches} is not a multiple of that;"
@@ -166,6 +177,8 @@ def megatron(plan: Plan, header: Header, microbatches: int, version: str | None)
 
 def _head_of_torchtitan(version: str | None) -> str:
     """The name of the output projection: ``output`` up to release 0.2.2, then ``lm_head``."""
+    # An unknown release is refused: torchtitan ignores a module name that the model does not have, and the stage would
+    # lack its head.
     if version in (None, "main"):
         return "lm_head"
     match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version or "")
@@ -180,7 +193,17 @@ def _head_of_torchtitan(version: str | None) -> str:
 
 
 def torchtitan(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """The section ``parallelism`` as JSON: schedule, workers, and the module names of each stage."""
+    """The section ``parallelism`` as JSON: schedule, workers, and the module names of each stage.
+
+    Args:
+        plan: the partition.
+        header: of the plan's profile.
+        microbatches: of one step; not used, as torchtitan takes it from its batch sizes.
+        version: release of torchtitan such as 0.2.2; None is main.
+
+    Raises:
+        UsageError: torchtitan cannot run this plan exactly, or the release is unknown.
+    """
     _one_stack(header, "torchtitan")
     head = _head_of_torchtitan(version)
     names = {"embedding": ["tok_embeddings"], "head": ["norm", head]}
@@ -215,7 +238,17 @@ def _like(plan: Plan) -> str:
 
 
 def deepspeed(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """A subclass that sets the parts over a list of layer specifications."""
+    """A subclass that sets the parts over a list of layer specifications.
+
+    Args:
+        plan: the partition.
+        header: of the plan's profile.
+        microbatches: of one step; not used, as DeepSpeed calls them gradient accumulation steps in its own config.
+        version: of the target; not used.
+
+    Raises:
+        UsageError: DeepSpeed cannot run this plan exactly.
+    """
     if plan.virtual_stages_per_worker > 1:
         raise UsageError("DeepSpeed has one stage per worker; plan with --virtual-stages 1")
     _runs(plan, "DeepSpeed", ("1f1b",))
@@ -228,7 +261,18 @@ def deepspeed(plan: Plan, header: Header, microbatches: int, version: str | None
 
 
 def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """One row per rank; load it with ``_load_csv(..., format="compute_only")``."""
+    """One row per rank; load it with ``_load_csv(..., format="compute_only")``.
+
+    Args:
+        plan: the partition and its schedule or operations.
+        header: of the plan's profile; not used.
+        microbatches: of one step; the table has an operation for each.
+        version: of the target; not used.
+
+    Raises:
+        UsageError: the plan's own operations are for another number of microbatches.
+    """
+    # ``compute_only``: torch's runtime adds sends and receives itself, from the stages' ranks.
     if plan.operations is not None:
         found = 1 + max(int(number) for line in plan.operations for number in re.findall(r"[FBIW](\d+)", line))
         if found != microbatches:
@@ -239,7 +283,16 @@ def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None
 
 
 def vllm(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
-    """The environment variable."""
+    """The environment variable.
+
+    Args:
+        plan: the partition.
+        header: of the plan's profile.
+        microbatches, version: not used; inference has neither.
+
+    Raises:
+        UsageError: vLLM cannot run this plan exactly.
+    """
     if plan.virtual_stages_per_worker > 1:
         raise UsageError("vLLM has one stage per worker; plan with --virtual-stages 1")
     _one_stack(header, "vLLM")

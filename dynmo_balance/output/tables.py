@@ -22,7 +22,7 @@ OBJECTIVES = {"bottleneck": "bottleneck", "simulated": "simulated step"}
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
-    """Nanoseconds as milliseconds; a dash for None."""
+    """Nanoseconds as milliseconds with ``digits`` decimals; a dash for None."""
     return "-" if ns is None else f"{ns / 1e6:,.{digits}f}"
 
 
@@ -85,7 +85,13 @@ def certificate(
 
 
 def print_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
-    """Print a partition with its certificate and predictions."""
+    """Print a partition with its certificate and predictions.
+
+    Args:
+        proposal: the partition.
+        static_step_ns: simulated step in ns of the uniform partition, for comparison.
+        is_minimized: whether the balancer minimizes the objective.
+    """
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     print_stages(problem, solution.boundaries, timeline)
     for line in certificate(problem, solution, timeline, is_minimized=is_minimized):
@@ -103,7 +109,7 @@ def print_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: boo
 
 
 def log_search(found: Search, shown: int = 8) -> None:
-    """Log the best results of a search on stderr, and their distance to the lower bound."""
+    """Log the best ``shown`` results of a search on stderr, and their distance to the lower bound."""
     bounds = found.bounds
     for candidate in (found.best, *found.others[: shown - 1]):
         print_message(
@@ -133,7 +139,7 @@ def _cell_columns(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_rows(rows: Sequence[Row], keep: float) -> None:
-    """Print the what-if table; dynamics that are not varied are left out."""
+    """Print the what-if table; ``keep`` is the share of the throughput to keep, for the title."""
     columns, slots = _cell_columns([row.cell for row in rows])
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]

@@ -7,6 +7,10 @@
 A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
 ``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
 ``BuildOptions``, ``[script]`` those of ``TrajectorySettings``.
+
+Speed-ups are stated in two ways because a published one may be either: some compare with a static partition of the same
+technique, some with the dense model, and the second contains what the technique itself saves. The end of the trajectory
+counts, where the imbalance is largest, not the mean over a run.
 """
 
 from __future__ import annotations
@@ -107,6 +111,7 @@ def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
     if not isinstance(content, dict):
         raise UsageError(f"{source}: [{part}] must be a table")
     known = {field.name: field for field in fields(kind)}
+    # The types of the defaults are the schema. A TOML true is a Python int, so booleans are compared first.
     problems = [f"{part}.{key} is unknown" for key in content if key not in known]
     for key, value in content.items():
         default = known[key].default if key in known else None
@@ -132,6 +137,7 @@ def load_recipe(name: str) -> Recipe:
         content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
+    # An unknown key is refused: a misspelled assumption would otherwise silently be the default.
     if unknown := sorted(content.keys() - _KEYS):
         raise UsageError(f"{path}: unknown keys {', '.join(unknown)}; the keys are {', '.join(sorted(_KEYS))}")
     technique = content.get("technique")
@@ -172,7 +178,7 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Trajector
 
 
 def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
-    """The recipe with another number of blocks or workers; None keeps them."""
+    """The recipe with another number of ``layers`` (blocks) or ``workers``; None keeps the recipe's."""
     spec, run = recipe.spec, recipe.run
     return replace(
         recipe,
@@ -192,13 +198,22 @@ def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
 
 
 def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
-    """The steps of a recipe at the end of its trajectory."""
+    """The steps of a recipe at the end of its trajectory.
+
+    Args:
+        recipe: the technique and its assumptions.
+        searching: whether to search schedule, stages per worker and granularity as well; takes seconds.
+
+    Raises:
+        InfeasibleError: no partition satisfies the constraints.
+    """
     header, dense, last = final_costs(recipe)
     before, after = (problem_of_run(header, costs, recipe.run.granularity) for costs in (dense, last))
     outcome = RecipeResult(
         recipe=recipe,
         baseline_ns=predict(before, uniform.boundaries(before)).step_ns,
         unbalanced_ns=predict(after, uniform.boundaries(after)).step_ns,
+        # The minimum bottleneck, not the minimum simulated step: the figure is that of the proven optimum.
         balanced_ns=predict(after, solve(after).boundaries).step_ns,
     )
     if not searching:

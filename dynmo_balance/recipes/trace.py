@@ -24,6 +24,11 @@ from .recipe import Recipe
 def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> Iterator[dict[str, Any]]:
     """The lines of the profile: the header, the baseline steps, and the last steps of the technique.
 
+    Args:
+        recipe: the technique and its assumptions.
+        baseline_steps: number of steps at the dense costs, at the start of the trace; may be 0.
+        technique_steps: number of steps from the end of the technique's trajectory.
+
     Raises:
         UsageError: the recipe has fewer steps than requested.
     """
@@ -31,6 +36,7 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
     document = build_header(recipe.spec, device, recipe.run, recipe.name)
     header = header_of(document)
     dense = build_costs(recipe.spec, header, device, recipe.run)
+    # The trajectory is computed whole, because its costs depend on all steps before.
     last: deque[ScenarioStep] = deque(maxlen=technique_steps)
     event: Mapping[str, Any] | None = None
     for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.trajectory):
@@ -39,6 +45,8 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
     if len(last) < technique_steps:
         raise UsageError(f"{recipe.name} has {len(last)} steps of its technique, not {technique_steps}; increase steps")
     before = [ScenarioStep(step=step, costs=dense) for step in range(1, baseline_steps + 1)]
+    # The last event is moved to where the technique begins: the planner must void the costs of the baseline there. No
+    # next event is announced, as none follows in the trace.
     after = [replace(one, step=step, event=None) for step, one in enumerate(last, start=baseline_steps + 1)]
     if event is not None:
         after[0] = replace(after[0], event={**event, "next_expected_step": None})
@@ -48,8 +56,13 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
 def write_trace(path: Path, recipe: Recipe, baseline_steps: int, technique_steps: int) -> None:
     """Write the trace.
 
+    Args:
+        path: profile to write.
+        recipe: the technique and its assumptions.
+        baseline_steps, technique_steps: as for ``trace_lines``.
+
     Raises:
-        UsageError: the file exists.
+        UsageError: the file exists, or the recipe has fewer steps than requested.
     """
     if path.exists():
         raise UsageError(f"{path} exists, and profiles are never overwritten; choose another name")

@@ -3,8 +3,7 @@
 The solvers bisect over greedy probes, follow reachable sets as intervals, and use tables as arrays. Here a bottleneck
 is *decided*: a table over stages and cuts contains the cuts at which the first stages can end. A bound is correct if
 its bottleneck is feasible and one nanosecond less is not. Times and memory only increase with a stage, so the first cut
-at
-which a stage may begin only increases with its end: two pointers pass through a row of the table.
+at which a stage may begin only increases with its end: two pointers pass through a row of the table.
 
 What the bound is depends on the placement, as ``formats/plan.md`` defines:
 
@@ -25,7 +24,7 @@ from ...costs.cost_window import SPEED_UNIT
 from .step import Pipeline, PlanWorker, in_flight
 
 LARGEST_V = 4_000_000
-"""Maximum of workers times units squared for the exact bound of a V."""
+"""Maximum of workers times units squared for the exact bound of a V; ``formats/plan.md`` states the same number."""
 NOWHERE = -1
 
 
@@ -99,7 +98,10 @@ class _StageFeasibility:
         ]
 
     def holds(self, plan_worker: PlanWorker, flight: int, begin: int, end: int, time_ns: int) -> bool:
-        """Whether the worker executes the units ``[begin, end)`` within the time and its memory."""
+        """Whether the worker executes the units ``[begin, end)`` within ``time_ns`` and its memory.
+
+        ``flight`` is the maximum number of microbatches in flight on the stage.
+        """
         if plan_worker.time_ns(self.work[end] - self.work[begin]) > time_ns:
             return False
         if not self.limited or plan_worker.memory_bytes is None:
@@ -144,6 +146,7 @@ def _least(decide: Callable[[int], bool], claimed_ns: int, most_ns: int) -> int:
 
     If nothing is feasible, ``most_ns + 1``.
     """
+    # A correct claim takes two decisions; only a wrong one is searched for.
     if 0 <= claimed_ns <= most_ns and decide(claimed_ns):
         if not decide(claimed_ns - 1):
             return claimed_ns
@@ -163,6 +166,7 @@ def _row_by_row(question: BoundProblem, stages: _StageFeasibility, time_ns: int)
         plan_worker, flight = question.pipeline.plan_worker(stage), stages.flight[stage]
         starts = [0, *accumulate(reached)]
         low, high = question.window(stage + 1)
+        # ``starts`` counts the reached cuts, so a difference shows whether one lies in a range, without a loop.
         begin, ends = 0, [False] * (question.units + 1)
         for end in range(question.units + 1):
             while begin < end and not stages.holds(plan_worker, flight, begin, end, time_ns):
@@ -219,7 +223,7 @@ class _VScheduleFeasibility:
             self.flights.append(larger)
 
     def decide(self, time_ns: int) -> bool:
-        """Whether a V with stages that may be empty is within the time."""
+        """Whether a V with stages that may be empty is within ``time_ns``."""
         question, units = self.question, self.question.units
         back = [units] + [NOWHERE] * units
         for worker in range(len(question.pipeline.plan_workers)):

@@ -13,6 +13,7 @@ from ...formats.profile import Header, Segment, read_profile
 from ...inputs.profile_source import load, profile_path
 
 DEFAULT_WINDOW = 20
+"""Step records, for plans that do not state how many they used; the default of ``dynmo-plan partition``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,7 @@ def load_inputs(
     if overrides.memory_bytes is not None:
         constraints = replace(constraints, memory_bytes=(overrides.memory_bytes,) * len(plan.workers))
     segments = read_profile(profile_path(profile))
+    # Earlier segments count too: the pause that a planner had measured survives a resume.
     last = next(at for at, segment in enumerate(segments) if segment.header == loaded.header)
     return VerifyInputs(
         segments=segments[: last + 1],

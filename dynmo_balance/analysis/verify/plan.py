@@ -1,9 +1,16 @@
 """Checks every number of a plan against the profile, with code that is independent of the solvers.
 
 ``step`` derives the step, work and memory; ``bottleneck`` the lower bound and the blocking run. This module compares
-them with the plan, field by field. The constraints of the plan (microbatches, memory limits, pins, granularity)
-define
-the question: they are taken from the command, else from the plan as far as it does not contradict the profile.
+them with the plan, field by field. The constraints of the plan (microbatches, memory limits, pins, granularity) define
+the question: they are taken from the command, else from the plan as far as it does not contradict the profile::
+
+    plan, profile --setting.load_setting--> costs at the plan's step, constraints
+                                               |  step.measure          work, step, bubble, memory
+                                               |  bottleneck.bound_of   lower bound, blocking run
+                                               v
+                                            compare every field --> faults, each with its path
+
+Formulas are repeated here on purpose. A shared function would make the same mistake twice, and the check would pass.
 """
 
 from __future__ import annotations
@@ -60,6 +67,7 @@ def verify(plan: Plan, inputs: VerifyInputs, base: Plan | None, file_name: str =
 
 def _added_workers(plan: Plan, header: Header) -> list[int]:
     """The ids of workers that a plan for more workers than the profile has adds."""
+    # The rule of ``partition.problem.worker_slots``: numbers above the profile's highest one.
     most = max(worker.worker for worker in header.workers)
     missing = len(plan.workers) + len(plan.released_workers) - len(header.workers)
     return [most + 1 + at for at in range(max(0, missing))]
@@ -249,6 +257,7 @@ def _predicted_faults(plan: Plan, measures: StepMetrics, base_step_ns: int | Non
     predicted = plan.predicted
     if predicted is None:
         return []
+    # Integers must be equal to the nanosecond and the byte: both derivations are exact.
     faults = [
         Fault(f"predicted.{name}", "value", f"is {stated}, recomputed {found}")
         for name, stated, found in (

@@ -30,7 +30,7 @@ class PlanWorker:
     memory_bytes: int | None
 
     def time_ns(self, work_ns: int) -> int:
-        """The time in ns that work of a normal worker takes here, rounded up."""
+        """The time in ns that ``work_ns`` of a normal worker takes here, rounded up."""
         # Not ``WorkerSlot.time_ns``: a fault in a formula of the planner must not hide itself here.
         whole, rest = divmod(work_ns * SPEED_UNIT, self.speed_ppm)
         return whole + bool(rest)
@@ -164,6 +164,7 @@ def _ends(
 ) -> dict[Operation, int]:
     """The end of each operation in ns; operations in a deadlock are left out."""
     waiting: dict[Operation, int] = {one: 0 for row in rows for one in row}
+    # ``waiting`` is the number of operations that one still waits for; those in a cycle never reach 0.
     after: dict[Operation, list[tuple[Operation, int]]] = defaultdict(list)
     for first, then, ns in _edges(pipeline, rows):
         waiting[then] += 1
@@ -189,6 +190,7 @@ def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
         if pipeline.worker_of_stage[stage] == worker and any(one.stage == stage for one in row):
             for item in pipeline.items[first:last]:
                 state += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            # The frozen front may end inside of a stage: only the items behind it store activations.
             stored[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
     alive: dict[int, int] = dict.fromkeys(stored, 0)
     peak = 0
