@@ -199,7 +199,7 @@ def html(history: RunHistory, problem: PartitionProblem | None, window: int = 8)
 
 
 def page(history: RunHistory, problem: PartitionProblem | None, window: int = 8) -> Page:
-    """The page of a run; see ``html``."""
+    """The page of a run; plans are compared over ``window`` steps before and after them."""
     data, runs = history.data, [history.data]
     marks = charts.marks_of(runs, [""])
     sections = [

@@ -17,7 +17,7 @@ LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "b", Kind
 def as_text(timeline: Timeline, width: int = 100) -> list[str]:
     """One string per worker: F forward, B full backward, b input gradient, w weight gradient, a dot is idle.
 
-    Each character shows what takes most of its slice of the step.
+    Each of the ``width`` characters shows what takes most of its slice of the step.
     """
     whole = max(1, timeline.step_ns)
     lines = []
@@ -61,14 +61,21 @@ TICKS = 8
 
 
 def tick_times(end_ns: int, most: int = TICKS) -> list[int]:
-    """At most ``most`` round times from 0 to the end of a step, in ns."""
+    """At most ``most`` round times from 0 to the end of a step, ``end_ns``, in ns."""
     steps = (factor * 10**power for power in count() for factor in (1, 2, 5))
     step = next(step for step in steps if end_ns <= step * most)
     return list(range(0, end_ns + 1, step))
 
 
 def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 1000) -> str:
-    """One row per worker, one box per operation with its microbatch and a tooltip, and a time axis."""
+    """One row per worker, one box per operation with its microbatch and a tooltip, and a time axis.
+
+    Args:
+        timeline: the simulated step.
+        workers: id of each row's worker.
+        title: text above the picture.
+        width: width of the step in SVG user units (pixels at 100 %).
+    """
     whole = max(1, timeline.step_ns)
     height = TOP + ROW * len(timeline.spans) + 46
     parts = [

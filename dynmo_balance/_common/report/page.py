@@ -22,7 +22,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """The text, or its beginning and end around an ellipsis."""
+    """The text, or its beginning and end around an ellipsis: ``limit`` characters at most."""
     return text if len(text) <= limit else f"{text[: limit - limit // 3 - 1]}…{text[len(text) - limit // 3 :]}"
 
 

@@ -314,5 +314,5 @@ def moved_items(before: Partition | None, after: Partition | None) -> list[str]:
 
 
 def mark_name(count: int, mark: Mark) -> str:
-    """The label of a migration: ``plan 3: 2 layers``."""
+    """The label of a migration of ``count`` items: ``plan 3: 2 items``."""
     return f"{mark.name}: {plural(count, 'item')}" if count else mark.name

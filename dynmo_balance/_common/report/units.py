@@ -42,24 +42,24 @@ def time_text(ns: float | None) -> str:
 
 
 def size_text(num_bytes: float | None) -> str:
-    """A size in bytes: ``12.3 GiB``."""
+    """A size ``num_bytes`` as text: ``12.3 GiB``; None is not known."""
     return NONE if num_bytes is None else _scaled(num_bytes, _SIZES, " ")
 
 
 def count_text(value: float | None) -> str:
-    """A large number: ``6.81 M``; below 10,000 with all digits."""
+    """A large number ``value``: ``6.81 M``; below 10,000 with all digits. None is not known."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if abs(value) < 10_000 else _scaled(value, _COUNTS, "")
 
 
 def share_text(value: float | None, *, signed: bool = False) -> str:
-    """A share of one in percent: ``28.6 %``, or with a sign ``+28.6 %``."""
+    """A share ``value`` of one in percent: ``28.6 %``, or with a sign ``+28.6 %``."""
     if value is None:
         return NONE
     return f"{100 * value:+.1f} %" if signed else f"{100 * value:.1f} %"
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 layer``, ``2 layers``, ``1,000 layers``."""
+    """``count`` and ``noun``: ``1 layer``, ``2 layers``, ``1,000 layers``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
