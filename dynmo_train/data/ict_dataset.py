@@ -56,7 +56,7 @@ class IctDataset(SentenceDataset):
         return len(COLUMNS) * self.seq_length
 
     def fill(self, row_C: Int64Array, index: int) -> None:
-        """Write a sample: ``COLUMNS``, ``seq_length`` wide each."""
+        """Write the sample ``index`` to ``row_C``: ``COLUMNS``, ``seq_length`` wide each."""
         columns_4T = row_C.reshape(len(COLUMNS), self.seq_length)
         random = sample_random(self.seed, self.split_index, index)
         sentences = self.sentences(index)

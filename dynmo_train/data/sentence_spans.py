@@ -313,7 +313,7 @@ class SentenceDataset(ABC):
         return rows_NC
 
     def sentences(self, index: int) -> list[Int64Array]:
-        """Token ids of the sentences of a sample, int64 ``[length]`` each."""
+        """Token ids of the sentences of the sample ``index``, int64 ``[length]`` each."""
         return sentence_tokens(
             self.source, int(self.spans.begins[index]), int(self.spans.ends[index]), self.vocabulary.size
         )

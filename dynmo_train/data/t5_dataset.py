@@ -72,7 +72,7 @@ class T5Dataset(SentenceDataset):
         return _num_columns(self.seq_length, self.decoder_seq_length)
 
     def fill(self, row_C: Int64Array, index: int) -> None:
-        """Write a sample: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``."""
+        """Write the sample ``index`` to ``row_C``: ``ENCODER_COLUMNS``, then ``DECODER_COLUMNS``."""
         # One generator for all draws of a sample: no sample depends on which others a rank has built.
         random = sample_random(self.seed, self.split_index, index)
         sentences = self.sentences(index)
