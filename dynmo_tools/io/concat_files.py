@@ -122,7 +122,7 @@ def _pieces(ends: Sequence[int], begin: int, size: int) -> Iterator[tuple[int, i
 
 
 def write_aligned(descriptor: int, view: memoryview, offset: int, size: int) -> None:
-    """Write ``view[:size]`` to the file ``descriptor`` at ``offset``; size and offset are multiples of ``ALIGNMENT``, in bytes."""
+    """Write ``view[:size]`` to ``descriptor`` at ``offset``; size and offset are multiples of ``ALIGNMENT`` bytes."""
     written = 0
     while written < size:
         written += os.pwrite(descriptor, view[written:size], offset + written)

@@ -91,7 +91,7 @@ class BertDataset(SentenceDataset):
         return len(COLUMNS) * self.seq_length + 1
 
     def fill(self, row_C: Int64Array, index: int) -> None:
-        """Write the sample ``index`` to ``row_C``: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped."""
+        """Write the sample ``index``: ``COLUMNS``, ``seq_length`` wide each, then 1 where the segments are swapped."""
         # One generator for all draws of a sample: the order of the draws below is a part of the data's definition.
         random = sample_random(self.seed, self.split_index, index)
         sentences = self.sentences(index)
