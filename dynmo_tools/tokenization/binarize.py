@@ -150,7 +150,7 @@ class SequenceWriter:
         self._files: list[IO[bytes]] = [task.create(task.part(name)) for name in part_names(key)]
         self._dtype = dtype
         self._digest = hashlib.sha256()
-        self.num_documents = self.num_sequences = self.num_tokens = 0
+        self.num_documents = self.num_tokens = 0
 
     def write(self, encoded: Encoded, counts: npt.NDArray[Any]) -> None:
         """Append sequences.
@@ -175,7 +175,6 @@ class SequenceWriter:
         self._files[1].write(encoded.lengths.astype("<i4").tobytes())
         self._files[2].write(counts.astype("<i4").tobytes())
         self.num_documents += len(counts)
-        self.num_sequences += len(encoded.lengths)
         self.num_tokens += len(encoded.ids)
 
     def piece(self) -> Piece:
