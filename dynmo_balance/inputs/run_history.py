@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .._common.errors import DynmoError
 from .._common.report.run_data import RunData, read_run_files
 from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
-from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step
+from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step, Worker
 from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from .profile_source import ProfileSource, profile_path, warn_of_units
 
@@ -48,7 +48,7 @@ class RunHistory:
 
     Attributes:
         data: what the charts show.
-        header: of the newest segment; None while the profile is empty.
+        header: of the newest segment, with the workers that were released before; None while the profile is empty.
         plan_histories: of all plans but the first.
         plans: by plan id.
         source: the newest costs; None while an item has none.
@@ -132,6 +132,7 @@ class _Pass:
         self.data, self.window = data, window
         self.windows = Windows(window)
         self.header: Header | None = None
+        self.workers: dict[int, Worker] = {}
         self.costs = CostWindow(0, window)
         self.last: Step | None = None
 
@@ -140,6 +141,7 @@ class _Pass:
         self.windows.add(record)
         if isinstance(record, Header):
             self.header, self.last = record, None
+            self.workers |= {worker.worker: worker for worker in record.workers}
             self.costs = CostWindow(len(record.items), self.window)
         elif isinstance(record, Step):
             self.costs.add(record)
@@ -147,6 +149,13 @@ class _Pass:
         elif isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
             self.costs.expire()
         self.data.add_record(parse_json(line) if isinstance(record, Header) else _document(record))
+
+    @property
+    def whole_header(self) -> Header | None:
+        """The newest header with all workers that the run has had: plans from before a release fit it."""
+        if self.header is None:
+            return None
+        return replace(self.header, workers=tuple(self.workers[each] for each in sorted(self.workers)))
 
     def source(self, path: Path, plans: Mapping[int, Plan]) -> ProfileSource | str:
         """The newest costs, or why there are none."""
@@ -194,11 +203,12 @@ def read_history(run: Path, window: int = 8) -> RunHistory:
     if problems:
         raise DocumentError(str(path), problems)
     data.finish()
-    plans = read_plans(run / "plans", state.header) if run.is_dir() else {}
+    header = state.whole_header
+    plans = read_plans(run / "plans", header) if run.is_dir() else {}
     source = state.source(run, plans)
     return RunHistory(
         data=data,
-        header=state.header,
+        header=header,
         plan_histories=tuple(state.windows.history(plan) for number, plan in plans.items() if number > 0),
         plans=plans,
         source=None if isinstance(source, str) else source,

@@ -8,6 +8,7 @@ from typing import Any
 from .. import __version__
 from .._common.report import charts, facts
 from .._common.report.page import Block, Chart, Note, Page, Section, Table, TraceButton
+from .._common.report.run_data import RunData
 from .._common.report.units import NONE, plural, share_text, size_text, time_text
 from ..formats.plan import Plan
 from ..inputs.problem_from_options import problem_under_plan
@@ -26,15 +27,15 @@ KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 NAMES = ("forward", "backward", "input gradient", "weight gradient")
 
 
-def _plan_row(each: PlanHistory) -> list[str]:
+def _plan_row(each: PlanHistory, data: RunData) -> list[str]:
     plan, result = each.plan, each.result
     predicted = plan.predicted
-    moved = f"{plural(len(plan.migration.moves), 'item')}, {size_text(plan.migration.bytes)}"
     return [
         str(plan.plan_id),
         f"{plan.read_to_step:,}" if result is None else f"{result.step:,}",
         "not answered yet" if result is None else result.result.replace("_", " "),
-        moved if plan.migration.moves else NONE,
+        f"{data.count(move.item for move in plan.migration.moves):,}",
+        size_text(plan.migration.bytes) if plan.migration.moves else NONE,
         time_text(plan.migration.pause_ns),
         NONE if result is None else time_text(result.pause_ns),
         NONE if predicted is None else time_text(predicted.step_ns),
@@ -49,7 +50,8 @@ _PLAN_COLUMNS = (
     "plan",
     "step",
     "result",
-    "moved",
+    "moved: {}s",
+    "moved: size",
     "pause: predicted",
     "pause: measured",
     "step time: predicted",
@@ -63,7 +65,7 @@ def _plans(history: RunHistory, window: int) -> Section:
     found = history.plan_histories
     if not found:
         text = "The planner made no plan: the run kept its first partition."
-        if history.header is not None and not history.plans:
+        if not history.plans:
             text = "There is no plan of this run, so predictions cannot be compared with measurements."
         return Section(title="Plans", blocks=[Note(text=text)])
     applied = {each.plan.plan_id for each in history.moves}
@@ -75,8 +77,9 @@ def _plans(history: RunHistory, window: int) -> Section:
         f" Measured: mean of up to {plural(window, 'step')} on each side of the move.{left_out}"
     )
     caption = f"{plural(len(found), 'plan')}, of these {len(applied):,} applied"
-    rows = [_plan_row(each) for each in shown]
-    table = Table(columns=_PLAN_COLUMNS, rows=rows, text_columns=(2,), caption=caption)
+    rows = [_plan_row(each, history.data) for each in shown]
+    columns = [column.format(history.data.noun) for column in _PLAN_COLUMNS]
+    table = Table(columns=columns, rows=rows, text_columns=(2,), caption=caption)
     return Section(title="Plans", text=text, blocks=[table])
 
 
@@ -203,7 +206,7 @@ def page(history: RunHistory, problem: PartitionProblem | None, window: int = 8)
     data, runs = history.data, [history.data]
     marks = charts.marks_of(runs, [""])
     sections = [
-        Section(title="Loss and step time", blocks=[charts.loss_and_step_time(data, marks)]),
+        Section(title="Training", blocks=[charts.loss_and_step_time(data, marks)]),
         Section(
             title="Layers and stages",
             text="Color is cost. The lines show which stage executes a layer.",

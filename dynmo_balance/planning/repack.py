@@ -172,8 +172,8 @@ def make_release_plan(
         base=base,
         read_to_step=read_to_step,
         base_step_ns=None,
-        reason=f"{packing.workers} workers keep {packing.throughput_fraction:.1%} of the throughput of the"
-        f" {reference} pipeline",
+        reason=f"{packing.workers} worker{' keeps' if packing.workers == 1 else 's keep'}"
+        f" {packing.throughput_fraction:.1%} of the throughput of the {reference} pipeline",
         released=released,
     )
     return proposal, plan

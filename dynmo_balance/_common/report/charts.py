@@ -12,12 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 from .page import Block, Chart, Note, Table, shortened
-from .run_data import Mark, Partition, RunData, mark_name, moved_items
+from .run_data import Mark, Partition, RunData, moved_items
 from .series import Columns, Lines, Track, Values, joined, row_groups, significant
 from .units import NONE, count_text, digits, plural, share_text, size_text, time_text
 
-MAX_LINES = 8
-"""Lines of a chart: colors that differ for every reader. More stages become the rows of a heat map."""
+MAX_LINES = 6
+"""Lines of a chart of stages or workers; more become the rows of a heat map."""
+MAX_LOSSES = 8
+"""Lines of a chart of losses: colors that differ for every reader."""
 MAX_ROWS = 128
 """Rows of a heat map of stages or workers."""
 MAX_LAYER_ROWS = 256
@@ -26,6 +28,8 @@ MAX_ITEM_ROWS = 96
 """Items, such as attention and MLP of a layer, have rows of their own up to this number; then layers have."""
 MAX_SHOWN_MARKS = 120
 """Marks of a chart; the newest of a longer run."""
+MAX_MARK_NAME = 40
+"""Characters of the label of a mark."""
 MAX_PARTITIONS = 400
 """Partitions that are drawn over a heat map; the newest of a longer run."""
 MAX_CUTS = 512
@@ -68,7 +72,7 @@ def marks_of(runs: Sequence[RunData], labels: Sequence[str]) -> list[list[Any]]:
             is_common = (mark.step, mark.kind, mark.name) in common
             if is_common and run is not runs[0]:
                 continue
-            shown = name if is_common or not label else f"{label}: {name}"
+            shown = name if is_common or not label else f"{shortened(label, 24)}: {name}"
             marks.append([mark.step + 0.5, mark.kind, shown, shortened(mark.text)])
     marks.sort(key=lambda mark: (mark[0], mark[2]))
     return marks
@@ -82,9 +86,10 @@ def plan_before(run: RunData) -> Mapping[int, Partition]:
 
 def _name_of(run: RunData, mark: Mark, previous: Mapping[int, Partition]) -> str:
     if mark.kind != "migration":
-        return mark.name
+        return shortened(mark.name, MAX_MARK_NAME)
     number = int(mark.name.split()[1])
-    return shortened(mark_name(len(moved_items(previous.get(number), run.partitions.get(number))), mark), 60)
+    moved = moved_items(previous.get(number), run.partitions.get(number))
+    return shortened(f"{mark.name}: {run.count_text(moved)}" if moved else mark.name, MAX_MARK_NAME)
 
 
 def sampled(lines: Lines, names: Sequence[str], units: Sequence[str], caption: str) -> Table:
@@ -108,6 +113,7 @@ def lines_chart(
     marks: Sequence[Sequence[Any]],
     *,
     wide: bool = True,
+    top: float | None = None,
 ) -> Chart:
     """A chart of lines over steps.
 
@@ -119,6 +125,7 @@ def lines_chart(
         runs: for the range of steps.
         marks: vertical lines.
         wide: whether it needs the whole width.
+        top: value that the first axis reaches at least, so that charts of several runs have one scale.
     """
     tracks = {label: track for label, track, _, _ in series}
     lines = joined(tracks)
@@ -137,6 +144,7 @@ def lines_chart(
         "range": step_range(runs),
         "x": lines.steps,
         "axes": units,
+        "top": top or 0,
         "series": drawn,
         "marks": list(marks),
     }
@@ -160,7 +168,6 @@ def heat_map(
     groups: Sequence[str] | None = None,
     limit: int = MAX_ROWS,
     top: float | None = None,
-    from_zero: bool = True,
 ) -> Chart:
     """A chart of one color per row and range of steps; elements of a merged row are added.
 
@@ -178,19 +185,17 @@ def heat_map(
         wide: whether it needs the whole width.
         groups: group of each element of a vector, such as the layer of an item; rows of a group are merged first.
         limit: maximum number of rows.
-        top: value of the strongest color; default: the highest.
-        from_zero: whether the weakest color is 0; else it is the lowest value.
+        top: value of the strongest color; default: that of ``color_top``.
     """
-    merged = row_groups(rows, groups or rows, limit)
+    merged, vectors = _merged(columns, rows, groups or rows, limit)
     names = [shortened(name, 40) for name, _, _ in merged]
-    vectors = [[_sum(vector[first:end]) for _, first, end in merged] for vector in columns.means()]
-    highest = max((value for vector in vectors for value in vector if value is not None), default=0.0) or 1.0
+    values = [value for vector in vectors for value in vector if value is not None]
+    highest = max(values, default=0.0) or 1.0
     numbers = [
         -1 if value is None else round(value / highest * QUANTUM)
         for at in range(len(names))
         for value in (vector[at] if at < len(vector) else None for vector in vectors)
     ]
-    lowest = min((value for vector in vectors for value in vector if value is not None), default=0.0)
     note = " Neighbors share a row." if len(merged) < len(set(groups or rows)) else ""
     width = f" Each column is the mean of {columns.width:,} steps." if columns.width > 1 else ""
     spec = {
@@ -203,8 +208,8 @@ def heat_map(
         "rows": names,
         "unit": unit,
         "quantum": highest / QUANTUM,
-        "top": top or highest,
-        "bottom": 0 if from_zero else lowest,
+        "top": top or color_top(values) or 1.0,
+        "highest": highest,
         "values": numbers,
         "partitions": [
             {**each, "cuts": [_row_of(cut, merged) for cut in each["cuts"][:MAX_CUTS]]} for each in partitions
@@ -219,6 +224,26 @@ def heat_map(
         table=table or _row_means(vectors, names, unit, title),
         wide=wide,
     )
+
+
+def color_top(values: Sequence[float]) -> float:
+    """The value of the strongest color: the highest, unless it would leave the others without contrast.
+
+    One very expensive row, such as the head, or one slow step is then shown in the color of all high values.
+    """
+    if not values:
+        return 0.0
+    usual = sorted(values)[int(len(values) * 0.95) - (len(values) == 1)]
+    highest = max(values)
+    return 1.5 * usual if highest > 2.5 * usual > 0 else highest
+
+
+def _merged(
+    columns: Columns, rows: Sequence[str], groups: Sequence[str], limit: int
+) -> tuple[list[tuple[str, int, int]], list[Values]]:
+    """At most ``limit`` rows, and the vectors with an element for each of them."""
+    merged = row_groups(rows, groups, limit)
+    return merged, [[_sum(vector[first:end]) for _, first, end in merged] for vector in columns.means()]
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -242,6 +267,10 @@ def _row_means(vectors: Sequence[Values], names: Sequence[str], unit: str, capti
     return Table(columns=["", "first", "last", "highest"], rows=rows, caption=caption)
 
 
+def _no_step(run: RunData) -> str:
+    return "the profile has no step yet" if run.header else "there is no profile, or it has no step yet"
+
+
 def partition_spans(run: RunData) -> list[dict[str, Any]]:
     """The partitions that were active: first and last step, boundaries, and worker of each stage."""
     if not run.active or not run.profiled_ns.steps:
@@ -251,10 +280,8 @@ def partition_spans(run: RunData) -> list[dict[str, Any]]:
     for (step, number), end in zip(run.active, ends, strict=True):
         partition = run.partitions.get(number)
         if partition is not None:
-            result = run.results.get(number, {})
-            begin = result["step"] + 1 if result.get("result") == "applied" and spans else step
             spans.append(
-                {"from": begin - 0.5, "to": end - 0.5, "cuts": partition.cuts, "workers": partition.workers[:MAX_CUTS]}
+                {"from": step - 0.5, "to": end - 0.5, "cuts": partition.cuts, "workers": partition.workers[:MAX_CUTS]}
             )
     for before, after in pairwise(spans):
         before["to"] = after["from"]
@@ -266,7 +293,7 @@ def loss_and_step_time(run: RunData, marks: Sequence[Sequence[Any]]) -> Block:
     title = "Loss and step time"
     series: list[tuple[str, Track, str, Mapping[str, Any]]] = [
         (_loss_name(name), track, "value", _options(at, name))
-        for at, (name, track) in enumerate(list(run.losses.items())[: MAX_LINES - 2])
+        for at, (name, track) in enumerate(list(run.losses.items())[: MAX_LOSSES - 2])
         if len(track)
     ]
     if len(run.step_ns):
@@ -295,7 +322,7 @@ def layer_costs(
 ) -> Block:
     """The heat map of costs, with the boundaries of stages over it; colours end at ``top`` ns, or at the maximum."""
     if not run.header or run.costs.first is None:
-        return Note(title=title, text="No cost of a layer is recorded: the profile has no step yet.")
+        return Note(title=title, text=f"No cost of a layer is recorded: {_no_step(run)}.")
     spans = partition_spans(run)
     text = (
         "Forward plus backward time of a microbatch. The lines are the stage boundaries: where one moves, layers move."
@@ -304,12 +331,7 @@ def layer_costs(
         text = "Forward plus backward time of a microbatch. Stage boundaries are unknown: there is no plan of the run."
     elif len(spans) == 1:
         text = "Forward plus backward time of a microbatch. The lines are the stage boundaries; no layer moved."
-    items = [str(item["name"]) for item in run.header["items"]]
-    layers = [str(item["layer"]) for item in run.header["items"]]
-    if len(items) > MAX_ITEM_ROWS and len(set(layers)) < len(items):
-        limit = min(len(set(layers)), MAX_LAYER_ROWS)
-    else:
-        limit = MAX_LAYER_ROWS
+    items, layers, limit = _cost_rows(run)
     return heat_map(
         name,
         title,
@@ -327,6 +349,14 @@ def layer_costs(
     )
 
 
+def _cost_rows(run: RunData) -> tuple[list[str], list[str], int]:
+    """Name and layer of each item, and the maximum number of rows: that of layers where only they are placed."""
+    items = [str(item["name"]) for item in run.header["items"]]
+    layers = [str(item["layer"]) for item in run.header["items"]]
+    is_by_layer = run.noun == "layer" or len(items) > MAX_ITEM_ROWS
+    return items, layers, min(len(set(layers)), MAX_LAYER_ROWS) if is_by_layer else MAX_LAYER_ROWS
+
+
 def partition_table(run: RunData) -> Table:
     """The layers of each stage, at first and now."""
     known = [run.partitions[number] for _, number in run.active if number in run.partitions]
@@ -335,7 +365,7 @@ def partition_table(run: RunData) -> Table:
     first, last = known[0], known[-1]
     rows = []
     for stage in range(min(max(len(first.items), len(last.items)), MAX_ROWS)):
-        cells = [_span(each.items[stage]) if stage < len(each.items) else NONE for each in (first, last)]
+        cells = [_span(each.items[stage], run) if stage < len(each.items) else NONE for each in (first, last)]
         worker = last.workers[stage] if stage < len(last.workers) else first.workers[stage]
         rows.append([str(stage), str(worker), *cells])
     caption = f"Layers of each stage under plan {first.plan_id} and plan {last.plan_id}"
@@ -343,23 +373,26 @@ def partition_table(run: RunData) -> Table:
     return Table(columns=columns, rows=rows, text_columns=(2, 3), caption=caption)
 
 
-def _span(names: Sequence[str]) -> str:
+def _span(names: Sequence[str], run: RunData) -> str:
     if not names:
         return "none"
     ends = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    return f"{ends} ({plural(len(names), 'item')})"
+    return f"{ends} ({run.count_text(names)})"
 
 
 def stage_loads(
     run: RunData, runs: Sequence[RunData], marks: Sequence[Sequence[Any]], *, name: str, title: str
 ) -> Block:
-    """The time of each stage for a microbatch: as lines, or as a heat map where there are many stages."""
+    """The time of each stage for a microbatch: as lines, or as a heat map where there are many stages.
+
+    All runs have one scale.
+    """
     if run.loads.first is None:
-        reason = "there is no plan of the run" if run.header else "the profile has no step yet"
-        return Note(title=title, text=f"The load of stages is unknown: {reason}.", wide=False)
+        reason = "there is no plan of the run" if run.header else _no_step(run)
+        return Note(title=title, text=f"The load of stages is unknown: {reason}.")
     text = "Forward plus backward time of each stage for a microbatch. The slowest stage sets the pace."
     labels = [f"stage {at}" for at in range(run.loads.rows)]
-    return _vectors(name, title, text, run.loads, labels, "ns", runs, marks)
+    return _vectors(name, title, text, run.loads, labels, "ns", runs, marks, top=_highest(each.loads for each in runs))
 
 
 def peak_memory(
@@ -367,17 +400,23 @@ def peak_memory(
 ) -> Block:
     """The peak memory of each worker."""
     if run.memory.first is None:
-        return Note(
-            title=title, text="No memory is recorded: the profile has no measured peak of any worker.", wide=False
-        )
-    workers = [worker["worker"] for worker in run.header["workers"]]
+        return Note(title=title, text="No memory is recorded: the profile has no measured peak of any worker.")
+    in_use = {worker["worker"] for worker in run.header["workers"]}
     stages = _stages_of_workers(run)
-    labels = [f"worker {worker}{stages.get(worker, '')}" for worker in workers]
-    labels += [f"worker at position {at}" for at in range(len(labels), run.memory.rows)]
+    labels = [f"worker {each}{stages.get(each, '') if each in in_use else ' (released)'}" for each in run.workers]
     sizes = [worker["memory_bytes"] for worker in run.header["workers"] if worker["memory_bytes"] is not None]
     limit = f" The smallest worker has {size_text(min(sizes))}." if sizes else ""
+    top = _highest(each.memory for each in runs)
     text = f"Highest memory in use up to each step, of each worker and its stages.{limit}"
-    return _vectors(name, title, text, run.memory, labels, "bytes", runs, marks)
+    if len(labels) > MAX_LINES:
+        top = max(top, *sizes) if sizes else top  # colors are shares of the memory that a worker has
+    return _vectors(name, title, text, run.memory, labels, "bytes", runs, marks, top=top)
+
+
+def _highest(columns: Iterable[Columns]) -> float:
+    return max(
+        (value for each in columns for vector in each.means() for value in vector if value is not None), default=0
+    )
 
 
 def _stages_of_workers(run: RunData) -> dict[int, str]:
@@ -400,12 +439,11 @@ def _vectors(
     unit: str,
     runs: Sequence[RunData],
     marks: Sequence[Sequence[Any]],
+    top: float | None = None,
 ) -> Chart:
-    if len(labels) > MAX_LINES:
-        return heat_map(
-            name, title, text, columns, labels, unit, runs, marks=marks, wide=False, from_zero=unit != "bytes"
-        )
     vectors = columns.means()
+    if len(labels) > MAX_LINES:
+        return heat_map(name, title, text, columns, labels, unit, runs, marks=marks, wide=False, top=top)
     tracks = [Track() for _ in labels]
     for at, vector in enumerate(vectors):
         for track, value in zip(tracks, vector, strict=False):
@@ -413,7 +451,7 @@ def _vectors(
                 track.add((columns.first or 0) + at * columns.width + (columns.width - 1) // 2, value)
     series = [(label, track, unit, {"zero": True}) for label, track in zip(labels, tracks, strict=True)]
     width = f" Each point is the mean of {columns.width:,} steps." if columns.width > 1 else ""
-    return lines_chart(name, title, text + width, series, runs, marks, wide=False)
+    return lines_chart(name, title, text + width, series, runs, marks, wide=False, top=top)
 
 
 def bubble(runs: Sequence[RunData], labels: Sequence[str], marks: Sequence[Sequence[Any]], *, name: str) -> Block:
@@ -421,7 +459,7 @@ def bubble(runs: Sequence[RunData], labels: Sequence[str], marks: Sequence[Seque
     title = "Bubble"
     measured = [(run, label) for run, label in zip(runs, labels, strict=True) if len(run.bubble)]
     if not measured:
-        return Note(title=title, text="The bubble is unknown: the profile has no busy time of workers.", wide=False)
+        return Note(title=title, text="The bubble is unknown: the profile has no busy time of workers.")
     text = "Share of the workers' time without arithmetic: waiting, communication and the update of weights."
     series = [
         (label or "bubble", run.bubble, "share", {"zero": True, "color": at})
@@ -437,16 +475,12 @@ def workers_in_use(
     title = "Workers released"
     known = [(run, label) for run, label in zip(runs, labels, strict=True) if len(run.num_workers)]
     if not known:
-        return Note(
-            title=title, text="The number of workers in use is unknown: there is no plan of the run.", wide=False
-        )
+        return Note(title=title, text="The number of workers in use is unknown: there is no plan of the run.")
     if all(min(run.num_workers.values) == max(run.num_workers.values) for run, _ in known):
         counts = [
             f"{label + ': ' if label else ''}{plural(int(run.num_workers.values[0]), 'worker')}" for run, label in known
         ]
-        return Note(
-            title=title, text=f"No worker was released. In use during the whole run: {'; '.join(counts)}.", wide=False
-        )
+        return Note(title=title, text=f"No worker was released. In use during the whole run: {'; '.join(counts)}.")
     series = [
         (label or "workers in use", run.num_workers, "count", {"zero": True, "steps": True, "color": at, "band": False})
         for at, (run, label) in enumerate(known)
@@ -460,7 +494,7 @@ def compared_losses(runs: Sequence[RunData], labels: Sequence[str], marks: Seque
     """The losses of two runs in one chart; the first is drawn wide, so that an equal second one lies within it."""
     series = [
         (f"{label}: {_loss_name(name)}", run.losses[name], "value", _line(at, name))
-        for name in list(dict.fromkeys(name for run in runs for name in run.losses))[: MAX_LINES // len(runs)]
+        for name in list(dict.fromkeys(name for run in runs for name in run.losses))[: MAX_LOSSES // len(runs)]
         for at, (run, label) in enumerate(zip(runs, labels, strict=True))
         if name in run.losses
     ]
@@ -488,7 +522,14 @@ def compared_step_times(runs: Sequence[RunData], labels: Sequence[str], marks: S
     return lines_chart("step-time", "Step time", text, series, list(runs), marks)
 
 
-def highest_cost(runs: Iterable[RunData]) -> float | None:
-    """The highest cost of an item in any run: heat maps of several runs have the same colors."""
-    found = [value for run in runs for vector in run.costs.means() for value in vector if value is not None]
-    return max(found, default=None)
+def cost_top(runs: Iterable[RunData]) -> float | None:
+    """The cost of the strongest color in the heat maps of several runs, which have the same colors."""
+    values = [
+        value
+        for run in runs
+        if run.header
+        for vector in _merged(run.costs, *_cost_rows(run))[1]
+        for value in vector
+        if value is not None
+    ]
+    return color_top(values) or None

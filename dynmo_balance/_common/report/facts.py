@@ -7,28 +7,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .page import Tile
-from .run_data import RunData
+from .run_data import TRAINING_LOSSES, RunData
 from .series import Track
 from .units import NONE, count_text, digits, plural, share_text, size_text, time_text
 
 RECENT = 10
 """Figures of the beginning and the end are the mean of a tenth of the steps, but at most of this number."""
+COMMIT_DIGITS = 12
+"""Digits of a commit, as ``git log --abbrev=12`` shows them."""
 FAMILIES = {"gpt": "GPT", "llama": "Llama", "mixtral": "Mixtral", "bert": "BERT", "ict": "ICT", "t5": "T5"}
 
 
 def model_text(run: RunData) -> str:
-    """The model in a line: ``GPT, 8 layers, hidden size 256, sequence length 128, 6.81 M parameters``."""
+    """The model in a line: ``GPT · 8 layers · hidden size 256 · sequence length 128 · 6.81 M parameters``."""
     model = run.header.get("model")
-    if not model:
-        return "The model is unknown: there is no profile"
-    items = run.header["items"]
-    parameters = sum(item["param_count"] for item in items if item["tied_to"] is None)
-    family = str(model["family"])
-    return (
-        f"{FAMILIES.get(family, family)} · {plural(model['num_layers'], 'layer')}"
-        f" · hidden size {model['hidden_size']:,} · sequence length {model['sequence_length']:,}"
-        f" · {count_text(parameters)} parameters"
-    )
+    parts = []
+    if model:
+        items = run.header["items"]
+        sizes = [model[name] for name in ("family", "num_layers", "hidden_size", "sequence_length")]
+        parameters = sum(item["param_count"] for item in items if item["tied_to"] is None)
+        parts = [f"{count_text(parameters)} parameters"]
+    else:
+        sizes = [_config(run, "model", name) for name in ("family", "num_layers", "hidden_size", "seq_length")]
+    family, *numbers = sizes
+    if family is None or not all(isinstance(number, int) for number in numbers):
+        return "The model is unknown: there is neither a profile nor a run.json"
+    layers, width, length = numbers
+    name = FAMILIES.get(str(family), str(family))
+    parts = [name, plural(layers, "layer"), f"hidden size {width:,}", f"sequence length {length:,}", *parts]
+    return " · ".join(parts)
 
 
 def _config(run: RunData, concern: str, name: str) -> Any:
@@ -37,8 +44,8 @@ def _config(run: RunData, concern: str, name: str) -> Any:
     return group.get(name) if isinstance(group, Mapping) else None
 
 
-def _utc(text: str | None) -> str:
-    return text.replace("T", " ").removesuffix("Z") + " UTC" if text else NONE
+def _utc(text: Any) -> str:
+    return f"{text}".replace("T", " ").removesuffix("Z") + " UTC" if text else NONE
 
 
 def commit_text(run: RunData) -> str:
@@ -46,7 +53,9 @@ def commit_text(run: RunData) -> str:
     versions = run.run.get("versions")
     if not isinstance(versions, Mapping):
         return NONE
-    return " · ".join(str(versions[name]) for name in ("dynmo", "commit") if name in versions) or NONE
+    commit, dash, state = str(versions.get("commit", "")).partition("-")
+    shown = [str(versions.get("dynmo", "")), f"{commit[:COMMIT_DIGITS]}{dash}{state}"]
+    return " · ".join(filter(None, shown)) or NONE
 
 
 def progress_text(run: RunData) -> str:
@@ -66,7 +75,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     rows = [
         ("Progress", progress_text(run)),
         ("Run time", f"{time_text(seconds + pauses)} in steps and migrations" if seconds else NONE),
-        ("Started", _utc(run.starts[0] if run.starts else None)),
+        ("Started", _utc(run.starts[0] if run.starts else run.run.get("created_utc"))),
         ("Version and commit", commit_text(run)),
         ("Run id", str(header.get("run_id") or run.run.get("run_id") or NONE)),
     ]
@@ -82,6 +91,8 @@ def facts(run: RunData) -> list[tuple[str, str]]:
             if header[key] > 1
         ]
         pipeline = f"{plural(len(header['workers']), 'worker')} on {' and '.join(devices)}, {header['schedule']}"
+        released = len(run.workers) - len(header["workers"])
+        sizes += [f"{plural(released, 'worker')} released"] if released else []
         rows.append(("Pipeline", ", ".join([pipeline, *sizes])))
         count, samples = header["microbatches"], plural(header["micro_batch_size"], "sample")
         rows.append(("Step", f"{count:,} microbatch{'' if count == 1 else 'es'} of {samples}"))
@@ -101,25 +112,38 @@ def tiles(run: RunData) -> Sequence[Tile]:
     result = []
     first, last = ends(run.step_ns)
     if last is not None:
-        note = f"was {time_text(first)}: {share_text(last / first - 1, signed=True)}" if first else ""
+        note = (
+            f"was {time_text(first)} ({share_text(last / first - 1, signed=True)})"
+            if first and len(run.step_ns) > 1
+            else ""
+        )
         result.append(Tile(label="Step time", value=time_text(last), note=note))
         tokens = run.tokens.mean(max(0, len(run.tokens) - RECENT), len(run.tokens))
         if tokens and last:
             result.append(Tile(label="Tokens per second", value=count_text(tokens / last * 1e9), note="at the end"))
-    loss = next((track for name, track in run.losses.items() if "validation" not in name), None)
-    if loss is not None and len(loss):
-        begin, end = loss.values[0], ends(loss)[1]
-        result.append(Tile(label="Loss", value=digits(end or 0.0), note=f"was {digits(begin)} at the first step"))
+    result += _loss_tile(run)
     last = ends(run.bubble)[1]
     if last is not None:
         result.append(
-            Tile(label="Bubble", value=share_text(last), note=f"at most {share_text(max(run.bubble.values))}")
+            Tile(label="Bubble", value=share_text(last), note=f"highest: {share_text(max(run.bubble.values))}")
         )
     result.append(_migrations(run))
     if run.memory.first is not None:
         peak = max(value for vector in run.memory.means() for value in vector if value is not None)
         result.append(Tile(label="Peak memory", value=size_text(peak), note="of the worker with the most"))
     return result
+
+
+def _loss_tile(run: RunData) -> list[Tile]:
+    track = next((run.losses[name] for name in TRAINING_LOSSES if name in run.losses), None)
+    if track is None or not (len(track) or len(run.not_finite)):
+        return []
+    invalid = plural(len(run.not_finite), "step") if len(run.not_finite) else ""
+    last = ends(track)[1]
+    if last is None or (len(run.not_finite) and run.not_finite.steps[-1] > track.steps[-1]):
+        return [Tile(label="Loss", value="not finite", note=f"in {invalid}")]
+    note = f"was {digits(track.values[0])} at the first step" if len(track) > 1 else ""
+    return [Tile(label="Loss", value=digits(last), note=f"not finite in {invalid}" if invalid else note)]
 
 
 def _migrations(run: RunData) -> Tile:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,10 @@ NEUTRAL_EVENTS = ("evaluated", "checkpoint")
 """Kinds of events that do not change the cost of a layer: they have no mark."""
 MAX_MARKS = 400
 """Marks of a run; the newest are shown."""
+MAX_NOT_FINITE = 20
+"""Marks of losses that are not finite; the first ones."""
+TRAINING_LOSSES = ("lm_loss", "loss")
+"""Names of the loss of a step in ``metrics.jsonl``."""
 _PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
@@ -76,13 +80,15 @@ class RunData:
         header: the newest header of the profile; empty if there is none.
         starts: times at which segments of the profile started.
         losses: name to values by step, validation losses included.
+        not_finite: steps whose loss was not finite; the value is 1.
         step_ns, tokens: of each step.
         costs: forward plus backward time of each item, a microbatch, in ns.
         loads: the same of each stage.
-        memory: peak memory of each worker, in bytes.
+        workers: ids of all workers in the order of their first header; released ones included.
+        memory: peak memory of each of ``workers``, in bytes.
         bubble: share of the workers' time without arithmetic.
         num_workers: workers with a stage.
-        active: first step of each active plan, and its number, in order.
+        active: first step of each active plan, recorded or not, and its number, in order.
         partitions: the plans of the run, by number.
         results: records of the profile about plans, by number.
         marks: migrations and changes of the model.
@@ -95,11 +101,13 @@ class RunData:
     header: Mapping[str, Any] = field(default_factory=dict)
     starts: list[str] = field(default_factory=list)
     losses: dict[str, Track] = field(default_factory=dict)
+    not_finite: Track = field(default_factory=Track)
     step_ns: Track = field(default_factory=Track)
     profiled_ns: Track = field(default_factory=Track)
     tokens: Track = field(default_factory=Track)
     costs: Columns = field(default_factory=Columns)
     loads: Columns = field(default_factory=Columns)
+    workers: list[int] = field(default_factory=list)
     memory: Columns = field(default_factory=Columns)
     bubble: Track = field(default_factory=Track)
     num_workers: Track = field(default_factory=Track)
@@ -111,6 +119,24 @@ class RunData:
     ended_utc: str | None = None
     _work: list[float | None] = field(default_factory=list)
     _next_start: tuple[str, str] | None = None
+    _last_step: int = 0
+    _positions: list[int] = field(default_factory=list)
+
+    @property
+    def noun(self) -> str:
+        """What a plan moves: ``layer``, or ``item`` where attention and MLP of a layer are placed separately."""
+        return "layer" if self.header.get("granularity") == "layer" else "item"
+
+    def count_text(self, names: Iterable[str]) -> str:
+        """The number of these items in the unit of ``noun``: ``2 layers``."""
+        return plural(self.count(names), self.noun)
+
+    def count(self, names: Iterable[str]) -> int:
+        """The number of these items, or of the layers that they are parts of."""
+        if self.noun == "item":
+            return len(set(names))
+        layers = {item["name"]: item["layer"] for item in self.header["items"]}
+        return len({layers.get(name, name) for name in names})
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Add one valid record of the profile, in the order of the file."""
@@ -119,6 +145,9 @@ class RunData:
                 self._next_start = _start_text(self.header, record)
                 self.header = record
                 self._work = [None] * len(record["items"])
+                ids = [worker["worker"] for worker in record["workers"]]
+                self.workers += [each for each in ids if each not in self.workers]
+                self._positions = [self.workers.index(each) for each in ids]
                 if "created_utc" in record:
                     self.starts.append(record["created_utc"])
             case "step" if self.header:
@@ -130,6 +159,7 @@ class RunData:
 
     def _add_result(self, record: Mapping[str, Any]) -> None:
         self.results[record["plan_id"]] = record
+        self._last_step = record["step"]
         if record["result"] in ("applied", "rolled_back"):
             name = f"plan {record['plan_id']}" + ("" if record["result"] == "applied" else " rolled back")
             self._mark(Mark(step=record["step"], kind="migration", name=name, text=record["reason"]))
@@ -145,23 +175,40 @@ class RunData:
             self._resume(step)
         if self._next_start is not None and self.profiled_ns.steps:
             name, text = self._next_start
-            self._mark(Mark(step=step - 1, kind="event", name=name, text=text))
+            # The first step of a segment may have no record; a resumed step may be before the last one of the
+            # previous segment.
+            self._mark(Mark(step=min(step - 1, self._last_step), kind="event", name=name, text=text))
         self._next_start = None
+        before = self.profiled_ns.steps[-1] if len(self.profiled_ns) else step
         self.profiled_ns.add(step, step_ns)
+        self._last_step = step
         work = _work(record)
         self.costs.add(step, work)
         self._work = [old if new is None else new for old, new in zip(self._work, work, strict=False)]
-        if not self.active or self.active[-1][1] != plan_id:
-            self.active.append((step, plan_id))
         partition = self.partitions.get(plan_id)
+        if not self.active or self.active[-1][1] != plan_id:
+            first = self._first_step(plan_id, before, step)
+            self.active.append((first, plan_id))
+            if partition is not None and first < step:
+                self.num_workers.add(first, len(set(partition.workers)))
         if partition is not None:
             self.num_workers.add(step, len(set(partition.workers)))
             self.loads.add(step, _stage_loads(self._work, partition))
         if any(value is not None for value in record["peak_memory_bytes"]):
-            self.memory.add(step, record["peak_memory_bytes"])
+            peaks: list[float | None] = [None] * len(self.workers)
+            for position, value in zip(self._positions, record["peak_memory_bytes"], strict=True):
+                peaks[position] = value
+            self.memory.add(step, peaks)
         busy = [value for value in record["busy_ns"] if value is not None]
         if step_ns and busy and len(busy) == len(record["busy_ns"]):
             self.bubble.add(step, max(0.0, 1 - sum(busy) / len(busy) / step_ns))
+
+    def _first_step(self, plan_id: int, before: int, step: int) -> int:
+        """The first step of a plan that became active between two recorded steps."""
+        result = self.results.get(plan_id, {})
+        if result.get("result") == "applied" and before <= result["step"] < step:
+            return int(result["step"]) + 1
+        return step
 
     def _resume(self, step: int) -> None:
         """Forget what was recorded from ``step`` on: the run resumed from a checkpoint before it."""
@@ -174,7 +221,22 @@ class RunData:
         """Add what follows from all files together; called once, after the last line."""
         if not len(self.step_ns):
             self.step_ns = self.profiled_ns
+        for first, last in _ranges(self.not_finite.steps)[:MAX_NOT_FINITE]:
+            steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+            self.marks.append(Mark(step=first - 1, kind="event", name="loss not finite", text=f"in {steps}"))
+        self.marks.sort(key=lambda mark: mark.step)
         del self.marks[:-MAX_MARKS]
+
+
+def _ranges(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last step of each run of consecutive steps."""
+    ranges: list[tuple[int, int]] = []
+    for step in steps:
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1] = (ranges[-1][0], step)
+        else:
+            ranges.append((step, step))
+    return ranges
 
 
 def _start_text(before: Mapping[str, Any], header: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -262,14 +324,23 @@ def read_run_files(run: Path) -> RunData:
     return data
 
 
-def _records(path: Path) -> Any:
-    for line in read_lines(path):
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue  # a damaged line is not worth the page
-        if isinstance(value, Mapping) and isinstance(value.get("step"), int) and 0 <= value["step"] < 1 << 62:
-            yield value
+class _Lines:
+    """The lines of a document that have a step; ``invalid`` counts the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.invalid = 0
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for line in read_lines(self.path):
+            try:
+                value = parse_json(line)
+            except ValueError:
+                value = None
+            if isinstance(value, Mapping) and isinstance(value.get("step"), int) and 0 <= value["step"] < 1 << 62:
+                yield value
+            else:
+                self.invalid += 1  # a damaged line is not worth the page
 
 
 def _number(value: Any) -> float | None:
@@ -277,18 +348,37 @@ def _number(value: Any) -> float | None:
 
 
 def _read_metrics(data: RunData, path: Path) -> None:
-    for line in _records(path):
+    lines = _Lines(path)
+    for line in lines:
         step = line["step"]
-        for name, value in line.items():
-            if (name.endswith("_loss") or name == "loss") and (number := _number(value)) is not None:
-                data.losses.setdefault(name, Track()).add(step, number)
+        for name in line:
+            if name.endswith("_loss") or name == "loss":
+                _add_loss(data, name, step, line[name])
         if (step_ns := _number(line.get("step_ns"))) is not None:
             data.step_ns.add(step, step_ns)
             data.tokens.add(step, _number(line.get("tokens")) or 0.0)
+    if lines.invalid:
+        verb = "is" if lines.invalid == 1 else "are"
+        data.notes.append(
+            f"{plural(lines.invalid, 'line')} of {path.name} {verb} left out: not a JSON object with a step."
+        )
+
+
+def _add_loss(data: RunData, name: str, step: int, value: Any) -> None:
+    track = data.losses.setdefault(name, Track())
+    number = _number(value)
+    if number is not None:
+        track.add(step, number)
+    elif value is None:  # as run.md states, a number that is not finite
+        track.resume(step)
+    if name in TRAINING_LOSSES:
+        data.not_finite.resume(step)
+        if value is None:
+            data.not_finite.add(step, 1.0)
 
 
 def _read_events(data: RunData, path: Path, *, with_marks: bool) -> None:
-    for line in _records(path):
+    for line in _Lines(path):
         kind, text = str(line.get("kind")), str(line.get("message"))
         data.ended_utc = str(line.get("time_utc")) if line.get("time_utc") else data.ended_utc
         if with_marks and kind == "plan_applied":
@@ -311,8 +401,3 @@ def moved_items(before: Partition | None, after: Partition | None) -> list[str]:
         for name in names
         if owner.get(name, worker) != worker
     ]
-
-
-def mark_name(count: int, mark: Mark) -> str:
-    """The label of a migration of ``count`` items: ``plan 3: 2 items``."""
-    return f"{mark.name}: {plural(count, 'item')}" if count else mark.name

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 MAX_TEXT = 300
 """Characters of one name or message on a page; the middle of a longer one is left out."""
+LONG_TITLE = 60
+"""Characters of a title; a longer one has a smaller font."""
 SHORT_CELL = 16
 """Characters of a cell that is never broken into lines."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -119,14 +121,11 @@ class Note:
 
     text: str
     title: str = ""
-    wide: bool = True
 
     def html(self) -> str:
         """The paragraph, with its title as a small heading."""
         head = f"<h3>{escape(self.title)}</h3>" if self.title else ""
-        return (
-            f'<div class="note{" wide" if self.wide else ""}">{head}<p>{escape(shortened(self.text, 2000))}</p></div>'
-        )
+        return f'<div class="note wide">{head}<p>{escape(shortened(self.text, 2000))}</p></div>'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +182,27 @@ class Section:
         text = f'<p class="lead">{escape(self.text)}</p>' if self.text else ""
         blocks = "".join(
             f'<div class="wide">{block.html()}</div>' if isinstance(block, Table) else block.html()
-            for block in self.blocks
+            for block in _rows_filled(self.blocks)
         )
         return (
             f'<section id="{self.name}" aria-labelledby="{self.name}-title"><h2 id="{self.name}-title">'
             f'{escape(self.title)}</h2>{text}<div class="blocks">{blocks}</div></section>'
         )
+
+
+def _rows_filled(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks in their order; a chart of half the width without a neighbor gets the whole width."""
+    filled: list[Block] = []
+    has_left = False
+    for at, block in enumerate(blocks):
+        if isinstance(block, Chart) and not block.wide and not has_left:
+            following = blocks[at + 1] if at + 1 < len(blocks) else None
+            has_left = isinstance(following, Chart) and not following.wide
+            filled.append(block if has_left else replace(block, wide=True))
+        else:
+            has_left = False
+            filled.append(block)
+    return filled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +242,7 @@ class Page:
         )
         links = "".join(f'<a href="#{each.name}">{escape(each.title)}</a>' for each in self.sections)
         title = escape(shortened(self.title, 120))
+        long = ' class="long"' if len(self.title) > LONG_TITLE else ""
         subtitle = escape(shortened(self.subtitle))
         return (
             f'<!doctype html>\n<html lang="{self.lang}"><head><meta charset="utf-8">'
@@ -237,7 +252,7 @@ class Page:
             f"<title>{title} · {escape(self.kind)}</title>"
             f"<style>{_asset('report.css')}</style></head><body>"
             f'<a class="skip" href="#content">Skip to the charts</a><header><div class="top"><div>'
-            f'<p class="kind">{escape(self.kind)}</p><h1>{title}</h1><p class="subtitle">{subtitle}</p></div>'
+            f'<p class="kind">{escape(self.kind)}</p><h1{long}>{title}</h1><p class="subtitle">{subtitle}</p></div>'
             '<button type="button" class="theme" hidden aria-label="Color theme"></button></div>'
             f'<dl class="facts">{facts}</dl></header><nav aria-label="Sections">{links}</nav><main id="content">'
             "<noscript><p class='lead'>The charts need JavaScript. The table below each chart has its values.</p>"

@@ -35,11 +35,15 @@ class Track:
 
     def add(self, step: int, value: float) -> None:
         """Record a value; what was recorded for this and later steps is dropped."""
+        self.resume(step)
+        self.steps.append(step)
+        self.values.append(value)
+
+    def resume(self, step: int) -> None:
+        """Drop the values of this step and of later ones."""
         if self.steps and step <= self.steps[-1]:
             at = bisect_left(self.steps, step)
             del self.steps[at:], self.values[at:]
-        self.steps.append(step)
-        self.values.append(value)
 
     def mean(self, first: int, last: int) -> float | None:
         """The mean of the values at positions ``first`` to ``last``, exclusive; None without any."""

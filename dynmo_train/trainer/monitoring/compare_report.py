@@ -90,6 +90,7 @@ def _table(result: Comparison, runs: tuple[RunData, RunData], labels: list[str])
 
     steady = f"median step time after step {result.steady_from:,}"
     rows = [
+        *_head(runs),
         ["training loss, first to last step", *map(first_and_last, runs)],
         ["mean step time", *(time_text(ms * 1e6) for ms in result.step_ms)],
         [steady, *(time_text(ms * 1e6) for ms in result.steady_ms)],
@@ -101,14 +102,11 @@ def _table(result: Comparison, runs: tuple[RunData, RunData], labels: list[str])
     return Table(columns=["", *labels], rows=rows, caption=f"{plural(result.steps, 'common step')}")
 
 
-def _head(runs: tuple[RunData, RunData], labels: list[str]) -> list[tuple[str, str]]:
+def _head(runs: tuple[RunData, RunData]) -> list[list[str]]:
+    """The rows of the table on what ran."""
+    found = [dict(facts.facts(run)) for run in runs]
     shown = ("Progress", "Run time", "Started", "Version and commit", "Pipeline")
-    return [
-        (f"{label}: {name.lower()}", value)
-        for run, label in zip(runs, labels, strict=True)
-        for name, value in facts.facts(run)
-        if name in shown
-    ]
+    return [[name.lower(), *(each.get(name, NONE) for each in found)] for name in shown]
 
 
 def compare_page(first: Path, second: Path, result: Comparison) -> Page:
@@ -125,7 +123,7 @@ def compare_page(first: Path, second: Path, result: Comparison) -> Page:
         labels = ["first", "second"]
     marks = charts.marks_of(runs, labels)
     own = [charts.marks_of([run], [""]) for run in runs]
-    top = charts.highest_cost(runs)
+    top = charts.cost_top(runs)
     layers: list[Block] = []
     loads: list[Block] = []
     memory: list[Block] = []
@@ -152,7 +150,7 @@ def compare_page(first: Path, second: Path, result: Comparison) -> Page:
         title=f"{labels[0]} and {labels[1]}",
         subtitle=facts.model_text(runs[0]),
         kind="Comparison of two runs",
-        facts=_head(runs, labels),
+        facts=(),
         tiles=_tiles(result),
         sections=sections,
         footer=f"Written by dynmo-train {__version__}. dynmo-plan report RUN adds plans and the timeline of a step.",

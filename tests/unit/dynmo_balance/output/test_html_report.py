@@ -189,7 +189,7 @@ def test_report_in_a_browser_has_no_clipped_text(window, page, tmp_path, width, 
     for expected in (
         "my-run",
         "migration",
-        "plan 1: 2 items",
+        "plan 1: 1 layer",
         "stage 0",
         "worker 1",
         "forward",

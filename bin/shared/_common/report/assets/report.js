@@ -57,7 +57,7 @@
 
   // Sizes have ticks at round numbers of KiB, MiB, GiB; uPlot's own steps are decimal.
   const BINARY = [];
-  for (let power = 0; power < 50; power++) for (const m of power % 10 === 0 ? [1] : [1]) BINARY.push(m * 2 ** power);
+  for (let power = 0; power < 50; power++) BINARY.push(2 ** power);
   const WHOLE = [];
   for (let power = 0; power < 15; power++) for (const m of [1, 2, 5]) WHOLE.push(m * 10 ** power);
 
@@ -277,15 +277,18 @@
   function bindMarks(chart) {
     const migrations = (chart.spec.marks || []).some((mark) => mark[1] === "migration");
     const events = (chart.spec.marks || []).some((mark) => mark[1] !== "migration");
+    if (!chart.box.closest("figure").classList.contains("wide")) return; // the wide charts of the page explain the lines
     if (migrations) chart.legend.append(element("span", { class: "key" }, element("i", { class: "dash", style: { borderColor: "var(--mark)" } }), "migration"));
-    if (events) chart.legend.append(element("span", { class: "key" }, element("i", { class: "dash", style: { borderColor: "var(--event)" } }), "other event"));
+    if (events) chart.legend.append(element("span", { class: "key" }, element("i", { class: "dash", style: { borderColor: "var(--event)" } }), "event"));
   }
 
   // Labels of marks above the plot, in up to three rows; those without space have only their line and tooltip.
   function layMarks(chart) {
     const u = chart.plot, marks = chart.spec.marks || [];
     const state = [...chart.view, u.bbox.left, u.bbox.width].join();
-    if (!marks.length || chart.placed === state) return;
+    // uPlot commits a new scale after the call that sets it: until then positions are those of the old scale.
+    const isCommitted = u.scales.x.min === chart.view[0] && u.scales.x.max === chart.view[1];
+    if (!marks.length || !isCommitted || chart.placed === state) return;
     chart.placed = state;
     chart.marks.replaceChildren();
     const ratio = devicePixelRatio || 1;
@@ -377,6 +380,7 @@
       scales["y" + at] = {
         range: (u, low, high) => {
           if (low === null || high === null) return [0, 1];
+          if (at === 0) high = Math.max(high, spec.top);
           if (zero) return [0, unit === "count" ? Math.ceil(high * 1.15) : unit === "share" ? Math.min(1, Math.max(high * 1.15, 0.02)) : high > 0 ? high * 1.1 : 1];
           if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
           return uPlot.rangeNum(low, high, 0.08, true);
@@ -389,7 +393,7 @@
       const shared = { scale: "y" + each.axis, spanGaps: true };
       const main = {
         ...shared, label: each.name, stroke: isWide ? () => alpha(color(), 0.5) : color, width: isWide && !each.points ? 5 : each.thin ? 1.4 : 2,
-        points: { show: each.points === true || spec.x.length < 60, size: each.points ? 8 : 4, fill: color, stroke: color },
+        points: { show: each.points === true || spec.x.length < 60, size: each.points || spec.x.length < 3 ? 8 : 4, fill: color, stroke: color },
         paths: each.steps ? uPlot.paths.stepped({ align: 1 }) : undefined,
       };
       if (each.points) { main.width = 1.5; main.dash = [4, 4]; }
@@ -409,7 +413,7 @@
       }
     });
     const axes = [xAxis(chart), ...spec.axes.map((unit, at) => yAxis("y" + at, unit, at === 0 ? 3 : 1, at === 0))];
-    const opts = options(chart, 290, scales, axes, series, (u) => drawMarks(chart, u));
+    const opts = options(chart, 300, scales, axes, series, (u) => drawMarks(chart, u));
     opts.bands = bands;
     opts.cursor.points.show = true;
     if (spec.axes.length > 1) {
@@ -457,11 +461,8 @@
 
   function heatMapChart(name, spec) {
     const chart = frame(name, spec), rows = spec.rows.length;
-    const sorted = spec.values.filter((value) => value >= 0).sort((a, b) => a - b);
-    const top = spec.top / spec.quantum, usual = sorted[Math.floor(sorted.length * 0.95)] || 1;
-    // One very expensive row, such as the head, would leave the others without contrast.
-    const most = top > 2.5 * usual ? 1.5 * usual : top || 1, least = spec.bottom / spec.quantum;
-    const shade = (value) => (value - least) / (most - least || 1);
+    const most = spec.top / spec.quantum || 1;
+    const shade = (value) => value / most;
     chart.paint = () => {
       const sheet = element("canvas", { width: Math.max(1, spec.columns), height: Math.max(1, rows) });
       const ctx = sheet.getContext("2d"), image = ctx.createImageData(sheet.width, sheet.height);
@@ -475,7 +476,7 @@
     chart.right = 26;
     const stages = spec.partitions.length ? spec.partitions[spec.partitions.length - 1] : null;
     if (stages) chart.right = 24 + widthOf("stage " + stages.workers.length);
-    const height = Math.min(620, Math.max(200, rows * 17)) + 46;
+    const height = Math.min(620, Math.max(254, rows * 16)) + 46;
     const draw = (u) => {
       const ratio = devicePixelRatio || 1, { ctx, bbox } = u;
       const at = (step) => u.valToPos(step, "x", true), down = (row) => bbox.top + row / rows * bbox.height;
@@ -488,7 +489,9 @@
       ctx.imageSmoothingEnabled = false;
       const begin = at(spec.first - 0.5), end = at(spec.first - 0.5 + spec.columns * spec.width);
       ctx.drawImage(chart.sheet, begin, bbox.top, end - begin, bbox.height);
-      for (const [color, width] of [[palette.halo, 5], [palette.cut, 2.4]]) {
+      // Thin lines where many stages are close to each other.
+      const thick = Math.min(2.8, Math.max(1.6, 40 / (stages ? stages.workers.length : 1) * 0.8));
+      for (const [color, width] of [[palette.halo, 2 * thick], [palette.cut, thick]]) {
         ctx.strokeStyle = color;
         ctx.lineWidth = width * ratio;
         ctx.lineJoin = "round";
@@ -508,8 +511,8 @@
     };
     const opts = options(chart, height, { y: { dir: -1, range: [0, rows] } }, [xAxis(chart), rowAxis(spec.rows)], [{ scale: "y", show: true, stroke: "transparent", points: { show: false } }], draw);
     opts.cursor.points = { show: false };
-    const lowest = spec.bottom ? text(spec.bottom, spec.unit) : "0", highest = (most < top ? "≥ " : "") + text(most * spec.quantum, spec.unit);
-    chart.legend.append(element("span", { class: "key scale" }, lowest, element("i", {}), highest));
+    const highest = (spec.highest > spec.top * 1.001 ? "≥ " : "") + text(spec.top, spec.unit);
+    chart.legend.append(element("span", { class: "key scale" }, "0", element("i", {}), highest));
     if (spec.values.some((value) => value < 0)) chart.legend.append(element("span", { class: "key" }, element("i", { class: "box", style: { background: "var(--empty)", outline: "1px solid var(--rule)" } }), "not measured"));
     if (spec.partitions.length) chart.legend.append(element("span", { class: "key" }, element("i", { class: "cuts" }), "stage boundary"));
     bindMarks(chart);

@@ -55,7 +55,7 @@ def test_page_shows_both_runs_in_equal_colors(runs):
     assert [len(data[name]["partitions"]) for name in ("layers-first", "layers-second")] == [1, 2]
     assert [series["name"] for series in data["loss"]["series"]] == ["static: training loss", "balanced: training loss"]
     labels = [mark[2] for mark in data["step-time"]["marks"]]
-    assert labels == ["frozen", "balanced: plan 1: 2 items", "pruned"]  # what happened in both runs has one mark
+    assert labels == ["frozen", "balanced: plan 1: 1 layer", "pruned"]  # what happened in both runs has one mark
     assert "equal" in page
 
 
