@@ -319,7 +319,7 @@ def _loss_name(name: str) -> str:
 def layer_costs(
     run: RunData, runs: Sequence[RunData], marks: Sequence[Sequence[Any]], *, name: str, title: str, top: float | None
 ) -> Block:
-    """The heat map of costs, with the boundaries of stages over it; colours end at ``top`` ns, or at the maximum."""
+    """The heat map of costs, with the boundaries of stages over it; colors end at ``top`` ns, or at the maximum."""
     if not run.header or run.costs.first is None:
         return Note(title=title, text=f"No cost of a layer is recorded: {_no_step(run)}.")
     spans = partition_spans(run)
