@@ -116,9 +116,9 @@ def clean(work: Path) -> dict[str, Program]:
 
 def plan_time(work: Path) -> dict[str, Program]:
     return {
-        "dynmo-plan": loop("plan_ours", 1000, 64, printed="ms"),
-        "dynamic program in numpy": loop("plan_program", 1000, 64, printed="ms"),
-        "DeepSpeed partition_balanced": loop("plan_deepspeed", 1000, 64, printed="ms", needs="deepspeed"),
+        "dynmo-plan": loop("plan_ours", 400, 32, printed="ms"),
+        "dynamic program in numpy": loop("plan_program", 400, 32, printed="ms"),
+        "DeepSpeed partition_balanced": loop("plan_deepspeed", 400, 32, printed="ms", needs="deepspeed"),
     }
 
 
@@ -216,7 +216,7 @@ CASES = (
     case("prep-binarize", "Binarize 23 MB of text with a BPE tokenizer, 2 processes", "s", "dynmo-prep", binarize),
     case("prep-dedup", "Remove near-duplicates of 2,312 documents, 2 processes", "s", "dynmo-prep", dedup),
     case("prep-clean", "Repair and filter 1,156 documents by language, 2 processes", "s", "dynmo-prep", clean),
-    case("plan-time", "Best partition of 1,000 layers over 64 stages", "ms", "dynmo-plan", plan_time),
+    case("plan-time", "Best partition of 400 layers over 32 stages", "ms", "dynmo-plan", plan_time),
     *(
         case(
             f"plan-{family.replace(' ', '-')}",
