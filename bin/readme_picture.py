@@ -149,7 +149,7 @@ def final_ratio(numbers: dict[str, Any]) -> float:
 def title_of(numbers: dict[str, Any]) -> str:
     """The headline, which has the ratio."""
     ratio = final_ratio(numbers)
-    return f"Layers freeze, the pipeline loses its balance, DynMo moves layers: steps {ratio:.2f} times as fast"
+    return f"Layers freeze and unbalance the pipeline; DynMo moves layers: {ratio:.2f} times as fast"
 
 
 def step_times(numbers: dict[str, Any], theme: dict[str, Any], x: Any, text: Any, bottom: float) -> list[str]:
