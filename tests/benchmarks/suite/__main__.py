@@ -69,13 +69,19 @@ def main() -> int:
             except (BenchmarkError, OSError) as error:
                 failed += 1
                 log(f"{case.name} failed: {error}")
-    result = results.document(found, command=" ".join(["bin/bench", *sys.argv[1:]]), repeats=options.repeats)
+    result = results.document(found, command=command_line(sys.argv[1:]), repeats=options.repeats)
     if options.merge and target.exists():
         result = results.merged(results.read(target), result)
     results.write(result, options.output)
     sys.stdout.write(results.markdown(result))
     log(f"results: {target}")
     return 1 if failed else 0
+
+
+def command_line(words: list[str]) -> str:
+    """The command without ``--output``, which changes no figure and names a folder of the user's machine."""
+    remaining = [word for before, word in zip(["", *words], words, strict=False) if "--output" not in (before, word)]
+    return " ".join(["bin/bench", *(word for word in remaining if not word.startswith("--output="))])
 
 
 def write_readme(result: dict) -> None:

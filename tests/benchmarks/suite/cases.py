@@ -220,7 +220,7 @@ CASES = (
     *(
         case(
             f"plan-{family.replace(' ', '-')}",
-            f"Bottleneck over the exact one, 20 models, {family}",
+            f"Slowest stage over the exact optimum, 20 models, {family}",
             "x",
             "dynmo-plan",
             bottleneck_of(family),

@@ -104,6 +104,11 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def ratio_text(ratio: float) -> str:
+    """Two digits behind the point, or none above 100."""
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The document as a page: what it was measured on, and a table for each area."""
     host = result["machine"]
@@ -121,7 +126,7 @@ def markdown(result: dict[str, Any]) -> str:
     for area in dict.fromkeys(case["area"] for case in result["cases"]):
         lines += [
             "",
-            f"## {area}",
+            f"**{area}**",
             "",
             "| what | program | median | spread | repetitions | ratio |",
             "|---|---|---|---|---|---|",
@@ -137,7 +142,7 @@ def _rows(case: dict[str, Any]) -> list[str]:
     title = f"{case['text']} (`{case['name']}`)"
     for name, found in case["programs"].items():
         values = ", ".join(map(number, found["values"]))
-        ratio = f"{found['ratio']:.2f}" if "ratio" in found else ""
+        ratio = ratio_text(found["ratio"]) if "ratio" in found else ""
         cells = [title, name, f"{number(found['median'])} {case['unit']}", f"{found['spread']:.0%}", values, ratio]
         rows.append(f"| {' | '.join(cells)} |")
         title = ""
@@ -146,16 +151,15 @@ def _rows(case: dict[str, Any]) -> list[str]:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """The README's table: every case with its peers and the ratio, rows that are worse included."""
-    lines = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
+    """The README's table: every case, its peers and the ratio to each, also where a peer is better."""
+    lines = ["| measured | ours | peers | ratio |", "|---|---|---|---|"]
     for case in result["cases"]:
         ours = case["programs"][case["ours"]]
         peers = {name: found for name, found in case["programs"].items() if name != case["ours"]}
-        for name, found in peers.items():
-            values = (
-                f"{number(ours['median'])} | {name}: {number(found['median'])} {case['unit']} | {found['ratio']:.2f}"
-            )
-            lines.append(f"| {case['text']} | {values} |")
+        if peers:
+            values = " / ".join(f"{name} {number(found['median'])}" for name, found in peers.items())
+            ratios = " / ".join(ratio_text(found["ratio"]) for found in peers.values())
+            lines.append(f"| {case['text']} | {number(ours['median'])} {case['unit']} | {values} | {ratios} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,9 +9,12 @@ import sys
 import pytest
 
 from tests.benchmarks.suite import results
+from tests.benchmarks.suite.__main__ import command_line
+from tests.benchmarks.suite.cases import CASES
 from tests.benchmarks.suite.measure import BenchmarkError, Case, Program, run_case, summary_of
 from tests.paths import ROOT
 
+COMMITTED = ROOT / "tests" / "benchmarks" / "results.json"
 PRINT = "import json, pathlib; p = pathlib.Path('turns'); p.write_text((p.read_text() if p.exists() else '') + '{0}');"
 
 
@@ -94,7 +97,7 @@ def test_markdown_has_machine_commit_and_every_program(tmp_path):
     ):
         assert part in page
     assert "| not installed: none |" in page
-    assert results.figures(document).splitlines()[2:] == ["| A case | 1,234 | p: 617 s | 0.50 |"]
+    assert results.figures(document).splitlines()[2:] == ["| A case | 1,234 s | p 617 | 0.50 |"]
 
 
 def test_merged_keeps_cases_that_did_not_run(tmp_path):
@@ -116,3 +119,23 @@ def test_bench_runs_a_case_and_writes_both_files(tmp_path):
     (entry,) = json.loads((tmp_path / "results.json").read_text())["cases"]
     assert entry["programs"]["dynamic program in numpy"]["ratio"] > 1
     assert done.stdout == (tmp_path / "results.md").read_text()
+
+
+def test_committed_results_have_every_case_and_the_page():
+    committed = results.read(COMMITTED)
+    assert [case["name"] for case in committed["cases"]] == [case.name for case in CASES]
+    assert COMMITTED.with_suffix(".md").read_text(encoding="utf-8") == results.markdown(committed)
+    assert all(len(found["values"]) == 3 for case in committed["cases"] for found in case["programs"].values())
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_readme_figures_are_those_of_the_committed_results(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert results.with_figures(text, results.read(COMMITTED)) == text, (
+        "run: bin/bench --readme --output tests/benchmarks"
+    )
+
+
+@pytest.mark.parametrize("words", ["--peers --output x", "--output x --peers", "--output=x --peers", "--peers"])
+def test_command_line_leaves_out_the_output_folder(words):
+    assert command_line(words.split()) == "bin/bench --peers"
