@@ -40,6 +40,7 @@ Recompute = Literal["none", "selective", "full"]
 TWO_STAGE_SCHEDULES = ("interleaved-1f1b", "zb-v")
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
+ZeroGradientSync = Literal["microbatch", "step"]
 ReportFormat = Literal["text", "json"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"]
 Options = TypeVar("Options")
@@ -236,7 +237,18 @@ class ParallelConfig:
         default="local",
     )
     zero_stage: int = option(
-        "ZeRO stage: shard states between steps (1, 2) or always (3).", default=0, minimum=0, maximum=3, common=True
+        "ZeRO stage: shard optimizer states (1), gradients too (2), parameters too (3).",
+        default=0,
+        minimum=0,
+        maximum=3,
+        common=True,
+    )
+    zero_gradient_sync: ZeroGradientSync = option(
+        "When ZeRO reduces gradients: every microbatch, sharded sums; or once per step, whole sums.",
+        derive=(
+            "microbatch for --zero-stage 2 and 3, else step",
+            lambda v, _: "microbatch" if v["zero_stage"] >= 2 else "step",
+        ),
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         "Transformer blocks per virtual stage (interleaved-1f1b); sets --virtual-stages-per-worker.",

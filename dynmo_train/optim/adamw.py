@@ -1,4 +1,7 @@
-"""AdamW on the parameters of one item, by torch or by NVIDIA's apex, with one interface to its state.
+"""AdamW on the parameters of all local items, by torch or by NVIDIA's apex, with one interface to its state.
+
+One optimizer updates all items at once, so that the number of kernels does not grow with that of the items.
+Parameters join and leave with their item. The update of one does not depend on the others, so neither does any bit.
 
 Both keep the moments ``exp_avg`` and ``exp_avg_sq`` of every parameter in float32. torch counts the updates of each
 parameter. apex counts those of a parameter group, whether or not its members had gradients; :class:`FusedAdamW` counts
@@ -7,7 +10,7 @@ per parameter instead, so that a checkpoint of one implementation resumes with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,8 +42,14 @@ class AdamWSettings:
         return parameter.dim() >= 2
 
 
-class ItemOptimizer(Protocol):
-    """The optimizer of one item. A parameter has state from its first update on."""
+class Optimizer(Protocol):
+    """The optimizer of the local parameters. A parameter has state from its first update on."""
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these parameters, too, from now on; they have no state."""
+
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget parameters that were added, with their state."""
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
@@ -60,7 +69,7 @@ class ItemOptimizer(Protocol):
         """Continue a parameter from this state.
 
         Args:
-            parameter: Parameter of the item.
+            parameter: Parameter that was added.
             steps: Number of its updates.
             moments: ``exp_avg`` and ``exp_avg_sq``, float32 in the parameter's shape, on its device; not copied.
         """
@@ -70,35 +79,53 @@ class ItemOptimizer(Protocol):
 
 
 class TorchAdamW:
-    """``torch.optim.AdamW`` in its fused form."""
+    """``torch.optim.AdamW`` in its fused form.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
-        # lr=0.0: learning rate and weight decay are set in every step. Fused: one kernel updates a whole group.
-        by_decay: dict[bool, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_decay.setdefault(settings.decays(parameter), []).append(parameter)
+    Args:
+        settings: Hyperparameters.
+    """
+
+    def __init__(self, settings: AdamWSettings) -> None:
+        self._settings = settings
+        # lr=0.0: learning rate and weight decay are set in every step. Fused: one kernel updates many tensors.
         self._optimizer = torch.optim.AdamW(
-            [{"params": group, "decays": decays} for decays, group in by_decay.items()],
+            [{"params": [], "decays": True}, {"params": [], "decays": False}],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             fused=True,
         )
 
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        matrices, vectors = (group["params"] for group in self._optimizer.param_groups)
+        for parameter in parameters:
+            (matrices if self._settings.decays(parameter) else vectors).append(parameter)
+
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        leaving = list(parameters)
+        # By identity: tensors compare by value.
+        ids = {id(parameter) for parameter in leaving}
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+        for parameter in leaving:
+            self.drop_state(parameter)
+
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update with learning rate ``lr`` and ``weight_decay``; see ``ItemOptimizer``."""
+        """Update with learning rate ``lr`` and ``weight_decay``; see ``Optimizer``."""
         for group in self._optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         state = self._optimizer.state.get(parameter, {})
         return {key: state[key] for key in MOMENTS if key in state}
 
     def steps(self, parameter: nn.Parameter) -> int:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         return int(self._optimizer.state.get(parameter, {}).get("step", 0))
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
@@ -108,7 +135,7 @@ class TorchAdamW:
         self._optimizer.state[parameter] = {"step": count, **moments}
 
     def drop_state(self, parameter: nn.Parameter) -> None:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         self._optimizer.state.pop(parameter, None)
 
 
@@ -119,15 +146,15 @@ class FusedAdamW:
     without a gradient is not counted.
 
     Args:
-        parameters: Parameters of the item.
         settings: Hyperparameters.
         fused_adam: ``apex.optimizers.FusedAdam`` or a compatible class.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any]) -> None:
-        self._parameters, self._settings = tuple(parameters), settings
+    def __init__(self, settings: AdamWSettings, fused_adam: type[Any]) -> None:
+        self._settings = settings
+        self._parameters: dict[nn.Parameter, None] = {}
         self._optimizer = fused_adam(
-            list(parameters),
+            [{"params": []}],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -136,8 +163,18 @@ class FusedAdamW:
         )
         self._steps: dict[nn.Parameter, int] = {}
 
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        self._parameters.update(dict.fromkeys(parameters))
+
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        for parameter in parameters:
+            del self._parameters[parameter]
+            self.drop_state(parameter)
+
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update with learning rate ``lr`` and ``weight_decay``; see ``ItemOptimizer``."""
+        """Update with learning rate ``lr`` and ``weight_decay``; see ``Optimizer``."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
@@ -159,12 +196,12 @@ class FusedAdamW:
             parameter.grad = None
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         state = self._optimizer.state.get(parameter, {})
         return {key: state[key] for key in MOMENTS if key in state}
 
     def steps(self, parameter: nn.Parameter) -> int:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         return self._steps.get(parameter, 0)
 
     def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
@@ -173,13 +210,11 @@ class FusedAdamW:
         self._steps[parameter] = steps
 
     def drop_state(self, parameter: nn.Parameter) -> None:
-        """See ``ItemOptimizer``."""
+        """See ``Optimizer``."""
         self._optimizer.state.pop(parameter, None)
         self._steps.pop(parameter, None)
 
 
-def item_optimizer(
-    parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any] | None
-) -> ItemOptimizer:
-    """Create the optimizer of an item with apex's ``fused_adam``, or with torch's AdamW where that is None."""
-    return TorchAdamW(parameters, settings) if fused_adam is None else FusedAdamW(parameters, settings, fused_adam)
+def make_optimizer(settings: AdamWSettings, fused_adam: type[Any] | None) -> Optimizer:
+    """Create the optimizer with apex's ``fused_adam``, or with torch's AdamW where that is None; without parameters."""
+    return TorchAdamW(settings) if fused_adam is None else FusedAdamW(settings, fused_adam)

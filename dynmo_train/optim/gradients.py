@@ -10,8 +10,9 @@ In this order, once per step::
     gradient_norm            global L2 norm
     clip_gradients           scale by max_norm / norm
 
-Norms are reduced per finest item and summed in list order, and tied gradients are added in list order: neither depends
-on the partition, which keeps the bits of a run that moves layers.
+Norms are summed per finest item and then in list order, and tied gradients are added in list order: neither depends on
+the partition, which keeps the bits of a run that moves layers. Norm, unscaling and clipping are batched over all local
+parameters: a handful of kernels, whatever the number of replicas is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch.distributed as dist
 
 from ..models.layer_list import masks_of
 from ..models.sharding import needs_whole_stream
-from ..parallel.fsdp import row_chunks
 from ..parallel.process_groups import World, sum_over, sum_over_pipeline
 from .item_store import ItemStore
 
@@ -190,8 +190,8 @@ def zero_pruned_gradients(store: ItemStore) -> None:
 def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
     """Return the global L2 norm of all gradients, a tied weight counted once; the same bits on any partition.
 
-    The rows of each replica are squared separately, also where every replica has all rows: ZeRO gives the bits of
-    plain replicas.
+    The number of kernels depends on the number of local parameters only: one batched norm of all of them, and one copy
+    of the results to the host.
 
     Args:
         store: Local items.
@@ -200,39 +200,25 @@ def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str
         world: Processes of the run.
     """
     index_of = {name: index for index, name in enumerate(item_names)}
-    # One column for the rows of each replica; then, with expert parallelism, one for those of each expert rank.
-    squares = torch.zeros(len(item_names), 2 * world.dims.data, dtype=torch.float64)
-    norms: list[torch.Tensor] = []
-    cells: list[tuple[int, int]] = []
-    for item, name, parameter in store.parameters():
-        if parameter.grad is not None and name not in ties and store.sharding.is_counted(name):
-            parts = _norm_columns(store, name, parameter.grad, world)
-            norms += [torch.linalg.vector_norm(part) for part in parts.values()]
-            cells += [(index_of[item], column) for column in parts]
-    if norms:
-        # One copy for all norms: reading each one would wait for the device for every parameter.
-        stacked = torch.stack(norms).to("cpu", torch.float64).square()
-        for (index, column), square in zip(cells, stacked.tolist(), strict=True):
-            squares[index, column] += square
-    # Over the tensor ranks first: the order of that sum must not depend on the size of the pipeline. In the other two
-    # sums all ranks but one contribute zero to each cell, so their order does not matter.
-    squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
-    squares = sum_over(world.groups.expert if store.sharding.fsdp is None else world.groups.data, squares)
-    # In Python floats and list order: a tensor's sum may add in another order for another length.
-    total = 0.0
-    for row in squares.tolist():
-        total += sum(row)
-    return math.sqrt(total)
-
-
-def _norm_columns(store: ItemStore, name: str, gradient: torch.Tensor, world: World) -> dict[int, torch.Tensor]:
-    """Return this process's part of a gradient by the columns of the norm."""
-    dims, expert_local = world.dims, store.sharding.is_expert_local(name)
-    size = dims.data // dims.expert if expert_local else dims.data
-    first = dims.data + world.data_rank % dims.expert * size if expert_local else 0
-    if store.sharding.fsdp is not None:
-        return {first + store.sharding.fsdp.rank(expert_local=expert_local): gradient}
-    return {first + rank: part for rank, part in enumerate(row_chunks(gradient, size))}
+    counted = [
+        (index_of[item], parameter.grad)
+        for item, name, parameter in store.parameters()
+        if parameter.grad is not None and name not in ties and store.sharding.is_counted(name)
+    ]
+    squares = [0.0] * len(item_names)
+    if counted:
+        # The norm of a tensor does not depend on the list that it is in, so each item adds the same numbers wherever it
+        # is. One copy for all norms: reading each one would wait for the device for every parameter.
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in counted]))
+        for (index, _), norm in zip(counted, norms.tolist(), strict=True):
+            squares[index] += norm * norm
+    sums = torch.tensor(squares, dtype=torch.float64)
+    # Over the tensor ranks first: the order of that sum must not depend on the size of the pipeline. Over the pipeline
+    # all ranks but one add zero to each item. The length is that of the list, so an all-reduce adds in one order.
+    sums = sum_over_pipeline(world, sum_over(world.groups.tensor, sums))
+    sums = sum_over(world.groups.expert if store.sharding.fsdp is None else world.groups.data, sums)
+    # Exactly rounded: a tensor's sum may add in another order for another length, Python's own in another version.
+    return math.sqrt(math.fsum(sums.tolist()))
 
 
 def clip_gradients(store: ItemStore, norm: float, max_norm: float) -> None:
@@ -241,6 +227,6 @@ def clip_gradients(store: ItemStore, norm: float, max_norm: float) -> None:
         return
     # 1e-6 as in torch.nn.utils.clip_grad_norm_ and Megatron.
     scale = max_norm / (norm + 1e-6)
-    for _, _, parameter in store.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale)
+    gradients = [parameter.grad for _, _, parameter in store.parameters() if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, scale)

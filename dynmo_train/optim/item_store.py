@@ -4,7 +4,7 @@ Three classes share the work::
 
                        ItemStore                 modules, parameters, extras, memories by item
                       /         \
-          ItemBuilder            OptimizerStates  one AdamW per item; moments by parameter name
+          ItemBuilder            OptimizerStates  AdamW of all items; moments by parameter name
          /
     ItemSharding                                  which part of a global tensor is local
 
@@ -12,8 +12,8 @@ Three classes share the work::
     export(name)       -> ItemState -> migration or checkpoint -> load_state(name, state)
     step(lr, decay)    one optimizer update of all items
 
-State is kept per item, never per stage, so that any partition gives the same bits: an optimizer sees the same
-parameters in the same order wherever its item is.
+State is kept per parameter, never per stage, and the update of a parameter does not depend on the others, so that any
+partition gives the same bits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..models.layer_list import masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
-from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
+from .adamw import MOMENTS, AdamWSettings, make_optimizer
 from .item_sharding import ItemBuilder
 from .item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
 
 
 class OptimizerStates:
-    """AdamW of the local items: one optimizer per item, addressed by global parameter names.
+    """AdamW of the local items: one optimizer for all of them, addressed by global parameter names.
 
     A tied copy whose owner is local, too, is an *alias*: it shares the owner's storage and moments, and one update
     serves both. Their values are the same bits anyway, because both get the same gradient.
@@ -47,29 +47,28 @@ class OptimizerStates:
     """
 
     def __init__(self, settings: AdamWSettings, fused_adam: type[Any] | None = None) -> None:
-        self._settings, self._fused_adam = settings, fused_adam
-        self._by_item: dict[str, ItemOptimizer] = {}
-        self._parameters: dict[str, tuple[str, nn.Parameter]] = {}
+        self._optimizer = make_optimizer(settings, fused_adam)
+        self._items: dict[str, tuple[str, ...]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         self._owners: dict[str, str] = {}
 
     def add(self, item: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Create the optimizer of an item, without state; it replaces the one that the item had."""
-        if item in self._by_item:
+        """Add the parameters of an item, without state; they replace those that the item had."""
+        if item in self._items:
             self.remove(item)
-        self._by_item[item] = item_optimizer(list(parameters.values()), self._settings, self._fused_adam)
-        self._parameters.update({name: (item, parameter) for name, parameter in parameters.items()})
+        self._items[item] = tuple(parameters)
+        self._parameters.update(parameters)
+        self._optimizer.add(parameters.values())
 
     def remove(self, item: str) -> None:
-        """Drop the optimizer of an item; an alias that stays takes over the moments of an owner that leaves."""
-        leaving = {name for name, (of_item, _) in self._parameters.items() if of_item == item}
+        """Drop the parameters of an item; an alias that stays takes over the moments of an owner that leaves."""
+        leaving = self._items.pop(item)
         for copy, owner in list(self._owners.items()):
             if copy in leaving or owner in leaving:
                 del self._owners[copy]
                 if copy not in leaving and (moments := self.moments(owner)):
                     self.load(copy, self.steps(owner), moments)
-        for name in leaving:
-            del self._parameters[name]
-        del self._by_item[item]
+        self._optimizer.remove([self._parameters.pop(name) for name in leaving])
 
     def alias(self, ties: Mapping[str, str]) -> None:
         """Make an alias of each tied copy whose owner is local.
@@ -79,11 +78,11 @@ class OptimizerStates:
         """
         for copy, owner in ties.items():
             if copy in self._parameters and owner in self._parameters and copy not in self._owners:
-                item, parameter = self._parameters[copy]
-                # ``data``, not the Parameter object: modules and optimizers keep their references.
-                parameter.data = self._parameters[owner][1].data
+                parameter = self._parameters[copy]
+                # ``data``, not the Parameter object: modules and the optimizer keep their references.
+                parameter.data = self._parameters[owner].data
                 # Equal by construction: both copies had the same gradients in every update.
-                self._by_item[item].drop_state(parameter)
+                self._optimizer.drop_state(parameter)
                 self._owners[copy] = owner
 
     def is_alias(self, parameter_name: str) -> bool:
@@ -99,19 +98,16 @@ class OptimizerStates:
         """
         # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
-            self._parameters[copy][1].grad = None
-        for optimizer in self._by_item.values():
-            optimizer.step(lr, weight_decay)
+            self._parameters[copy].grad = None
+        self._optimizer.step(lr, weight_decay)
 
     def moments(self, parameter_name: str) -> dict[str, torch.Tensor]:
         """Return the live moments of a parameter, ``exp_avg`` and ``exp_avg_sq``; empty before its first update."""
-        item, parameter = self._parameters[self._owners.get(parameter_name, parameter_name)]
-        return self._by_item[item].moments(parameter)
+        return self._optimizer.moments(self._parameters[self._owners.get(parameter_name, parameter_name)])
 
     def steps(self, parameter_name: str) -> int:
         """Return the number of updates of a parameter."""
-        item, parameter = self._parameters[self._owners.get(parameter_name, parameter_name)]
-        return self._by_item[item].steps(parameter)
+        return self._optimizer.steps(self._parameters[self._owners.get(parameter_name, parameter_name)])
 
     def load(self, parameter_name: str, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
         """Continue a parameter from this state.
@@ -121,14 +117,12 @@ class OptimizerStates:
             steps: Number of updates.
             moments: ``exp_avg`` and ``exp_avg_sq``, float32 in the parameter's local shape; not copied.
         """
-        item, parameter = self._parameters[parameter_name]
-        self._by_item[item].load_state(parameter, steps, moments)
+        self._optimizer.load_state(self._parameters[parameter_name], steps, moments)
 
     def drop(self, parameter_names: set[str]) -> None:
         """Drop the state of parameters that will not train any more."""
         for name in parameter_names & self._parameters.keys():
-            item, parameter = self._parameters[name]
-            self._by_item[item].drop_state(parameter)
+            self._optimizer.drop_state(self._parameters[name])
 
 
 class ItemStore:

@@ -178,9 +178,8 @@ class ComputeCopies:
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
     """Divide ``gradients``, float32 of any shape, by the loss scale in place; exact where it is a power of two."""
-    if scale != 1.0:
-        for gradient in gradients:
-            gradient.mul_(1.0 / scale)
+    if scale != 1.0 and gradients:
+        torch._foreach_mul_(list(gradients), 1.0 / scale)
 
 
 _ATEN = torch.ops.aten

@@ -1,13 +1,16 @@
 """ZeRO over the replicas by FSDP2: each replica has some rows of every parameter, its gradient and its moments.
 
-Each item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. Gradients
-accumulate unsharded over the microbatches and are reduced once per step, in the order of plain replicas: plain
-replicas, DDP and ZeRO give the same bits on two replicas. Optimizer, norms and migration see plain tensors, the local
-rows; FSDP2's ``DTensor`` parameters stay inside the modules.
+Each item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. Optimizer, norms
+and migration see plain tensors, the local rows; FSDP2's ``DTensor`` parameters stay inside the modules.
 
-    forward, backward      all-gather of the rows by FSDP2; gradients accumulate unsharded
-    end of the step        FsdpSharding.reduce: reduce-scatter -> grad of the local rows
+    forward                all-gather of the rows by FSDP2
+    backward               the same, and per microbatch (stages 2 and 3) a reduce-scatter that adds to the sharded sum;
+                           reduced once per step, gradients accumulate unsharded instead
+    end of the step        FsdpSharding.reduce: the rest of the reduce-scatters -> grad of the local rows
     optimizer              updates the local rows, which share memory with the DTensors
+
+Memory of the gradients, float32, of P parameters over D replicas: ``4 P / D`` bytes and those of one item whole where
+they are reduced per microbatch, ``4 P`` where they are reduced per step, with 1/microbatches of the communication.
 """
 
 from __future__ import annotations
@@ -46,12 +49,13 @@ class FsdpSharding:
         reshard: Free the gathered parameters after each forward and backward (stage 3); False frees them at the end of
             a step (stages 1 and 2).
         compute: dtype of the arithmetic; reductions are in float32.
+        sync_microbatches: Reduce-scatter the gradients of every microbatch; False does so once per step.
 
     Raises:
         ValueError: There is one replica.
     """
 
-    def __init__(self, world: World, *, reshard: bool, compute: torch.dtype) -> None:
+    def __init__(self, world: World, *, reshard: bool, compute: torch.dtype, sync_microbatches: bool = False) -> None:
         dims = world.dims
         if world.groups.data is None:
             raise ValueError("ZeRO needs at least two replicas")
@@ -60,7 +64,7 @@ class FsdpSharding:
         if dims.expert > 1:
             rank, size = world.data_rank // dims.expert, dims.data // dims.expert
             self._expert_replicas = _ShardingGroup(world.groups.expert_data, rank, size, world)
-        self._reshard = reshard
+        self._reshard, self._sync_microbatches = reshard, sync_microbatches
         casts = compute != torch.float32
         # Reductions stay in float32, as those of plain replicas: their gradients are float32 sums, too.
         self._policy = MixedPrecisionPolicy(
@@ -94,13 +98,12 @@ class FsdpSharding:
                 # Gradients are sums over replicas, as those of plain replicas; FSDP2 would divide them.
                 fsdp.set_gradient_divide_factor(1.0)
                 fsdp.set_force_sum_reduction_for_comms(True)
-                self._defer_reduction(fsdp)
+                self._begin_step(fsdp)
         return {name: nn.Parameter(_local_rows(parameter).detach()) for name, parameter in module.named_parameters()}
 
-    def _defer_reduction(self, module: FSDPModule) -> None:
-        # Until :meth:`reduce`, a backward only adds to the unsharded gradient. A reduce-scatter per microbatch would
-        # add in another order than plain replicas do, and give other bits.
-        module.set_requires_gradient_sync(False)
+    def _begin_step(self, module: FSDPModule) -> None:
+        module.set_requires_gradient_sync(self._sync_microbatches)
+        # More microbatches may follow: FSDP2 then waits for its reduce-scatters in :meth:`reduce`, not in a backward.
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self._reshard)
 
@@ -124,7 +127,7 @@ class FsdpSharding:
                 for group in param_groups(part):
                     group.post_backward()
         state._root_post_backward_final_callback()
-        self._defer_reduction(module)
+        self._begin_step(module)
         for name, parameter in module.named_parameters():
             local[name].grad = None if parameter.grad is None else _local_rows(parameter.grad)
             parameter.grad = None
@@ -170,16 +173,16 @@ class FsdpSharding:
 
 
 def accumulate_sharded_grads(module: nn.Module) -> None:
-    """Add the gradients of a split backward to the float32 sums, as FSDP2 does after a full backward.
+    """Add the gradients of a split backward to the float32 sums, sharded or not, as FSDP2 does after a full backward.
 
     FSDP2 does this in a hook on the inputs of a module, which a backward of the weights alone does not run.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in param_groups(part):
-                for parameter in group.fsdp_params:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+                # Without synchronization it only accumulates; parameters stay as they are, since a split backward
+                # needs them gathered (``BackwardCase``).
+                group.post_backward()
 
 
 def row_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:

@@ -106,6 +106,8 @@ class EngineSettings:
         sequence_parallel: whether activations between tensor-parallel regions are sharded along the tokens; the
             boundary's shape is then that of a shard.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
+        zero_sync_microbatches: whether ZeRO reduces and shards the gradients of every microbatch; False does so once
+            per step.
         compression: compression of the gradients that are sent to other processes.
     """
 
@@ -122,6 +124,7 @@ class EngineSettings:
     overlap_reduction: bool = False
     sequence_parallel: bool = False
     zero_stage: int = 0
+    zero_sync_microbatches: bool = False
     compression: CompressionSettings = NO_COMPRESSION
 
 
@@ -214,7 +217,12 @@ class Engine:
         fsdp = None
         # With one replica there is nothing to shard over: every ZeRO stage is then plain training.
         if settings.zero_stage and world.dims.data > 1:
-            fsdp = FsdpSharding(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
+            fsdp = FsdpSharding(
+                world,
+                reshard=settings.zero_stage == 3,
+                compute=settings.precision.compute,
+                sync_microbatches=settings.zero_sync_microbatches,
+            )
         builder = ItemBuilder(
             sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=token_dispatcher(world)),
             device=world.device,

@@ -171,6 +171,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         },
         sparse=sparse_table(config, stored),
         zero_stage=parallel.zero_stage,
+        zero_sync_microbatches=parallel.zero_gradient_sync == "microbatch",
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,

@@ -107,8 +107,6 @@ def setup_run(config: Config, world: World) -> InitialState:
     fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_rank0:
         print_message(apex.line(used=fused_adam is not None))
-        if config.parallel.zero_stage == 1:
-            print_message("--zero-stage 1 is executed as stage 2: gradients are sharded between steps too")
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
     # First, since the position in the data and the initial partition follow from it.

@@ -26,10 +26,12 @@ D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
 E2 = ParallelDims(data=2, expert=2)
 PE, TE, DE = (replace(E2, pipeline=2), replace(E2, tensor=2), replace(E2, data=4))
 PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
-ZERO, ZERO_3 = {"zero_stage": 2}, {"zero_stage": 3}
+ZERO, ZERO_3 = ({"zero_stage": stage, "zero_sync_microbatches": True} for stage in (2, 3))
+ZERO_1 = {"zero_stage": 1}
 OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
 BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
 PLAIN = replace(BASE, dropout=0.0)
+LONG = replace(BASE, steps=20)
 MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
 SPLIT = replace(MOVING, schedule="zero-bubble")
 LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
@@ -51,8 +53,15 @@ ONE = {
 TWO = {
     "replicas": Layout(dims=D2, scenario=BASE),
     "replicas, overlapped": Layout(dims=D2, scenario=BASE, settings=OVERLAP),
-    "shared between steps": Layout(dims=D2, scenario=BASE, settings=ZERO),
-    "shared always": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
+    "zero 1": Layout(dims=D2, scenario=BASE, settings=ZERO_1),
+    "zero 2": Layout(dims=D2, scenario=BASE, settings=ZERO),
+    "zero 2, reduced per step": Layout(dims=D2, scenario=BASE, settings={"zero_stage": 2}),
+    "zero 3": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
+    "replicas, long": Layout(dims=D2, scenario=LONG),
+    **{
+        f"zero {stage}, long": Layout(dims=D2, scenario=LONG, settings=each)
+        for stage, each in enumerate((ZERO_1, ZERO, ZERO_3), 1)
+    },
     "cut": Layout(dims=T2, scenario=BASE),
     "cut along tokens": Layout(dims=T2, scenario=BASE, settings=CUT),
     "plain, cut": Layout(dims=T2, scenario=PLAIN),
@@ -67,9 +76,15 @@ TWO_FAMILIES = {
 }
 FOUR = {
     "replicas": [Layout(dims=PD, scenario=each, settings=OVERLAP) for each in (SPLIT, LOOPED)],
-    "shared": [
+    "zero 1": [Layout(dims=PD, scenario=SPLIT, settings=ZERO_1)],
+    "zero 2": [
         Layout(dims=PD, scenario=MOVING, settings=ZERO | OVERLAP),
+        Layout(dims=PD, scenario=SPLIT, settings=ZERO),
+        Layout(dims=PD, scenario=VEE, settings=ZERO),
+    ],
+    "zero 3": [
         Layout(dims=PD, scenario=replace(LOOPED, recompute=True), settings=ZERO_3),
+        Layout(dims=PD, scenario=SPLIT, settings=ZERO_3),
     ],
     "cut": [Layout(dims=PT, scenario=replace(MOVING, schedule="gpipe", recompute=True))],
     "cut along tokens": [Layout(dims=PT, scenario=VEE, settings=CUT)],
@@ -119,24 +134,36 @@ def four_others():
     return by_name(FOUR_OTHERS)
 
 
-def close(got: dict, expected: dict, norms: float = 1e-4) -> None:
-    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    assert got["norms"] == pytest.approx(expected["norms"], rel=norms)
+def close(got: dict, expected: dict, norms: float = 1e-4, losses: float = 1e-5) -> None:
+    assert got["losses"] == pytest.approx(expected["losses"], rel=losses)
+    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=losses)
+    skipped = [norm is None for norm in expected["norms"]]
+    assert [norm is None for norm in got["norms"]] == skipped
+    updated = [[norm for norm in each["norms"] if norm is not None] for each in (got, expected)]
+    assert updated[0] == pytest.approx(updated[1], rel=norms)
 
 
 def test_replicas_have_nearly_the_losses_of_one_process(one, two):
     close(two["replicas"], one["dropping"])
 
 
-@pytest.mark.parametrize("name", ["shared between steps", "shared always"])
-def test_zero_stages_have_the_bits_of_plain_replicas(name, two):
-    assert two[name] == two["replicas"]
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stage_is_near_plain_replicas_after_20_steps(stage, two):
+    close(two[f"zero {stage}, long"], two["replicas, long"])
 
 
-def test_zero_stages_on_a_pipeline_have_the_same_bits(two, four):
-    for got in four["shared"]:
-        assert got == two["replicas"]
+def test_zero_reduction_per_step_is_near_that_per_microbatch(two):
+    close(two["zero 2, reduced per step"], two["zero 2"])
+
+
+@pytest.mark.parametrize("name", ["zero 1", "zero 2", "zero 3"])
+def test_zero_stage_has_the_same_bits_on_any_pipeline(name, two, four):
+    for got in four[name]:
+        assert got == two[name]
+
+
+def test_zero_3_has_the_bits_of_zero_2(two):
+    assert two["zero 3"] == two["zero 2"]
 
 
 def test_overlapped_gradient_reduction_has_the_same_bits(two):
@@ -196,10 +223,10 @@ def data(tmp_path_factory):
 
 
 def test_run_of_replicas_saves_resumes_and_is_profiled(data, tmp_path):
-    """From the command line: without a stop; resumed with a pipeline and ZeRO; resumed with one process."""
+    """From the command line, with ZeRO 3: without a stop; resumed with a pipeline; resumed with one process."""
     whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
-    train(data, whole, 2, pipeline_model_parallel_size="1")
-    train(data, stopped, 2, pipeline_model_parallel_size="1", exit_interval="11", DDP_impl="torch")
+    train(data, whole, 2, pipeline_model_parallel_size="1", zero_stage="3")
+    train(data, stopped, 2, pipeline_model_parallel_size="1", exit_interval="11", DDP_impl="torch", zero_stage="3")
     train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), zero_stage="3")
     assert figures(stopped) == figures(whole)
     assert tensors(stopped, 24) == tensors(whole, 24)

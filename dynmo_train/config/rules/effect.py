@@ -82,6 +82,9 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="for families other than bert and t5",
     ),
     EffectRule(options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path"),
+    EffectRule(
+        options=("zero_gradient_sync",), when=lambda c: c.parallel.zero_stage > 0, without="without --zero-stage"
+    ),
     EffectRule(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
     EffectRule(options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica"),
     EffectRule(
