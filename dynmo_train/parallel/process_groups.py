@@ -283,7 +283,7 @@ def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[t
     """
     if group is None:
         return [values]
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    parts = list(values.new_empty((dist.get_world_size(group), *values.shape)).unbind())
     dist.all_gather(parts, values, group=group)
     return parts
 
@@ -302,14 +302,11 @@ def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``value``, a CPU tensor of any shape, over the replicas, added in their order.
+    """Return the sum of ``value``, a CPU tensor of any shape, over the replicas.
 
-    An all-reduce may add in an order that depends on the group; this order is fixed, and so are the bits.
+    An all-reduce may add in an order that depends on the group; this one depends on the number of replicas only.
     """
-    total = torch.zeros_like(value)
-    for part in gather_over(world.groups.data, value):
-        total += part
-    return total
+    return torch.stack(gather_over(world.groups.data, value)).sum(dim=0)
 
 
 def all_agree(world: World, ok: bool) -> bool:

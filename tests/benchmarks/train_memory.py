@@ -166,7 +166,7 @@ def measure(case: str) -> None:
     destroy_world()
 
 
-def measured(case: str) -> list[int]:
+def peaks_of(case: str) -> list[int]:
     """The bytes of each worker, at its highest process."""
     processes = CASES[case][1]
     with socket.socket() as probe:
@@ -206,7 +206,7 @@ def main() -> None:
     sys.stdout.write("| case | worker | measured MiB | --dry-run MiB | dry run / measured |\n|---|---|---|---|---|\n")
     for case in options.case:
         predicted = dry_run(config_of_case(case), "cpu").peak_memory_bytes
-        rounds = [measured(case) for _ in range(options.repeats)]
+        rounds = [peaks_of(case) for _ in range(options.repeats)]
         for worker, predicted_bytes in enumerate(predicted):
             measured = [peaks[worker] for peaks in rounds]
             ratios = ", ".join(f"{predicted_bytes / each:.3f}" for each in measured)

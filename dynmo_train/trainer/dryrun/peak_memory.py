@@ -178,11 +178,26 @@ def _counts(items: Sequence[str], family: ModelFamily, params: Mapping[str, int]
     )
 
 
+def _gradient_shards(config: Config) -> int:
+    """Number of replicas over which the sum of the gradients is sharded while it grows."""
+    parallel = config.parallel
+    is_sharded = parallel.zero_stage > 0 and parallel.zero_gradient_sync == "microbatch"
+    return parallel.data_parallel_size if is_sharded else 1
+
+
+def _reducing_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> int:
+    """Bytes of one item's gradients in a reduce-scatter of every microbatch: whole, as its input, and its output."""
+    shards = _gradient_shards(config)
+    if shards == 1:
+        return 0
+    return (boundary.dtype.itemsize + FLOAT_BYTES) * counts.largest + FLOAT_BYTES * counts.largest // shards
+
+
 def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> tuple[int, int]:
-    """Bytes on a device of a worker: parameters with moments and compute copies, and gradients."""
+    """Bytes on a device of a worker: parameters with moments and compute copies, and sums of gradients."""
     replicas, zero = config.parallel.data_parallel_size, config.parallel.zero_stage
     copies = boundary.dtype.itemsize
-    gradients = FLOAT_BYTES * counts.total
+    gradients = FLOAT_BYTES * counts.total // _gradient_shards(config)
     if zero and replicas > 1:
         # FSDP2 gathers an item before its forward. Stage 3 frees it afterwards, and the next one may be gathered
         # meanwhile; in the other stages all items stay gathered until the end of the step.
@@ -228,14 +243,17 @@ def worker_peaks(
         )
         counts = _counts(items, family, params)
         model, gradients = _model_bytes(config, boundary, counts)
+        shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]
         deferred = _deferred_gradient_bytes(config, family, items, boundary)
         # The simulation adds the peaks of gradients and activations. With a single microbatch they are not at the same
         # time: the backward frees activations while it allocates gradients.
         if microbatches == 1 and len(simulation["stages"]) == 1 and len(known) == len(items):
-            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - deferred.get(name, 0) for name in items])
+            summed = [FLOAT_BYTES * params[name] // shards - deferred.get(name, 0) for name in items]
+            peak = model + single_bytes(known, summed) + _reducing_bytes(config, boundary, counts)
         else:
             peak = model + gradients - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
+            peak += _reducing_bytes(config, boundary, counts)
             peak += _buffers(family, boundary, stages, len(simulation["stages"]), microbatches)
         # At the end of a step all gradients exist, and no activations.
         peak = max(peak, model + gradients)
