@@ -156,7 +156,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--overlap-param-gather": ignored(_OVERLAP),
     "--tp-comm-overlap": ignored(_OVERLAP),
     "--use-cpu-initialization": ignored("weights are always initialized on CPU"),
-    "--num-workers": ignored("samples are read from memory-mapped files on demand", 1),
     "--no-query-key-layer-scaling": ignored("attention scores are scaled once"),
     "--apply-query-key-layer-scaling": ignored("attention scores are scaled once"),
     "--exit-signal-handler": ignored("SIGTERM always saves and exits"),

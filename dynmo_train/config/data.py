@@ -25,6 +25,7 @@ TokenizerType = Literal[
 ]
 DataImpl = Literal["infer", "mmap", "cached", "lazy"]
 SampleOrder = Literal["stable", "megatron"]
+MAX_WORKERS = 64
 WORD_PIECE_FAMILIES = ("bert", "ict", "t5")
 Blend = tuple[tuple[float, str], ...]
 
@@ -67,6 +68,12 @@ class DataConfig:
         "Folder of sample indices; none: cache next to the first dataset.",
         default=None,
         refers_to="place",
+    )
+    num_workers: int | None = option(
+        "Processes per rank that prepare batches; none: 2 on cuda, else 0.",
+        default=None,
+        minimum=0,
+        maximum=MAX_WORKERS,
     )
     tokenizer_model: str | None = option(
         "Path of tokenizer.json or a SentencePiece model.", default=None, refers_to="file", common=True

@@ -244,7 +244,7 @@ class ParallelConfig:
         common=True,
     )
     zero_gradient_sync: ZeroGradientSync = option(
-        "When ZeRO reduces gradients: every microbatch, sharded sums; or once per step, whole sums.",
+        "When ZeRO reduces gradients: per microbatch (sharded sums) or step (whole).",
         derive=(
             "microbatch for --zero-stage 2 and 3, else step",
             lambda v, _: "microbatch" if v["zero_stage"] >= 2 else "step",

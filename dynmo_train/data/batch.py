@@ -10,15 +10,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step, for all data-parallel replicas; every rank reads the same batch.
+    """The samples of one step, of all data-parallel replicas or of one.
 
     Attributes:
-        inputs: tensors by the names in ``ItemSpec.inputs``, each ``[replicas * microbatches * B, ...]`` on CPU; token
-            ids and labels are int64, attention masks are bool.
+        inputs: tensors by the names in ``ItemSpec.inputs``, each ``[replicas * microbatches * B, ...]`` on CPU, or
+            ``[microbatches * B, ...]`` of one replica; token ids and labels are int64, attention masks are bool.
         first_microbatch: index of the first microbatch, counted over the run: samples before it / micro-batch size.
         step: step of the run; it seeds random numbers.
         microbatches: microbatches per replica; None where all steps of the run have the same number.
         tokens: tokens per sample, where sequence-length warm-up changes them; None where all samples are equally long.
+        replica: data-parallel rank of the replica whose samples these are; None for those of all replicas.
+        problem: why these samples cannot be used; only this replica knows, and all ranks end together after the step.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -26,17 +28,26 @@ class Batch:
     step: int
     microbatches: int | None = None
     tokens: int | None = None
+    replica: int | None = None
+    problem: str | None = None
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies asynchronously."""
+        return replace(self, inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()})
 
     def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
-        """The contiguous shard of one replica.
+        """The contiguous shard of one replica; a batch that is one already is returned as it is.
 
         Args:
             replica: data-parallel rank.
             replicas: number of data-parallel ranks; divides the number of samples.
             microbatches: microbatches of a replica.
         """
+        if self.replica is not None:
+            return self
         return replace(
             self,
             inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},
             first_microbatch=self.first_microbatch + replica * microbatches,
+            replica=replica,
         )

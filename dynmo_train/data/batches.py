@@ -2,16 +2,19 @@
 
     --data-path, --split --open_split--> Dataset or BlendedDataset --batch(range)--> rows --to_tensors--> Batch
 
-Every rank reads the whole batch, and the engine takes its replica's shard. There is no state: a resumed run, or one on
-another number of ranks, continues with the same samples.
+In training a rank reads its replica's samples only, ahead of time (``loader.py``); in an evaluation it reads the whole
+batch, and the engine takes its replica's shard. There is no state: a resumed run, or one on another number of ranks,
+continues with the same samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .._common.errors import UsageError
 from ..config import Config
@@ -19,9 +22,10 @@ from ..config.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from .batch import Batch
 from .blend import BlendedDataset, samples_per_dataset
+from .gpt_dataset import TokenError
 from .provenance import check_vocabulary
 from .registry import sample_format
-from .sample_format import SPLITS, Dataset, Split, SplitBuilder, SplitRequest
+from .sample_format import SPLITS, Dataset, Int64Array, Split, SplitBuilder, SplitRequest
 
 ALL_DOCUMENTS = (1.0, 0.0, 0.0)
 OpenSource = Callable[[str], IndexedDataset]
@@ -45,11 +49,26 @@ class RunData:
     test: Dataset | None
     no_test: str | None = None
 
-    def train_batch(self, consumed: int, step: int) -> Batch:
-        """The batch of training step ``step``, after ``consumed`` samples."""
-        curriculum = self.config.curriculum
-        tokens = curriculum.at(step) if curriculum is not None else None
-        return self._batch(self.train, consumed, self.config.batch_sizes.at(consumed), step, tokens)
+    def train_shard(self, consumed: int, step: int, replica: int) -> Batch:
+        """One replica's shard of the batch of training step ``step``, after ``consumed`` samples.
+
+        With several replicas a token id outside of the vocabulary does not raise, since the others would wait for this
+        replica: the batch has a ``problem`` then, and samples of the first id.
+
+        Raises:
+            TokenError: such an id, with one replica.
+        """
+        replicas, curriculum = self.config.parallel.data_parallel_size, self.config.curriculum
+        share = self.config.batch_sizes.at(consumed) // replicas
+        begin, tokens = consumed + replica * share, curriculum.at(step) if curriculum is not None else None
+        try:
+            shard = self._batch(self.train, begin, share, step, tokens, replicas=1)
+        except TokenError as error:
+            if replicas == 1:
+                raise
+            rows_NC = np.zeros((share, sample_format(self.config).num_columns(self.config)), dtype=np.int64)
+            shard = replace(self._batch_of_rows(rows_NC, begin, step, tokens, replicas=1), problem=str(error))
+        return replace(shard, replica=replica)
 
     def token_ranges(self, consumed: int) -> list[list[dict[str, Any]]]:
         """Where each sample of the batch after ``consumed`` samples comes from; see ``Dataset.token_ranges``."""
@@ -76,8 +95,15 @@ class RunData:
         begin -= begin % size  # an earlier start of the run may have had another batch size
         return self._batch(data, begin, size, step, None)
 
-    def _batch(self, data: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
-        rows_NC = data.batch(range(begin, begin + size))
+    def _batch(
+        self, data: Dataset, begin: int, size: int, step: int, tokens: int | None, replicas: int | None = None
+    ) -> Batch:
+        return self._batch_of_rows(data.batch(range(begin, begin + size)), begin, step, tokens, replicas)
+
+    def _batch_of_rows(
+        self, rows_NC: Int64Array, begin: int, step: int, tokens: int | None, replicas: int | None = None
+    ) -> Batch:
+        """A batch of ``replicas``, by default all of the run, from rows int64 ``[N, C]``."""
         # A curriculum reads the beginning of each sample; one more token is the label of the last one.
         if tokens is not None:
             rows_NC = rows_NC[:, : tokens + 1]
@@ -86,7 +112,7 @@ class RunData:
             inputs=sample_format(self.config).to_tensors(self.config, rows_NC),
             first_microbatch=begin // micro_batch,
             step=step,
-            microbatches=size // (micro_batch * self.config.parallel.data_parallel_size),
+            microbatches=len(rows_NC) // (micro_batch * (replicas or self.config.parallel.data_parallel_size)),
             tokens=tokens,
         )
 

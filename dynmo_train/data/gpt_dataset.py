@@ -24,7 +24,7 @@ from .sample_index import SampleIndex, SampleIndexSpec, build_sample_index, coun
 
 
 class TokenError(UsageError):
-    """A token id outside the vocabulary; every rank reads every batch, so all ranks raise it in the same step."""
+    """A token id outside the vocabulary; all ranks raise it in the same step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

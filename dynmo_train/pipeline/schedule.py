@@ -228,11 +228,12 @@ class Pipeline:
             module.begin_step(batch.step, self.loss_scale / self._total_microbatches, training=training)
         device = self.world.device
         first = batch.first_microbatch
-        keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._batch_names}
+        inputs = batch.inputs
+        keywords: dict[str, Any] = {name: inputs[name].to(device, non_blocking=True) for name in self._batch_names}
         # torch splits every keyword along dimension 0, so that each microbatch gets its own global index.
         keywords["microbatch"] = torch.arange(first, first + self.config.microbatches)
         if training and any(module.cache is not None for module in self.modules):
-            keywords[SAMPLES] = sample_hashes(batch.inputs)
+            keywords[SAMPLES] = sample_hashes(inputs)
         # The head computes the loss from its inputs; torch requires a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []

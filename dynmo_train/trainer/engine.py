@@ -340,10 +340,10 @@ class Engine:
         return self._pipeline
 
     def train_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult:
-        """Run one optimizer step. Every rank calls this with the same batch.
+        """Run one optimizer step. Every rank calls this with the same batch, or with its replica's shard of it.
 
         Args:
-            batch: samples of all replicas; ``batch.step`` starts at 1.
+            batch: samples of all replicas or of this rank's; ``batch.step`` starts at 1.
             sampled: whether the costs of items are measured.
             advance: number of samples by which the learning-rate schedule advances after an update.
 
@@ -361,6 +361,8 @@ class Engine:
         if self.replica_codec is not None:
             self.replica_codec.begin_step(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._local_batch(batch))
+        if batch.problem is not None:
+            loss.fill_(math.nan)  # all ranks see it in the mean, and none updates
         for technique in self.techniques:
             technique.after_backward(batch.step)
         norm = self.prepare_gradients(batch.step)

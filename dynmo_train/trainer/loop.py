@@ -2,7 +2,7 @@
 
 One iteration of ``Trainer.train``, on every rank::
 
-    data.train_batch -> Engine.train_step -> StepResult
+    BatchLoader -> Engine.train_step -> StepResult
                               |                 |-> profile.jsonl, metrics.jsonl     RunLogger
                               |                 |-> iteration line, TensorBoard      TrainingLog
                               |                 `-> skipped update: report or end    FiniteCheck
@@ -27,6 +27,7 @@ order matters: a checkpoint is saved after layers have moved, so that it is of t
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -36,11 +37,12 @@ from .._common.console import print_message
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from ..config import Config
 from ..data.gpt_dataset import TokenError
+from ..data.loader import BatchLoader
 from ..data.sample_format import Split
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
-from ..parallel.process_groups import destroy_world
+from ..parallel.process_groups import World, all_gather_objects, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .engine import StepResult
@@ -70,7 +72,7 @@ def run_pretrain(config: Config) -> int:
             return trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
             trainer.close()
-    # Every rank reads every batch and raises this in the same step: one of them reports it.
+    # All ranks raise this in the same step: one of them reports it.
     except TokenError:
         if is_reporting_rank(first=world.is_rank0):
             raise
@@ -109,6 +111,7 @@ class Trainer:
         self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
         self._compression_choice = _compression_choice(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
+        self._loader = self._batch_loader()
 
     def _plan_controller(self) -> PlanController | None:
         """The controller of an online run; None with one pipeline rank, where there is nothing to move.
@@ -251,14 +254,29 @@ class Trainer:
         # Rank 0 alone reads the file, which other ranks could find in another state; the signals carry its answer.
         return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
+    def _batch_loader(self) -> BatchLoader:
+        data, replica = self.data, self.engine.world.data_rank
+        on_cuda, num_workers = self.engine.world.device.type == "cuda", self.config.data.num_workers
+        return BatchLoader(
+            lambda consumed, step: data.train_shard(consumed, step, replica),
+            self.config.batch_sizes.at,
+            self.config.training.train_iters,
+            # On CPU the workers would take cores from the training.
+            num_workers=(2 if on_cuda else 0) if num_workers is None else num_workers,
+            pin_memory=on_cuda,
+        )
+
     def train_step(self) -> None:
         """Train one step and log it."""
         self.step += 1
-        batch = self._batch = self.data.train_batch(self.consumed_samples, self.step)
+        batch = self._batch = self._loader.batch(self.consumed_samples, self.step)
         size = self.config.batch_sizes.at(self.consumed_samples)
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
         result = self.engine.train_step(batch, sampled=is_sampled, advance=size)
+        # One replica alone may have read an invalid token; its loss is not finite then, which all ranks know.
+        if not math.isfinite(result.loss):
+            raise_together(self.engine.world, batch.problem)
         # Also the samples of a skipped update, which does not advance the learning-rate schedule.
         before, self.consumed_samples = self.consumed_samples, self.consumed_samples + size
         self._log_step(result, size, batch.tokens or self.config.model.seq_length)
@@ -371,10 +389,22 @@ class Trainer:
     def close(self) -> None:
         """Close the logs and end the processes that run in the background."""
         self._log.close()
+        self._loader.close()
         if self._compression_choice is not None:
             self._compression_choice.close()
         if self.planner is not None:
             self.planner.stop()
+
+
+def raise_together(world: World, problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem with its data. Every rank calls this.
+
+    Raises:
+        TokenError: with the problem of the first rank that has one.
+    """
+    problems = [each for each in all_gather_objects(world, problem) if each is not None]
+    if problems:
+        raise TokenError(problems[0])
 
 
 def _compression_choice(config: Config, start: InitialState) -> CompressionChoice | None:

@@ -84,13 +84,13 @@ def data(tmp_path_factory):
 def batches(monkeypatch):
     """Step -> the tensors of the batch that a run in this process takes."""
     recorded = {}
-    own = RunData.train_batch
+    own = RunData.train_shard
 
-    def training(self, consumed, step):
-        recorded[step] = own(self, consumed, step)
+    def training(self, consumed, step, replica):
+        recorded[step] = own(self, consumed, step, replica)
         return recorded[step]
 
-    monkeypatch.setattr(RunData, "train_batch", training)
+    monkeypatch.setattr(RunData, "train_shard", training)
     return recorded
 
 

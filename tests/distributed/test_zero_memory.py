@@ -41,20 +41,20 @@ def gradient_elements(engine) -> tuple[int, int]:
 def peaks(world: World, layout: Layout) -> dict[str, float]:
     """Most elements after any backward of a step, relative to the parameters of the rank's items."""
     engine = engine_on(set_parallel_dims(world, layout.dims, 60), layout)
-    seen: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for name in ("backward_one_chunk", "backward_weight_one_chunk"):
         proper = getattr(stage_module.ItemStage, name)
 
         def counted(*arguments, proper=proper, **keywords):
             proper(*arguments, **keywords)
-            seen.append(gradient_elements(engine))
+            counts.append(gradient_elements(engine))
 
         setattr(stage_module.ItemStage, name, counted)
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
     count = sum(
         parameter.numel() for name in engine.local_names for parameter in engine.item_store.blueprint(name).parameters()
     )
-    return {"whole": max(each[0] for each in seen) / count, "sharded": max(each[1] for each in seen) / count}
+    return {"whole": max(each[0] for each in counts) / count, "sharded": max(each[1] for each in counts) / count}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

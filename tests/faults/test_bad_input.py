@@ -156,14 +156,15 @@ def processes_of(run):
     return found
 
 
-def test_pretrain_invalid_token_id_ends_all_processes(tmp_path):
-    """Through the launcher, with a planner: one message in all, and no process outlives it."""
+@pytest.mark.parametrize(
+    "axes", [{"balance": "online"}, {"pipeline_model_parallel_size": "1"}], ids=["pipeline with a planner", "replicas"]
+)
+def test_pretrain_invalid_token_id_ends_all_processes(tmp_path, axes):
+    """Through the launcher: one message in all, and no process outlives it. One replica alone reads the id."""
     data = write_data(tmp_path / "x")
     with_high_id(data, 3000)
     run = tmp_path / "run"
-    done = subprocess.run(
-        command(data, run, 2, balance="online"), capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command(data, run, 2, **axes), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(errors) == 1, done.stderr
@@ -171,5 +172,5 @@ def test_pretrain_invalid_token_id_ends_all_processes(tmp_path):
     assert "x.bin contains the token id 97; the vocabulary has the ids 0 to 96" in errors[0]
     assert "Traceback" not in done.stderr
     assert figures(run), "the id was met before the first step"
-    assert (run / "planner.log").exists()
+    assert (run / "planner.log").exists() == ("balance" in axes)
     assert processes_of(run) == []

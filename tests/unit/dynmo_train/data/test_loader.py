@@ -1,0 +1,128 @@
+"""Batches that are built ahead of time are those that are built on request."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from dynmo_train.config import Facts, config_of
+from dynmo_train.data.batches import RunData, open_run_data
+from dynmo_train.data.gpt_dataset import TokenError
+from dynmo_train.data.loader import BatchLoader
+from tests.distributed.sentences import write_sentences
+from tests.unit.dynmo_train.data.test_batches import write_numbers
+
+COMMON = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "seq_length": 10,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-3,
+    "split": "100,0,0",
+    "eval_iters": 0,
+    "pipeline_model_parallel_size": 1,
+}
+
+
+@pytest.fixture(scope="module", params=["gpt", "gpt, rising batch and length", "bert", "t5"])
+def runs(request, tmp_path_factory) -> tuple[RunData, RunData]:
+    """The data of a run with one replica and with two."""
+    folder = tmp_path_factory.mktemp("loader")
+    options = COMMON | {"family": request.param.split(",")[0]}
+    if "gpt" in request.param:
+        options |= {"data_path": str(write_numbers(folder / "data", 100)), "vocab_size": 100}
+    else:
+        sentences, vocabulary = write_sentences(folder)
+        options |= {"data_path": str(sentences), "vocab_file": str(vocabulary), "seq_length": 32}
+        options |= {"tokenizer_type": "BertWordPieceLowerCase", "vocab_size": 95}
+        if request.param == "t5":
+            options |= {"decoder_seq_length": 16, "vocab_extra_ids": 10, "vocab_size": 105}
+    if "rising" in request.param:
+        del options["train_iters"]
+        options |= {"rampup_batch_size": "4 4 12", "train_samples": 36, "curriculum_shortest": 4, "curriculum_steps": 4}
+        options |= {"curriculum_multiple": 2}
+    return tuple(open_run_data(config_of(Facts(world_size=world), **options)) for world in (1, 2))
+
+
+@pytest.fixture
+def run(runs) -> RunData:
+    return runs[1]
+
+
+def positions(data: RunData, steps: int) -> list[tuple[int, int]]:
+    consumed, found = 0, []
+    for step in range(1, steps + 1):
+        found.append((consumed, step))
+        consumed += data.config.batch_sizes.at(consumed)
+    return found
+
+
+def loader(data: RunData, num_workers: int, replica: int = 0) -> BatchLoader:
+    return BatchLoader(
+        lambda consumed, step: data.train_shard(consumed, step, replica),
+        data.config.batch_sizes.at,
+        data.config.training.train_iters,
+        num_workers=num_workers,
+        pin_memory=False,
+    )
+
+
+def same(first, second) -> bool:
+    if first.inputs.keys() != second.inputs.keys():
+        return False
+    tensors = all(first.inputs[name].equal(second.inputs[name]) for name in first.inputs)
+    names = ("first_microbatch", "step", "microbatches", "tokens", "replica")
+    return tensors and all(getattr(first, name) == getattr(second, name) for name in names)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_shard_is_the_part_of_the_whole_batch(runs, replica):
+    alone, two = runs
+    for consumed, step in positions(two, 5):
+        whole = replace(alone.train_shard(consumed, step, 0), replica=None)
+        part = whole.of_replica(replica, 2, whole.microbatches // 2)
+        assert same(two.train_shard(consumed, step, replica), replace(part, microbatches=whole.microbatches // 2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_loader_gives_the_shards_in_any_order(run, num_workers):
+    batches = loader(run, num_workers, replica=1)
+    order = positions(run, 5)
+    for consumed, step in [*order, *order[1:3]]:  # the run went back
+        assert same(batches.batch(consumed, step), run.train_shard(consumed, step, 1))
+    batches.close()
+
+
+def test_loader_reads_ahead_in_another_process(run):
+    here: list[int] = []
+
+    def shard(consumed: int, step: int):
+        here.append(step)
+        return replace(run.train_shard(consumed, step, 0), problem=str(os.getpid()))
+
+    batches = BatchLoader(shard, run.config.batch_sizes.at, 3, num_workers=1, pin_memory=False)
+    built_by = batches.batch(0, 1).problem
+    batches.close()
+    assert built_by != str(os.getpid())
+    assert here == []
+
+
+def test_invalid_token_is_a_problem_of_its_replica(tmp_path):
+    prefix = str(write_numbers(tmp_path / "data", 100))
+    alone, two = (
+        open_run_data(
+            config_of(Facts(world_size=world), **COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13})
+        )
+        for world in (1, 2)
+    )
+    message = "the token id 99"
+    with pytest.raises(TokenError, match=message):
+        _ = [alone.train_shard(*at, 0) for at in positions(alone, 13)]
+    problems = [two.train_shard(*at, replica).problem for at in positions(two, 13) for replica in (0, 1)]
+    assert any(problem and message in problem for problem in problems)
+    assert None in problems
