@@ -97,6 +97,14 @@ class Embedding(nn.Module):
         return F.dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
 
 
+def _reads_grouped_keys(device: torch.device, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Whether torch has a fused kernel that reads the keys of a group once for all its queries.
+
+    Where it has none, torch repeats the keys itself, and computes all scores at once.
+    """
+    return dropout == 0.0 if device.type == "cpu" else mask is None
+
+
 class SelfAttention(nn.Module):
     """``x + dense(attention(norm(x)))``.
 
@@ -184,11 +192,20 @@ class SelfAttention(nn.Module):
             mask: bool or additive float, broadcastable to ``[B, H, T, S]``; true where a key is attended to.
             causal: whether to apply the causal mask; ``mask`` must then be None.
         """
-        k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         dropout = self.attention_dropout if self.training else 0.0
+        grouped = self.queries_per_group > 1 and _reads_grouped_keys(q_BHTK.device, mask, dropout)
+        if not grouped:
+            k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         # torch's product, and no kernel of our own: it selects flash attention where the device has it.
         y_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale
+            q_BHTK,
+            k_BGSK,
+            v_BGSK,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=self.scale,
+            enable_gqa=grouped,
         )
         y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTD

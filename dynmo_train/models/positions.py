@@ -5,12 +5,14 @@ Shapes in names: B samples, T queries, S keys, H heads, K head width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 
 def rotary_frequencies(
@@ -37,6 +39,44 @@ def rotary_frequencies(
     share: torch.Tensor = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
     return scaled
+
+
+CACHED_TABLES = 16
+"""Tables that are kept: one for each sequence length and dtype of a run; 2 MiB for 4,096 tokens and heads of 128."""
+
+
+def _is_traced() -> bool:
+    """Whether tensors of this moment must not be kept: a compiler fuses them into its graph, a dry run has none."""
+    return torch.compiler.is_compiling() or detect_fake_mode() is not None
+
+
+def _angles(
+    positions: torch.Tensor, head_width: int, base: float, scaling: Mapping[str, Any] | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[..., K]`` of float32 positions ``[...]``."""
+    frequencies = rotary_frequencies(head_width, base, scaling, positions.device)
+    # In float32 up to here: bfloat16 has 8 significant bits, and cannot represent positions above 256.
+    angles = positions[..., None] * frequencies
+    # Halves, as in Hugging Face, and not the paper's interleaved pairs: the rows of ``qkv`` are in this order.
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=CACHED_TABLES)
+def _rotary_table(
+    first: int,
+    tokens: int,
+    head_width: int,
+    base: float,
+    scaling: tuple[tuple[str, Any], ...] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[T, K]`` of consecutive positions, shared by all layers and microbatches."""
+    # A table that an evaluation computes is read by the backward of later steps.
+    with torch.inference_mode(mode=False):
+        positions = torch.arange(first, first + tokens, device=device, dtype=torch.float32)
+        return _angles(positions, head_width, base, None if scaling is None else dict(scaling), dtype)
 
 
 class Rotary(nn.Module):
@@ -78,16 +118,11 @@ class Rotary(nn.Module):
         Returns:
             ``[T, K]`` each, or ``[B, 1, T, K]`` where ``past`` is a tensor.
         """
-        frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
         if isinstance(past, torch.Tensor):
-            positions = past[:, None].to(torch.float32)
-        else:
-            positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
-        # In float32 up to here: bfloat16 has 8 significant bits, and cannot represent positions above 256.
-        angles = positions[..., None] * frequencies
-        # Halves, as in Hugging Face, and not the paper's interleaved pairs: the rows of ``qkv`` are in this order.
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+            return _angles(past[:, None].to(torch.float32), self.head_width, self.base, self.scaling, dtype)
+        table = _rotary_table.__wrapped__ if _is_traced() else _rotary_table
+        scaling = None if self.scaling is None else tuple(self.scaling.items())
+        return table(past, tokens, self.head_width, self.base, scaling, device, dtype)
 
     @staticmethod
     def apply_rotary(
@@ -137,6 +172,15 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
     return offset + torch.where(distance < exact, distance, far)
 
 
+@functools.lru_cache(maxsize=CACHED_TABLES)
+def _bucket_table(
+    tokens: int, keys: int, buckets: int, max_distance: int, causal: bool, device: torch.device
+) -> torch.Tensor:
+    """:func:`relative_buckets` on ``device``; computed on the CPU, so that no logarithm is rounded in another way."""
+    with torch.inference_mode(mode=False):
+        return relative_buckets(tokens, keys, buckets, max_distance, causal=causal).to(device)
+
+
 class RelativeBias(nn.Module):
     """A learned bias of the attention scores by bucket of distance and head, ``weight [buckets, H]``.
 
@@ -161,8 +205,9 @@ class RelativeBias(nn.Module):
             key_mask: bool, broadcastable to ``[B, H, T, S]``, true for keys that may be attended to; None means all.
             causal: whether later keys are masked as well.
         """
-        buckets_TS = relative_buckets(tokens, keys, self.weight.shape[0], self.max_distance, causal=causal)
-        bias = self.weight[buckets_TS.to(self.weight.device)].permute(2, 0, 1)[None]
+        table = _bucket_table.__wrapped__ if _is_traced() else _bucket_table
+        buckets_TS = table(tokens, keys, self.weight.shape[0], self.max_distance, causal, self.weight.device)
+        bias = self.weight[buckets_TS].permute(2, 0, 1)[None]
         if causal:
             ahead = torch.ones(tokens, keys, dtype=torch.bool, device=bias.device).triu(1)
             bias = bias.masked_fill(ahead, float("-inf"))
