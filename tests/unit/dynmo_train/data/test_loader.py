@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynmo_train.config import Facts, config_of
+from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.data.batches import RunData, open_run_data
 from dynmo_train.data.gpt_dataset import TokenError
 from dynmo_train.data.loader import BatchLoader
@@ -46,7 +46,7 @@ def runs(request, tmp_path_factory) -> tuple[RunData, RunData]:
         del options["train_iters"]
         options |= {"rampup_batch_size": "4 4 12", "train_samples": 36, "curriculum_shortest": 4, "curriculum_steps": 4}
         options |= {"curriculum_multiple": 2}
-    return tuple(open_run_data(config_of(Facts(world_size=world), **options)) for world in (1, 2))
+    return tuple(open_run_data(config_of(DefaultContext(world_size=world), **options)) for world in (1, 2))
 
 
 @pytest.fixture
@@ -114,9 +114,12 @@ def test_loader_reads_ahead_in_another_process(run):
 
 def test_invalid_token_is_a_problem_of_its_replica(tmp_path):
     prefix = str(write_numbers(tmp_path / "data", 100))
+    options = COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13}
     alone, two = (
         open_run_data(
-            config_of(Facts(world_size=world), **COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13})
+            config_of(
+                DefaultContext(world_size=world), **COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13}
+            )
         )
         for world in (1, 2)
     )

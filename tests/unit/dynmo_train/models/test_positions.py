@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dynmo_train.models.positions import RelativeBias, Rotary
 
 
-def test_rotary_table_of_a_dry_run_is_not_kept():
+def test_rotary_table_of_a_dry_run_is_not_cached():
     rotary = Rotary(8, 10000.0)
     with FakeTensorMode():
         rotary.cos_sin(0, 29, torch.device("cpu"), torch.float32)
@@ -35,7 +35,7 @@ def test_rotary_table_is_shared_by_layers_and_starts_at_its_token():
         assert consecutive.equal(given[0, 0])
 
 
-def test_bucket_table_of_a_dry_run_is_not_kept():
+def test_bucket_table_of_a_dry_run_is_not_cached():
     bias = RelativeBias(32, 2, 128, torch.device("cpu"))
     with FakeTensorMode():
         RelativeBias(32, 2, 128, torch.device("cpu")).scores(27, 27, None, causal=False)

@@ -99,9 +99,9 @@ def test_peak_memory_of_zero_stages_is_near_the_floor(replicas):
     def peak(stage: int) -> int:
         options = {"num_layers": 256, "global_batch_size": 4 * replicas, "recompute_granularity": "full"}
         options |= {"pipeline_model_parallel_size": 1, "zero_stage": stage}
-        return dry_run(config_of(Facts(world_size=replicas), **SMALL | options), "cpu").peak_memory_bytes[0]
+        return dry_run(config_of(DefaultContext(world_size=replicas), **SMALL | options), "cpu").peak_memory_bytes[0]
 
-    count = dry_run(config_of(Facts(world_size=1), **SMALL | {"num_layers": 256}), "cpu").parameters
+    count = dry_run(config_of(DefaultContext(world_size=1), **SMALL | {"num_layers": 256}), "cpu").parameters
     sharded, whole = 4 * count / replicas, 4 * count
     # Between two stages nothing else differs: gradients from 1 to 2, gathered parameters from 2 to 3.
     assert peak(1) - peak(2) == pytest.approx(whole - sharded, rel=0.05)
