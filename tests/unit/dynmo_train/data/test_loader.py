@@ -115,14 +115,7 @@ def test_loader_reads_ahead_in_another_process(run):
 def test_invalid_token_is_a_problem_of_its_replica(tmp_path):
     prefix = str(write_numbers(tmp_path / "data", 100))
     options = COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13}
-    alone, two = (
-        open_run_data(
-            config_of(
-                DefaultContext(world_size=world), **COMMON | {"data_path": prefix, "vocab_size": 99, "train_iters": 13}
-            )
-        )
-        for world in (1, 2)
-    )
+    alone, two = (open_run_data(config_of(DefaultContext(world_size=world), **options)) for world in (1, 2))
     message = "the token id 99"
     with pytest.raises(TokenError, match=message):
         _ = [alone.train_shard(*at, 0) for at in positions(alone, 13)]
