@@ -55,7 +55,7 @@ MEASURE = """
   while (walker.nextNode()) {
     const node = walker.currentNode, parent = node.parentElement, text = node.textContent.trim().slice(0, 60);
     if (!text || ["SCRIPT", "STYLE", "NOSCRIPT"].includes(parent.tagName)) continue;
-    if (!parent.checkVisibility({ visibilityProperty: true }) || parent.closest("#tip, .skip, nav, caption")) continue;
+    if (!parent.checkVisibility({ visibilityProperty: true }) || parent.closest("#tip, .skip, nav")) continue;
     const scroller = parent.closest(".table"), view = scroller && scroller.getBoundingClientRect();
     const frame = parent.closest("figure, .note, .tiles li, header"), edge = frame && frame.getBoundingClientRect();
     const range = document.createRange();
@@ -86,6 +86,11 @@ MEASURE = """
     }
   });
   if (page.scrollWidth > page.clientWidth) problems.push("the page scrolls sideways");
+  for (const table of document.querySelectorAll(".table")) {
+    if (table.checkVisibility() && table.scrollWidth > table.clientWidth + 1) {
+      problems.push("wider than its frame: " + table.getAttribute("aria-label"));
+    }
+  }
   return { texts: texts.map((each) => each.text), problems };
 })()
 """

@@ -18,7 +18,7 @@ MAX_TEXT = 300
 """Characters of one name or message on a page; the middle of a longer one is left out."""
 LONG_TITLE = 60
 """Characters of a title; a longer one has a smaller font."""
-SHORT_CELL = 16
+SHORT_CELL = 14
 """Characters of a cell that is never broken into lines."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 

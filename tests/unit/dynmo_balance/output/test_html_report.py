@@ -132,9 +132,101 @@ def keep_lines(run, count):
     (run / "profile.jsonl").write_text("\n".join(lines[:count]) + "\n")
 
 
+def without_losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"lm_loss": None} if "lm_loss" in line else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def release_a_worker(run):
+    """After step 8 worker 1 is released; step 9, the first one after that, has no record."""
+    plan = json.loads((CONTRACTS / "plan/valid/released.json").read_text())
+    (run / "plans/plan-000001.json").write_text(json.dumps(plan | {"plan_id": 1}))
+    *records, last = [json.loads(line) for line in (run / "profile.jsonl").read_text().splitlines()]
+    last |= {"step": 10} | {name: last[name][:1] for name in ("busy_ns", "peak_memory_bytes")}
+    header = records[0] | {"segment": 1, "workers": records[0]["workers"][:1]}
+    (run / "profile.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*records, header, last)))
+
+
+def long_names(run):
+    """Items, an event and the run with names of 200 characters and markup."""
+    name = "<script>alert(1)</script>" + "x" * 175
+    for path in (run / "profile.jsonl", *(run / "plans").iterdir()):
+        text = path.read_text().replace('"frozen"', json.dumps(name))
+        path.write_text(re.sub(r'"layers\.1(\.\w+)?"', lambda found: json.dumps(name + (found[1] or "")), text))
+    return run.rename(run.with_name("<b>" + "r" * 197))
+
+
+def broken_ends(run):
+    for name in ("profile.jsonl", "metrics.jsonl"):
+        (run / name).write_text((run / name).read_text() + '{"record": "step", "st')
+
+
+def without_moves(run):
+    (run / "plans/plan-000001.json").unlink()
+    lines = [json.loads(line) for line in (run / "profile.jsonl").read_text().splitlines()]
+    lines = [line | ({"plan_id": 0} if "plan_id" in line else {}) for line in lines if line["record"] != "plan_result"]
+    (run / "profile.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def split_backward(run):
+    shutil.copy(CONTRACTS / "profile/valid/split-backward.jsonl", run / "profile.jsonl")
+    plan = json.loads((run / "plans/plan-000000.json").read_text())
+    (run / "plans/plan-000000.json").write_text(json.dumps(plan | {"schedule": "zero-bubble"}))
+
+
+def one_step(run):
+    without_moves(run)
+    keep_lines(run, 2)
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+
+
 def without_memory(run):
     text = (run / "profile.jsonl").read_text()
     (run / "profile.jsonl").write_text(re.sub(r'("peak_memory_bytes": )\[[^]]*\]', r"\1[null, null]", text))
+
+
+def test_html_names_a_loss_that_is_not_finite(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[2:5]:
+        line["lm_loss"] = None  # as the format has it
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(run)
+    marks = [mark for mark in data_of(page)["loss"]["marks"] if mark[2] == "loss not finite"]
+    assert [(mark[0], mark[3]) for mark in marks] == [(2.5, "in steps 3 to 5")]
+    assert "not finite in 3 steps" in page
+
+
+def test_html_loss_that_is_not_finite_at_the_end_is_the_tile(run):
+    without_losses(run)
+    page = page_of(run)
+    assert '<span class="value">not finite</span>' in page
+    assert [series["name"] for series in data_of(page)["loss"]["series"]] == ["validation loss", "step time"]
+
+
+def test_html_of_released_workers_names_them(run):
+    release_a_worker(run)
+    page = page_of(run)
+    data = data_of(page)
+    assert [series["name"] for series in data["memory"]["series"]] == ["worker 0 (stage 0)", "worker 1 (released)"]
+    marks = [mark[:3] for mark in data["loss"]["marks"]]
+    assert [8.5, "event", "released 1 worker"] in marks
+    assert [mark for mark in marks if mark[1] == "migration"] == [[8.5, "migration", "plan 1: 3 layers"]]
+    workers = data["workers"]
+    counts = dict(zip(workers["x"], workers["series"][0]["y"], strict=True))
+    assert counts == dict.fromkeys(range(1, 9), 2) | {9: 1, 10: 1}  # step 9 has no record
+    assert [data[name]["rows"] for name in ("timeline-before", "timeline-after")] == [
+        ["worker 0", "worker 1"],
+        ["worker 0"],
+    ]
+    assert "1 worker on cpu, 1f1b, 1 worker released" in page
+
+
+def test_html_of_long_names_shortens_them(run):
+    data = data_of(page_of(long_names(run)))
+    labels = [mark[2] for mark in data["loss"]["marks"]] + data["layers"]["rows"]
+    assert max(map(len, labels)) == 40
+    assert any("…" in label for label in labels)
 
 
 def test_html_of_a_profile_alone_has_no_losses(run):
@@ -201,6 +293,54 @@ def test_report_in_a_browser_has_no_clipped_text(window, page, tmp_path, width, 
     assert "weight gradient" not in texts  # shown only where it is drawn
 
 
+UNUSUAL = {
+    "without-moves": without_moves,
+    "one-step": one_step,
+    "not-finite": without_losses,
+    "long-names": long_names,
+    "broken-ends": broken_ends,
+    "released": release_a_worker,
+    "split-backward": split_backward,
+    "without-profile": lambda run: (run / "profile.jsonl").unlink(),
+    "without-plans": lambda run: shutil.rmtree(run / "plans"),
+    "profile-alone": lambda run: run / "profile.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_report_of_an_unusual_run_has_no_clipped_text(window, run, tmp_path, name):
+    path = UNUSUAL[name](run)
+    (tmp_path / "report.html").write_text(page_of(path or run))
+    for width, dark in ((800, True), (1600, False)):
+        window.open(tmp_path / "report.html", width=width, dark=dark)
+        assert window.errors == []
+        assert window.requests == [(tmp_path / "report.html").as_uri()]
+        assert window.problems() == []
+    assert ("weight gradient" in window.texts()) == (name == "split-backward")
+
+
+LABELS = """
+Object.values(dynmoCharts).flatMap((chart) => [...chart.marks.children].map((span) => {
+  const box = span.getBoundingClientRect(), [x] = chart.spec.marks.find((mark) => mark[2] === span.textContent);
+  const line = chart.plot.over.getBoundingClientRect().left + chart.plot.valToPos(x, "x");
+  return Math.abs((span.classList.contains("left") ? box.right : box.left) - line);
+}))
+"""
+
+
+@pytest.mark.parametrize("width", [800, 1600])
+def test_labels_of_marks_are_at_their_lines(window, page, tmp_path, width):
+    (tmp_path / "report.html").write_text(page)
+    window.open(tmp_path / "report.html", width=width)
+    distances = window.evaluate(LABELS)
+    assert len(distances) >= 10
+    assert max(distances) < 2
+    window.drag("#loss .u-over", 0.3, 0.95)
+    distances = window.evaluate(LABELS)
+    assert len(distances) >= 5
+    assert max(distances) < 2
+
+
 def test_report_problems_are_found(window, page, tmp_path):
     """The measure itself: a label that is too long for its canvas, and two labels on each other."""
     broken = page.replace("size: (u, values) =>", "size: () => 20, unused: (u, values) =>")
@@ -210,6 +350,9 @@ def test_report_problems_are_found(window, page, tmp_path):
     (tmp_path / "overlap.html").write_text(page.replace("</style>", "h3 { margin-bottom: -14px; }</style>", 1))
     window.open(tmp_path / "overlap.html")
     assert any(problem.startswith("overlap: ") for problem in window.problems())
+    (tmp_path / "wide.html").write_text(page.replace("</style>", ".table td { min-width: 200px; }</style>", 1))
+    window.open(tmp_path / "wide.html", width=800)
+    assert any(problem.startswith("wider than its frame: ") for problem in window.problems())
 
 
 def tip_of(window):
@@ -234,6 +377,63 @@ def test_hover_shows_a_tooltip_and_leaving_hides_it(window, page, tmp_path, char
     window.mouse("mouseMoved", 5, 5)
     assert tip_of(window) == ""
     assert window.errors == []
+
+
+def point(window, chart, x, y, scale="y"):
+    """Where a chart draws a value, in the window."""
+    window.center(f"#{chart} .u-over")
+    return window.evaluate(
+        f"((chart) => {{ const box = chart.plot.over.getBoundingClientRect(); return [box.left"
+        f" + chart.plot.valToPos({x}, 'x'), box.top + chart.plot.valToPos({y}, '{scale}')]; }})(dynmoCharts['{chart}'])"
+    )
+
+
+def test_hover_shows_the_values_under_the_cursor(window, page, tmp_path):
+    (tmp_path / "report.html").write_text(page)
+    window.open(tmp_path / "report.html")
+    window.mouse("mouseMoved", *point(window, "loss", 5, 8.5, "y0"))
+    assert tip_of(window).split("\n") == ["step 5", "training loss\t8.50", "step time\t40.0 ms"]
+    spec = data_of(page)["layers"]
+    row = spec["rows"].index("layers.2")
+    value = spec["values"][row * spec["columns"] + 5] * spec["quantum"] / 1e6
+    window.mouse("mouseMoved", *point(window, "layers", 6, row + 0.5))
+    assert tip_of(window).split("\n") == ["step 6", f"layers.2\t{value:.2f} ms", "stage 1\tworker 1"]
+    window.mouse("mouseMoved", *point(window, "layers", 9, row + 0.5))
+    assert tip_of(window).split("\n")[2] == "stage 0\tworker 0"  # after the move
+    first = data_of(page)["timeline-after"]["spans"][1][:5]  # of worker 1
+    middle = (first[0] + first[1] / 2) * data_of(page)["timeline-after"]["quantum"]
+    window.mouse("mouseMoved", *point(window, "timeline-after", middle, 1.5))
+    assert tip_of(window).split("\n")[:2] == ["forward of microbatch 0", "worker 1\tstage 1"]
+
+
+def test_tooltip_of_a_long_name_stays_in_the_window(window, run, tmp_path):
+    (tmp_path / "report.html").write_text(page_of(long_names(run)))
+    window.open(tmp_path / "report.html", width=800)
+    window.mouse("mouseMoved", *point(window, "loss", 4.5, 8.5, "y0"))
+    assert "alert(1)" in tip_of(window)
+    box = window.evaluate(
+        "(b => [b.left, b.right, b.top, b.bottom])(document.querySelector('#tip').getBoundingClientRect())"
+    )
+    assert box[0] >= 0
+    assert box[1] <= 800
+
+
+TICKS = """
+canvasTexts.get(document.querySelector("#loss canvas")).map((each) => each.text).filter((text) => /^[0-9]+$/.test(text))
+"""
+
+
+def test_zoom_changes_the_ticks_of_the_axis(window, page, tmp_path):
+    (tmp_path / "report.html").write_text(page)
+    window.open(tmp_path / "report.html")
+    whole = window.evaluate(TICKS)
+    assert {"1", "9"} <= set(whole)
+    window.drag("#loss .u-over", 0.4, 0.75)
+    zoomed = window.evaluate(TICKS)
+    assert {"5", "6"} <= set(zoomed) < set(whole)
+    window.evaluate("document.querySelector('#loss .zoom button:last-child').click()")
+    window.frame()
+    assert window.evaluate(TICKS) == whole
 
 
 def view(window, chart):
