@@ -9,11 +9,14 @@ from typing import Any
 from ... import __version__
 from ..._common.document import DocumentError, parse_json, read_lines
 from ..._common.report import charts, facts
-from ..._common.report.page import Block, Note, Page, Section, Table, Tile
+from ..._common.report.page import Block, Note, Page, Section, Table, Tile, shortened
 from ..._common.report.run_data import RunData, read_run_files
 from ..._common.report.units import NONE, count_text, digits, plural, share_text, size_text, time_text
 from ...formats.profile_lines import line_problems
 from .compare_runs import Comparison
+
+MAX_LABEL = 40
+"""Characters of the name of a run in legends and headings."""
 
 
 def read_run_data(run: Path) -> RunData:
@@ -118,7 +121,7 @@ def compare_page(first: Path, second: Path, result: Comparison) -> Page:
         result: their comparison.
     """
     runs = (read_run_data(first), read_run_data(second))
-    labels = [run.name for run in runs]
+    labels = [shortened(run.name, MAX_LABEL) for run in runs]
     if labels[0] == labels[1]:
         labels = ["first", "second"]
     marks = charts.marks_of(runs, labels)

@@ -93,11 +93,11 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         validated.append({line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line})
     common = sorted(set(trained[0]) & set(trained[1]))
     if len(common) < 2:
-        raise UsageError(f"{first} and {second} have {len(common)} steps in common; two or more are needed to compare")
+        count = f"{len(common)} step{'' if len(common) == 1 else 's'}"
+        raise UsageError(f"{first} and {second} have {count} in common; two or more are needed to compare")
     # Equality of floats on purpose: a placement must not change any bit. JSON holds the shortest exact text of each.
-    different = [
-        step for step in common for key in ("lm_loss", "grad_norm") if trained[0][step][key] != trained[1][step][key]
-    ]
+    keys = ("lm_loss", "grad_norm")
+    different = [step for step in common for key in keys if trained[0][step].get(key) != trained[1][step].get(key)]
     different += [step for step in set(validated[0]) & set(validated[1]) if validated[0][step] != validated[1][step]]
     migrations = [_moves(run) for run in (first, second)]
     # The pipeline is rebuilt in the first step after a migration.

@@ -101,3 +101,33 @@ def test_page_in_a_browser_has_no_clipped_text(window, runs, tmp_path, width, da
     assert window.errors == []
     assert len(window.requests) == 1
     assert window.problems() == []
+
+
+def test_page_of_unusual_runs_has_no_clipped_text(window, runs, tmp_path):
+    first, second = (run.rename(run.with_name(f"<i>{at}" + "x" * 190)) for at, run in enumerate(runs))
+    lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"lm_loss": None, "grad_norm": None} for line in lines]  # not finite
+    (first / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    (second / "profile.jsonl").unlink()
+    page = page_of((first, second))
+    assert well_formed(page)
+    assert "first at step 1" in page
+    (tmp_path / "both.html").write_text(page)
+    for width in (800, 1600):
+        window.open(tmp_path / "both.html", width=width)
+        assert window.errors == []
+        assert window.problems() == []
+
+
+def test_hover_shows_the_values_of_both_runs(window, runs, tmp_path):
+    (tmp_path / "both.html").write_text(page_of(runs))
+    window.open(tmp_path / "both.html")
+    x, y = window.center("#step-time .u-over")
+    window.mouse("mouseMoved", x, y)
+    window.frame()
+    lines = window.evaluate("document.querySelector('#tip').innerText").split("\n")
+    assert lines[1:3] == ["static\t40.0 ms", "balanced\t30.0 ms"]
+    window.drag("#loss .u-over", 0.2, 0.6)
+    views = window.evaluate("['loss', 'step-time', 'layers-second'].map((name) => dynmoCharts[name].view.join())")
+    assert len(set(views)) == 1
+    assert views[0] != window.evaluate("dynmoCharts.loss.range.join()")
