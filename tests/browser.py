@@ -174,9 +174,11 @@ class Page:
         if scripts:
             self.frame()
 
-    def size(self, width: int, height: int = 1000) -> None:
-        """Set the size of the window, in CSS pixels."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    def size(self, width: int, height: int = 1000, ratio: float = 1) -> None:
+        """Set the size of the window, in CSS pixels, and the pixels of the screen for each of them."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=ratio, mobile=False
+        )
 
     def frame(self) -> None:
         """Wait until observers and two frames have run."""

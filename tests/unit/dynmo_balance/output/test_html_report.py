@@ -319,6 +319,20 @@ def test_report_of_an_unusual_run_has_no_clipped_text(window, run, tmp_path, nam
     assert ("weight gradient" in window.texts()) == (name == "split-backward")
 
 
+def test_resized_and_dense_windows_and_open_tables_clip_no_text(window, page, tmp_path):
+    (tmp_path / "report.html").write_text(page)
+    window.open(tmp_path / "report.html", width=1600)
+    for width, ratio in ((800, 1), (1600, 1), (1280, 2)):
+        window.size(width, ratio=ratio)
+        window.frame()
+        assert window.problems() == []
+    window.size(800)
+    window.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    window.frame()
+    assert "(2 layers)" in " ".join(window.texts())  # a cell of the table of stages
+    assert window.problems() == []
+
+
 LABELS = """
 Object.values(dynmoCharts).flatMap((chart) => [...chart.marks.children].map((span) => {
   const box = span.getBoundingClientRect(), [x] = chart.spec.marks.find((mark) => mark[2] === span.textContent);
