@@ -64,12 +64,15 @@ def tune_sparse(
 def compare(
     first: Annotated[Path, typer.Argument(help="Run directory: numerator of the step-time ratio.")],
     second: Annotated[Path, typer.Argument(help="Run directory with the same computation, placed differently.")],
+    rtol: Annotated[
+        float, typer.Option("--rtol", min=0, help="Relative difference of losses and norms that is accepted.")
+    ] = 0.0,
     html: Annotated[Path | None, typer.Option("--html", help="HTML file to write charts of both runs to.")] = None,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Compare two runs step by step: bit-identity of losses, and step times.
 
-    Exits with code 1 if a loss or gradient norm of a common step differs.
+    Exits with code 1 if a loss or gradient norm of a common step differs by more than --rtol.
     """
     from ..trainer.monitoring.compare_runs import compare_runs, comparison_rows
 
@@ -89,9 +92,9 @@ def compare(
             comparison_rows(result),
         )
         emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_steady:.2f}")
-        where = "" if result.identical else f" (first at step {result.first_difference})"
-        emit(f"losses {'bit-identical' if result.identical else 'differ'}{where}")
-    raise typer.Exit(0 if result.identical else 1)
+        difference = f"{result.largest_difference:.1e} relative; first at step {result.first_difference}"
+        emit(f"losses {'bit-identical' if result.identical else f'differ (at most {difference})'}")
+    raise typer.Exit(0 if result.identical or result.largest_difference <= rtol else 1)
 
 
 def monitor(

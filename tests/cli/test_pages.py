@@ -115,7 +115,7 @@ def test_readme_chinese_has_the_commands_of_the_english_one():
     assert {name for name in re.findall(r"^## .*", chinese, re.M)} > {"## 先看效果", "## 四个命令"}
     for link in re.findall(r"\]\(([\w./]+)\)", chinese):
         assert (ROOT / link).exists(), link
-    lines = [line for block in re.findall(r"```\n(.*?)```", chinese, re.S) for line in block.splitlines()]
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", chinese, re.S) for line in block.splitlines()]
     checked = [
         check_ours(shlex.split(line)) for line in lines if re.match(r"([A-Z_]+=\S+ )*(dynmo-(prep|train)|bin/)", line)
     ]

@@ -70,7 +70,7 @@ def test_outside_filter_has_command_options_and_help(prep, corpus):
 
 def test_commands_of_the_section_run_as_written(prep, corpus):
     section = contributing_section("A filter")
-    (command,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     program, *arguments = shlex.split(command)
     code, _, err = prep(*arguments)
     assert (program, code) == ("dynmo-prep", 0), err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ class Comparison:
         identical: whether loss and gradient norm of all common steps, and all validation losses, are equal bit for
             bit.
         first_difference: first step with a difference; None without any.
+        largest_difference: largest difference of a loss or gradient norm, relative to the larger value; infinite where
+            one of two is missing or not finite.
         loss_first: loss of the second run at the first common step.
         loss_last: loss of the second run at the last common step.
         validation_first: first validation loss of the second run; None without evaluation.
@@ -37,6 +40,7 @@ class Comparison:
     steps: int
     identical: bool
     first_difference: int | None
+    largest_difference: float
     loss_first: float
     loss_last: float
     validation_first: float | None
@@ -51,8 +55,9 @@ class Comparison:
     tokens_per_s: float
 
     def document(self) -> dict[str, Any]:
-        """The comparison as a JSON document."""
-        return asdict(self)
+        """The comparison as a JSON document; ``largest_difference`` is null where it is infinite."""
+        largest = self.largest_difference
+        return asdict(self) | {"largest_difference": largest if math.isfinite(largest) else None}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -97,8 +102,9 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         raise UsageError(f"{first} and {second} have {count} in common; two or more are needed to compare")
     # Equality of floats on purpose: a placement must not change any bit. JSON holds the shortest exact text of each.
     keys = ("lm_loss", "grad_norm")
-    different = [step for step in common for key in keys if trained[0][step].get(key) != trained[1][step].get(key)]
-    different += [step for step in set(validated[0]) & set(validated[1]) if validated[0][step] != validated[1][step]]
+    pairs = [(step, trained[0][step].get(key), trained[1][step].get(key)) for step in common for key in keys]
+    pairs += [(step, validated[0][step], validated[1][step]) for step in set(validated[0]) & set(validated[1])]
+    different = [(step, _relative(one, other)) for step, one, other in pairs if one != other]
     migrations = [_moves(run) for run in (first, second)]
     # The pipeline is rebuilt in the first step after a migration.
     steady_from = max(common[0], *(last + 1 for _, _, last in migrations))
@@ -111,7 +117,8 @@ def compare_runs(first: Path, second: Path) -> Comparison:
     return Comparison(
         steps=len(common),
         identical=not different,
-        first_difference=min(different, default=None),
+        first_difference=min((step for step, _ in different), default=None),
+        largest_difference=max((size for _, size in different), default=0.0),
         loss_first=losses[0],
         loss_last=losses[-1],
         validation_first=validation[0] if validation else None,
@@ -125,6 +132,13 @@ def compare_runs(first: Path, second: Path) -> Comparison:
         moved_bytes=(migrations[0][1], migrations[1][1]),
         tokens_per_s=trained[1][common[-1]]["tokens"] / (means[1] / 1e3),
     )
+
+
+def _relative(one: float | None, other: float | None) -> float:
+    """The difference of two values, relative to the larger one."""
+    if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other))
 
 
 def comparison_rows(result: Comparison) -> list[tuple[str, str, str]]:

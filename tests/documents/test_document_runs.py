@@ -1,0 +1,86 @@
+"""Every block of command lines of a document, executed as it is printed: in order, in one empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents.markdown import Block, blocks, documents
+from tests.paths import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+LIMIT_S = 600
+# What a cluster's front end would accept; a shim records its command line instead.
+SUBMITTERS = ("sbatch", "bsub", "kubectl", "docker", "srun", "mpirun")
+
+
+def runnable(text: str) -> list[Block]:
+    return [block for block in blocks(text) if block.language == "bash" and block.reason is None]
+
+
+def script(parts: list[Block]) -> str:
+    """The blocks as one script, which prints the line of the document before each of them."""
+    return "".join(f"echo '--- line {block.line}' >&2\n{block.text}" for block in parts)
+
+
+def run(parts: list[Block], folder: Path) -> subprocess.CompletedProcess[str]:
+    shims = folder / "shims"
+    shims.mkdir()
+    for name in SUBMITTERS:
+        (shims / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {shims}/calls\n')
+        (shims / name).chmod(0o755)
+    work = folder / "work"
+    work.mkdir()
+    paths = (str(shims), str(Path(sys.executable).parent), os.environ["PATH"])
+    environment = os.environ | {"PATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script(parts)],
+        cwd=work, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+
+
+def check_emulation(folder: Path) -> None:
+    """The emulated run has all its steps, and moved layers."""
+    run = folder / "runs" / "emulated"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 11))
+    kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert "plan_applied" in kinds
+
+
+# What a document says of its example, beyond that the commands succeed.
+CHECKS = {"dynmo_train/pipeline/README.md": check_emulation}
+
+
+def with_blocks() -> list[str]:
+    return [name for name in documents() if runnable((ROOT / name).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("name", with_blocks())
+def test_document_commands_run_as_printed(name, tmp_path):
+    done = run(runnable((ROOT / name).read_text(encoding="utf-8")), tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+    if name in CHECKS:
+        CHECKS[name](tmp_path / "work")
+
+
+def test_failing_block_is_reported_with_its_line(tmp_path):
+    parts = runnable("text\n\n```bash\ntrue\n```\n\n```bash\necho wrong >&2; false | cat\n```\n")
+    done = run(parts, tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.splitlines() == ["--- line 3", "--- line 7", "wrong"]
+
+
+def test_submitters_are_recorded(tmp_path):
+    done = run(runnable("```bash\nsbatch --nodes 2 job.sh\n```\n"), tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "shims" / "calls").read_text() == "sbatch --nodes 2 job.sh\n"
+
+
+def test_documents_with_commands_are_many():
+    assert len(with_blocks()) >= 12
