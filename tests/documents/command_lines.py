@@ -31,7 +31,7 @@ def application(program: str) -> Any:
 
 
 def problems(words: Sequence[str]) -> list[str]:
-    """What is wrong with the words of a command line of one of our programs; nothing behind a pipe is checked."""
+    """What is wrong with a command line of one of our programs, split into words; nothing behind a pipe is checked."""
     words = list(words)
     for at, word in enumerate(words):
         if word in SHELL or word == "..." or word == "…":
@@ -63,7 +63,7 @@ def problems(words: Sequence[str]) -> list[str]:
 
 
 def option_problems(program: str, command: Any, words: Sequence[str]) -> list[str]:
-    """Options that do not exist, are refused, or have a value that is no choice."""
+    """Options that do not exist, are refused, or have a value that is not one of their choices."""
     declared = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
     compatible = {*FLAGS, *TASK_FLAGS} if program == "dynmo-train" else set()
     found = []

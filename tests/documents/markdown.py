@@ -92,7 +92,7 @@ def inline_code(text: str) -> list[str]:
 
 
 def program_of(line: str) -> list[str] | None:
-    """The words of a command line from one of our programs on; None for another program."""
+    """A command line from one of our programs on, split into words; None for another program."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:  # an apostrophe in a sentence

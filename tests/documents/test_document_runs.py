@@ -53,7 +53,7 @@ def check_emulation(folder: Path) -> None:
     assert "plan_applied" in kinds
 
 
-# What a document says of its example, beyond that the commands succeed.
+# What a document claims about its example, beyond that the commands succeed.
 CHECKS = {"dynmo_train/pipeline/README.md": check_emulation}
 
 
