@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -101,14 +100,23 @@ def monitor(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between updates.")] = 2.0,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option("--peak-tflops", min=1e-6, help="Peak TFLOP/s per device, for MFU; known for A100, H100, H200."),
+    ] = None,
     form: Annotated[Format, typer.Option("--format", help="Output format; json implies --once.")] = Format.TEXT,
 ) -> None:
-    """Monitor a run until it ends: loss, tokens/s, stage load, bubble, plans."""
-    from ..trainer.monitoring.monitor import format_status, read_run_status, status_document, watch
+    """Monitor a run until it ends: loss, tokens/s, stage load, bubble, plans.
 
+    On a terminal the view is updated in place, and `q` quits. Elsewhere the current state is printed once.
+    """
+    from ..trainer.monitoring.monitor import format_status, is_live_terminal, watch
+    from ..trainer.monitoring.run_status import read_run_status, status_document
+
+    peak_flops_per_s = peak_tflops * 1e12 if peak_tflops is not None else None
     if form is Format.JSON:
-        emit_json(status_document(read_run_status(run)))
-    elif once or not sys.stdout.isatty():
-        emit(format_status(read_run_status(run)))
+        emit_json(status_document(read_run_status(run, peak_flops_per_s)))
+    elif once or not is_live_terminal():
+        emit(format_status(read_run_status(run, peak_flops_per_s)))
     else:
-        watch(run, every_s)
+        watch(run, every_s, peak_flops_per_s)

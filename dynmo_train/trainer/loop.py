@@ -99,7 +99,8 @@ class Trainer:
             lambda workers: resize_problems(config, self.engine.world.dims, workers),
             self.logger.log_event,
         )
-        self._log = TrainingLog(config, self.engine.world, flops_counter(config, self.engine.family))
+        self._flops = flops_counter(config, self.engine.family)
+        self._log = TrainingLog(config, self.engine.world, self._flops)
         self._checkpointer = Checkpointer(
             self.engine,
             self.directory.checkpoints,
@@ -304,6 +305,7 @@ class Trainer:
             updated=result.updated,
             step_ns=result.step_ns,
             tokens=size * sample_length,
+            model_flops=self._flops(size, sample_length),
             global_batch_size=size,
             plan_id=plan_id,
             **({"compression": result.compression} if result.compression else {}),

@@ -32,6 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
@@ -129,6 +131,8 @@ def setup_run(config: Config, world: World) -> InitialState:
     engine_properties: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
+        # For the peak FLOP/s of the device, from which the monitor computes the utilization.
+        **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
         "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }

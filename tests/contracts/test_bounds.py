@@ -39,7 +39,7 @@ from dynmo_train.formats import run as train_run
 from dynmo_train.formats.checkpoint import reader as train_reader
 from dynmo_train.formats.checkpoint.shards import decode_header
 from dynmo_train.pipeline import emulation_trace
-from dynmo_train.trainer.monitoring import compare_runs, monitor
+from dynmo_train.trainer.monitoring import compare_runs
 
 LEVELS = 2000
 PlanError = document.UsageError
@@ -65,7 +65,6 @@ READERS = {
     "trace": lambda path: emulation_trace.read_trace(path, ["embedding"]),
     "segment": train_profile.next_segment,
     "metrics": lambda path: compare_runs.read_lines(path),
-    "monitored lines": lambda path: monitor.read_lines(path),
     "vocabulary of dynmo-train": lambda path: train_tokenizer.read_vocabulary(path),
     "lambada": lambda path: lambada.read_passages(path),
     "harness": lambda path: lm_eval_data.read_rows("piqa", path),
@@ -155,9 +154,7 @@ def test_toml_readers_deep_nesting_is_refused(tmp_path, name):
 def test_readers_fifo_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "document.json"
     os.mkfifo(path)
-    if name == "monitored lines":
-        assert monitor.read_lines(path) == []
-    elif name in ("device", "recipe of dynmo-plan"):
+    if name in ("device", "recipe of dynmo-plan"):
         assert "TOML file" in refused(READERS[name], path)
     else:
         assert "FIFO" in refused(READERS[name], path)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
 
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.trainer.monitoring.monitor import format_status, read_run_status, sparkline, status_document, watch
-
-
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+from dynmo_train.trainer.monitoring.live_view import sparkline
+from dynmo_train.trainer.monitoring.monitor import format_status, watch
+from dynmo_train.trainer.monitoring.run_status import read_run_status, status_document
+from tests.unit.dynmo_train.trainer.monitoring.run_fixture import append, step_line, write, write_run
 
 
 def run_at(folder, steps):
@@ -62,7 +71,7 @@ def test_monitor_shows_a_run_in_progress(tmp_path):
 
 def test_monitor_ends_with_the_run(tmp_path, capsys):
     watch(run_at(tmp_path / "run", 4), 0.01)
-    assert "step 4 of 4, done" in " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
+    assert "step 4 of 4 | done" in " ".join(capsys.readouterr().out.split())  # lines are as wide as the terminal
 
 
 def test_monitor_shows_a_run_without_steps(tmp_path):
@@ -81,3 +90,157 @@ def test_curve_spans_lowest_to_highest_value():
     assert sparkline([1, 2, 3]) == "▁▅█"
     assert sparkline([2, 2]) == "▁▁"
     assert sparkline([]) == ""
+
+
+SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][0-9A-B]")
+
+
+class Terminal:
+    """A pseudo-terminal with ``dynmo-train monitor`` on it."""
+
+    def __init__(self, *arguments: object, size: tuple[int, int] = (60, 24), **environment: str) -> None:
+        self.output = ""
+        self.master, terminal = pty.openpty()
+        self.resize(*size)
+        self.settings = termios.tcgetattr(terminal)
+        kept = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dynmo_train", "monitor", *map(str, arguments)],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=kept | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | environment,
+            start_new_session=True,
+            # The kernel sends SIGWINCH and SIGINT to the processes of the controlling terminal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+        )
+        self.terminal = terminal
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def read_until(self, text: str) -> str:
+        """The output since the last call, up to ``text``, without control sequences."""
+        deadline = time.monotonic() + 60
+        while text not in (found := SEQUENCES.sub("", self.output)):
+            assert time.monotonic() < deadline, f"{text!r} is not in {found[-5000:]!r}"
+            if not select.select([self.master], [], [], 1)[0]:
+                continue
+            self.output += os.read(self.master, 65536).decode(errors="replace")
+        seen, self.output = self.output, ""
+        return seen
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and the rest of the output."""
+        code = self.process.wait(60)
+        while select.select([self.master], [], [], 0.1)[0]:
+            self.output += os.read(self.master, 65536).decode(errors="replace")
+        return code, self.output
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.terminal)
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*arguments, **options):
+        opened.append(Terminal(*arguments, **options))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def rule(title: str, width: int) -> str:
+    return f"── {title} ".ljust(width, "─")
+
+
+def test_live_view_follows_a_run_and_resizes(tmp_path, terminal):
+    run = tmp_path / "run"
+    shown = terminal("--every-s", "0.1", run)
+    shown.read_until("waiting for run.json")
+    write_run(run, steps=1)
+    shown.read_until("step 1 of 1,000")
+    shown.read_until(rule("Plans", 60))
+    append(run / "metrics.jsonl", step_line(2))
+    shown.read_until("step 2 of 1,000")
+    shown.resize(120, 30)
+    shown.read_until(rule("Plans", 120))
+    # Truncated, and written again by a run that starts from scratch.
+    write(run / "metrics.jsonl", step_line(1))
+    shown.read_until("step 1 of 1,000")
+    shown.resize(40, 10)
+    shown.read_until(rule("Throughput", 40))
+    shown.type("q")
+    code, output = shown.end()
+    assert code == 0
+    assert "\x1b[?1049l" in output
+    assert "\x1b[?25h" in output
+    # The last view stays, on the screen that was there before.
+    assert "step 1 of 1,000" in SEQUENCES.sub("", output.rpartition("\x1b[?1049l")[2])
+    assert termios.tcgetattr(shown.terminal) == shown.settings
+
+
+def test_live_view_ends_with_the_run(tmp_path, terminal):
+    run = write_run(tmp_path / "run", steps=3, train_iters=4)
+    shown = terminal("--every-s", "0.1", run)
+    shown.read_until("step 3 of 4")
+    append(run / "metrics.jsonl", step_line(4))
+    code, output = shown.end()
+    assert code == 0
+    assert "step 4 of 4 | done" in SEQUENCES.sub("", output.rpartition("\x1b[?1049l")[2])
+
+
+def test_ctrl_c_restores_the_terminal(tmp_path, terminal):
+    shown = terminal(write_run(tmp_path / "run"))
+    shown.read_until(rule("Events", 60))
+    assert termios.tcgetattr(shown.terminal) != shown.settings
+    shown.type("\x03")
+    code, output = shown.end()
+    assert code == 130
+    assert "\x1b[?1049l" in output
+    assert "\x1b[?25h" in output
+    assert "Traceback" not in output
+    assert termios.tcgetattr(shown.terminal) == shown.settings
+
+
+def test_no_color_draws_without_colors(tmp_path, terminal):
+    shown = terminal(write_run(tmp_path / "run"), NO_COLOR="1")
+    output = shown.read_until(rule("Events", 60))
+    assert not re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", output)
+    shown.type("q")
+    assert shown.end()[0] == 0
+
+
+def test_color_is_drawn_without_no_color(tmp_path, terminal):
+    shown = terminal(write_run(tmp_path / "run"))
+    assert re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", shown.read_until(rule("Events", 60)))
+
+
+def test_dumb_terminal_gets_one_plain_summary(tmp_path, terminal):
+    shown = terminal(write_run(tmp_path / "run"), TERM="dumb")
+    code, output = shown.end()
+    assert code == 0
+    assert "\x1b" not in output
+    assert "step 340 of 1000, 9 min 10 s left" in output
+
+
+def test_pipe_gets_one_plain_summary(tmp_path):
+    run = write_run(tmp_path / "run")
+    command = [sys.executable, "-m", "dynmo_train", "monitor", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    assert done.stdout == format_status(read_run_status(run)) + "\n"
+    assert "next migration: plan 2 after step 350, moves 2 items (9.5 MB), predicted gain 5.0%" in done.stdout
+    assert "MFU 33.4%" in done.stdout
+    report = subprocess.run([*command, "--format", "json", "--peak-tflops", "1978"], capture_output=True, check=True)
+    assert json.loads(report.stdout)["mfu"] == pytest.approx(0.3338 / 2, rel=1e-3)

@@ -1,0 +1,631 @@
+"""The status of a run, from the files of its directory, which the run may be writing at the same time.
+
+Data flow of one poll::
+
+    run.json --------------> configuration, devices; another run_id discards everything below
+    metrics.jsonl --tail---> losses, step times, active plan
+    profile.jsonl --tail---> workers, busy times, memory, results of plans
+    events.jsonl ---tail---> last messages, last checkpoint
+    plans/plan-*.json -----> partition, the plan that waits          } -> RunStatus
+
+``RunFollower`` keeps sums and the last few records only, so that its memory does not grow with the run. It never fails
+on the contents of a line: the files of a run that was killed, or of another version, still show what they have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..._common.document import DocumentError, read_any_json
+from ..._common.errors import UsageError
+from ...formats.os_errors import reason
+from ...formats.plan import plan_path
+from .jsonl_tail import JsonlTail
+
+# Number of last steps that the means are over.
+RECENT_STEPS = 20
+# Points of a curve over the whole run; more than the columns of any terminal.
+CURVE_POINTS = 512
+_LAST_LOSSES = 60
+_LAST_EVENTS = 5
+_MAX_SKIPPED = 10_000
+_MAX_PLANS = 1_000
+_PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
+# What a line of another version or a damaged one can raise where it is read.
+_BAD_RECORD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+
+# Peak of dense products without sparsity, in FLOP/s; NVIDIA's data sheets of the SXM modules (PCIe modules have less).
+# float32 is that of products without TF32, which is the default of torch.
+PEAK_FLOPS_PER_S: Mapping[str, Mapping[str, float]] = {
+    "A100": {"half": 312e12, "float32": 19.5e12},
+    "H100": {"half": 989e12, "float32": 67e12},
+    "H200": {"half": 989e12, "float32": 67e12},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanStatus:
+    """A plan of the run: its number, its result, the step of the result, and the planner's reason."""
+
+    plan_id: int
+    result: str
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextMigration:
+    """A plan that waits for its step boundary.
+
+    Attributes:
+        plan_id: number of the plan.
+        step: number of completed steps at which it is applied.
+        moves: number of items that move.
+        bytes: bytes that move.
+        gain_fraction: predicted gain of the step time; None where unknown.
+        pause_ns: predicted pause in nanoseconds; None where unknown.
+        released: ids of the workers that it releases.
+    """
+
+    plan_id: int
+    step: int
+    moves: int
+    bytes: int
+    gain_fraction: float | None
+    pause_ns: int | None
+    released: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A pipeline rank.
+
+    Attributes:
+        worker: its id.
+        stages: stages on it, by the active plan.
+        layers: first and last item of each of its stages.
+        num_layers: number of items on it; None where the plan is unknown.
+        load: fraction of the measured step time that it computed, 0 to 1; None before the first measurement.
+        peak_memory_bytes: peak memory; None where unknown.
+        memory_bytes: memory of the device; None where unknown.
+    """
+
+    worker: int
+    stages: list[int]
+    layers: str
+    num_layers: int | None
+    load: float | None
+    peak_memory_bytes: int | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """The status of a run. Measurements are means of the last 20 steps, None before the first one.
+
+    Attributes:
+        run: run directory.
+        model: model family.
+        segment: number of the start, from 0; None while the profile has no header.
+        step: number of completed steps.
+        train_iters: number of steps of the run.
+        loss: mean training loss.
+        validation_loss: last validation loss.
+        learning_rate: learning rate of the last step.
+        step_ms: mean step time, in milliseconds.
+        tokens_per_s: mean throughput.
+        mfu: model FLOPs utilization, 0 to 1; None where the peak of the devices is unknown.
+        time_left_s: time of the remaining steps, in seconds.
+        idle_s: seconds since the last line of the metrics.
+        skipped: number of steps without an update.
+        loads: fraction of the measured step time that each worker computed, 0 to 1.
+        bubble: 1 minus the mean load.
+        peak_memory_bytes: peak memory of each worker.
+        workers: active workers.
+        released: ids of the workers that were released since the last start.
+        joined: ids of the workers that the last start added.
+        requested_workers: number of workers of a request that waits for the next boundary.
+        losses: losses of the last 60 steps.
+        loss_curve: losses of the whole run, as means of equal numbers of steps.
+        tokens_per_s_curve: throughput of the whole run, as means of equal numbers of steps.
+        active_plan_id: number of the active plan.
+        next_boundary: next number of completed steps at which a plan can be applied; None without online balancing.
+        next_migration: the plan that will be applied there.
+        next_event: kind and step of the next announced change of costs.
+        plans: plans of the run, in order.
+        last_checkpoint: message of the last save.
+        events: last messages of ``events.jsonl``.
+        invalid_lines: number of lines that could not be read.
+    """
+
+    run: str
+    model: str | None
+    segment: int | None
+    step: int
+    train_iters: int | None
+    loss: float | None
+    validation_loss: float | None
+    learning_rate: float | None
+    step_ms: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    time_left_s: float | None
+    idle_s: float | None
+    skipped: int
+    loads: list[float]
+    bubble: float | None
+    peak_memory_bytes: list[int]
+    workers: list[WorkerStatus]
+    released: list[int]
+    joined: list[int]
+    requested_workers: int | None
+    losses: list[float]
+    loss_curve: list[float]
+    tokens_per_s_curve: list[float]
+    active_plan_id: int | None
+    next_boundary: int | None
+    next_migration: NextMigration | None
+    next_event: tuple[str, int] | None
+    plans: list[PlanStatus]
+    last_checkpoint: str | None
+    events: list[str]
+    invalid_lines: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step of the run is done."""
+        return self.train_iters is not None and self.step >= self.train_iters
+
+
+class Curve:
+    """Means of a value over equal numbers of steps; merges neighbors beyond ``CURVE_POINTS`` points."""
+
+    def __init__(self) -> None:
+        self._stride = 1
+        # Bucket number, sum and count; in the order of the steps.
+        self._buckets: list[tuple[int, float, int]] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step, which is later than all others."""
+        bucket = step // self._stride
+        if self._buckets and self._buckets[-1][0] == bucket:
+            _, total, count = self._buckets[-1]
+            self._buckets[-1] = (bucket, total + value, count + 1)
+            return
+        self._buckets.append((bucket, value, 1))
+        if len(self._buckets) > CURVE_POINTS:
+            merged: dict[int, tuple[float, int]] = {}
+            for number, total, count in self._buckets:
+                before = merged.get(number // 2, (0.0, 0))
+                merged[number // 2] = (before[0] + total, before[1] + count)
+            self._stride *= 2
+            self._buckets = [(number, total, count) for number, (total, count) in merged.items()]
+
+    def cut(self, step: int) -> None:
+        """Discard the values of ``step`` and later ones, which a resumed run repeats."""
+        while self._buckets and self._buckets[-1][0] * self._stride >= step:
+            self._buckets.pop()
+
+    def values(self) -> list[float]:
+        """The means, in order."""
+        return [total / count for _, total, count in self._buckets]
+
+
+@dataclass(kw_only=True)
+class _Metrics:
+    """What ``metrics.jsonl`` showed so far."""
+
+    step: int = 0
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LAST_LOSSES))
+    loss_curve: Curve = field(default_factory=Curve)
+    rate_curve: Curve = field(default_factory=Curve)
+    num_skipped: int = 0
+    last_skipped: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_SKIPPED))
+    validation_loss: float | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if line.get("validation_loss") is not None:
+            self.validation_loss = float(line["validation_loss"])
+        if "step_ns" not in line:
+            return
+        step, step_ns, tokens = int(line["step"]), int(line["step_ns"]), int(line["tokens"])
+        if step <= self.step:
+            self._cut(step)
+        keys = ("learning_rate", "plan_id", "model_flops", "lm_loss")
+        kept = {key: line[key] for key in keys if line.get(key) is not None}
+        self.step = step
+        self.recent.append({"step": step, "step_ns": step_ns, "tokens": tokens, **kept})
+        if "lm_loss" in kept:
+            self.losses.append((step, float(kept["lm_loss"])))
+            self.loss_curve.add(step, float(kept["lm_loss"]))
+        if step_ns:
+            self.rate_curve.add(step, tokens / step_ns * 1e9)
+        if not line.get("updated", True):
+            self.num_skipped += 1
+            self.last_skipped.append(step)
+
+    def _cut(self, step: int) -> None:
+        """Discard the steps that a run repeats after a resume from an older checkpoint."""
+        self.recent = deque((each for each in self.recent if each["step"] < step), maxlen=RECENT_STEPS)
+        self.losses = deque((each for each in self.losses if each[0] < step), maxlen=_LAST_LOSSES)
+        self.loss_curve.cut(step)
+        self.rate_curve.cut(step)
+        while self.last_skipped and self.last_skipped[-1] >= step:
+            self.last_skipped.pop()
+            self.num_skipped -= 1
+
+    def mean(self, value: Callable[[Mapping[str, Any]], float | None]) -> float | None:
+        """Mean over the recent steps that have the value."""
+        return _mean([found for each in self.recent if (found := value(each)) is not None])
+
+    def per_s(self, key: str) -> float | None:
+        """Sum of a count over the recent steps, per second."""
+        seconds = sum(each["step_ns"] for each in self.recent) / 1e9
+        has_key = bool(self.recent) and all(key in each for each in self.recent)
+        return sum(each[key] for each in self.recent) / seconds if seconds and has_key else None
+
+
+@dataclass(kw_only=True)
+class _Profile:
+    """What ``profile.jsonl`` showed so far."""
+
+    segment: int | None = None
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    start_workers: frozenset[int] = frozenset()
+    joined: list[int] = field(default_factory=list)
+    measured: deque[tuple[int, list[int], list[int]]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    results: dict[int, tuple[str, int, str]] = field(default_factory=dict)
+    expected: dict[str, int] = field(default_factory=dict)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        kind = line["record"]
+        if kind == "header":
+            self._start(line)
+        elif kind == "step":
+            # Copies: a record holds the times of every item, too.
+            row = (int(line["step_ns"]), list(line["busy_ns"]), list(line.get("peak_memory_bytes") or ()))
+            self.measured.append(row)
+        elif kind == "plan_result":
+            self.results[int(line["plan_id"])] = (str(line["result"]), int(line["step"]), str(line["reason"]))
+            while len(self.results) > _MAX_PLANS:
+                del self.results[next(iter(self.results))]
+        elif kind == "event":
+            self.expected.pop(line["kind"], None)
+            if line.get("next_expected_step") is not None:
+                self.expected[line["kind"]] = int(line["next_expected_step"])
+
+    def _start(self, header: Mapping[str, Any]) -> None:
+        before = {each["worker"] for each in self.workers}
+        # An earlier start may have had other workers, and its loads are over.
+        self.measured.clear()
+        self.workers = [
+            {"worker": int(each["worker"]), "ranks": len(each["ranks"]), "memory_bytes": each.get("memory_bytes")}
+            for each in header.get("workers", ())
+        ]
+        ids = {each["worker"] for each in self.workers}
+        self.segment = header.get("segment")
+        # A release writes a header with a part of the workers; a start has the ids from 0 on.
+        if not (ids < self.start_workers):
+            self.joined = sorted(ids - before) if before else []
+            self.start_workers = frozenset(ids)
+
+    @property
+    def released(self) -> list[int]:
+        return sorted(self.start_workers - {each["worker"] for each in self.workers})
+
+    def loads(self) -> list[float]:
+        rows = [row for row in self.measured if len(row[1]) == len(self.measured[-1][1])]
+        total = max(1, sum(step_ns for step_ns, _, _ in rows))
+        count = len(rows[-1][1]) if rows else 0
+        return [sum(busy[worker] or 0 for _, busy, _ in rows) / total for worker in range(count)]
+
+
+@dataclass(kw_only=True)
+class _Events:
+    """What ``events.jsonl`` showed so far."""
+
+    messages: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
+    checkpoint: str | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.messages.append(str(line["message"]))
+        if line.get("kind") == "checkpoint":
+            self.checkpoint = str(line["message"])
+
+
+class RunFollower:
+    """Follows a run directory.
+
+    Args:
+        run: run directory; it need not exist yet.
+        peak_flops_per_s: peak FLOP/s of a device; None: known for some devices.
+        now: seconds since the epoch.
+    """
+
+    def __init__(
+        self, run: Path, *, peak_flops_per_s: float | None = None, now: Callable[[], float] = time.time
+    ) -> None:
+        self.run, self._peak, self._now = run, peak_flops_per_s, now
+        self._document: dict[str, Any] = {}
+        self._document_state: tuple[int, int, int] | None = None
+        self._metrics, self._profile, self._events = _Metrics(), _Profile(), _Events()
+        self._plans: dict[int, dict[str, Any]] = {}
+        self._metrics_tail = JsonlTail(run / "metrics.jsonl", markers=(b"false", b'"validation_loss"'))
+        self._profile_tail = JsonlTail(run / "profile.jsonl", markers=(b'"header"', b'"plan_result"'))
+        self._events_tail = JsonlTail(run / "events.jsonl")
+
+    def poll(self) -> RunStatus:
+        """Read what was written since the last poll.
+
+        Raises:
+            UsageError: ``run`` is not a run directory, or not yet.
+        """
+        self._read_document()
+        if self._metrics_tail.has_restarted():
+            self._metrics = _Metrics()
+        if self._profile_tail.has_restarted():
+            self._profile = _Profile()
+        if self._events_tail.has_restarted():
+            self._events = _Events()
+        # The plan of a metrics line was published before it: plans are read last, so that the active one is there.
+        for tail, target in (
+            (self._metrics_tail, self._metrics),
+            (self._profile_tail, self._profile),
+            (self._events_tail, self._events),
+        ):
+            for record in tail.read():
+                try:
+                    target.add(record)
+                except _BAD_RECORD:
+                    tail.invalid_lines += 1
+        self._read_plans()
+        return self._status()
+
+    def _read_document(self) -> None:
+        path = self.run / "run.json"
+        try:
+            found = os.stat(path)
+            state = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if state == self._document_state:
+                return
+            document = read_any_json(path)
+        except (DocumentError, OSError) as error:
+            raise UsageError(f"{self.run} is not a run directory: {reason(error)}") from error
+        if not isinstance(document, dict):
+            raise UsageError(f"{self.run} is not a run directory: run.json must be an object")
+        if self._document and document.get("run_id") != self._document.get("run_id"):
+            self._plans.clear()
+        self._document, self._document_state = document, state
+
+    def _option(self, concern: str, name: str) -> Any:
+        return _table(_table(self._document, "config"), concern).get(name)
+
+    def _read_plans(self) -> None:
+        try:
+            names = os.listdir(self.run / "plans")
+        except OSError:
+            names = []
+        numbers = sorted(int(match[1]) for name in names if (match := _PLAN_NAME.fullmatch(name)))[-_MAX_PLANS:]
+        self._plans = {number: plan for number, plan in self._plans.items() if number in numbers}
+        # A published plan never changes, so that each is read once.
+        for number in numbers:
+            if number not in self._plans and (plan := self._read_plan(number)) is not None:
+                self._plans[number] = plan
+
+    def _read_plan(self, number: int) -> dict[str, Any] | None:
+        try:
+            plan = read_any_json(plan_path(self.run / "plans", number))
+            migration, predicted = plan.get("migration") or {}, plan.get("predicted") or {}
+            return {
+                "plan_id": int(plan["plan_id"]),
+                "balancer": plan["balancer"],
+                "read_to_step": plan.get("read_to_step"),
+                "reason": str(plan.get("reason") or ""),
+                "action": plan.get("action"),
+                "apply_at_step": plan.get("apply_at_step"),
+                "stages": [_stage_summary(stage) for stage in plan.get("stages") or ()],
+                "released": list(plan.get("released_workers") or ()),
+                "moves": len(migration.get("moves") or ()),
+                "bytes": int(migration.get("bytes") or 0),
+                "pause_ns": migration.get("pause_ns"),
+                "gain_fraction": predicted.get("gain_fraction"),
+            }
+        except (DocumentError, *_BAD_RECORD):
+            return None
+
+    def _status(self) -> RunStatus:
+        metrics, profile = self._metrics, self._profile
+        loads = profile.loads()
+        mean_load = _mean(loads)
+        last = metrics.recent[-1] if metrics.recent else {}
+        train_iters = self._option("training", "train_iters")
+        step_ms = metrics.mean(lambda each: each["step_ns"] / 1e6)
+        active = self._active_plan_id(last)
+        boundary = self._next_boundary(train_iters)
+        return RunStatus(
+            run=str(self.run),
+            model=self._option("model", "family"),
+            segment=profile.segment,
+            step=metrics.step,
+            train_iters=train_iters,
+            loss=metrics.mean(lambda each: each.get("lm_loss")),
+            validation_loss=metrics.validation_loss,
+            learning_rate=last.get("learning_rate"),
+            step_ms=step_ms,
+            tokens_per_s=metrics.per_s("tokens"),
+            mfu=self._mfu(),
+            time_left_s=None
+            if train_iters is None or step_ms is None
+            else (train_iters - metrics.step) * step_ms / 1e3,
+            idle_s=self._idle_s(),
+            skipped=metrics.num_skipped,
+            loads=loads,
+            bubble=None if mean_load is None else 1.0 - mean_load,
+            peak_memory_bytes=[each or 0 for each in profile.measured[-1][2]] if profile.measured else [],
+            workers=self._workers(loads, active),
+            released=profile.released,
+            joined=profile.joined,
+            requested_workers=self._requested_workers(),
+            losses=[loss for _, loss in metrics.losses],
+            loss_curve=metrics.loss_curve.values(),
+            tokens_per_s_curve=metrics.rate_curve.values(),
+            active_plan_id=active,
+            next_boundary=boundary,
+            next_migration=self._next_migration(active, boundary),
+            next_event=min(
+                ((kind, step) for kind, step in profile.expected.items() if step > metrics.step),
+                key=lambda each: each[1],
+                default=None,
+            ),
+            plans=self._plan_statuses(active),
+            last_checkpoint=self._events.checkpoint,
+            events=list(self._events.messages),
+            invalid_lines=sum(
+                tail.invalid_lines for tail in (self._metrics_tail, self._profile_tail, self._events_tail)
+            ),
+        )
+
+    def _idle_s(self) -> float | None:
+        try:
+            return max(0.0, self._now() - os.stat(self.run / "metrics.jsonl").st_mtime)
+        except OSError:
+            return None
+
+    def _mfu(self) -> float | None:
+        """Model FLOPs utilization (PaLM, arXiv:2204.02311, appendix B): model FLOP/s over the peak of all devices."""
+        flops_per_s = self._metrics.per_s("model_flops")
+        name = str(_table(self._document, "engine").get("device_name") or "")
+        is_half = self._option("precision", "bf16") or self._option("precision", "fp16")
+        known = next((peaks for device, peaks in PEAK_FLOPS_PER_S.items() if device in name), {})
+        peak = self._peak or known.get("half" if is_half else "float32")
+        devices = sum(each["ranks"] for each in self._profile.workers) or self._document.get("world_size")
+        return flops_per_s / (peak * devices) if flops_per_s is not None and peak and devices else None
+
+    def _active_plan_id(self, last: Mapping[str, Any]) -> int | None:
+        applied = [number for number, (result, _, _) in self._profile.results.items() if result == "applied"]
+        # The result of a plan is written before the first step with it.
+        found = [number for number in (last.get("plan_id"), *applied[-1:]) if number is not None]
+        return max(found) if found else next(iter(self._plans), None)
+
+    def _next_boundary(self, train_iters: int | None) -> int | None:
+        interval = self._option("balance", "rebalance_interval")
+        if self._option("balance", "balance") != "online" or not interval or len(self._profile.workers) < 2:
+            return None
+        boundary = (self._metrics.step // int(interval) + 1) * int(interval)
+        # After the last step nothing moves.
+        return boundary if train_iters is None or boundary < train_iters else None
+
+    def _next_migration(self, active: int | None, boundary: int | None) -> NextMigration | None:
+        """The plan that the trainer will read at the next boundary: the newest one without a result."""
+        waiting = [number for number in self._plans if number > (active or 0) and number not in self._profile.results]
+        if not waiting or boundary is None or (plan := self._plans[max(waiting)])["action"] != "move":
+            return None
+        interval, earliest = int(self._option("balance", "rebalance_interval")), int(plan["apply_at_step"] or 0)
+        return NextMigration(
+            plan_id=plan["plan_id"],
+            step=max(boundary, -(-earliest // interval) * interval),
+            moves=plan["moves"],
+            bytes=plan["bytes"],
+            gain_fraction=plan["gain_fraction"],
+            pause_ns=plan["pause_ns"],
+            released=plan["released"],
+        )
+
+    def _workers(self, loads: Sequence[float], active: int | None) -> list[WorkerStatus]:
+        stages = self._plans[active]["stages"] if active in self._plans else []
+        memory = self._profile.measured[-1][2] if self._profile.measured else []
+        known = self._profile.workers or [{"worker": at, "memory_bytes": None} for at in range(len(loads))]
+        found = []
+        for at, each in enumerate(known):
+            own = [stage for stage in stages if stage["worker"] == each["worker"]]
+            found.append(
+                WorkerStatus(
+                    worker=each["worker"],
+                    stages=[stage["stage"] for stage in own],
+                    layers=", ".join(stage["layers"] for stage in own),
+                    num_layers=sum(stage["num_layers"] for stage in own) if stages else None,
+                    load=loads[at] if at < len(loads) else None,
+                    peak_memory_bytes=memory[at] if at < len(memory) else None,
+                    memory_bytes=each["memory_bytes"],
+                )
+            )
+        return found
+
+    def _requested_workers(self) -> int | None:
+        """Number of workers of ``requests/grow.json``, which the run has not taken yet."""
+        try:
+            return int(read_any_json(self.run / "requests" / "grow.json")["workers"])
+        except (DocumentError, *_BAD_RECORD):
+            return None
+
+    def _plan_statuses(self, active: int | None) -> list[PlanStatus]:
+        statuses = []
+        for number, plan in self._plans.items():
+            result = self._profile.results.get(number)
+            # The initial plan has no result: the trainer wrote it itself. A later one has not been read yet.
+            without = "waiting" if active is None or number > active else "no result"
+            text = "initial" if plan["balancer"] == "initial" else result[0] if result else without
+            step = result[1] if result else plan["read_to_step"]
+            statuses.append(PlanStatus(plan_id=number, result=text, step=step, reason=plan["reason"]))
+        return statuses
+
+
+def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object within a document; empty where it is missing or of another type."""
+    found = document.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _stage_summary(stage: Mapping[str, Any]) -> dict[str, Any]:
+    items: Sequence[str] = stage["items"]
+    layers = "(empty)" if not items else items[0] if len(items) == 1 else f"{items[0]} .. {items[-1]}"
+    return {
+        "stage": int(stage["stage"]),
+        "worker": int(stage["worker"]),
+        "layers": layers,
+        "num_layers": len(items),
+    }
+
+
+def read_run_status(run: Path, peak_flops_per_s: float | None = None) -> RunStatus:
+    """Read the status of a run once.
+
+    Args:
+        run: run directory.
+        peak_flops_per_s: peak FLOP/s of a device; None: known for some devices.
+
+    Raises:
+        UsageError: ``run`` is not a run directory.
+    """
+    return RunFollower(run, peak_flops_per_s=peak_flops_per_s).poll()
+
+
+def status_document(status: RunStatus) -> dict[str, Any]:
+    """The status as a JSON document."""
+    return asdict(status)
+
+
+def resample(values: Sequence[float], count: int) -> list[float]:
+    """At most ``count`` means of neighboring values."""
+    if len(values) <= count:
+        return list(values)
+    edges = [at * len(values) // count for at in range(count + 1)]
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+
+
+def as_text(values: Iterable[int]) -> str:
+    """Numbers as ``0, 2, 3``."""
+    return ", ".join(map(str, values))
