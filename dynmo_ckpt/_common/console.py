@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn, Protocol, TextIO
 
 import typer
 
@@ -40,26 +40,34 @@ class Tick(Protocol):
         """Count ``amount`` more units as done."""
 
 
-def _encodable(text: str) -> str:
-    """The text with lone surrogates, as file names may have, escaped as in JSON."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _encoding(stream: TextIO) -> str:
+    """The encoding of a stream; without UTF-8 in the locale it may be ASCII."""
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """The text with the characters that ``stream`` cannot encode, and lone surrogates of file names, escaped."""
+    encoding = _encoding(stream)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def print_message(text: str = "") -> None:
     """Print talk for a person on stderr; plain text, markup is not interpreted."""
-    sys.stderr.write(_encodable(text) + "\n")
+    sys.stderr.write(_encodable(text, sys.stderr) + "\n")
     sys.stderr.flush()
 
 
 def emit(text: str) -> None:
     """Print data on stdout."""
-    sys.stdout.write(_encodable(text) + "\n")
+    sys.stdout.write(_encodable(text, sys.stdout) + "\n")
     sys.stdout.flush()
 
 
 def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print ``document`` as indented JSON on stdout."""
-    emit(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    # Escaped here where the stream is not UTF-8: escapes of ``emit`` are not those of JSON.
+    ensure_ascii = not _encoding(sys.stdout).lower().startswith("utf")
+    emit(json.dumps(document, indent=2, ensure_ascii=ensure_ascii, allow_nan=False))
 
 
 _NUMBER = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?(/\d[\d,.]*)? ?[A-Za-z%]*")

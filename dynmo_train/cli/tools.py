@@ -110,13 +110,13 @@ def monitor(
 
     On a terminal the view is updated in place, and `q` quits. Elsewhere the current state is printed once.
     """
-    from ..trainer.monitoring.monitor import format_status, is_live_terminal, watch
+    from ..trainer.monitoring.monitor import format_status, is_ascii_output, is_live_terminal, watch
     from ..trainer.monitoring.run_status import read_run_status, status_document
 
     peak_flops_per_s = peak_tflops * 1e12 if peak_tflops is not None else None
     if form is Format.JSON:
         emit_json(status_document(read_run_status(run, peak_flops_per_s)))
     elif once or not is_live_terminal():
-        emit(format_status(read_run_status(run, peak_flops_per_s)))
+        emit(format_status(read_run_status(run, peak_flops_per_s), ascii_only=is_ascii_output()))
     else:
         watch(run, every_s, peak_flops_per_s)

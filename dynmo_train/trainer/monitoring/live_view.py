@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ..._common.console import human_bytes
-from .run_status import RunStatus, WorkerStatus, as_text, resample
+from .run_records import resample
+from .run_status import RunStatus, WorkerStatus, as_text
 
 TWO_COLUMNS = 100
 # Without a step for this time, and for this number of steps, the view reports it.
@@ -63,7 +64,7 @@ def chart(values: Sequence[float], width: int, height: int, *, ascii_only: bool 
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     points = resample(values, width)
     low, high = (min(points), max(points)) if points else (0.0, 0.0)
-    # Each line has as many levels as there are blocks; the lowest value is the lowest block, not an empty column.
+    # The number of levels of a line is that of the blocks; the lowest value is the lowest block, not an empty column.
     scale = (len(blocks) * height - 1) / (high - low) if high > low else 0.0
     levels = [1 + round((value - low) * scale) for value in points]
     lines = []
@@ -81,7 +82,11 @@ def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: ``2 h 05 min``."""
+    """A time in its two largest units: ``2 h 05 min``.
+
+    Args:
+        seconds: the time in seconds.
+    """
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -211,20 +216,35 @@ class LiveView:
     def __init__(self, status: RunStatus, *, ascii_only: bool = False) -> None:
         self.status, self._ascii = status, ascii_only
 
-    def render(self, width: int, height: int) -> Text:
-        """The view as at most ``height`` lines of at most ``width`` characters."""
+    def lines(self, width: int, height: int) -> list[Text]:
+        """The view as lines.
+
+        Args:
+            width: maximum number of characters of a line.
+            height: maximum number of lines.
+        """
         lines = self._head(width)
         left, right, below = self._sections()
         rest = height - len(lines)
         if width >= TWO_COLUMNS:
             column = (width - _GAP) // 2
             # At least a third is for plans and events, as far as they need it.
-            top = min(rest - min(_wanted(below), max(3, rest // 3)), max(_wanted(left), _wanted(right)))
-            lines += _beside(self._stack(left, column, top), self._stack(right, width - _GAP - column, top), column)
+            top = min(rest - min(_max_rows(below), max(3, rest // 3)), max(_max_rows(left), _max_rows(right)))
+            left_lines, right_lines = self._stack(left, column, top), self._stack(right, width - _GAP - column, top)
+            lines += _side_by_side(left_lines, right_lines, column)
             lines += self._stack(below, width, height - len(lines))
         else:
             lines += self._stack([*left, *right, *below], width, rest)
-        return Text("\n").join([_cut(line, width) for line in lines[:height]])
+        return [_cut(line, width) for line in lines[:height]]
+
+    def render(self, width: int, height: int) -> Text:
+        """The lines as one text.
+
+        Args:
+            width: maximum number of characters of a line.
+            height: maximum number of lines.
+        """
+        return Text("\n").join(self.lines(width, height))
 
     def _head(self, width: int) -> list[Text]:
         status = self.status
@@ -357,7 +377,7 @@ class LiveView:
         return [Text(line if len(line) <= width else line[: width - 3] + "...") for line in lines[:rows]]
 
 
-def _wanted(sections: Sequence[_Section]) -> int:
+def _max_rows(sections: Sequence[_Section]) -> int:
     return sum(section.rows[-1] for section in sections)
 
 
@@ -368,7 +388,7 @@ def _memory(worker: WorkerStatus) -> str:
     return f"{used:.1f} GB" if worker.memory_bytes is None else f"{used:.1f}/{worker.memory_bytes / 1e9:.0f} GB"
 
 
-def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
+def _side_by_side(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
     """Two columns; the left one has ``width`` characters."""
     lines = []
     for at in range(max(len(left), len(right))):

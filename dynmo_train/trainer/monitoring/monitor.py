@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ..._common.errors import UsageError
 from .live_view import (
@@ -26,11 +27,15 @@ from .live_view import (
 )
 from .run_status import RunFollower, RunStatus
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
 _QUIT = b"qQ\x04"
 
 
-def format_status(status: RunStatus) -> str:
-    """The status as plain text."""
+def format_status(status: RunStatus, *, ascii_only: bool = False) -> str:
+    """The status as plain text; ``ascii_only`` where the output has no block characters."""
     of = f" of {status.train_iters}" if status.train_iters is not None else ""
     left = f", {duration(status.time_left_s)} left" if status.time_left_s is not None and not status.is_done else ""
     lines = [
@@ -39,7 +44,7 @@ def format_status(status: RunStatus) -> str:
         "  ".join(rate_parts(status)),
     ]
     if status.losses:
-        lines.append(f"{sparkline(status.losses)}  last {len(status.losses)} losses")
+        lines.append(f"{sparkline(status.losses, ascii_only=ascii_only)}  last {len(status.losses)} losses")
     for worker in status.workers:
         load, memory = worker.load or 0.0, worker.peak_memory_bytes
         used = f"{memory / 1e9:.2f} GB" if memory is not None else "-"
@@ -105,9 +110,48 @@ def _wait(descriptors: list[int], timeout_s: float) -> bool:
     return False
 
 
+def is_ascii_output() -> bool:
+    """Whether standard output cannot encode block characters."""
+    return not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+
+
 def is_live_terminal() -> bool:
     """Whether standard output is a terminal that can redraw a screen."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+class _Screen:
+    """Draws lines on the terminal: only those that changed since the last time, for slow connections.
+
+    Args:
+        console: console of the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._size: tuple[int, int] | None = None
+        self._lines: list[Text] = []
+
+    def draw(self, lines: list[Text], size: tuple[int, int]) -> None:
+        """Draw ``lines`` on a terminal of ``size``, width and height in characters."""
+        from rich.control import Control
+        from rich.segment import ControlType
+        from rich.text import Text
+
+        # One write for all lines, since the console is buffered within its context.
+        with self._console:
+            if size != self._size:
+                self._console.control(Control.clear())
+                self._size, self._lines = size, []
+            old_lines = self._lines + [Text()] * (len(lines) - len(self._lines))
+            new_lines = lines + [Text()] * (len(old_lines) - len(lines))
+            for row, (old, new) in enumerate(zip(old_lines, new_lines, strict=True)):
+                if (old.plain, old.spans, old.style) == (new.plain, new.spans, new.style):
+                    continue
+                # Erased first: after a character in the last column some terminals would erase that one.
+                self._console.control(Control.move_to(0, row), Control((ControlType.ERASE_IN_LINE, 2)))
+                self._console.print(new, end="", no_wrap=True, overflow="crop", soft_wrap=True)
+            self._lines = lines
 
 
 def watch(run: Path, interval_s: float, peak_flops_per_s: float | None = None) -> None:
@@ -121,26 +165,23 @@ def watch(run: Path, interval_s: float, peak_flops_per_s: float | None = None) -
         peak_flops_per_s: peak FLOP/s of a device; None: known for some devices.
     """
     from rich.console import Console
-    from rich.live import Live
     from rich.text import Text
 
     console = Console(highlight=False)
     follower = RunFollower(run, peak_flops_per_s=peak_flops_per_s)
     status: RunStatus | None = None
     is_over = False
-    with (
-        _keys_and_resizes() as descriptors,
-        Live(Text(), console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
-    ):
-        polled = 0.0
+    with _keys_and_resizes() as descriptors, console.screen():
+        screen, polled = _Screen(console), 0.0
         while not is_over:
             # A key or a resize draws the view again, without another look at the files.
             if time.monotonic() - polled >= interval_s or status is None:
                 status, polled = _poll(follower), time.monotonic()
-            size = console.size
-            waiting = Text(f"waiting for run.json (q quits): {run}"[: size.width])
-            view = LiveView(status, ascii_only=console.options.ascii_only) if status is not None else None
-            live.update(view.render(size.width, size.height) if view is not None else waiting, refresh=True)
+            width, height = console.size
+            lines = [Text(f"waiting for run.json (q quits): {run}"[:width])]
+            if status is not None:
+                lines = LiveView(status, ascii_only=console.options.ascii_only).lines(width, height)
+            screen.draw(lines, (width, height))
             is_over = status is not None and status.is_done
             timeout_s = max(0.0, polled + interval_s - time.monotonic())
             is_over = is_over or _wait(descriptors, timeout_s)

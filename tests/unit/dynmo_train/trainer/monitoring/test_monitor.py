@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import os
@@ -17,9 +18,9 @@ import time
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.trainer.monitoring.live_view import sparkline
+from dynmo_train.trainer.monitoring.live_view import LiveView, sparkline
 from dynmo_train.trainer.monitoring.monitor import format_status, watch
-from dynmo_train.trainer.monitoring.run_status import read_run_status, status_document
+from dynmo_train.trainer.monitoring.run_status import RunFollower, read_run_status, status_document
 from tests.unit.dynmo_train.trainer.monitoring.run_fixture import append, step_line, write, write_run
 
 
@@ -92,24 +93,63 @@ def test_curve_spans_lowest_to_highest_value():
     assert sparkline([]) == ""
 
 
-SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][0-9A-B]")
+class Display:
+    """What a terminal shows, of the control sequences that the view uses; others of them fail."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, str] = {}
+        self._row, self._column, self._rest = 0, 0, ""
+        self._main: tuple[dict[int, str], int, int] = ({}, 0, 0)
+
+    def feed(self, output: str) -> None:
+        tokens = re.split(r"(\x1b\[[0-9;?]*[a-zA-Z]|\r\n|\n|\r)", self._rest + output)
+        # The start of a sequence: its end comes with the next read.
+        head, escape, rest = tokens[-1].partition("\x1b")
+        tokens[-1], self._rest = head, escape + rest
+        for token in tokens:
+            if token:
+                self._apply(token)
+
+    def _apply(self, token: str) -> None:
+        if token == "\x1b[?1049h":
+            self._main, self.rows = (self.rows, self._row, self._column), {}
+        elif token == "\x1b[?1049l":
+            self.rows, self._row, self._column = self._main
+        elif token == "\x1b[2J":
+            self.rows = {}
+        elif token == "\x1b[2K":
+            self.rows.pop(self._row, None)
+        elif move := re.fullmatch(r"\x1b\[(?:(\d+);(\d+))?H", token):
+            self._row, self._column = (int(move[1]) - 1, int(move[2]) - 1) if move[1] else (0, 0)
+        elif token in ("\r\n", "\n", "\r"):
+            self._row, self._column = self._row + ("\n" in token), 0
+        elif token.startswith("\x1b["):
+            assert token[-1] == "m" or token in ("\x1b[?25l", "\x1b[?25h"), repr(token)
+        else:
+            line = self.rows.get(self._row, "").ljust(self._column)
+            self.rows[self._row] = line[: self._column] + token + line[self._column + len(token) :]
+            self._column += len(token)
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.rows.get(row, "").rstrip() for row in range(max(self.rows, default=-1) + 1)]
 
 
 class Terminal:
     """A pseudo-terminal with ``dynmo-train monitor`` on it."""
 
     def __init__(self, *arguments: object, size: tuple[int, int] = (60, 24), **environment: str) -> None:
-        self.output = ""
+        self.output, self.display, self._decoder = "", Display(), codecs.getincrementaldecoder("utf-8")("replace")
         self.master, terminal = pty.openpty()
         self.resize(*size)
         self.settings = termios.tcgetattr(terminal)
-        kept = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+        outer = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dynmo_train", "monitor", *map(str, arguments)],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
-            env=kept | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | environment,
+            env=outer | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | environment,
             start_new_session=True,
             # The kernel sends SIGWINCH and SIGINT to the processes of the controlling terminal.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
@@ -122,22 +162,29 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def read_until(self, text: str) -> str:
-        """The output since the last call, up to ``text``, without control sequences."""
+    def read(self, timeout_s: float) -> bool:
+        """Read what the program writes within a time; whether it wrote anything."""
+        if not select.select([self.master], [], [], timeout_s)[0]:
+            return False
+        output = self._decoder.decode(os.read(self.master, 65536))
+        self.output += output
+        self.display.feed(output)
+        return True
+
+    def wait_for(self, text: str) -> str:
+        """The output since the last call, until the terminal shows ``text``."""
         deadline = time.monotonic() + 60
-        while text not in (found := SEQUENCES.sub("", self.output)):
-            assert time.monotonic() < deadline, f"{text!r} is not in {found[-5000:]!r}"
-            if not select.select([self.master], [], [], 1)[0]:
-                continue
-            self.output += os.read(self.master, 65536).decode(errors="replace")
-        seen, self.output = self.output, ""
-        return seen
+        while text not in "\n".join([*self.display.lines, ""]):
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.display.lines!r}"
+            self.read(1)
+        output, self.output = self.output, ""
+        return output
 
     def end(self) -> tuple[int, str]:
         """The exit code and the rest of the output."""
         code = self.process.wait(60)
-        while select.select([self.master], [], [], 0.1)[0]:
-            self.output += os.read(self.master, 65536).decode(errors="replace")
+        while self.read(0.1):
+            pass
         return code, self.output
 
     def close(self) -> None:
@@ -168,42 +215,44 @@ def rule(title: str, width: int) -> str:
 def test_live_view_follows_a_run_and_resizes(tmp_path, terminal):
     run = tmp_path / "run"
     shown = terminal("--every-s", "0.1", run)
-    shown.read_until("waiting for run.json")
+    shown.wait_for("waiting for run.json")
     write_run(run, steps=1)
-    shown.read_until("step 1 of 1,000")
-    shown.read_until(rule("Plans", 60))
+    shown.wait_for("step 1 of 1,000")
+    shown.wait_for(rule("Plans", 60))
     append(run / "metrics.jsonl", step_line(2))
-    shown.read_until("step 2 of 1,000")
+    shown.wait_for("step 2 of 1,000")
     shown.resize(120, 30)
-    shown.read_until(rule("Plans", 120))
+    shown.wait_for(rule("Plans", 120))
     # Truncated, and written again by a run that starts from scratch.
     write(run / "metrics.jsonl", step_line(1))
-    shown.read_until("step 1 of 1,000")
-    shown.resize(40, 10)
-    shown.read_until(rule("Throughput", 40))
+    shown.wait_for("step 1 of 1,000")
+    for width, height in ((80, 24), (200, 50), (40, 10)):
+        shown.resize(width, height)
+        shown.wait_for(rule("Throughput" if height == 10 else "Plans", width) + "\n")
+        assert len(shown.display.lines) <= height
+        assert max(map(len, shown.display.lines)) <= width
     shown.type("q")
     code, output = shown.end()
     assert code == 0
     assert "\x1b[?1049l" in output
     assert "\x1b[?25h" in output
     # The last view stays, on the screen that was there before.
-    assert "step 1 of 1,000" in SEQUENCES.sub("", output.rpartition("\x1b[?1049l")[2])
+    assert "step 1 of 1,000" in shown.display.lines[0]
     assert termios.tcgetattr(shown.terminal) == shown.settings
 
 
 def test_live_view_ends_with_the_run(tmp_path, terminal):
     run = write_run(tmp_path / "run", steps=3, train_iters=4)
     shown = terminal("--every-s", "0.1", run)
-    shown.read_until("step 3 of 4")
+    shown.wait_for("step 3 of 4")
     append(run / "metrics.jsonl", step_line(4))
-    code, output = shown.end()
-    assert code == 0
-    assert "step 4 of 4 | done" in SEQUENCES.sub("", output.rpartition("\x1b[?1049l")[2])
+    assert shown.end()[0] == 0
+    assert "step 4 of 4 | done" in shown.display.lines[0]
 
 
 def test_ctrl_c_restores_the_terminal(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"))
-    shown.read_until(rule("Events", 60))
+    shown.wait_for(rule("Events", 60))
     assert termios.tcgetattr(shown.terminal) != shown.settings
     shown.type("\x03")
     code, output = shown.end()
@@ -214,9 +263,51 @@ def test_ctrl_c_restores_the_terminal(tmp_path, terminal):
     assert termios.tcgetattr(shown.terminal) == shown.settings
 
 
+def test_update_draws_changed_lines_only(tmp_path, terminal):
+    run = write_run(tmp_path / "run")
+    shown = terminal("--every-s", "0.2", run, size=(80, 24))
+    first = shown.wait_for(rule("Events", 80))
+    append(run / "metrics.jsonl", step_line(341))
+    update = shown.wait_for("step 341 of 1,000")
+    while shown.read(1):
+        pass
+    assert len((update + shown.output).encode()) < len(first.encode()) / 2
+    # The lines that were not drawn again are still those of the whole view.
+    follower = RunFollower(run)
+    expected = [line.rstrip() for line in LiveView(follower.poll()).render(80, 24).plain.split("\n")]
+    assert shown.display.lines == expected
+    shown.output = ""
+    while shown.read(1):
+        pass
+    assert shown.output == ""
+    shown.type("q")
+    assert shown.end()[0] == 0
+
+
+def test_live_view_is_ascii_without_utf8(tmp_path, terminal):
+    shown = terminal(write_run(tmp_path / "run"), LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    shown.wait_for("-- Events --")
+    assert "\n".join(shown.display.lines).isascii()
+    shown.type("q")
+    assert shown.end()[0] == 0
+
+
+def test_once_is_ascii_without_utf8(tmp_path):
+    run = write_run(tmp_path / "run")
+    # Characters that ASCII lacks are escaped, in JSON as JSON.
+    append(run / "events.jsonl", {"step": 340, "kind": "planner", "message": "3 ä"})
+    command = [sys.executable, "-m", "dynmo_train", "monitor", str(run), "--once"]
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, capture_output=True, check=True, env=plain)
+    assert rb"3 \xe4" in done.stdout
+    assert b"_  last 60 losses" in done.stdout
+    report = subprocess.run([*command, "--format", "json"], capture_output=True, check=True, env=plain)
+    assert json.loads(report.stdout)["events"][-1] == "3 ä"
+
+
 def test_no_color_draws_without_colors(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"), NO_COLOR="1")
-    output = shown.read_until(rule("Events", 60))
+    output = shown.wait_for(rule("Events", 60))
     assert not re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", output)
     shown.type("q")
     assert shown.end()[0] == 0
@@ -224,7 +315,7 @@ def test_no_color_draws_without_colors(tmp_path, terminal):
 
 def test_color_is_drawn_without_no_color(tmp_path, terminal):
     shown = terminal(write_run(tmp_path / "run"))
-    assert re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", shown.read_until(rule("Events", 60)))
+    assert re.search(r"\x1b\[(\d+;)*3\d(;\d+)*m", shown.wait_for(rule("Events", 60)))
 
 
 def test_dumb_terminal_gets_one_plain_summary(tmp_path, terminal):

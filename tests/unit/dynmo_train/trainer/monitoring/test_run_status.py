@@ -10,12 +10,9 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.trainer.monitoring.run_status import (
-    CURVE_POINTS,
-    Curve,
     NextMigration,
     RunFollower,
     read_run_status,
-    resample,
     status_document,
 )
 from tests.unit.dynmo_train.trainer.monitoring.run_fixture import append, cost_line, header, plan, step_line, write_run
@@ -92,7 +89,7 @@ def test_status_has_released_and_joined_workers(tmp_path):
     assert [each.worker for each in status.workers] == [0, 2]
     assert status.loads == [0.95, 0.85]
     (run / "requests").mkdir()
-    (run / "requests" / "grow.json").write_text('{"workers": 6}')
+    (run / "requests" / "resize.json").write_text('{"workers": 6}')
     append(run / "profile.jsonl", header(6, segment=2))
     status = follower.poll()
     assert (status.released, status.joined, status.requested_workers) == ([], [1, 3, 4, 5], 6)
@@ -167,20 +164,3 @@ def test_idle_time_is_that_of_the_metrics(tmp_path):
     run = write_run(tmp_path / "run")
     os.utime(run / "metrics.jsonl", (1000, 1000))
     assert RunFollower(run, now=lambda: 1090.0).poll().idle_s == pytest.approx(90)
-
-
-def test_curve_has_bounded_points_and_exact_means():
-    curve = Curve()
-    for step in range(5000):
-        curve.add(step, step)
-    values = curve.values()
-    assert CURVE_POINTS // 2 <= len(values) <= CURVE_POINTS
-    assert values[0] == pytest.approx(7.5)
-    curve.cut(100)
-    assert curve.values() == pytest.approx([7.5 + 16 * at for at in range(len(curve.values()))])
-    assert len(curve.values()) == 7
-
-
-def test_resample_averages_neighbors():
-    assert resample([1, 2, 3, 4], 2) == [1.5, 3.5]
-    assert resample([1, 2], 5) == [1, 2]
