@@ -235,7 +235,7 @@ class LiveView:
             lines += self._stack(below, width, height - len(lines))
         else:
             lines += self._stack([*left, *right, *below], width, rest)
-        return [_cut(line, width) for line in lines[:height]]
+        return [fit(line, width, ascii_only=self._ascii) for line in lines[:height]]
 
     def render(self, width: int, height: int) -> Text:
         """The lines as one text.
@@ -393,15 +393,23 @@ def _side_by_side(left: Sequence[Text], right: Sequence[Text], width: int) -> li
     lines = []
     for at in range(max(len(left), len(right))):
         line = left[at].copy() if at < len(left) else Text()
-        line = _cut(line, width)
+        line = fit(line, width)
         line.pad_right(width - line.cell_len + _GAP)
         lines.append(line + right[at] if at < len(right) else line)
     return lines
 
 
-def _cut(line: Text, width: int) -> Text:
-    """The line, cut to ``width`` columns; control characters of a message must not reach the terminal."""
-    clean = Text("".join(character if character.isprintable() else " " for character in line.plain))
+def fit(line: Text, width: int, *, ascii_only: bool = False) -> Text:
+    """The line as a terminal can show it.
+
+    Args:
+        line: a line; it may quote messages and file names.
+        width: maximum number of columns.
+        ascii_only: whether other characters are shown as ``?``.
+    """
+    # One character for one, so that the spans stay valid; control characters must not reach the terminal.
+    shown = (character if character.isprintable() else " " for character in line.plain)
+    clean = Text("".join("?" if ascii_only and not character.isascii() else character for character in shown))
     clean.style = line.style
     clean.spans = list(line.spans)
     clean.truncate(max(0, width))

@@ -19,6 +19,7 @@ from .live_view import (
     bar,
     duration,
     event_line,
+    fit,
     loss_parts,
     migration_line,
     rate_parts,
@@ -36,10 +37,10 @@ _QUIT = b"qQ\x04"
 
 def format_status(status: RunStatus, *, ascii_only: bool = False) -> str:
     """The status as plain text; ``ascii_only`` where the output has no block characters."""
-    of = f" of {status.train_iters}" if status.train_iters is not None else ""
+    of = f" of {status.train_iters:,}" if status.train_iters is not None else ""
     left = f", {duration(status.time_left_s)} left" if status.time_left_s is not None and not status.is_done else ""
     lines = [
-        f"{status.run}: step {status.step}{of}{', done' if status.is_done else ''}{left}",
+        f"{status.run}: step {status.step:,}{of}{', done' if status.is_done else ''}{left}",
         "  ".join(loss_parts(status)),
         "  ".join(rate_parts(status)),
     ]
@@ -168,30 +169,34 @@ def watch(run: Path, interval_s: float, peak_flops_per_s: float | None = None) -
     from rich.text import Text
 
     console = Console(highlight=False)
+    ascii_only = console.options.ascii_only
     follower = RunFollower(run, peak_flops_per_s=peak_flops_per_s)
     status: RunStatus | None = None
-    is_over = False
+    problem, is_over = "", False
     with _keys_and_resizes() as descriptors, console.screen():
         screen, polled = _Screen(console), 0.0
         while not is_over:
             # A key or a resize draws the view again, without another look at the files.
             if time.monotonic() - polled >= interval_s or status is None:
-                status, polled = _poll(follower), time.monotonic()
+                status, problem = _poll(follower)
+                polled = time.monotonic()
             width, height = console.size
-            lines = [Text(f"waiting for run.json (q quits): {run}"[:width])]
-            if status is not None:
-                lines = LiveView(status, ascii_only=console.options.ascii_only).lines(width, height)
+            if status is None:
+                waiting = (f"waiting for run.json (q quits): {run}", problem)
+                lines = [fit(Text(line), width, ascii_only=ascii_only) for line in waiting]
+            else:
+                lines = LiveView(status, ascii_only=ascii_only).lines(width, height)
             screen.draw(lines, (width, height))
             is_over = status is not None and status.is_done
             timeout_s = max(0.0, polled + interval_s - time.monotonic())
             is_over = is_over or _wait(descriptors, timeout_s)
     if status is not None:
-        console.print(LiveView(status, ascii_only=console.options.ascii_only).render(console.width, console.height - 1))
+        console.print(LiveView(status, ascii_only=ascii_only).render(console.width, console.height - 1))
 
 
-def _poll(follower: RunFollower) -> RunStatus | None:
-    """The status; None while there is no run."""
+def _poll(follower: RunFollower) -> tuple[RunStatus | None, str]:
+    """The status, or None and the reason while there is no run."""
     try:
-        return follower.poll()
-    except UsageError:
-        return None
+        return follower.poll(), ""
+    except UsageError as error:
+        return None, str(error)

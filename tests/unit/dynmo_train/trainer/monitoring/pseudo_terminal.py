@@ -95,7 +95,7 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """The output since the last call, until the terminal shows ``text``."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while text not in "\n".join([*self.display.lines, ""]):
             assert time.monotonic() < deadline, f"{text!r} is not in {self.display.lines!r}"
             self.read(1)

@@ -139,6 +139,19 @@ def test_live_view_follows_a_run_and_resizes(tmp_path, terminal):
     assert termios.tcgetattr(shown.terminal) == shown.settings
 
 
+def test_live_view_reports_an_unreadable_run(tmp_path, terminal):
+    # A byte that is not UTF-8 and a control character are legal in names of files.
+    run = tmp_path / os.fsdecode(b"run\xff\x1b")
+    run.mkdir()
+    shown = terminal(run, "--every-s", "0.1", size=(200, 24))
+    shown.wait_for("no such file")
+    (run / "run.json").write_text("{")
+    shown.wait_for("Expecting property name")
+    assert shown.display.lines[0] == f"waiting for run.json (q quits): {tmp_path}/run"
+    shown.type("q")
+    assert shown.end()[0] == 0
+
+
 def test_live_view_ends_with_the_run(tmp_path, terminal):
     run = write_run(tmp_path / "run", steps=3, train_iters=4)
     shown = terminal("--every-s", "0.1", run)
@@ -179,8 +192,10 @@ def test_update_draws_changed_lines_only(tmp_path, terminal):
 
 
 def test_live_view_is_ascii_without_utf8(tmp_path, terminal):
-    shown = terminal(write_run(tmp_path / "run"), LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    shown.wait_for("-- Events --")
+    run = write_run(tmp_path / "run")
+    append(run / "events.jsonl", {"step": 340, "kind": "planner", "message": "3 ä"})
+    shown = terminal(run, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    shown.wait_for("3 ?")
     assert "\n".join(shown.display.lines).isascii()
     shown.type("q")
     assert shown.end()[0] == 0
@@ -217,7 +232,7 @@ def test_dumb_terminal_gets_one_plain_summary(tmp_path, terminal):
     code, output = shown.end()
     assert code == 0
     assert "\x1b" not in output
-    assert "step 340 of 1000, 9 min 10 s left" in output
+    assert "step 340 of 1,000, 9 min 10 s left" in output
 
 
 def test_pipe_gets_one_plain_summary(tmp_path):
