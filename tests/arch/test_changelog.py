@@ -1,4 +1,4 @@
-"""The changelog is what users read before they upgrade: dated, by program, each change once, of the packaged version."""
+"""The changelog is what users read before they upgrade: dated, by program, each change once, of this version."""
 
 from __future__ import annotations
 

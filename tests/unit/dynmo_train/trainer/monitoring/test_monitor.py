@@ -124,7 +124,7 @@ def test_live_view_follows_a_run_and_resizes(tmp_path, terminal):
     # Truncated, and written again by a run that starts from scratch.
     write(run / "metrics.jsonl", step_line(1))
     shown.wait_for("step 1 of 1,000")
-    for width, height in ((80, 24), (200, 50), (40, 10)):
+    for width, height in ((80, 24), (200, 50), (200, 40), (40, 10)):
         shown.resize(width, height)
         shown.wait_for(rule("Throughput" if height == 10 else "Plans", width) + "\n")
         shown.drain()
