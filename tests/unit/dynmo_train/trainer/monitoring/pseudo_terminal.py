@@ -109,7 +109,11 @@ class Terminal:
 
     def end(self) -> tuple[int, str]:
         """The exit code and the rest of the output."""
-        code = self.process.wait(60)
+        deadline = time.monotonic() + 60
+        # A program that writes more than the buffer of the terminal waits for its reader.
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < deadline, f"still running: {self.display.lines!r}"
+            self.read(0.1)
         while self.read(0.1):
             pass
         return code, self.output
