@@ -12,10 +12,19 @@ from ..io.errors import short_name
 Document = dict[str, Any]
 # Tensors with a row for each token id.
 VOCABULARY_ROWS = re.compile(
-    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
-    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
+    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|master))?"
+    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|variance|master))?"
 )
-STATE_SUFFIXES = {"mask": ("mask",), "optimizer": ("exp_avg", "exp_avg_sq")}
+# Optimizer state by ``optimizer.type``: each is PARAMETER.NAME.
+OPTIMIZER_STATE = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+    "adafactor": ("row_var", "col_var", "variance"),
+    "none": ("exp_avg", "exp_avg_sq"),
+}
+# Factors of the second moment of a matrix: the dimension, from the end, that has one element.
+FACTOR_DIMS = {"row_var": 1, "col_var": 2}
 STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
 
 
@@ -143,15 +152,24 @@ def _roles(manifest: Document) -> Iterator[Problem]:
         role, path = entry["role"], _path(name)
         if role == "optimizer" and manifest["optimizer"] is None:
             yield Problem(path, "reference", "has the role optimizer, but optimizer is null")
-        if role not in STATE_SUFFIXES:
+        if role not in STATE_DTYPES:
             continue
+        suffixes = ("mask",) if role == "mask" else OPTIMIZER_STATE[(manifest["optimizer"] or {"type": "none"})["type"]]
         base, _, suffix = name.rpartition(".")
         parameter = tensors.get(base, {})
-        if suffix not in STATE_SUFFIXES[role] or parameter.get("role") != "parameter":
-            allowed = " or ".join(f".{suffix}" for suffix in STATE_SUFFIXES[role])
+        if suffix not in suffixes or parameter.get("role") != "parameter":
+            allowed = " or ".join(f".{suffix}" for suffix in suffixes)
             yield Problem(path, "reference", f"of role {role}: must be the name of a parameter, followed by {allowed}")
-        elif entry["dtype"] != STATE_DTYPES[role] or entry["shape"] != parameter["shape"]:
-            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} with the shape {parameter['shape']}")
+            continue
+        expected = state_shape(suffix, parameter["shape"])
+        if entry["dtype"] != STATE_DTYPES[role] or entry["shape"] != expected:
+            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} with the shape {expected}")
+
+
+def state_shape(suffix: str, shape: list[int]) -> list[int]:
+    """The shape of a mask or a tensor of the optimizer state of a parameter of this ``shape``."""
+    dim = FACTOR_DIMS.get(suffix, 0)
+    return shape if not dim or len(shape) < 2 else [*shape[:-dim], 1, *shape[len(shape) - dim + 1 :]]
 
 
 def _references(manifest: Document) -> Iterator[Problem]:

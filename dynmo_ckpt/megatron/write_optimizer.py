@@ -29,10 +29,16 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
         ranks: the tensor-parallel size.
 
     Raises:
-        UnsupportedError: the checkpoint has no moments, or only of some weights.
+        UnsupportedError: the checkpoint has no moments, or only of some weights, or the state of another optimizer.
     """
-    if checkpoint.manifest["optimizer"] is None:
+    optimizer = checkpoint.manifest["optimizer"]
+    if optimizer is None:
         raise UnsupportedError(f"{checkpoint.directory}: has no optimizer state; use --no-optimizer")
+    if optimizer["type"] not in ("adamw", "none"):
+        raise UnsupportedError(
+            f"{checkpoint.directory}: has the optimizer state of {optimizer['type']}; this format is written with that "
+            "of adamw only; use --no-optimizer or --to native"
+        )
     result = {}
     for kind in MOMENTS:
         stored = {name: checkpoint.tensors.get(f"{name}.{kind}") for name in checkpoint.names("parameter")}

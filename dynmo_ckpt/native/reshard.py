@@ -147,6 +147,9 @@ def plan_native(
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
         # One rank has the complete tensor: no dimension is recorded as split.
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
+        # A factor of a second moment has one element in the dimension that it is a mean over.
+        if dim is not None and entry["shape"][dim] == 1:
+            dim = None
         # Only parameters: masks and optimizer state keep their types.
         cast = dtype if entry["role"] == "parameter" and dtype != entry["dtype"] else None
         shards = []

@@ -18,7 +18,15 @@ _PLAIN = {
     "gradient_clipping": "clip_grad",
 }
 _HALF = {"loss_scale_window": "loss_scale_window", "hysteresis": "hysteresis", "min_loss_scale": "min_loss_scale"}
-_ADAM = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_RATES = {"lr": "lr", "weight_decay": "weight_decay"}
+_ADAM = {**_RATES, "eps": "adam_eps"}
+# Types of optimizers in lower case -> --optimizer, and the options of their parameters.
+_OPTIMIZERS = {
+    "adam": ("adam", _ADAM),
+    "adamw": ("adam", _ADAM),
+    "fusedadam": ("adam", _ADAM),
+    "sgd": ("sgd", {**_RATES, "momentum": "sgd_momentum"}),
+}
 _CURRICULUM = {"min_difficulty": "curriculum_shortest", "schedule_type": "curriculum_schedule"}
 _PACE = {
     "total_curriculum_step": "curriculum_steps",
@@ -101,14 +109,18 @@ def _zero(content: Mapping[str, Any]) -> Found:
 
 def _optimizer(content: Mapping[str, Any]) -> Found:
     kind, given = content.get("type", "Adam"), dict(content.get("params", {}))
-    if str(kind).lower() not in ("adam", "adamw", "fusedadam"):
-        message = f"is {kind}; must be Adam or AdamW"
+    if str(kind).lower() not in _OPTIMIZERS:
+        message = f"is {kind}; must be Adam, AdamW or SGD: change it, or remove the section and give --optimizer"
         yield "optimizer", Problem("optimizer.type", "unsupported", message)
+        return
+    name, options = _OPTIMIZERS[str(kind).lower()]
+    if name != "adam":
+        yield "optimizer", name
     betas = given.pop("betas", "auto")
     if betas != "auto":
         yield "adam_beta1", betas[0]
         yield "adam_beta2", betas[1]
-    yield from ((name.replace("?", "?params."), value) for name, value in _mapped(given, _ADAM))
+    yield from ((name.replace("?", "?params."), value) for name, value in _mapped(given, options))
 
 
 def _curriculum(content: Mapping[str, Any]) -> Found:

@@ -1,4 +1,4 @@
-"""Options of AdamW and of the learning-rate and weight-decay schedules; names and defaults are Megatron's."""
+"""Options of the optimizer and of the learning-rate and weight-decay schedules; names and defaults are Megatron's."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a declaration
 
@@ -11,6 +11,7 @@ from .._common.document import MAX_SAMPLES
 from . import panels
 from .options import option
 
+OptimizerName = Literal["adam", "sgd"]
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncrementStyle = Literal["constant", "linear", "cosine"]
@@ -18,12 +19,19 @@ IncrementStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, learning-rate schedule, gradient clipping."""
+    """Optimizer, learning-rate schedule, gradient clipping."""
 
     PANEL: ClassVar[str] = panels.OPTIMIZER
 
+    optimizer: OptimizerName = option("Optimizer; adam is AdamW.", default="adam", common=True)
     lr: float = option("Peak learning rate.", above=0, common=True)
     min_lr: float = option("Minimum learning rate.", default=0.0, minimum=0, common=True)
+    decoupled_lr: float | None = option(
+        "Peak learning rate of word embeddings and output layer; none: --lr.", default=None, above=0
+    )
+    decoupled_min_lr: float | None = option(
+        "Minimum learning rate of word embeddings and output layer; none: --min-lr.", default=None, minimum=0
+    )
     lr_decay_style: DecayStyle = option(
         "Learning-rate schedule after warm-up; WSD is warm-up, stable, decay.", default="linear", common=True
     )
@@ -51,7 +59,9 @@ class OptimizerConfig:
         "Linear warm-up as a fraction of the decay length.", default=None, minimum=0, maximum=1, common=True
     )
     lr_warmup_init: float = option("Initial learning rate of the warm-up.", default=0.0, minimum=0)
-    weight_decay: float = option("Decoupled weight decay of weight matrices.", default=0.01, minimum=0, common=True)
+    weight_decay: float = option(
+        "Weight decay of weight matrices: decoupled; of sgd, L2.", default=0.01, minimum=0, common=True
+    )
     start_weight_decay: float | None = option(
         "Initial weight decay for --weight-decay-incr-style linear or cosine.", default=None, minimum=0
     )
@@ -62,4 +72,5 @@ class OptimizerConfig:
     adam_beta1: float = option("Decay rate of Adam's first moment.", default=0.9, minimum=0, below=1)
     adam_beta2: float = option("Decay rate of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
+    sgd_momentum: float = option("Momentum of SGD; 0 keeps no optimizer state.", default=0.9, minimum=0, below=1)
     clip_grad: float = option("Maximum global gradient norm; 0 disables clipping.", default=1.0, minimum=0, common=True)

@@ -109,7 +109,7 @@ DOCUMENT = obj(
         "optimizer": nullable(
             obj(
                 {
-                    "type": string("adamw", "none"),
+                    "type": string("adamw", "sgd", "muon", "adafactor", "none"),
                     "steps": mapping(integer()),
                     "groups": array(obj({"name": string(), "weight_decay": number(0), "parameters": array(string())})),
                 }

@@ -234,6 +234,14 @@ def has_vocabulary_rows(parameter_name: str) -> bool:
     return re.search(r"(^|\.)(embedding\.word\.weight|head\.(weight|bias))$", parameter_name) is not None
 
 
+def is_embedding_or_output(parameter_name: str) -> bool:
+    """Whether a parameter is a word table or the output layer's weight, by its global name.
+
+    As in Megatron, these have the decoupled learning rate. A tied copy has it with its owner.
+    """
+    return has_vocabulary_rows(parameter_name) and not parameter_name.endswith(".bias")
+
+
 def vocabulary_rows(family: ModelFamily, *, padded: bool = False) -> int:
     """The vocabulary size of a family, or with ``padded`` the rows of its tables on this layout.
 

@@ -32,20 +32,24 @@ class Apex:
     fused_adam: type[Any] | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
 
-    def line(self, *, used: bool) -> str:
-        """Return a log line; ``used`` is whether this run uses apex's optimizer and normalizations."""
+    def line(self, *, used: bool, optimizer: str | None = None) -> str:
+        """Return a log line.
+
+        Args:
+            used: Whether this run uses apex's kernels.
+            optimizer: Optimizer of a run that does not use AdamW, such as ``torch SGD``; None for AdamW.
+        """
+        fallback = optimizer or "torch's AdamW"
         if self.state == "absent":
-            return "apex: not installed (optional); using torch's AdamW"
+            return f"apex: not installed (optional); using {fallback}"
         if self.state == "other":
             return (
                 "apex: the installed package is not NVIDIA's (apex on the package index is another project);"
-                " using torch's AdamW"
+                f" using {fallback}"
             )
-        names = ["FusedAdam", *(fused.__name__ for fused in self.fused_norms.values())]
+        names = [optimizer or "FusedAdam", *(fused.__name__ for fused in self.fused_norms.values())]
         listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-        return (
-            f"apex: NVIDIA's; using {listed}" if used else "apex: NVIDIA's, not used by this run; using torch's AdamW"
-        )
+        return f"apex: NVIDIA's; using {listed}" if used else f"apex: NVIDIA's, not used by this run; using {fallback}"
 
 
 def find_apex(

@@ -14,8 +14,7 @@ MEMORIES = ("error", "factor")
 ROLES = {
     "mask": "mask",
     REFERENCE: "buffer",
-    "exp_avg": "optimizer",
-    "exp_avg_sq": "optimizer",
+    **dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "optimizer"),
     **dict.fromkeys(MEMORIES, "buffer"),
 }
 
@@ -25,7 +24,7 @@ class ItemState:
     """The complete state of an item, by global tensor names, in a fixed order.
 
     Attributes:
-        tensors: Parameters and, where they exist, ``NAME.mask`` (bool), ``NAME.exp_avg`` and ``NAME.exp_avg_sq``
+        tensors: Parameters and, where they exist, ``NAME.mask`` (bool), optimizer state such as ``NAME.exp_avg``
             (float32), ``NAME.reference`` (adaptive freezing) and ``ITEM.memory.*`` (gradient compression).
         steps: Parameter name -> number of optimizer updates, for parameters with optimizer state.
     """

@@ -4,7 +4,7 @@ Three classes share the work::
 
                        ItemStore                 modules, parameters, extras, memories by item
                       /         \
-          ItemBuilder            OptimizerStates  AdamW of all items; moments by parameter name
+          ItemBuilder            OptimizerStates  optimizer of all items; state by parameter name
          /
     ItemSharding                                  which part of a global tensor is local
 
@@ -30,13 +30,13 @@ from ..models.layer_list import masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
-from .adamw import MOMENTS, AdamWSettings, make_optimizer
 from .item_sharding import ItemBuilder
 from .item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
+from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes
 
 
 class OptimizerStates:
-    """AdamW of the local items: one optimizer for all of them, addressed by global parameter names.
+    """Optimizer of the local items: one for all of them, addressed by global parameter names.
 
     A tied copy whose owner is local, too, is an *alias*: it shares the owner's storage and moments, and one update
     serves both. Their values are the same bits anyway, because both get the same gradient.
@@ -46,8 +46,9 @@ class OptimizerStates:
         fused_adam: apex's ``FusedAdam``; None uses torch's AdamW.
     """
 
-    def __init__(self, settings: AdamWSettings, fused_adam: type[Any] | None = None) -> None:
-        self._optimizer = make_optimizer(settings, fused_adam)
+    def __init__(self, settings: OptimizerSettings, fused_adam: type[Any] | None = None) -> None:
+        self.settings = settings
+        self._optimizer = settings.make(OptimizerContext(fused_adam=fused_adam))
         self._items: dict[str, tuple[str, ...]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._owners: dict[str, str] = {}
@@ -58,7 +59,7 @@ class OptimizerStates:
             self.remove(item)
         self._items[item] = tuple(parameters)
         self._parameters.update(parameters)
-        self._optimizer.add(parameters.values())
+        self._optimizer.add(parameters)
 
     def remove(self, item: str) -> None:
         """Drop the parameters of an item; an alias that stays takes over the moments of an owner that leaves."""
@@ -89,20 +90,21 @@ class OptimizerStates:
         """Whether a tied copy shares storage and moments with its owner."""
         return parameter_name in self._owners
 
-    def step(self, lr: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
 
         Args:
             lr: Learning rate, at least 0.
             weight_decay: Weight decay of matrices; vectors have none.
+            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
         """
         # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
             self._parameters[copy].grad = None
-        self._optimizer.step(lr, weight_decay)
+        self._optimizer.step(lr, weight_decay, decoupled_lr)
 
     def moments(self, parameter_name: str) -> dict[str, torch.Tensor]:
-        """Return the live moments of a parameter, ``exp_avg`` and ``exp_avg_sq``; empty before its first update."""
+        """Return the live state tensors of a parameter, such as ``exp_avg``; empty before its first update."""
         return self._optimizer.moments(self._parameters[self._owners.get(parameter_name, parameter_name)])
 
     def steps(self, parameter_name: str) -> int:
@@ -115,9 +117,13 @@ class OptimizerStates:
         Args:
             parameter_name: Global name.
             steps: Number of updates.
-            moments: ``exp_avg`` and ``exp_avg_sq``, float32 in the parameter's local shape; not copied.
+            moments: State tensors of the shapes of :meth:`state_shapes`, float32; not copied.
         """
         self._optimizer.load_state(self._parameters[parameter_name], steps, moments)
+
+    def state_shapes(self, parameter_name: str, shape: tuple[int, ...]) -> StateShapes:
+        """Return the shape of each state tensor of a parameter of this ``shape`` after an update, by name."""
+        return self.settings.state_shapes(parameter_name, shape)
 
     def drop(self, parameter_names: set[str]) -> None:
         """Drop the state of parameters that will not train any more."""
@@ -223,14 +229,15 @@ class ItemStore:
             for module in self.modules.values():
                 self.sharding.fsdp.reshard(module)
 
-    def step(self, lr: float, weight_decay: float) -> None:
+    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
 
         Args:
             lr: Learning rate.
             weight_decay: Of matrices; vectors have none.
+            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
         """
-        self.optimizers.step(lr, weight_decay)
+        self.optimizers.step(lr, weight_decay, decoupled_lr)
         for item, module in self.modules.items():
             # A sparse form of a weight is a copy of its values, which the update has changed.
             for layer in masks_of(item, module).values():
@@ -306,7 +313,8 @@ class ItemStore:
         if memories:
             self.memories[item] = {name: state.tensors[name].to(self.device) for name in memories}
         for name in [name for name in local if name in state.steps]:
-            moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in MOMENTS}
+            keys = self.optimizers.state_shapes(name, local[name].shape)
+            moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in keys}
             if not owned:
                 moments = {key: moment.clone() for key, moment in moments.items()}
             self.optimizers.load(name, state.steps[name], moments)

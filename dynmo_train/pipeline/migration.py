@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from .._common.errors import DynmoError
 from ..models.layer_list import masks_of, parameters_of
-from ..optim.adamw import MOMENTS
 from ..optim.item_state import REFERENCE, ItemState, is_memory
 from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, all_agree, all_gather_objects
@@ -82,12 +81,18 @@ def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str
         if announced.get(name) != shape:
             return f"{name}: announced as {announced.get(name)}, the model has {shape}"
     allowed = {f"{name}.mask" for name in masks_of(item, module)}
-    allowed |= {f"{name}.{key}" for name in expected for key in (*MOMENTS, REFERENCE)}
+    state = {name: store.optimizers.state_shapes(name, tuple(shape)) for name, shape in expected.items()}
+    allowed |= {f"{name}.{key}" for name, keys in state.items() for key in (*keys, REFERENCE)}
     unknown = {name for name in set(announced) - set(expected) - allowed if not is_memory(item, name)}
     if unknown:
         return f"{item}: announced tensors that the model does not have: {', '.join(sorted(unknown))}"
-    if any(f"{name}.{key}" not in announced for name in announcement["steps"] for key in MOMENTS):
-        return f"{item}: its optimizer state is incomplete"
+    for name in announcement["steps"]:
+        if name not in state:
+            return f"{item}: optimizer state of {name} is announced, a parameter that the model does not have"
+        for key, expected_shape in state[name].items():
+            found = announced.get(f"{name}.{key}")
+            if found != list(expected_shape):
+                return f"{name}.{key}: announced as {found}, the optimizer has {list(expected_shape)}"
     return None
 
 

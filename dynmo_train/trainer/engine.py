@@ -19,7 +19,7 @@ One call of ``train_step`` passes through these objects::
       | Technique.before_optimizer_step
       v
     gradient_norm, mean loss             equal on all ranks, bit for bit
-      |-- both finite: clip_gradients -> ItemStore.step (AdamW) -> advance the learning-rate schedule
+      |-- both finite: clip_gradients -> ItemStore.step (optimizer) -> advance the learning-rate schedule
       `-- else:        drop the gradients; weights, moments and schedule stay
       v
     LossScaler.update, item metrics, costs -> StepResult
@@ -50,7 +50,6 @@ from ..data.batch import Batch
 from ..dynamics.technique import Event, TechniqueBuilder, Techniques
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
-from ..optim.adamw import AdamWSettings
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
@@ -68,6 +67,7 @@ from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore, OptimizerStates
 from ..optim.lr_schedule import LearningRate, WeightDecay
+from ..optim.optimizers.protocol import OptimizerSettings
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.device_clock import clock_for
@@ -94,8 +94,10 @@ class EngineSettings:
 
     Attributes:
         pipeline: schedule, number of microbatches, and shapes at stage boundaries.
+        optimizer: optimizer and its hyperparameters.
         rate: learning-rate schedule over the samples of the run.
-        weight_decay: weight-decay schedule over the samples of the run; None uses the constant of ``adamw``.
+        decoupled_rate: learning-rate schedule of word embeddings and output layer; None uses ``rate``.
+        weight_decay: weight-decay schedule over the samples of the run; None uses the constant of ``optimizer``.
         clip: maximum global gradient norm; 0 disables clipping.
         techniques: technique name -> builder of the dynamic techniques that are on, in the order of their hooks.
         sparse: sparsity above which a matrix product runs in each sparse format.
@@ -112,11 +114,12 @@ class EngineSettings:
     """
 
     pipeline: PipelineConfig
-    adamw: AdamWSettings
+    optimizer: OptimizerSettings
     rate: LearningRate
     clip: float
     sparse: SparseTable
     techniques: Mapping[str, TechniqueBuilder] = field(default_factory=dict)
+    decoupled_rate: LearningRate | None = None
     weight_decay: WeightDecay | None = None
     precision: Precision = FLOAT32_PRECISION
     fused_adam: type[Any] | None = None
@@ -196,8 +199,7 @@ class Engine:
     Attributes:
         item_store: modules, optimizer state and sharding of the local items.
         pipeline_config: the configuration that the pipeline is built for; it changes with the size of the batch.
-        is_warm: whether a step has run since the pipeline was built. The first step allocates buffers and is not
-            profiled.
+        is_warm: whether a step has run since the pipeline was built; the first one is not profiled.
         advanced_samples: position of the learning-rate schedule, in samples; steps without an update do not count.
         replica_workers: number of pipeline ranks that compress between their replicas, where it is chosen during the
             run; None before the choice.
@@ -230,7 +232,7 @@ class Engine:
             fused_norms=settings.fused_norms,
             compile_backend=settings.pipeline.compiled,
         )
-        self.item_store = ItemStore(builder, OptimizerStates(settings.adamw, settings.fused_adam), settings.sparse)
+        self.item_store = ItemStore(builder, OptimizerStates(settings.optimizer, settings.fused_adam), settings.sparse)
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced_samples = 0
         self.replica_workers: int | None = None
@@ -263,7 +265,7 @@ class Engine:
     def weight_decay(self) -> float:
         """Weight decay of matrices in the next update."""
         schedule = self.settings.weight_decay
-        return self.settings.adamw.weight_decay if schedule is None else schedule.at(self.advanced_samples)
+        return self.settings.optimizer.weight_decay if schedule is None else schedule.at(self.advanced_samples)
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -373,7 +375,8 @@ class Engine:
         rate = self.settings.rate.at(self.advanced_samples)
         if updated:
             clip_gradients(self.item_store, norm, self.settings.clip)
-            self.item_store.step(rate, self.weight_decay)
+            decoupled_lr = (self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples)
+            self.item_store.step(rate, self.weight_decay, decoupled_lr)
             self.advanced_samples += advance
         else:
             self.item_store.zero_grad()

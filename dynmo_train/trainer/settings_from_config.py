@@ -21,9 +21,9 @@ from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
 from ..models.sparse_formats import BUILT_IN, CSR, SparseTable
-from ..optim.adamw import AdamWSettings
 from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
+from ..optim.optimizers.registry import optimizer_settings
 from ..optim.precision import LossScaling, Precision
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import all_gather_objects
@@ -114,6 +114,16 @@ def learning_rate(config: Config) -> LearningRate:
     )
 
 
+def decoupled_learning_rate(config: Config) -> LearningRate | None:
+    """The schedule of word embeddings and output layer; None where it is that of the other parameters."""
+    options = config.optimizer
+    if options.decoupled_lr is None:
+        return None
+    floor = options.min_lr if options.decoupled_min_lr is None else options.decoupled_min_lr
+    # As Megatron's: the same schedule and initial rate, other bounds.
+    return replace(learning_rate(config), peak=options.decoupled_lr, floor=floor)
+
+
 def weight_decay(config: Config) -> WeightDecay:
     """The weight-decay schedule over the samples of a run."""
     options = config.optimizer
@@ -139,7 +149,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
     """
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    training, optimizer = config.training, config.optimizer
+    training = config.training
     precision = precision_settings(config)
     cache = config.freezing.freeze_cache_activations
     return EngineSettings(
@@ -155,15 +165,11 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
             token_parts=parts,
             compiled=training.torch_compile_backend if training.torch_compile else None,
         ),
-        adamw=AdamWSettings(
-            beta1=optimizer.adam_beta1,
-            beta2=optimizer.adam_beta2,
-            eps=optimizer.adam_eps,
-            weight_decay=optimizer.weight_decay,
-        ),
+        optimizer=optimizer_settings(config.optimizer),
         rate=learning_rate(config),
+        decoupled_rate=decoupled_learning_rate(config),
         weight_decay=weight_decay(config),
-        clip=optimizer.clip_grad,
+        clip=config.optimizer.clip_grad,
         techniques={
             name: build
             for name, spec in technique_specs().items()

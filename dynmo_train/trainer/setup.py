@@ -45,13 +45,15 @@ from ..models.compiled import check_compiler
 from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
 from ..optim.apex import find_apex
+from ..optim.optimizers.protocol import OptimizerContext
+from ..optim.optimizers.registry import optimizer_settings
 from ..optim.scheduler_state import samples_done, scheduler_differences
 from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
 from ..pipeline.emulation_trace import read_trace
 from ..pipeline.profiler import LayerProfiler
-from .checkpoint.engine_checkpoint import check_same_model, state_reader
+from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_properties, require_same
@@ -105,10 +107,12 @@ def setup_run(config: Config, world: World) -> InitialState:
     apex = find_apex()
     # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"
-    fused_adam = apex.fused_adam if on_cuda else None
+    uses_adam = config.optimizer.optimizer == "adam"
+    fused_adam = apex.fused_adam if on_cuda and uses_adam else None
     fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_rank0:
-        print_message(apex.line(used=fused_adam is not None))
+        name = optimizer_settings(config.optimizer).describe(OptimizerContext())
+        print_message(apex.line(used=on_cuda and apex.state == "present", optimizer=None if uses_adam else name))
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
     # First, since the position in the data and the initial partition follow from it.
@@ -134,7 +138,7 @@ def setup_run(config: Config, world: World) -> InitialState:
         # For the peak FLOP/s of the device, from which the monitor computes the utilization.
         **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
         "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
-        "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
+        "optimizer": settings.optimizer.describe(OptimizerContext(fused_adam=fused_adam)),
     }
     if settings.compression.is_lossy:
         and_choices = " and choices of workers" if settings.compression.choose_workers else ""
@@ -247,6 +251,8 @@ def _engine(
     if _takes_weights_only(config, checkpoint):
         engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine
+    if not config.run.no_load_optim:
+        check_same_optimizer(checkpoint, settings.optimizer)
     reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
     if world.is_rank0:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
@@ -331,7 +337,9 @@ def _write_header(config: Config, engine: Engine, logger: RunLogger, workers: Se
         # At each start: a restarted run may be on other hosts.
         measure_links(engine.world),
         workers,
-        describe_items(engine.family, engine.settings.pipeline.boundary, engine.item_store.blueprint),
+        describe_items(
+            engine.family, engine.settings.pipeline.boundary, engine.settings.optimizer, engine.item_store.blueprint
+        ),
     )
 
 

@@ -10,8 +10,8 @@ from dynmo_train.data.batch import Batch
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.lr_schedule import LearningRate
+from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
@@ -67,7 +67,7 @@ def engine_of(
             seed=1,
             recompute=False,
         ),
-        adamw=AdamWSettings(beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.1),
+        optimizer=AdamWSettings(beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.1),
         rate=rate,
         clip=1.0,
         sparse=SparseTable(),

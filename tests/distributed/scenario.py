@@ -21,9 +21,10 @@ from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFami
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
-from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
+from dynmo_train.optim.optimizers.adamw import AdamWSettings
+from dynmo_train.optim.optimizers.protocol import OptimizerSettings
 from dynmo_train.optim.precision import FLOAT32_PRECISION, LossScaling, Precision
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
@@ -52,6 +53,7 @@ PRECISIONS = {
 }
 
 SPARSITY = CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9)
+ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,8 @@ class Scenario:
     moe: MoeShape | None = None
     operations: tuple[str, ...] | None = None
     compression: CompressionSettings = NO_COMPRESSION
+    optimizer: OptimizerSettings = ADAMW
+    decoupled_lr: float | None = None
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -125,6 +129,7 @@ class Scenario:
         boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, EXITED: (MICRO_BATCH, TOKENS)})
+        rate = LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20)
         return EngineSettings(
             pipeline=PipelineConfig(
                 schedule=self.schedule,
@@ -137,8 +142,9 @@ class Scenario:
                 operations=self.operations,
                 compiled=self.compiled,
             ),
-            adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
-            rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),
+            optimizer=self.optimizer,
+            rate=rate,
+            decoupled_rate=None if self.decoupled_lr is None else replace(rate, peak=self.decoupled_lr),
             clip=self.clip,
             techniques=self._techniques(),
             sparse=SparseTable(structured=self.rule.mode == "structured"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.optim.adamw import MOMENTS
+from dynmo_train.optim.optimizers.adamw import MOMENTS
 from tests.distributed.scenario import Scenario, batch_of, engine_of
 from tests.distributed.workers import run_workers
 

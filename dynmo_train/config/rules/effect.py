@@ -213,6 +213,16 @@ EFFECTS: tuple[EffectRule, ...] = (
         when=lambda c: c.run.dry_run,
         without="without --dry-run",
     ),
+    EffectRule(
+        options=("sgd_momentum",),
+        when=lambda c: c.optimizer.optimizer == "sgd",
+        without="without --optimizer sgd",
+    ),
+    EffectRule(
+        options=("adam_beta1", "adam_beta2", "adam_eps"),
+        when=lambda c: c.optimizer.optimizer != "sgd",
+        without="with --optimizer sgd",
+    ),
     EffectRule(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
 )
 

@@ -58,6 +58,15 @@ def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
     ending = "samples" if config.counts_samples else "iters"
     if optimizer.min_lr > optimizer.lr:
         yield conflict("--min-lr", f"is {optimizer.min_lr}; must be at most --lr {optimizer.lr}")
+    if optimizer.decoupled_lr is None:
+        if optimizer.decoupled_min_lr is not None:
+            yield conflict("--decoupled-min-lr", f"is {optimizer.decoupled_min_lr}; requires --decoupled-lr")
+    else:
+        floor, flag = optimizer.decoupled_min_lr, "--decoupled-min-lr"
+        if floor is None:
+            floor, flag = optimizer.min_lr, "--min-lr"
+        if floor > optimizer.decoupled_lr:
+            yield conflict(flag, f"is {floor}; must be at most --decoupled-lr {optimizer.decoupled_lr}")
     if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
         yield conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; remove one")
     elif config.warmup_samples > config.decay_samples:

@@ -24,11 +24,20 @@ from ..checkpoint_fields import DOCUMENT
 
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
-OPTIMIZER_SUFFIXES = (".exp_avg", ".exp_avg_sq")
+# Optimizer state by ``optimizer.type``: each is PARAMETER.NAME.
+OPTIMIZER_STATE = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+    "adafactor": ("row_var", "col_var", "variance"),
+    "none": ("exp_avg", "exp_avg_sq"),
+}
+# Factors of the second moment of a matrix: the dimension, from the end, that has one element.
+FACTOR_DIMS = {"row_var": 1, "col_var": 2}
 # Tensors with a row for each token id of the vocabulary.
 VOCABULARY_ROWS = re.compile(
-    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
-    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
+    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|master))?"
+    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|variance|master))?"
 )
 _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
@@ -92,21 +101,27 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
     for shard in entry["shards"]:
         if shard["file"] not in manifest["files"]:
             yield Problem(path, "reference", f"its file {short_repr(shard['file'])} is not in files")
-    suffixes = {"mask": (".mask",), "optimizer": OPTIMIZER_SUFFIXES}.get(role)
-    if suffixes is None:
+    if role not in ("mask", "optimizer"):
         return
-    base = tensors.get(name.rpartition(".")[0])
+    stored_type = (manifest["optimizer"] or {"type": "none"})["type"]
+    suffixes = ("mask",) if role == "mask" else OPTIMIZER_STATE[stored_type]
+    parameter, _, suffix = name.rpartition(".")
+    base = tensors.get(parameter)
     expected_dtype = "BOOL" if role == "mask" else "F32"
-    if not name.endswith(suffixes) or base is None or base["role"] != "parameter":
+    if suffix not in suffixes or base is None or base["role"] != "parameter":
         yield Problem(
             path,
             "reference",
-            f"has the role {role}; its name must be a parameter's name followed by {' or '.join(suffixes)}",
+            f"has the role {role}; its name must be a parameter's name followed by .{' or .'.join(suffixes)}",
         )
-    elif base["shape"] != shape or dtype != expected_dtype:
-        yield Problem(
-            path, "shape", f"must be {expected_dtype} of its parameter's shape {base['shape']}, is {dtype} {shape}"
-        )
+    elif shape != (needed := state_shape(suffix, base["shape"])) or dtype != expected_dtype:
+        yield Problem(path, "shape", f"must be {expected_dtype} of the shape {needed}, is {dtype} {shape}")
+
+
+def state_shape(suffix: str, shape: list[int]) -> list[int]:
+    """Return the shape of a mask or of a tensor of the optimizer state of a parameter of this ``shape``."""
+    dim = FACTOR_DIMS.get(suffix, 0)
+    return shape if not dim or len(shape) < 2 else [*shape[:-dim], 1, *shape[len(shape) - dim + 1 :]]
 
 
 def _safe(path: str) -> bool:

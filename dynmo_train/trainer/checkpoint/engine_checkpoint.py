@@ -47,10 +47,12 @@ from ...formats.checkpoint import (
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
-from ...optim.adamw import MOMENTS
 from ...optim.item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
+from ...optim.optimizers.adamw import AdamWSettings
+from ...optim.optimizers.protocol import OptimizerSettings
+from ...optim.optimizers.registry import option_of_type
 from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
 from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
@@ -423,6 +425,13 @@ def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     }
 
 
+def _adam_fields(optimizer: OptimizerSettings) -> dict[str, Any]:
+    """Adam's hyperparameters, which ``dynmo-ckpt`` converts; none for other optimizers."""
+    if not isinstance(optimizer, AdamWSettings):
+        return {}
+    return {"x_adam": {"beta1": optimizer.beta1, "beta2": optimizer.beta2, "eps": optimizer.eps}}
+
+
 def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequence[Mapping[str, Any]]) -> RunMetadata:
     """The manifest without its tensors, from ``metadata`` and the ``_rank_metadata`` of all writing ranks."""
     settings = engine.settings
@@ -437,7 +446,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
     members = {name: [each for one in by_rank for each in one[name]] for name in ("decay", "no_decay")}
     rates = {"decay": engine.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
-    decay = settings.adamw.weight_decay
+    decay = settings.optimizer.weight_decay
     constant_decay = WeightDecay(start=decay, end=decay, style="constant", steps=0)
     return RunMetadata(
         run_id=metadata.run_id,
@@ -461,7 +470,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
         },
         ties=engine.family.ties,
         optimizer={
-            "type": "adamw",
+            "type": settings.optimizer.STORED_TYPE,
             "steps": {name: step for one in by_rank for name, step in one["steps"].items()},
             "groups": groups,
         }
@@ -474,7 +483,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
         extra={
             "x_consumed_valid_samples": metadata.consumed_valid_samples,
             **({"x_class_names": list(metadata.class_names)} if metadata.class_names else {}),
-            "x_adam": {"beta1": settings.adamw.beta1, "beta2": settings.adamw.beta2, "eps": settings.adamw.eps},
+            **_adam_fields(settings.optimizer),
             SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced_samples),
             "x_progress": {
                 "advanced_samples": engine.advanced_samples,
@@ -515,6 +524,21 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")
 
 
+def check_same_optimizer(checkpoint: Checkpoint, settings: OptimizerSettings) -> None:
+    """Check that the optimizer state of a checkpoint, if it has any, is that of this run's optimizer.
+
+    Raises:
+        CheckpointError: it is of another optimizer.
+    """
+    stored = (checkpoint.manifest["optimizer"] or {}).get("type", "none")
+    if stored not in ("none", settings.STORED_TYPE):
+        there, here = option_of_type(stored), option_of_type(settings.STORED_TYPE)
+        raise CheckpointError(
+            f"{checkpoint.directory} has the optimizer state of --optimizer {there}, this run has --optimizer {here}:"
+            f" give --optimizer {there}, or --no-load-optim to continue without optimizer state"
+        )
+
+
 def state_reader(
     checkpoint: Checkpoint, store: ItemStore, world: World, *, moments: bool = True
 ) -> Callable[[str], ItemState]:
@@ -545,11 +569,13 @@ def state_reader(
 
     def read(item: str) -> ItemState:
         module = store.blueprint(item)
-        names = list(parameters_of(item, module))
+        parameters = parameters_of(item, module)
+        names = list(parameters)
         to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
-        to_load += [f"{name}.{key}" for name in trained for key in MOMENTS]
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        to_load += [f"{name}.{key}" for name in trained for key in store.optimizers.state_shapes(name, shapes[name])]
         # One tensor at a time, so that only one full tensor is in host memory next to the local shards.
         tensors = {
             name: store.sharding.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device)

@@ -24,9 +24,10 @@ from ...models.embedding_grad import PendingRows, most_pending
 from ...models.layer_list import BoundaryShape, ModelFamily, live_before
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item
+from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
 from ...pipeline.pipeline_stage import save_products
-from ..monitoring.profile_writer import FLOAT_BYTES, MOMENTS_BYTES
+from ..monitoring.profile_writer import FLOAT_BYTES
 from .item_memory import (
     NO_ASSUMPTIONS,
     DataAssumptions,
@@ -153,28 +154,39 @@ class _ParameterCounts:
         total: all parameters.
         shared: copies of tied weights that share the memory of their owner on this worker.
         largest: parameters of the largest item.
+        state_bytes: optimizer state of all parameters.
+        shared_state_bytes: optimizer state that the shared copies would have.
     """
 
     total: int
     shared: int
     largest: int
+    state_bytes: int
+    shared_state_bytes: int
 
 
-def _counts(items: Sequence[str], family: ModelFamily, params: Mapping[str, int]) -> _ParameterCounts:
-    local = set(items)
-    shared = 0
+def _counts(
+    config: Config, items: Sequence[str], family: ModelFamily, infos: Mapping[str, Mapping[str, Any]]
+) -> _ParameterCounts:
+    local, params = set(items), {name: info["param_count"] for name, info in infos.items()}
+    optimizer = optimizer_settings(config.optimizer)
+    shared, shared_state = 0, 0
     for copy_name, owner_name in family.ties.items():
         copy_item = max((name for name in params if copy_name.startswith(f"{name}.")), key=len)
         owner_item = max((name for name in params if owner_name.startswith(f"{name}.")), key=len)
         if {copy_item, owner_item} <= local:
             module = family.build(copy_item, torch.device("meta"))
             total = sum(each.numel() for each in module.parameters())
-            count = module.get_parameter(copy_name.removeprefix(f"{copy_item}.")).numel()
-            shared += round(count * params[copy_item] / total)  # the share of a tensor-parallel rank
+            copy = module.get_parameter(copy_name.removeprefix(f"{copy_item}."))
+            local_fraction = params[copy_item] / total  # the share of a tensor-parallel rank
+            shared += round(copy.numel() * local_fraction)
+            shared_state += round(state_bytes(optimizer, {copy_name: tuple(copy.shape)}) * local_fraction)
     return _ParameterCounts(
         total=sum(params[name] for name in items),
         shared=shared,
         largest=max((params[name] for name in items), default=0),
+        state_bytes=sum(infos[name]["optimizer_bytes"] for name in items),
+        shared_state_bytes=shared_state,
     )
 
 
@@ -201,10 +213,10 @@ def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCoun
     if zero and replicas > 1:
         # FSDP2 gathers an item before its forward. Stage 3 frees it afterwards, and the next one may be gathered
         # meanwhile; in the other stages all items stay gathered until the end of the step.
-        sharded = (FLOAT_BYTES + MOMENTS_BYTES) * counts.total // replicas
+        sharded = (FLOAT_BYTES * counts.total + counts.state_bytes) // replicas
         gathered = copies * (2 * counts.largest if zero == 3 else counts.total + counts.largest)
         return sharded + gathered, gradients
-    state = (FLOAT_BYTES + MOMENTS_BYTES) * (counts.total - counts.shared)
+    state = FLOAT_BYTES * (counts.total - counts.shared) + counts.state_bytes - counts.shared_state_bytes
     if boundary.dtype != torch.float32:
         state += copies * counts.total
     return state, gradients
@@ -241,7 +253,7 @@ def worker_peaks(
         static = sum(
             infos[name][field] for name in items for field in ("param_bytes", "gradient_bytes", "optimizer_bytes")
         )
-        counts = _counts(items, family, params)
+        counts = _counts(config, items, family, infos)
         model, gradients = _model_bytes(config, boundary, counts)
         shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]

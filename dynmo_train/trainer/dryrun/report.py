@@ -28,6 +28,7 @@ from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, hea
 from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
 from ...models.registry import family_of
+from ...optim.optimizers.registry import optimizer_settings
 from ..monitoring.profile_writer import describe_items
 from ..settings_from_config import engine_settings, flops_counter
 from .item_memory import ItemMemory
@@ -115,7 +116,12 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             )
             for worker in range(parallel.pipeline_model_parallel_size)
         ],
-        items=describe_items(family, boundary, _sharded_builder(family, parallel.tensor_model_parallel_size)),
+        items=describe_items(
+            family,
+            boundary,
+            optimizer_settings(config.optimizer),
+            _sharded_builder(family, parallel.tensor_model_parallel_size),
+        ),
     )
     # With these the cost model needs no estimate of its own.
     record["model"]["x_num_attention_heads"] = config.model.num_attention_heads

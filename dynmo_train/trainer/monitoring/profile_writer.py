@@ -20,6 +20,7 @@ A full disk does not end the run: lines wait in memory, in order, until they can
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,26 +44,30 @@ from ...formats.profile import (
     step_record,
 )
 from ...formats.run_lines import append_event
-from ...models.layer_list import BoundaryShape, ModelFamily, live_before
+from ...models.layer_list import BoundaryShape, ModelFamily, live_before, parameters_of
+from ...optim.optimizers.protocol import OptimizerSettings
+from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
 from ...parallel.process_groups import World, all_gather_objects
 from ..run_directory import RunDirectory
 
-# Parameters, gradients and both moments of AdamW are float32 in every precision; bytes per parameter.
+# Parameters and gradients are float32 in every precision; bytes per parameter.
 FLOAT_BYTES = 4
-MOMENTS_BYTES = 8
 # Lines that wait in memory for a full disk: a few MB.
 MAX_WAITING_LINES = 10_000
 
 
-def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
-    """Items of a profile header, with their sizes in training with AdamW, from modules on the meta device.
+def describe_items(
+    family: ModelFamily, boundary: BoundaryShape, optimizer: OptimizerSettings, build: Callable[[str], nn.Module]
+) -> list[ItemInfo]:
+    """Items of a profile header, with their sizes in training, from modules on the meta device.
 
     Parameters and gradients are float32. In bf16 and fp16 there is also a copy of the parameters in that dtype.
 
     Args:
         family: the model as a layer list.
         boundary: shapes and dtype at stage boundaries.
+        optimizer: optimizer of the run.
         build: returns an item by its name as one rank has it, on the meta device.
 
     Returns:
@@ -72,7 +77,8 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable
     infos: list[ItemInfo] = []
     for index, item in enumerate(family.items):
         module = build(item.name)
-        count = sum(parameter.numel() for parameter in module.parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters_of(item.name, module).items()}
+        count = sum(math.prod(shape) for shape in shapes.values())
         infos.append(
             ItemInfo(
                 name=item.name,
@@ -81,7 +87,7 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable
                 param_count=count,
                 param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
-                optimizer_bytes=count * MOMENTS_BYTES,
+                optimizer_bytes=state_bytes(optimizer, shapes),
                 boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,

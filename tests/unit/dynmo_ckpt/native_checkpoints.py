@@ -11,6 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 DTYPES = {"float32": "F32", "float16": "F16", "bool": "BOOL", "int64": "I64"}
+STATE_NAMES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
+STATE_OF_ROWS = r"\.(exp_avg|exp_avg_sq|momentum_buffer|row_var|variance|mask)$"
 SPLIT = {"qkv.weight": 0, "qkv.bias": 0, "attention.dense.weight": 1, "fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 SPLIT |= {"embedding.word.weight": 0, "head.weight": 0}
 
@@ -51,7 +53,7 @@ def parameters(m, seed=0, dtype=np.float32):
 def true_rows(rows, tensors):
     """The tensors without the rows that pad the vocabulary: as checkpoints store them, and as readers give them."""
     padded = re.compile(r"(.*\.)?embedding\.word\.weight|head\.(weight|bias)")
-    cut = {name for name in tensors if padded.fullmatch(re.sub(r"\.(exp_avg|exp_avg_sq|mask)$", "", name))}
+    cut = {name for name in tensors if padded.fullmatch(re.sub(STATE_OF_ROWS, "", name))}
     return {name: value[:rows] if name in cut else value for name, value in tensors.items()}
 
 
@@ -61,9 +63,21 @@ def masks(tensors, sparsity=0.5, seed=1):
     return {f"{name}.mask": rng.random(tensors[name].shape) >= sparsity for name in names}
 
 
-def optimizer_state(tensors):
+def optimizer_state(tensors, kind="adamw"):
+    """The state of an optimizer, float32 by tensor name."""
     state = {}
     for name, value in tensors.items():
+        if kind == "sgd" or (kind == "muon" and value.ndim == 2 and name.startswith("layers.")):
+            state[f"{name}.momentum_buffer"] = (value * 0.1).astype(np.float32)
+            continue
+        if kind == "adafactor" and value.ndim == 2:
+            squares = value.astype(np.float32) ** 2
+            state[f"{name}.row_var"] = squares.mean(1, keepdims=True)
+            state[f"{name}.col_var"] = squares.mean(0, keepdims=True)
+            continue
+        if kind == "adafactor":
+            state[f"{name}.variance"] = value.astype(np.float32) ** 2
+            continue
         state[f"{name}.exp_avg"] = (value * 0.1).astype(np.float32)
         state[f"{name}.exp_avg_sq"] = (value.astype(np.float32)) ** 2
     return state
@@ -71,7 +85,7 @@ def optimizer_state(tensors):
 
 def role_of(name):
     last = name.rpartition(".")[2]
-    return {"mask": "mask", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}.get(last, "parameter")
+    return "mask" if last == "mask" else "optimizer" if last in STATE_NAMES else "parameter"
 
 
 def even_stages(m, stages):
@@ -82,10 +96,12 @@ def even_stages(m, stages):
 
 def split_dim(name):
     base = name.rpartition(".")[0] if role_of(name) != "parameter" else name
-    return next((dim for suffix, dim in SPLIT.items() if base.endswith(suffix)), None)
+    # A factor has one element in one of the dimensions, which cannot be split.
+    whole = {"row_var": 1, "col_var": 0}.get(name.rpartition(".")[2])
+    return next((dim for suffix, dim in SPLIT.items() if base.endswith(suffix) and dim != whole), None)
 
 
-def save(directory, tensors, m, *, partition=None, tp=1, step=8, files=None, **changes):
+def save(directory, tensors, m, *, partition=None, tp=1, step=8, files=None, optimizer="adamw", **changes):
     """Write ``tensors`` as a checkpoint directory. ``files``: other files' bytes by path. Returns the manifest."""
     directory.mkdir(parents=True)
     partition = partition or even_stages(m, 2)
@@ -113,7 +129,7 @@ def save(directory, tensors, m, *, partition=None, tp=1, step=8, files=None, **c
     for file, payload in (files or {}).items():
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / file).write_bytes(payload)
-    document = manifest(m, entries, partition, tp, step, **changes)
+    document = manifest(m, entries, partition, tp, step, optimizer=optimizer, **changes)
     document["files"] = {
         path.relative_to(directory).as_posix(): {
             "bytes": path.stat().st_size,
@@ -126,10 +142,10 @@ def save(directory, tensors, m, *, partition=None, tp=1, step=8, files=None, **c
     return document
 
 
-def manifest(m, entries, partition, tp, step, **changes):
+def manifest(m, entries, partition, tp, step, optimizer="adamw", **changes):
     stored = [name for name, entry in entries.items() if entry["role"] == "parameter"]
     has_state = any(entry["role"] == "optimizer" for entry in entries.values())
-    steps = {"type": "adamw", "steps": dict.fromkeys(stored, step)}
+    steps = {"type": optimizer, "steps": dict.fromkeys(stored, step)}
     pruned = any(entry["role"] == "mask" for entry in entries.values())
     return {
         "format": "dynmo.checkpoint",

@@ -69,6 +69,24 @@ def test_plan_native_random_topologies_round_trip(memory_path, seed, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("kind", ["sgd", "muon", "adafactor"])
+def test_plan_native_keeps_the_state_of_every_optimizer(tmp_path, kind, capsys):
+    m = native_checkpoints.model(num_layers=2, hidden_size=8, ffn_hidden_size=12, vocab_size=9, padded_vocab_size=12)
+    p = native_checkpoints.true_rows(m["vocab_size"], native_checkpoints.parameters(m))
+    tensors = p | native_checkpoints.optimizer_state(p, kind)
+    native_checkpoints.save(tmp_path / "in", tensors, m, optimizer=kind)
+    manifest = write(tmp_path / "in", tmp_path / "cut", partition=partition_from_counts([1, 1], m), tp=2)
+    assert manifest["optimizer"]["type"] == kind
+    splits = {name: manifest["tensors"][name]["split_dim"] for name in tensors}
+    key = "col_var" if kind == "adafactor" else "momentum_buffer"
+    assert splits[f"layers.0.mlp.fc2.weight.{key}"] == 1
+    assert splits[f"layers.0.mlp.fc1.weight.{key}"] == (None if kind == "adafactor" else 0)
+    write(tmp_path / "cut", tmp_path / "out", partition=partition_from_counts([2], m))
+    loaded = open_checkpoint(tmp_path / "out").load(tensors)
+    assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
+    capsys.readouterr()
+
+
 def test_plan_native_places_layers_by_partition(tmp_path, capsys):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)

@@ -259,10 +259,18 @@ def test_parse_deepspeed_returns_option_values():
     assert config.curriculum.at(100) == 32
 
 
+def test_parse_deepspeed_sgd_becomes_the_optimizer_and_its_momentum():
+    found = parse_deepspeed(
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.0, "eps": 1e-8}}}
+    )
+    assert found.values == {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.8, "weight_decay": 0.0}
+    assert found.ignored == ("optimizer.params.eps",)
+
+
 @pytest.mark.parametrize(
     ("document", "value"),
     [
-        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam; must be Adam, AdamW.* give --optimizer"),
         ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocabulary"}}, "vocabulary"),
     ],
 )

@@ -11,10 +11,10 @@ from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.apex import find_apex
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates
+from dynmo_train.optim.optimizers.adamw import AdamWSettings
 
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam:\n    pass\n"}
 OTHERS = {

@@ -23,6 +23,7 @@ WITHOUT = {
     "min_throughput_fraction": {"balance": "online"},
     "balance_lockstep": {"balance": "online"},
     "hysteresis": {"fp16": True, "loss_scale": 8.0},
+    **{name: {"optimizer": "sgd"} for name in ("adam_beta1", "adam_beta2", "adam_eps")},
 }
 WITH = {
     "moe_expert_capacity_factor": {"num_experts": 4},

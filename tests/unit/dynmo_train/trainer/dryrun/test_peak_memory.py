@@ -92,6 +92,19 @@ def test_peak_memory_depends_on_recomputation_and_stages():
     assert max(stages) < 1.3 * plain
 
 
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"), [({"optimizer": "sgd"}, 4), ({"optimizer": "sgd", "sgd_momentum": 0.0}, 8)]
+)
+def test_peak_memory_falls_by_the_state_that_an_optimizer_lacks(options, bytes_per_parameter):
+    def report(**changes):
+        return dry_run(config_of(DefaultContext(world_size=1), **SMALL | {"num_layers": 64} | changes), "cpu")
+
+    adam, other = report(), report(**options)
+    saved = adam.peak_memory_bytes[0] - other.peak_memory_bytes[0]
+    # Weights of the tied output layer share memory and state with the embedding.
+    assert saved == bytes_per_parameter * adam.parameters
+
+
 @pytest.mark.parametrize("replicas", [8, 512])
 def test_peak_memory_of_zero_stages_is_near_the_floor(replicas):
     """Parameters, gradients and moments as in arXiv 1910.02054; activations and the gathers of one item aside."""

@@ -7,7 +7,10 @@ import torch
 
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
+from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.trainer.monitoring.profile_writer import describe_items, link_from
+
+ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_described_items_count_their_parameters():
     )
     family = Gpt(shape)
     boundary = BoundaryShape.hidden(batch=3, tokens=4, width=8)
-    described = describe_items(family, boundary, lambda name: family.build(name, torch.device("meta")))
+    described = describe_items(family, boundary, ADAMW, lambda name: family.build(name, torch.device("meta")))
     infos = {info.name: info for info in described}
     for name, info in infos.items():
         real = sum(p.numel() for p in family.build(name, torch.device("cpu")).parameters())

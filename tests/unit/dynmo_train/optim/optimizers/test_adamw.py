@@ -8,10 +8,10 @@ import torch
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.optim.adamw import MOMENTS, AdamWSettings
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates
+from dynmo_train.optim.optimizers.adamw import MOMENTS, AdamWSettings
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -1,0 +1,1 @@
+"""The optimizers of ``--optimizer``: one module each, one line each in the registry."""

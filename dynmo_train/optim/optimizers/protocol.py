@@ -1,0 +1,111 @@
+"""The interface of an optimizer of the local parameters, and of its settings.
+
+One optimizer updates all items at once, so that the number of kernels does not grow with that of the items. Parameters
+join and leave with their item. The update of one must not depend on which others are local: any partition gives the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import nn
+
+from ...config.optimizer import OptimizerConfig
+
+# Name of a state tensor -> its shape.
+StateShapes = dict[str, tuple[int, ...]]
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter``, of any shape, has weight decay: it has two dimensions or more."""
+    return parameter.dim() >= 2
+
+
+class Optimizer(Protocol):
+    """The optimizer of the local parameters. A parameter has state from its first update on."""
+
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Update these parameters, too, from now on; they have no state.
+
+        Args:
+            parameters: Global name -> local parameter; with ZeRO, its rows of this process.
+        """
+
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget parameters that were added, with their state."""
+
+    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+        """Update every parameter that has a gradient, and drop the gradients.
+
+        Args:
+            lr: Learning rate.
+            weight_decay: Of matrices; vectors have none.
+            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
+        """
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the live state tensors by name, as ``OptimizerSettings.state_shapes``; empty without state."""
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """Return the number of updates; 0 without state."""
+
+    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """Continue a parameter from this state.
+
+        Args:
+            parameter: Parameter that was added.
+            steps: Number of its updates.
+            moments: Complete state tensors of the shapes of ``state_shapes``, on the parameter's device; not copied.
+        """
+
+    def drop_state(self, parameter: nn.Parameter) -> None:
+        """Drop the state of a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerContext:
+    """What an optimizer needs apart from its hyperparameters.
+
+    Attributes:
+        fused_adam: apex's ``FusedAdam``; None uses torch's AdamW.
+    """
+
+    fused_adam: type[Any] | None = None
+
+
+class OptimizerSettings(Protocol):
+    """Hyperparameters of an optimizer.
+
+    Attributes:
+        STORED_TYPE: ``optimizer.type`` in checkpoints.
+        MOVES_PRUNED: Whether an update can move a weight whose gradient and state are zero.
+    """
+
+    STORED_TYPE: ClassVar[str]
+    MOVES_PRUNED: ClassVar[bool]
+
+    @property
+    def weight_decay(self) -> float:
+        """Constant weight decay, where no schedule sets it per step."""
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig) -> Self:
+        """Return the settings of a run."""
+
+    def state_shapes(self, name: str, shape: tuple[int, ...]) -> StateShapes:
+        """Return the state tensors of a parameter after an update.
+
+        Args:
+            name: Global name of the parameter.
+            shape: Its shape.
+        """
+
+    def describe(self, context: OptimizerContext) -> str:
+        """Return implementation and name for log and ``run.json``: ``torch AdamW``."""
+
+    def make(self, context: OptimizerContext) -> Optimizer:
+        """Create the optimizer, without parameters."""

@@ -1,0 +1,34 @@
+"""The optimizers by name of ``--optimizer``. A new one is a module of this folder and a line of this table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...config.optimizer import OptimizerConfig, OptimizerName
+from .adamw import AdamWSettings
+from .protocol import OptimizerSettings
+from .sgd import SGDSettings
+
+# The state is float32 in every precision.
+FLOAT_BYTES = 4
+OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSettings]] = {
+    "adam": AdamWSettings,
+    "sgd": SGDSettings,
+}
+
+
+def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
+    """Return the settings of the optimizer of a run."""
+    return OPTIMIZERS[config.optimizer].from_config(config)
+
+
+def state_bytes(settings: OptimizerSettings, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the bytes of the optimizer state of parameters, by global name, of these ``shapes``."""
+    states = [settings.state_shapes(name, shape) for name, shape in shapes.items()]
+    return FLOAT_BYTES * sum(math.prod(shape) for state in states for shape in state.values())
+
+
+def option_of_type(stored_type: str) -> str:
+    """Return the name of ``--optimizer`` for ``optimizer.type`` of a checkpoint; the type itself where none has it."""
+    return next((name for name, kind in OPTIMIZERS.items() if stored_type == kind.STORED_TYPE), stored_type)

@@ -1,0 +1,75 @@
+"""A ``torch.optim`` optimizer whose parameters join and leave, in groups of equal learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.layer_list import is_embedding_or_output
+from .protocol import decays
+
+
+def empty_groups() -> list[dict[str, Any]]:
+    """Return the parameter groups of a torch optimizer, without parameters."""
+    return [{"params": [], "decays": decay, "is_decoupled": apart} for decay, apart in product((True, False), repeat=2)]
+
+
+class TorchGroups:
+    """A torch optimizer of the local parameters; see ``Optimizer``.
+
+    Args:
+        optimizer: Created with :func:`empty_groups`; learning rate and weight decay are set in every step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        for name, parameter in parameters.items():
+            key = decays(parameter), is_embedding_or_output(name)
+            groups = self._optimizer.param_groups
+            next(group for group in groups if (group["decays"], group["is_decoupled"]) == key)["params"].append(
+                parameter
+            )
+
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See ``Optimizer``."""
+        leaving = list(parameters)
+        # By identity: tensors compare by value.
+        ids = {id(parameter) for parameter in leaving}
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+        for parameter in leaving:
+            self.drop_state(parameter)
+
+    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+        """Update with ``lr``, ``weight_decay`` and ``decoupled_lr``; see ``Optimizer``."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = decoupled_lr if group["is_decoupled"] and decoupled_lr is not None else lr
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """See ``Optimizer``."""
+        state = self._optimizer.state.get(parameter, {})
+        return {key: tensor for key, tensor in state.items() if key != "step"}
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """See ``Optimizer``."""
+        return int(self._optimizer.state.get(parameter, {}).get("step", 0))
+
+    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """Continue ``parameter`` after ``steps`` updates; ``moments`` have the declared shapes."""
+        # torch's kernels read the count on the device of the parameter, as float32.
+        count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+        self._optimizer.state[parameter] = {"step": count, **moments}
+
+    def drop_state(self, parameter: nn.Parameter) -> None:
+        """See ``Optimizer``."""
+        self._optimizer.state.pop(parameter, None)
