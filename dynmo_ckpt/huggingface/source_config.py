@@ -19,7 +19,7 @@ from .models import hf_model
 DROPPED_KEYS = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
 CLASS_NAMES_KEY = "x_class_names"
 DTYPE_KEYS = ("dtype", "torch_dtype")
-NOT_IN_CONFIG = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
+NOT_IN_CONFIG = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor", "moe_token_drop_policy")
 # Keys that change no logit, but belong to this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
 LABEL_KEYS = ("num_labels", "id2label", "label2id")

@@ -34,6 +34,7 @@ from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
+TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
@@ -147,6 +148,14 @@ class ModelConfig:
         "Expert capacity factor; tokens beyond it are dropped; none: no limit.",
         default=None,
         above=0,
+    )
+    moe_token_drop_policy: TokenDropPolicy = option(
+        "Tokens that a full expert drops: lowest probability, or last position.",
+        default="probs",
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        "Pad the input of each expert to its capacity.",
+        default=False,
     )
     make_vocab_size_divisible_by: int = option(
         "Multiple to which the vocabulary size is padded.", default=128, minimum=1

@@ -28,6 +28,7 @@ from .positions import RelativeBias, Rotary
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 CosSin = tuple[torch.Tensor, torch.Tensor]
+Linear = Callable[[str, torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -411,10 +412,27 @@ class FeedForward(nn.Module):
             self.fc1 = PrunableLinear(width, inner, device, bias=bias)
         self.fc2 = PrunableLinear(inner, width, device, bias=bias)
 
-    def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply to the last dimension of ``x``, ``[..., D]`` to ``[..., D]``, without norm and residual."""
-        inner = self._activation(self.gate(x)) * self.up(x) if self.gated else self._activation(self.fc1(x))
-        y: torch.Tensor = self.fc2(inner)
+    def transform(self, x: torch.Tensor, linear: Linear | None = None) -> torch.Tensor:
+        """Apply to the last dimension of ``x``, ``[..., D]`` to ``[..., D]``, without norm and residual.
+
+        Args:
+            x: input, ``[..., D]``.
+            linear: applies a linear layer, by its name, to an input; None applies this module's own layers.
+        """
+        product = linear or self._own_linear
+        inner = (
+            self._activation(product("gate", x)) * product("up", x)
+            if self.gated
+            else self._activation(product("fc1", x))
+        )
+        return product("fc2", inner)
+
+    def linear_layers(self) -> list[PrunableLinear]:
+        """The linear layers, in the order of their application."""
+        return [self.gate, self.up, self.fc2] if self.gated else [self.fc1, self.fc2]
+
+    def _own_linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = getattr(self, name)(x)
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

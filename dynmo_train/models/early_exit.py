@@ -22,6 +22,7 @@ from torch import nn
 
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .mixture_of_depths import RoutedBlock
+from .moe import MoeMlp
 from .token_select import TokenSelection, select_tokens
 
 # The value that later items read, ``[B, T]`` in the type of the stream: 1 where a token has exited.
@@ -175,3 +176,7 @@ def run_on_active_tokens(module: nn.Module, spec: ItemSpec) -> None:
     module.__class__ = type(f"Active{kind.__name__}", (ActiveTokens, kind), {})
     module.reads_exited = EXITED in spec.reads  # type: ignore[assignment]
     module.active_inputs = spec.inputs  # type: ignore[assignment]
+    for child in module.modules():
+        if isinstance(child, MoeMlp):
+            # Each rank has its own number of active tokens.
+            child.has_fixed_tokens = not module.reads_exited

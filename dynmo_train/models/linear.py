@@ -178,6 +178,11 @@ class PrunableLinear(nn.Module):
             return 0.0
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the product is ``F.linear`` with the full weight, pruned or not."""
+        return self.form == DENSE and self.rows is None and self.columns is None
+
     def set_mask(self, mask_OI: torch.Tensor, table: SparseTable) -> None:
         """Set the mask and choose the format of the product.
 

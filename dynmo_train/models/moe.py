@@ -1,7 +1,13 @@
 """A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs (Shazeer et al. 2017).
 
-Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C slots, C experts per token, E experts,
-D model width.
+The host does not wait for the device, except for the counts of an all-to-all without padded capacity, and for experts
+that no grouped product computes::
+
+    x_BTD ─▶ norm ─▶ router ─▶ route ─▶ take_rows ─▶ Experts ─▶ return_rows ─▶ weighted sum ─▶ + x_BTD
+                                 └ RowPlan: which slot fills which row
+
+Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C slots, C experts per token, R rows that
+the experts compute, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -15,9 +21,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.expert_parallel import TokenDispatcher
+from ..parallel.expert_parallel import CountExchange, RowGroups, TokenDispatcher, equal_groups
 from .blocks import FeedForward
+from .grouped_linear import can_group, grouped_linear
 from .layer_list import ItemOutput
+from .moe_dispatch import (
+    PROBS,
+    DropPolicy,
+    RowPlan,
+    ends_by_expert,
+    plan_rows,
+    return_rows,
+    take_rows,
+    within_capacity,
+)
 from .moe_routing import balanced_assignment, expert_choice
 
 if TYPE_CHECKING:
@@ -37,8 +54,11 @@ class MoeShape:
         z_loss_coeff: weight of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
         routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens) or
             ``balanced`` (one expert per token, equal numbers of tokens per expert); see ``moe_routing``.
-        capacity_factor: an expert's maximum number of tokens of a microbatch, as a multiple of the even share; tokens
-            of the lowest probability are dropped. None drops no token.
+        capacity_factor: an expert's maximum number of tokens of a microbatch, as a multiple of the even share; further
+            tokens are dropped before they are computed. None drops no token.
+        drop_policy: which tokens are dropped: those of the lowest probability (``probs``) or the last of the microbatch
+            (``position``).
+        pad_to_capacity: whether every expert computes as many rows as its capacity, so that all shapes are constant.
     """
 
     num_experts: int
@@ -46,7 +66,20 @@ class MoeShape:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
+    drop_policy: DropPolicy = PROBS
+    pad_to_capacity: bool = False
     routing: str = TOPK
+
+    def capacity(self, tokens: int) -> int:
+        """The maximum number of rows of an expert for ``tokens`` tokens of a microbatch.
+
+        Raises:
+            ValueError: there is no capacity factor.
+        """
+        if self.capacity_factor is None:
+            raise ValueError("the experts have no capacity factor")
+        # A token has at most one slot of an expert, so that a larger capacity would only add padding.
+        return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.num_experts))
 
     @property
     def metrics(self) -> tuple[tuple[str, int], ...]:
@@ -61,6 +94,7 @@ class MoeShape:
             "moe_aux_loss_coeff": self.aux_loss_coeff,
             "moe_z_loss_coeff": self.z_loss_coeff,
             "moe_capacity_factor": self.capacity_factor,
+            "moe_token_drop_policy": self.drop_policy,
             "moe_routing": self.routing,
         }
 
@@ -76,6 +110,8 @@ class MoeShape:
             aux_loss_coeff=model.moe_aux_loss_coeff,
             z_loss_coeff=model.moe_z_loss_coeff,
             capacity_factor=model.moe_expert_capacity_factor,
+            drop_policy=model.moe_token_drop_policy,
+            pad_to_capacity=model.moe_pad_expert_input_to_capacity,
             routing=model.moe_routing,
         )
 
@@ -90,6 +126,7 @@ class MoeShape:
             aux_loss_coeff=model.get("moe_aux_loss_coeff", 0.0),
             z_loss_coeff=model.get("moe_z_loss_coeff", 0.0),
             capacity_factor=model.get("moe_capacity_factor"),
+            drop_policy=model.get("moe_token_drop_policy", PROBS),
             routing=model.get("moe_routing", TOPK),
         )
 
@@ -98,23 +135,21 @@ class Routing(NamedTuple):
     """The assignment of a microbatch's tokens to experts.
 
     Attributes:
-        order_M: int64 slots sorted by expert; slot ``n * C + c`` is choice ``c`` of token ``n``.
-        counts: number of slots of each expert, ``E`` integers.
+        rows: rows of each expert; slot ``n * C + c`` is choice ``c`` of token ``n``.
         weights_NC: float32 weights of each token's choices; 0 where the expert dropped the token.
         load_balancing: ``E sum_e f_e P_e`` with f the fraction of slots and P the mean probability: 1 at balance.
         z: mean squared log-sum-exp of the router's logits.
         chosen_E: int64 number of slots of each expert before any token was dropped.
     """
 
-    order_M: torch.Tensor
-    counts: list[int]
+    rows: RowPlan
     weights_NC: torch.Tensor
     load_balancing: torch.Tensor
     z: torch.Tensor
     chosen_E: torch.Tensor
 
 
-def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> Routing:
+def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_fixed: bool = False) -> Routing:
     """Choose the experts of highest probability for each token; normalized probabilities weigh their outputs.
 
     The result is a function of the microbatch alone; ties go to the lower expert and the earlier token.
@@ -124,6 +159,7 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
         moe: number of experts per token, capacity and routing.
         balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
             the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
+        is_fixed: whether N is the same on all ranks that share the experts.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
@@ -137,30 +173,17 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> 
         weights_NC = logits_NE.gather(1, expert_NC).sigmoid()
     expert_M = expert_NC.reshape(-1)
     # Before tokens are dropped: the loss must see the overload that it is to reduce.
-    chosen_E = torch.bincount(expert_M, minlength=experts)
+    chosen_E = ends_by_expert(expert_M.sort().values, experts).long().diff(prepend=expert_M.new_zeros(1))
     fractions_E = chosen_E.float() / expert_M.numel()
     load_balancing = experts * (fractions_E * probabilities_NE.mean(0)).sum()
     z = logits_NE.logsumexp(-1).square().mean()
-    if moe.capacity_factor is not None:
-        capacity = math.ceil(moe.capacity_factor * expert_M.numel() / experts)
-        within_M = _within_capacity(expert_M, weights_NC.detach().reshape(-1), chosen_E, capacity)
-        weights_NC = weights_NC * within_M.view_as(weights_NC)
-    order_M = expert_M.argsort(stable=True)
-    return Routing(order_M, chosen_E.tolist(), weights_NC, load_balancing, z, chosen_E)
-
-
-def _within_capacity(
-    expert_M: torch.Tensor, weights_M: torch.Tensor, chosen_E: torch.Tensor, capacity: int
-) -> torch.Tensor:
-    """Whether each slot is among the ``capacity`` slots of largest weight of its expert, bool ``[M]``."""
-    # Two stable sorts: by weight, then by expert. So each expert's slots are consecutive, the largest weight first.
-    by_weight_M = weights_M.argsort(descending=True, stable=True)
-    order_M = by_weight_M[expert_M[by_weight_M].argsort(stable=True)]
-    begins_E = chosen_E.cumsum(0) - chosen_E
-    rank_M = torch.arange(expert_M.numel(), device=expert_M.device) - begins_E[expert_M[order_M]]
-    within_M = torch.zeros_like(expert_M, dtype=torch.bool)
-    within_M[order_M] = rank_M < capacity
-    return within_M
+    if moe.capacity_factor is None:
+        return Routing(plan_rows(expert_M, experts), weights_NC, load_balancing, z, chosen_E)
+    capacity = moe.capacity(len(logits_NE))
+    kept_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
+    weights_NC = weights_NC * kept_M.view_as(weights_NC)
+    rows = plan_rows(expert_M, experts, kept_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
+    return Routing(rows, weights_NC, load_balancing, z, chosen_E)
 
 
 class Experts(nn.ModuleDict):
@@ -168,20 +191,32 @@ class Experts(nn.ModuleDict):
 
     dispatcher: TokenDispatcher | None = None
 
-    def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Apply each expert to its rows; returns ``[M, D]``.
+    def exchange_counts(self, groups: RowGroups) -> CountExchange | None:
+        """Start to exchange the numbers of rows in ``groups`` between processes; None where that is not needed."""
+        return None if self.dispatcher is None else self.dispatcher.exchange_counts(groups)
+
+    def forward(self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None = None) -> torch.Tensor:
+        """Apply each expert to its rows; returns ``[R, D]``, undefined for rows that belong to no expert.
 
         Args:
-            sorted_MD: rows sorted by expert, ``[M, D]``.
-            counts: number of consecutive rows of each expert, ``E`` integers.
+            rows_RD: rows sorted by expert, ``[R, D]``.
+            groups: rows of each of all experts.
+            counts: result of ``exchange_counts``.
         """
         if self.dispatcher is not None:
-            return self.dispatcher.run(sorted_MD, counts, self._apply_own)
-        return self._apply_own(sorted_MD, counts)
+            return self.dispatcher.run(rows_RD, groups, counts, self._apply_own)
+        return self._apply_own(rows_RD, groups)
 
-    def _apply_own(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        parts = sorted_MD.split(counts)
-        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+    def _apply_own(self, rows_RD: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+        experts = [expert for expert in self.values() if isinstance(expert, FeedForward)]
+        if all(can_group(layers, rows_RD) for layers in zip(*(each.linear_layers() for each in experts), strict=True)):
+            return experts[0].transform(
+                rows_RD, lambda name, x: grouped_linear([getattr(each, name) for each in experts], x, groups.ends_E)
+            )
+        counts = groups.host_counts()
+        *parts, unused = rows_RD.split([*counts, len(rows_RD) - sum(counts)])
+        outputs = [expert(part) for expert, part in zip(experts, parts, strict=True)]
+        return torch.cat([*outputs, torch.zeros_like(unused)] if len(unused) else outputs)
 
     def keep(self, dispatcher: TokenDispatcher) -> None:
         """Remove the experts of other processes; ``dispatcher`` reaches them."""
@@ -204,7 +239,12 @@ class MoeMlp(nn.Module):
         device: where the parameters are created.
         bias: whether the experts' linear layers have biases; the router has none.
         dropout: dropout probability of the output.
+
+    Attributes:
+        has_fixed_tokens: whether all ranks that share the experts have the same number of tokens in training.
     """
+
+    has_fixed_tokens = True
 
     def __init__(
         self,
@@ -230,23 +270,24 @@ class MoeMlp(nn.Module):
 
     def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts."""
-        choices = routing.weights_NC.shape[1]
-        # One row per slot: the backward of the indexing then adds no two rows, whose order CUDA does not fix.
-        places_MD = x_ND[:, None].expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
-        sorted_MD = self.experts(places_MD[routing.order_M], routing.counts)
-        back_M = torch.empty_like(routing.order_M)
-        back_M[routing.order_M] = torch.arange(back_M.numel(), device=back_M.device)
-        y_NCD = sorted_MD[back_M].view(-1, choices, x_ND.shape[-1])
+        choices, rows = routing.weights_NC.shape[1], routing.rows
+        # The counts are on their way while the rows are gathered.
+        counts = self.experts.exchange_counts(rows.groups)
+        rows_RD = self.experts(take_rows(x_ND, rows, choices), rows.groups, counts)
+        y_NCD = return_rows(rows_RD, rows, choices)
         y_ND: torch.Tensor = (y_NCD * routing.weights_NC[..., None].to(y_NCD.dtype)).sum(1)
         return y_ND
 
-    def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert choice: the weighted sum, and the number of experts that chose each token."""
+    def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor, is_fixed: bool) -> tuple[torch.Tensor, int]:
+        """Expert choice: the weighted sum, and the number of tokens of each expert."""
         token_EC, weight_EC = expert_choice(logits_NE.float().softmax(-1), self.moe.top_k)
         token_M = token_EC.reshape(-1)
-        sorted_MD = self.experts(x_ND.index_select(0, token_M), [token_EC.shape[1]] * self.moe.num_experts)
+        experts, count = token_EC.shape
+        groups = equal_groups(experts, count, x_ND.device, is_fixed=is_fixed)
+        counts = self.experts.exchange_counts(groups)
+        sorted_MD = self.experts(x_ND.index_select(0, token_M), groups, counts)
         weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
-        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), torch.bincount(token_M, minlength=len(x_ND))
+        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), count
 
     def forward(self, x_BTD: torch.Tensor) -> ItemOutput:
         """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``.
@@ -257,12 +298,14 @@ class MoeMlp(nn.Module):
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
         logits_NE = self.router(x_ND)
-        # Expert choice and balanced assignment are not causal, so evaluation routes by token.
-        routing = route(logits_NE, moe, balanced=self.training)
+        # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
+        # a mixture of depths is fixed in training only.
+        is_fixed = self.has_fixed_tokens and self.training
+        routing = route(logits_NE, moe, balanced=self.training, is_fixed=is_fixed)
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:
-            y_ND, chosen_N = self._by_expert(x_ND, logits_NE)
-            loads_E = torch.full_like(loads_E, int(chosen_N.sum()) // moe.num_experts)
+            y_ND, count = self._by_expert(x_ND, logits_NE, is_fixed)
+            loads_E = torch.full_like(loads_E, count)
         else:
             y_ND = self._by_token(x_ND, routing)
         y_BTD = y_ND.view_as(x_BTD)

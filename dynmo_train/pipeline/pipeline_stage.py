@@ -42,6 +42,7 @@ from .frozen_cache import FrozenPrefixCache
 from .profiler import LayerProfiler
 
 SAMPLES = "samples"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
 
 
 class StageModule(nn.Module):
@@ -213,12 +214,12 @@ def save_products(saved_bytes: list[int]) -> Any:
     """
 
     def policy(ctx: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
-        if operation not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if operation not in PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not ctx.is_recompute:
-            # The last two operands of both: mm(left, right), addmm(bias, left, right).
-            left, right = inputs[-2:]
-            saved_bytes.append(left.shape[0] * right.shape[1] * left.element_size())
+            # The operands: mm(left, right), addmm(bias, left, right), _grouped_mm(left, right, offsets).
+            left, right = inputs[1:3] if operation is torch.ops.aten.addmm.default else inputs[:2]
+            saved_bytes.append(left.shape[0] * right.shape[-1] * left.element_size())
         return CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,8 @@ COMMON = {
     "seed": 11,
 }
 EXPERTS = MoeShape(num_experts=4, top_k=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, capacity_factor=1.1)
+PADDED = replace(EXPERTS, pad_to_capacity=True)
+DROPLESS = replace(EXPERTS, capacity_factor=None)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def _t5(positions: str) -> T5:
 SAMPLES = {
     "llama": Sample(_llama(None), _hidden, _causal),
     "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
+    "mixtral-padded": Sample(_llama(PADDED), _hidden, _causal),
+    "mixtral-dropless": Sample(_llama(DROPLESS), _hidden, _causal),
     "bert": Sample(Bert(BertShape(**COMMON, num_layers=4)), _hidden, _masked),
     "ict": Sample(_ict(shared=False), _towers, _blocks),
     "ict-shared": Sample(_ict(shared=True), _towers, _blocks),

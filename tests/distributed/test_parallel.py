@@ -39,7 +39,7 @@ VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee
 
 FAMILIES = {
     model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
-    for model in ("llama", "mixtral", "bert", "t5", "t5-relative")
+    for model in ("llama", "mixtral", "mixtral-padded", "mixtral-dropless", "bert", "t5", "t5-relative")
 }
 
 EXPERTS_MOVING = replace(
@@ -72,6 +72,10 @@ TWO_FAMILIES = {
     "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
     "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
     "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
+    **{
+        f"{model}, shared experts": Layout(dims=E2, scenario=FAMILIES[model])
+        for model in ("mixtral-padded", "mixtral-dropless")
+    },
     "mixtral, replicas": Layout(dims=D2, scenario=FAMILIES["mixtral"], settings=ZERO_3),
 }
 FOUR = {
@@ -91,6 +95,12 @@ FOUR = {
 }
 FOUR_OTHERS = {
     "mixtral, shared experts": [Layout(dims=PE, scenario=EXPERTS_MOVING, settings=OVERLAP)],
+    **{
+        f"{model}, shared experts": [
+            Layout(dims=PE, scenario=replace(EXPERTS_MOVING, model=model)),
+        ]
+        for model in ("mixtral-padded", "mixtral-dropless")
+    },
     "mixtral, shared experts otherwise": [Layout(dims=dims, scenario=FAMILIES["mixtral"]) for dims in (TE, DE)],
     "plain, both": [Layout(dims=TD, scenario=PLAIN, settings=OVERLAP | CUT)],
 }
@@ -178,7 +188,15 @@ def test_tensor_parallelism_has_nearly_the_losses_of_one_process(one, two, four_
 
 @pytest.mark.parametrize(
     "name",
-    [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
+    [
+        *FAMILIES,
+        "llama, cut along tokens",
+        "t5, cut along tokens",
+        "mixtral, replicas",
+        "mixtral, shared experts",
+        "mixtral-padded, shared experts",
+        "mixtral-dropless, shared experts",
+    ],
 )
 def test_family_on_two_processes_has_nearly_the_losses_of_one(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
@@ -190,9 +208,18 @@ def test_dropout_with_tensor_parallelism_draws_other_numbers(one, two):
     assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
 
 
-def test_expert_parallelism_with_other_axes_has_the_losses_without(one, two_families, four_others):
-    for got in four_others["mixtral, shared experts"]:
-        assert got == two_families["mixtral, shared experts"]
+def test_padded_capacity_has_nearly_the_losses_without_padding(one):
+    close(one["mixtral-padded"], one["mixtral"])
+    assert one["mixtral-dropless"]["losses"] != pytest.approx(one["mixtral"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "mixtral-padded", "mixtral-dropless"])
+def test_expert_parallelism_has_the_same_bits_on_any_pipeline(model, two_families, four_others):
+    for got in four_others[f"{model}, shared experts"]:
+        assert got == two_families[f"{model}, shared experts"]
+
+
+def test_expert_parallelism_with_other_axes_has_the_losses_without(one, four_others):
     for got in four_others["mixtral, shared experts otherwise"]:
         close(got, one["mixtral"], norms=1e-3)
 

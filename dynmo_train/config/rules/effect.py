@@ -53,6 +53,11 @@ def _replicas(config: Config) -> bool:
     return config.parallel.data_parallel_size > 1
 
 
+def _has_capacity(config: Config) -> bool:
+    model = config.model
+    return model.moe_expert_capacity_factor is not None or model.base_family not in ("gpt", "llama")
+
+
 EFFECTS: tuple[EffectRule, ...] = (
     EffectRule(
         options=(
@@ -66,6 +71,13 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --num-experts",
         refuse=True,
     ),
+    EffectRule(
+        options=("moe_pad_expert_input_to_capacity",),
+        when=_has_capacity,
+        without="without --moe-expert-capacity-factor",
+        refuse=True,
+    ),
+    EffectRule(options=("moe_token_drop_policy",), when=_has_capacity, without="without --moe-expert-capacity-factor"),
     EffectRule(
         options=("rope_scaling_factor",),
         when=lambda c: c.model.use_rope_scaling or c.model.base_family != "llama",

@@ -32,6 +32,8 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "moe_aux_loss_coeff": MOE_FAMILIES,
     "moe_z_loss_coeff": MOE_FAMILIES,
     "moe_expert_capacity_factor": MOE_FAMILIES,
+    "moe_token_drop_policy": MOE_FAMILIES,
+    "moe_pad_expert_input_to_capacity": MOE_FAMILIES,
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {

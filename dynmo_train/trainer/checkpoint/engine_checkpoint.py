@@ -498,7 +498,9 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
 # Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
 # Keys that affect the training of experts and not their output: another run may change them.
-TRAINING_KEYS = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor"})
+TRAINING_KEYS = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor", "moe_token_drop_policy"})
+# Keys that earlier versions did not write, and the values that those used.
+FORMER_VALUES = {"moe_token_drop_policy": "probs"}
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:
@@ -518,7 +520,9 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
     differences = [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
         for key, value in expected.items()
-        if stored.get(key) != value and key not in RECORDS and (resumes or key not in TRAINING_KEYS)
+        if stored.get(key, FORMER_VALUES.get(key)) != value
+        and key not in RECORDS
+        and (resumes or key not in TRAINING_KEYS)
     ]
     if differences:
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")

@@ -75,8 +75,6 @@ class _LiveStorages(TorchDispatchMode):
         if self._nonzero_fraction is not None and func is torch.ops.aten.nonzero.default:
             rows = max(round(self._nonzero_fraction * args[0].numel()), 1)
             return torch.empty(rows, args[0].dim(), dtype=torch.int64, device=args[0].device)
-        if self._scalars is not None and func is torch.ops.aten.bincount.default:
-            return torch.empty(args[2], dtype=torch.int64, device=args[0].device)
         if self._scalars is not None and func is torch.ops.aten._local_scalar_dense.default:
             return next(self._scalars)
         return func(*args, **(kwargs or {}))

@@ -85,7 +85,9 @@ def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
         return None
     assignments = config.training.micro_batch_size * config.model.seq_length * moe.top_k
     per_expert, remainder = divmod(assignments, moe.num_experts)
-    return DataAssumptions(scalars=tuple(per_expert + (expert < remainder) for expert in range(moe.num_experts)))
+    even = [per_expert + (expert < remainder) for expert in range(moe.num_experts)]
+    limit = None if moe.capacity_factor is None else moe.capacity(assignments // moe.top_k)
+    return DataAssumptions(scalars=tuple(even if limit is None else [min(count, limit) for count in even]))
 
 
 def _region(config: Config) -> TensorRegion | None:
