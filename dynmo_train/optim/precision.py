@@ -12,6 +12,7 @@ an AMD EPYC). ``float32_matmuls`` casts the operands, multiplies in float32 and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Precision:
         return self.compute != torch.float32
 
 
+# The number of an expert in the name of a parameter.
+_EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 FLOAT32_PRECISION = Precision()
 
 
@@ -167,13 +170,27 @@ class ComputeCopies:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the item on the copies."""
         # One cast per step, but a new autograd node per call, because each microbatch has its own graph.
-        used: dict[str, torch.Tensor] = {}
-        for name, master in self.module.named_parameters():
-            copy = self._copies.get(name)
-            if copy is None:
-                copy = self._copies[name] = master.detach().to(self.dtype)
-            used[name] = cast_forward(master, copy)
+        masters = dict(self.module.named_parameters())
+        if not self._copies:
+            self._copies = _cast_all({name: master.detach() for name, master in masters.items()}, self.dtype)
+        used = {name: cast_forward(master, self._copies[name]) for name, master in masters.items()}
         return functional_call(self.module, used, arguments, keywords)
+
+
+def _cast_all(masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Cast parameters; those of a layer's experts are consecutive in one storage, as grouped products read them."""
+    copies: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[str]] = {}
+    for name, master in masters.items():
+        if _EXPERT.search(name):
+            stacks.setdefault(_EXPERT.sub("", name), []).append(name)
+        else:
+            copies[name] = master.to(dtype)
+    for names in stacks.values():
+        first = masters[names[0]]
+        whole = first.new_empty((len(names), *first.shape), dtype=dtype)
+        copies |= {name: whole[place].copy_(masters[name]) for place, name in enumerate(names)}
+    return copies
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:

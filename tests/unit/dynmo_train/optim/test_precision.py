@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from dynmo_train._common.errors import UsageError
+from dynmo_train.models.grouped_linear import stacked
+from dynmo_train.models.moe import MoeMlp, MoeShape
 from dynmo_train.optim.precision import ComputeCopies, LossScaler, LossScaling, unscale
 
 DYNAMIC = LossScaling(initial=16.0, minimum=2.0, window=3, hysteresis=2)
@@ -84,6 +86,26 @@ def test_compute_copies_refresh_follows_the_masters():
     assert torch.equal(copies(x), before)
     copies.refresh()
     assert not torch.equal(copies(x), before)
+
+
+def test_compute_copies_of_experts_are_consecutive():
+    """A grouped product then reads them in place, without a copy of all experts."""
+    shape = MoeShape(num_experts=3)
+    experts = MoeMlp(
+        moe=shape, width=8, inner=16, activation="gelu", norm=nn.LayerNorm(8), device=torch.device("cpu")
+    ).bfloat16()
+    found = []
+    with torch.no_grad():
+        for number, parameter in enumerate(experts.parameters()):
+            parameter.fill_(number)
+    experts.experts.register_forward_pre_hook(
+        lambda module, _: found.extend([[each.fc1.weight, each.fc2.weight, each.fc1.bias] for each in module.values()])
+    )
+    ComputeCopies(experts.float(), torch.bfloat16)(torch.zeros(1, 4, 8, dtype=torch.bfloat16))
+    for tensors in zip(*found, strict=True):
+        whole = stacked(tensors)
+        assert whole.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr()
+        assert torch.equal(whole, torch.stack(tensors))
 
 
 def test_unscale_by_a_power_of_two_is_exact():
