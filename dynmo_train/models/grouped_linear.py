@@ -26,7 +26,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def is_fast_device(rows: torch.Tensor) -> bool:
-    """Whether the grouped product of the device of ``rows`` is a single kernel for their dtype."""
+    """Whether the grouped product on the device of ``rows`` ``[R, I]`` is a single kernel for their dtype."""
     return (
         rows.device.type == "cuda"
         and torch.version.hip is None
@@ -40,7 +40,7 @@ def can_group(layers: Sequence[PrunableLinear], rows: torch.Tensor) -> bool:
 
     Args:
         layers: the same layer of each expert.
-        rows: input rows.
+        rows: input rows, ``[R, I]``.
     """
     outputs, inputs = layers[0].weight.shape
     # The kernel requires that strides are multiples of 16 bytes.

@@ -58,7 +58,7 @@ class MoeShape:
             tokens are dropped before they are computed. None drops no token.
         drop_policy: which tokens are dropped: those of the lowest probability (``probs``) or the last of the microbatch
             (``position``).
-        pad_to_capacity: whether every expert computes as many rows as its capacity, so that all shapes are constant.
+        pad_to_capacity: whether every expert computes exactly its capacity, so that all shapes are constant.
     """
 
     num_experts: int
@@ -180,9 +180,9 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_
     if moe.capacity_factor is None:
         return Routing(plan_rows(expert_M, experts), weights_NC, load_balancing, z, chosen_E)
     capacity = moe.capacity(len(logits_NE))
-    kept_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
-    weights_NC = weights_NC * kept_M.view_as(weights_NC)
-    rows = plan_rows(expert_M, experts, kept_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
+    computed_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
+    weights_NC = weights_NC * computed_M.view_as(weights_NC)
+    rows = plan_rows(expert_M, experts, computed_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
     return Routing(rows, weights_NC, load_balancing, z, chosen_E)
 
 

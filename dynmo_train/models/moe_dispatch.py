@@ -32,14 +32,14 @@ class RowPlan(NamedTuple):
         slot_R: int64 slot of each row; any slot for a row that none fills.
         row_M: int64 row of each slot; any row for a dropped slot.
         filled_R: bool, whether a slot fills the row; None where all are filled.
-        kept_M: bool, whether the slot has a row; None where none is dropped.
+        computed_M: bool, whether the slot has a row; None where none is dropped.
     """
 
     groups: RowGroups
     slot_R: torch.Tensor
     row_M: torch.Tensor
     filled_R: torch.Tensor | None
-    kept_M: torch.Tensor | None
+    computed_M: torch.Tensor | None
 
 
 def ends_by_expert(sorted_M: torch.Tensor, experts: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def within_capacity(
     """Whether each slot is within the capacity of its expert, bool ``[M]``.
 
     Args:
-        expert_M: int64 expert of each slot.
+        expert_M: int64 expert of each slot, ``[M]``.
         weights_M: weight of each slot.
         experts: number of experts.
         capacity: largest number of slots of an expert.
@@ -78,7 +78,7 @@ def within_capacity(
 def plan_rows(
     expert_M: torch.Tensor,
     experts: int,
-    kept_M: torch.Tensor | None = None,
+    computed_M: torch.Tensor | None = None,
     capacity: int | None = None,
     *,
     pad: bool = False,
@@ -87,21 +87,21 @@ def plan_rows(
     """Plan the rows of each expert, in the order of the slots.
 
     Args:
-        expert_M: int64 expert of each slot.
+        expert_M: int64 expert of each slot, ``[M]``.
         experts: number of experts.
-        kept_M: bool, which slots are computed; None means all.
-        capacity: largest number of kept slots of an expert; required with ``kept_M``.
+        computed_M: bool ``[M]``, which slots are computed; None means all.
+        capacity: largest number of computed slots of an expert; required with ``computed_M``.
         pad: whether each expert gets exactly ``capacity`` rows.
         is_fixed: with ``pad``: whether all ranks that share the experts have the same capacity.
     """
-    if kept_M is None or capacity is None:
+    if computed_M is None or capacity is None:
         order_M = expert_M.argsort(stable=True)
         row_M = _inverse(order_M)
         return RowPlan(RowGroups(ends_E=ends_by_expert(expert_M[order_M], experts)), order_M, row_M, None, None)
     # The number E sorts dropped slots behind all experts.
-    order_M = expert_M.masked_fill(~kept_M, experts).argsort(stable=True)
+    order_M = expert_M.masked_fill(~computed_M, experts).argsort(stable=True)
     sorted_M = expert_M[order_M]
-    ends_E = ends_by_expert(sorted_M.masked_fill(~kept_M[order_M], experts), experts)
+    ends_E = ends_by_expert(sorted_M.masked_fill(~computed_M[order_M], experts), experts)
     begins_E = _begins(ends_E)
     if not pad:
         rows = min(len(expert_M), experts * capacity)
@@ -109,13 +109,15 @@ def plan_rows(
         filled_R = _positions(slot_R) < ends_E[-1]
         # Dropped slots are last; they read the last row, and their result is masked.
         row_M = _inverse(order_M).clamp(max=rows - 1)
-        return RowPlan(RowGroups(ends_E=ends_E), slot_R, row_M, filled_R, kept_M)
+        return RowPlan(RowGroups(ends_E=ends_E), slot_R, row_M, filled_R, computed_M)
     rank_M = (_positions(sorted_M) - begins_E[sorted_M]).clamp(max=capacity - 1)
     row_M = torch.empty_like(order_M).scatter_(0, order_M, sorted_M * capacity + rank_M)
     rank_EC = torch.arange(capacity, device=expert_M.device).expand(experts, -1)
     filled_R = (rank_EC < (ends_E - begins_E)[:, None]).reshape(-1)
     slot_R = order_M[(begins_E[:, None] + rank_EC).clamp(max=len(expert_M) - 1).reshape(-1)]
-    return RowPlan(equal_groups(experts, capacity, expert_M.device, is_fixed=is_fixed), slot_R, row_M, filled_R, kept_M)
+    return RowPlan(
+        equal_groups(experts, capacity, expert_M.device, is_fixed=is_fixed), slot_R, row_M, filled_R, computed_M
+    )
 
 
 def take_rows(x_ND: torch.Tensor, plan: RowPlan, choices: int) -> torch.Tensor:
@@ -172,7 +174,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad_MD = _select(grads[0], ctx.plan.row_M, ctx.plan.kept_M)
+        grad_MD = _select(grads[0], ctx.plan.row_M, ctx.plan.computed_M)
         return grad_MD.view(-1, ctx.choices, grad_MD.shape[1]).sum(1), None, None
 
 
@@ -180,7 +182,7 @@ class _ReturnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: torch.Tensor, plan: RowPlan, choices: int) -> torch.Tensor:
         ctx.plan = plan
-        return _select(rows_RD, plan.row_M, plan.kept_M).view(-1, choices, rows_RD.shape[1])
+        return _select(rows_RD, plan.row_M, plan.computed_M).view(-1, choices, rows_RD.shape[1])
 
     @staticmethod
     @once_differentiable

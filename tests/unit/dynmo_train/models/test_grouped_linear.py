@@ -23,6 +23,19 @@ def layers(count=3, inputs=8, outputs=12, bias=True):
     return made
 
 
+def test_grouped_linear_enters_and_leaves_the_region_once():
+    """The bias is added after the sum over ranks, once."""
+    made, x, calls = layers(), drawn(12, 8), []
+    for layer in made:
+        layer.enter = lambda rows: calls.append("enter") or 2.0 * rows
+        layer.leave = lambda rows: calls.append("leave") or 3.0 * rows
+    expected = torch.cat([layer(part) for layer, part in zip(made, x.split(4), strict=True)])
+    calls.clear()
+    got = grouped.grouped_linear(made, x, torch.tensor([4, 8, 12], dtype=torch.int32))
+    torch.testing.assert_close(got, expected)
+    assert calls == ["enter", "leave"]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("counts", [(4, 3, 5), (0, 12, 0), (7, 0, 5)])
 def test_grouped_linear_equals_one_layer_after_the_other(counts, bias):
@@ -30,12 +43,12 @@ def test_grouped_linear_equals_one_layer_after_the_other(counts, bias):
     x, grad = drawn(12, 8).requires_grad_(), drawn(12, 12, seed=2)
     torch.cat([layer(part) for layer, part in zip(made, x.split(counts), strict=True)]).backward(grad)
     parameters = [x, *(parameter for layer in made for parameter in layer.parameters())]
-    wanted = [parameter.grad for parameter in parameters]
+    reference = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
     grouped.grouped_linear(made, x, ends).backward(grad)
-    for parameter, expected in zip(parameters, wanted, strict=True):
+    for parameter, expected in zip(parameters, reference, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -49,9 +62,9 @@ def test_rows_after_the_last_group_change_no_gradient():
         grouped.grouped_linear(made, rows, ends).backward(grads)
         return [parameter.grad.clone() for layer in made for parameter in layer.parameters()]
 
-    wanted = gradients(x, grad)
+    reference = gradients(x, grad)
     x[9:], grad[9:] = torch.nan, torch.nan
-    assert all(torch.equal(a, b) for a, b in zip(gradients(x, grad), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(x, grad), reference, strict=True))
 
 
 def test_frozen_layers_get_no_gradient():

@@ -44,7 +44,7 @@ def grouped(monkeypatch):
     monkeypatch.setattr(grouped_linear, "is_fast_device", lambda rows: True)
 
 
-def kept_slots(probabilities, moe):
+def slots_of_experts(probabilities, moe):
     """For each expert its tokens, by a plain sort of all of them."""
     tokens = probabilities.shape[0]
     choices = [sorted(range(EXPERTS), key=lambda e, n=n: -probabilities[n, e])[: moe.top_k] for n in range(tokens)]
@@ -68,12 +68,12 @@ def plain(made, x):
     flat = made.norm(x).reshape(-1, WIDTH)
     logits = made.router(flat)
     probabilities = logits.softmax(-1)
-    choices, kept = kept_slots(probabilities.detach(), moe)
+    choices, chosen_tokens = slots_of_experts(probabilities.detach(), moe)
     rows = []
     for n in range(len(flat)):
         total = torch.zeros(WIDTH)
         for e in choices[n]:
-            if n in kept[e]:
+            if n in chosen_tokens[e]:
                 weight = probabilities[n, e] / sum(probabilities[n, c] for c in choices[n])
                 total = total + weight * made.experts[str(e)](flat[n])
         rows.append(total)
@@ -82,7 +82,7 @@ def plain(made, x):
         "load_balancing": moe.aux_loss_coeff * EXPERTS * (shares * probabilities.mean(0)).sum(),
         "z": moe.z_loss_coeff * logits.logsumexp(-1).square().mean(),
     }
-    return x + torch.stack(rows).view_as(x), losses, [len(each) for each in kept]
+    return x + torch.stack(rows).view_as(x), losses, [len(each) for each in chosen_tokens]
 
 
 def gradients(made, x, output, losses, grad):
@@ -108,11 +108,11 @@ def check_equals_plain(kind, options):
     made = layer(kind, **options)
     x, grad = drawn(2, 13, WIDTH, seed=9).requires_grad_(), drawn(2, 13, WIDTH, seed=10)
     expected, losses, _ = plain(made, x)
-    wanted = gradients(made, x, expected, losses, grad)
+    reference = gradients(made, x, expected, losses, grad)
     result = made(x)
     got = gradients(made, x, result.output, result.losses, grad)
     torch.testing.assert_close(result.output, expected, rtol=1e-4, atol=1e-5)
-    for name, value in wanted.items():
+    for name, value in reference.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
@@ -140,7 +140,7 @@ def computed_rows(made, x):
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("factor", [None, 1.0, 0.25])
-def test_moe_mlp_computes_kept_rows_alone(factor, policy):
+def test_moe_mlp_computes_no_dropped_rows(factor, policy):
     made = layer(capacity_factor=factor, drop_policy=policy)
     x = drawn(2, 64, WIDTH, seed=3)
     rows = computed_rows(made, x)
@@ -173,13 +173,16 @@ def test_moe_mlp_recomputed_gradients_have_the_same_bits(grouped, recompute, opt
     made, grad = layer(**options), drawn(2, 13, WIDTH, seed=10)
     x = drawn(2, 13, WIDTH, seed=9).requires_grad_()
     result = made(x)
-    wanted = gradients(made, x, result.output, result.losses, grad)
+    reference = gradients(made, x, result.output, result.losses, grad)
     saved_bytes = []
     contexts = {"context_fn": partial(save_products, saved_bytes)} if recompute == "selective" else {}
     again = checkpoint(made, x, use_reentrant=False, **contexts)
     got = gradients(made, x, again.output, again.losses, grad)
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    assert bool(saved_bytes) == (recompute == "selective")
+    assert all(torch.equal(got[name], reference[name]) for name in reference)
+    # The products of the router, and those of all experts into and out of their inner width.
+    rows = route(made.router(made.norm(x).reshape(-1, WIDTH)), made.moe).rows.slot_R
+    saved = [26 * EXPERTS * 4, len(rows) * INNER * 4, len(rows) * WIDTH * 4]
+    assert saved_bytes == (saved if recompute == "selective" else [])
 
 
 def test_pruned_expert_is_computed_by_the_loop(grouped):
@@ -272,4 +275,4 @@ def test_expert_tokens_count_choices_before_dropping(options):
 def test_route_ties_go_to_the_lower_expert_and_the_earlier_token():
     rows = route(torch.zeros(6, EXPERTS), MoeShape(num_experts=EXPERTS, top_k=1, capacity_factor=2.0)).rows
     assert rows.groups.host_counts() == (3, 0, 0, 0)
-    assert rows.kept_M.tolist() == [True] * 3 + [False] * 3
+    assert rows.computed_M.tolist() == [True] * 3 + [False] * 3
