@@ -6,6 +6,7 @@ Shapes in names: B samples, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -50,6 +51,10 @@ class BertShape(EncoderShape):
         return super().from_config(config, binary_head=binary, num_tokentypes=2 if binary else 0, **own)
 
 
+# Positions of masked tokens per sample are padded to a multiple of this.
+MASKED_MULTIPLE = 8
+
+
 class BertHead(Head):
     """Final normalization, the masked-language-model head, and the sentence-order head where the model has it."""
 
@@ -63,6 +68,8 @@ class BertHead(Head):
             bias=True,
             device=device,
         )
+        # Masked tokens of the fullest sample of the step, rounded up; None where no batch was announced.
+        self.most_masked: int | None = None
         self.dense = PrunableLinear(width, width, device)
         self.dense_norm = nn.LayerNorm(width, eps=eps, device=device)
         self.pooler = PrunableLinear(width, width, device) if shape.binary_head else None
@@ -115,9 +122,26 @@ class BertHead(Head):
         order = F.cross_entropy(order_B2.float(), order_B)
         return ItemOutput(output=words + order, metrics={"lm_loss": words, "sop_loss": order})
 
-    @staticmethod
-    def _counted(x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The masked tokens as one sample: the other six of seven need no projection to the vocabulary."""
+    def prepare_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Find out how many tokens of a sample are masked at most.
+
+        Args:
+            inputs: Batch of a step by name, ``[samples, T]`` on the CPU; ``loss_mask`` is 1 where a token is masked.
+        """
+        most = int(inputs["loss_mask"].sum(1).max())
+        # Multiples: few shapes over a run, for kernels that are chosen or compiled by shape.
+        self.most_masked = min(max(1, -(-most // MASKED_MULTIPLE)) * MASKED_MULTIPLE, inputs["loss_mask"].shape[1])
+
+    def _counted(
+        self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The masked tokens: the other six of seven need no projection to the vocabulary."""
+        if self.most_masked is not None:
+            # A number of tokens that the host knows: counting them on the device would wait for it.
+            order_BT = counts_BT.argsort(dim=1, descending=True, stable=True)
+            index_BC = order_BT[:, : self.most_masked]
+            x_BCD = x_BTD.gather(1, index_BC[..., None].expand(-1, -1, x_BTD.shape[-1]))
+            return x_BCD, labels_BT.gather(1, index_BC), counts_BT.gather(1, index_BC)
         counted = counts_BT.reshape(-1).nonzero()[:, 0]
         if not len(counted):
             # One token with count 0: the loss is 0, and every weight of the head still gets a gradient.

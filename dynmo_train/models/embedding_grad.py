@@ -56,11 +56,16 @@ class PendingRows:
         """Add the collected gradients to the table's ``grad``."""
         parts, self._parts, self._tokens = self._parts, [], 0
         for ids_N, gradient_ND in parts:
+            if self._table_VD.grad is None:
+                self._table_VD.grad = torch.zeros_like(self._table_VD)
+            if ids_N.device.type != "cpu":
+                # The host cannot know the number of unique ids without waiting. This adds in the order of the tokens,
+                # too: on CUDA torch sorts them.
+                self._table_VD.grad.index_put_((ids_N,), gradient_ND.to(self._table_VD.dtype), accumulate=True)
+                continue
             # torch's own backward of an embedding, on the rows that occur: it adds the tokens of a row in their order.
             found_U, places_N = torch.unique(ids_N, return_inverse=True)
             sums_UD = torch.ops.aten.embedding_dense_backward(gradient_ND, places_N, len(found_U), -1, False)
-            if self._table_VD.grad is None:
-                self._table_VD.grad = torch.zeros_like(self._table_VD)
             self._table_VD.grad.index_add_(0, found_U, sums_UD.to(self._table_VD.dtype))
 
 

@@ -7,17 +7,17 @@ In this order, once per step::
     add_tied_gradients       sum over the copies of a tied weight (or compression/tied_embeddings.py)
     zero_pruned_gradients    masked entries
     unscale                  divide by the loss scale (precision.py)
-    gradient_norm            global L2 norm
-    clip_gradients           scale by max_norm / norm
+    ItemSquares              sums of squares by item, for the global L2 norm
+    clip_divisor             scales to the maximum norm, within the optimizer's kernel
 
 Norms are summed per finest item and then in list order, and tied gradients are added in list order: neither depends on
 the partition, which keeps the bits of a run that moves layers. Norm, unscaling and clipping are batched over all local
-parameters: a handful of kernels, whatever the number of replicas is.
+parameters: a handful of kernels, whatever the number of replicas is. None of them waits for the device.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..models.layer_list import masks_of
 from ..models.sharding import needs_whole_stream
-from ..parallel.process_groups import World, sum_over, sum_over_pipeline
+from ..parallel.process_groups import World
 from .item_store import ItemStore
 
 
@@ -47,6 +47,7 @@ def add_tied_gradients(
     ties: Mapping[str, str],
     owners: Mapping[str, int],
     world: World,
+    presence: TiedPresence,
     done: Collection[str] = (),
 ) -> None:
     """Set ``grad`` of all copies of each tied weight to the sum of their gradients, added in list order.
@@ -56,6 +57,7 @@ def add_tied_gradients(
         ties: Parameter that is a copy -> parameter that owns the value.
         owners: Item -> its pipeline rank.
         world: Processes of the run.
+        presence: Which copies have a gradient.
         done: Owners whose gradients are already added.
     """
     here = {name: parameter for _, name, parameter in store.parameters()}
@@ -67,7 +69,7 @@ def add_tied_gradients(
         if not local:
             continue
         gradients = {name: here[name].grad for name in local}
-        gradients |= _swap(gradients, here[local[0]], ranks, world)
+        gradients |= _swap(gradients, here[local[0]], ranks, world, presence)
         total: torch.Tensor | None = None
         # Every rank adds in the order of the layer list, whichever of the summands it has received: float addition is
         # not associative.
@@ -103,11 +105,15 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
 
 
 def _swap(
-    local: Mapping[str, torch.Tensor | None], like: torch.Tensor, ranks: Mapping[str, int], world: World
+    local: Mapping[str, torch.Tensor | None],
+    like: torch.Tensor,
+    ranks: Mapping[str, int],
+    world: World,
+    presence: TiedPresence,
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients, which may be absent, with the other pipeline ranks that have a copy."""
     peers = _global_ranks(ranks, world)
-    present = exchange_presence({name: gradient is not None for name, gradient in local.items()}, ranks, world)
+    present = presence.of({name: gradient is not None for name, gradient in local.items()}, ranks, world)
     received = {name: torch.empty_like(like) if present[name] else None for name in peers}
     sent = [(peer, grad) for peer in sorted(set(peers.values())) for grad in local.values() if grad is not None]
     exchange(sent, [(peers[n], tensor) for n, tensor in received.items() if tensor is not None], world.groups.pipeline)
@@ -118,6 +124,37 @@ def _global_ranks(ranks: Mapping[str, int], world: World) -> dict[str, int]:
     """Return the global rank of the process that has each copy of a tied weight on other pipeline ranks."""
     others = {name: rank for name, rank in ranks.items() if rank != world.pipeline_rank}
     return {name: world.global_rank(world.peer(rank)) for name, rank in others.items()}
+
+
+class TiedPresence:
+    """Which copies of tied weights have gradients: exchanged once, because reading the answer waits for the device.
+
+    The answer depends only on the partition and on the frozen prefix of the layer list, equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], dict[str, bool]] = {}
+        self._valid_for: object = None
+
+    def keep_for(self, state: object) -> None:
+        """Forget what is known unless it was found with this partition and these frozen items."""
+        if state != self._valid_for:
+            self._known.clear()
+            self._valid_for = state
+
+    def of(self, local: Mapping[str, bool], ranks: Mapping[str, int], world: World) -> dict[str, bool]:
+        """Return whether each copy has a gradient; arguments as for :func:`exchange_presence`.
+
+        Raises:
+            RuntimeError: ``local`` is not what the last steps had.
+        """
+        names = tuple(ranks)
+        if names not in self._known:
+            self._known[names] = exchange_presence(local, ranks, world)
+        known = self._known[names]
+        if any(known[name] != present for name, present in local.items()):
+            raise RuntimeError(f"gradients of tied weights {local} are not those of the steps before: {known}")
+        return known
 
 
 def exchange_presence(local: Mapping[str, bool], ranks: Mapping[str, int], world: World) -> dict[str, bool]:
@@ -187,46 +224,75 @@ def zero_pruned_gradients(store: ItemStore) -> None:
                 gradient.mul_(store.sharding.local_rows(name, layer.mask))
 
 
-def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
-    """Return the global L2 norm of all gradients, a tied weight counted once; the same bits on any partition.
+class ItemSquares:
+    """Sums of squares of the gradients by item, on the device; the same bits for an item wherever it is.
 
-    The number of kernels depends on the number of local parameters only: one batched norm of all of them, and one copy
-    of the results to the host.
+    The number of kernels does not depend on the number of parameters, items or processes, and nothing waits for the
+    device.
 
     Args:
-        store: Local items.
         item_names: All items, in list order.
-        ties: Parameter that is a copy -> parameter that owns the value.
-        world: Processes of the run.
+        ties: Parameter that is a copy -> parameter that owns the value, which is counted once.
     """
-    index_of = {name: index for index, name in enumerate(item_names)}
-    counted = [
-        (index_of[item], parameter.grad)
-        for item, name, parameter in store.parameters()
-        if parameter.grad is not None and name not in ties and store.sharding.is_counted(name)
-    ]
-    squares = [0.0] * len(item_names)
-    if counted:
-        # The norm of a tensor does not depend on the list that it is in, so each item adds the same numbers wherever it
-        # is. One copy for all norms: reading each one would wait for the device for every parameter.
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in counted]))
-        for (index, _), norm in zip(counted, norms.tolist(), strict=True):
-            squares[index] += norm * norm
-    sums = torch.tensor(squares, dtype=torch.float64)
-    # Over the tensor ranks first: the order of that sum must not depend on the size of the pipeline. Over the pipeline
-    # all ranks but one add zero to each item. The length is that of the list, so an all-reduce adds in one order.
-    sums = sum_over_pipeline(world, sum_over(world.groups.tensor, sums))
-    sums = sum_over(world.groups.expert if store.sharding.fsdp is None else world.groups.data, sums)
-    # Exactly rounded: a tensor's sum may add in another order for another length, Python's own in another version.
-    return math.sqrt(math.fsum(sums.tolist()))
+
+    # Tensors per row: the length of a row must not depend on which items are local, because a sum may add in another
+    # order for another length. Zeros fill the row and add nothing.
+    ROW = 1024
+
+    def __init__(self, item_names: Sequence[str], ties: Mapping[str, str]) -> None:
+        self._index_of = {name: index for index, name in enumerate(item_names)}
+        self._ties = ties
+        self._counted: tuple[str, ...] = ()
+        self._places = torch.empty(0, dtype=torch.int64)
+        self._rows = 0
+
+    def __call__(self, store: ItemStore) -> torch.Tensor:
+        """Return float64 ``[items]`` on the device of ``store``; 0 for items that are not local."""
+        counted = [
+            (item, name, parameter.grad)
+            for item, name, parameter in store.parameters()
+            if parameter.grad is not None and name not in self._ties and store.sharding.is_counted(name)
+        ]
+        items = len(self._index_of)
+        if not counted:
+            return torch.zeros(items, dtype=torch.float64, device=store.device)
+        names = tuple(name for _, name, _ in counted)
+        # The places change with the local items and the frozen ones only: copying them to the device takes time.
+        if names != self._counted:
+            self._counted = names
+            self._place([item for item, _, _ in counted], store.device)
+        norms = torch.stack(torch._foreach_norm([gradient for _, _, gradient in counted])).double()
+        squares = torch.zeros(self._rows * items * self.ROW, dtype=torch.float64, device=store.device)
+        squares.index_copy_(0, self._places, norms.square_())
+        rows = squares.view(self._rows, items, self.ROW).sum(-1)
+        total = rows[0]
+        # One by one: the number of rows may differ between ranks, and zeros added in order change nothing.
+        for row in rows[1:]:
+            total = total + row
+        return total
+
+    def _place(self, items: Sequence[str], device: torch.device) -> None:
+        counts: Counter[str] = Counter()
+        places = []
+        for item in items:
+            row, column = divmod(counts[item], self.ROW)
+            places.append((row * len(self._index_of) + self._index_of[item]) * self.ROW + column)
+            counts[item] += 1
+        self._rows = 1 + (max(counts.values()) - 1) // self.ROW
+        self._places = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def clip_gradients(store: ItemStore, norm: float, max_norm: float) -> None:
-    """Scale all gradients by ``max_norm / norm`` where the norm is above ``max_norm``; 0 never clips."""
-    if max_norm <= 0 or norm <= max_norm:
-        return
-    # 1e-6 as in torch.nn.utils.clip_grad_norm_ and Megatron.
-    scale = max_norm / (norm + 1e-6)
-    gradients = [parameter.grad for _, _, parameter in store.parameters() if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, scale)
+def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
+    """Return the number by which clipping divides every gradient, at least 1; None without clipping.
+
+    Args:
+        norm: Global L2 norm, a float64 scalar on the device.
+        max_norm: Largest norm; 0 never clips.
+
+    Returns:
+        A float32 scalar on the device: ``(norm + 1e-6) / max_norm``, as in Megatron, where the norm is larger.
+    """
+    if max_norm <= 0:
+        return None
+    divisor = (norm + 1e-6) / max_norm
+    return torch.where(norm > max_norm, divisor, 1.0).float()

@@ -90,18 +90,33 @@ class OptimizerStates:
         """Whether a tied copy shares storage and moments with its owner."""
         return parameter_name in self._owners
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether a skipped update does not wait for the device."""
+        return self._optimizer.skips_on_device
+
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
 
         Args:
             lr: Learning rate, at least 0.
             weight_decay: Weight decay of matrices; vectors have none.
             decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
+            divisor: Divides every gradient, a float32 scalar on the device.
+            skip: Float32 scalar on the device: 1 drops the gradients and changes nothing else.
         """
         # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
             self._parameters[copy].grad = None
-        self._optimizer.step(lr, weight_decay, decoupled_lr)
+        self._optimizer.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
 
     def moments(self, parameter_name: str) -> dict[str, torch.Tensor]:
         """Return the live state tensors of a parameter, such as ``exp_avg``; empty before its first update."""
@@ -229,15 +244,25 @@ class ItemStore:
             for module in self.modules.values():
                 self.sharding.fsdp.reshard(module)
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
 
         Args:
             lr: Learning rate.
             weight_decay: Of matrices; vectors have none.
             decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
+            divisor: Divides every gradient, a float32 scalar on the device.
+            skip: Float32 scalar on the device: 1 drops the gradients and changes nothing else.
         """
-        self.optimizers.step(lr, weight_decay, decoupled_lr)
+        self.optimizers.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
         for item, module in self.modules.items():
             # A sparse form of a weight is a copy of its values, which the update has changed.
             for layer in masks_of(item, module).values():

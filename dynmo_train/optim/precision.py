@@ -82,9 +82,14 @@ class LossScaler:
         self._overflows_left = 0 if settings is None else settings.hysteresis
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale depends on which steps overflowed."""
+        return self.settings is not None and self.settings.window > 0
+
+    @property
     def can_fall(self) -> bool:
         """Whether the scale is dynamic and above its minimum: an overflow is then part of finding it."""
-        return self.settings is not None and self.settings.window > 0 and self.scale > self.settings.minimum
+        return self.settings is not None and self.is_dynamic and self.scale > self.settings.minimum
 
     def update(self, *, finite: bool) -> None:
         """Update the scale after a step; ``finite`` is whether all its gradients were finite."""

@@ -95,10 +95,12 @@ class StageModule(nn.Module):
         casts = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
         self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if casts else []
 
-    def begin_step(self, step: int, loss_scale: float, *, training: bool) -> None:
+    def begin_step(self, inputs: Mapping[str, torch.Tensor], step: int, loss_scale: float, *, training: bool) -> None:
         """Prepare for the first microbatch of a step.
 
         Args:
+            inputs: Batch of the step, tensors ``[samples, ...]`` on the CPU. Items with a method ``prepare_batch`` read
+                sizes from it that would otherwise have to be copied from the device.
             step: Optimizer step, from 1.
             loss_scale: Factor of a microbatch's loss in the backward.
             training: False evaluates, without dropout.
@@ -107,6 +109,9 @@ class StageModule(nn.Module):
         if self.cache is not None:
             for layer in self.layers[: self.frozen]:
                 layer.eval()
+        for layer in self.layers:
+            if (prepare_batch := getattr(layer, "prepare_batch", None)) is not None:
+                prepare_batch(inputs)
         self.step, self.loss_scale = step, loss_scale
         self.metrics.clear()
         for copies in self._copies:

@@ -15,16 +15,18 @@ whether they are inserted, cannot change the bits of a run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..dynamics.technique import Event
 from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
+from ..parallel.process_groups import World
 
 
 class _RecordBackward(torch.autograd.Function):
@@ -49,6 +51,40 @@ class _Intervals:
     def mean_ns(self, clock: Clock, name: str, microbatches: int) -> int:
         """Nanoseconds of all intervals of ``name`` over the number of ``microbatches``; 0 without any."""
         return sum(clock.elapsed_ns(begin, end) for begin, end in self.by_name.get(name, ())) // microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What a rank has measured in one step; on CUDA to be read once the device has reached the end of the step."""
+
+    clock: Clock
+    forward: _Intervals
+    backward: _Intervals
+    weight: _Intervals
+    busy: _Intervals
+    activation_bytes: Mapping[str, int]
+
+    def result(self, names: tuple[str, ...], microbatches: int) -> dict[str, Any]:
+        """Return the measurements.
+
+        Args:
+            names: Item names, which give the order of the lists.
+            microbatches: Number of microbatches of the step.
+
+        Returns:
+            Lists of a profile's ``step`` line, means per microbatch in ns and bytes, and ``busy_ns`` of the step.
+        """
+
+        def means(intervals: _Intervals) -> list[int]:
+            return [intervals.mean_ns(self.clock, name, microbatches) for name in names]
+
+        return {
+            "forward_ns": means(self.forward),
+            "backward_ns": means(self.backward),
+            "backward_weight_ns": means(self.weight) if self.weight.by_name else None,
+            "activation_bytes": [self.activation_bytes.get(name, 0) for name in names],
+            "busy_ns": self.busy.mean_ns(self.clock, "", 1),
+        }
 
 
 class LayerProfiler:
@@ -210,51 +246,97 @@ class LayerProfiler:
         if self.sampling:
             self._activation_bytes.setdefault(name, num_bytes)
 
-    def result(self, names: tuple[str, ...], microbatches: int) -> dict[str, Any]:
-        """Return the measurements of the step.
-
-        Args:
-            names: Item names, which give the order of the lists.
-            microbatches: Number of microbatches of the step.
-
-        Returns:
-            Lists of a profile's ``step`` line, means per microbatch in ns and bytes, and ``busy_ns`` of the step.
-        """
-
-        def means(intervals: _Intervals) -> list[int]:
-            return [intervals.mean_ns(self.clock, name, microbatches) for name in names]
-
-        return {
-            "forward_ns": means(self._forward),
-            "backward_ns": means(self._backward),
-            "backward_weight_ns": means(self._weight) if self._weight.by_name else None,
-            "activation_bytes": [self._activation_bytes.get(name, 0) for name in names],
-            "busy_ns": self._busy.mean_ns(self.clock, "", 1),
-        }
+    def measurements(self) -> Measurements:
+        """Return what was measured since :meth:`begin_step`; the next step does not change it."""
+        return Measurements(
+            clock=self.clock,
+            forward=self._forward,
+            backward=self._backward,
+            weight=self._weight,
+            busy=self._busy,
+            activation_bytes=self._activation_bytes,
+        )
 
 
-def merge_rank_costs(dims: ParallelDims, costs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the measurements of all ranks into one object per pipeline rank.
+LISTS = ("forward_ns", "backward_ns", "backward_weight_ns", "activation_bytes")
+SCALARS = ("busy_ns", "peak_memory_bytes")
+
+
+def cost_table(item_names: Sequence[str], names: Sequence[str], costs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the costs of a rank in the one shape that an all-gather needs.
+
+    Args:
+        item_names: All items, in list order.
+        names: Items of the rank, in the order of the lists.
+        costs: ``LISTS`` (None where not measured) and ``SCALARS`` of the rank: times in ns, memory in bytes.
+
+    Returns:
+        int64 ``[lists + 1, items + 1]``: a row per list with a place for each item, and 1 in the last column where the
+        list was measured; the last row has the scalars.
+    """
+    index_of = {name: index for index, name in enumerate(item_names)}
+    here = [index_of[name] for name in names]
+    table = torch.zeros(len(LISTS) + 1, max(len(item_names), len(SCALARS)) + 1, dtype=torch.int64)
+    for row, name in enumerate(LISTS):
+        if costs[name] is not None:
+            table[row, here] = torch.tensor(costs[name], dtype=torch.int64)
+            table[row, -1] = 1
+    table[-1, : len(SCALARS)] = torch.tensor([costs[name] for name in SCALARS], dtype=torch.int64)
+    return table
+
+
+def merge_cost_tables(
+    dims: ParallelDims,
+    item_names: Sequence[str],
+    names_of_rank: Sequence[tuple[str, ...]],
+    tables: Sequence[torch.Tensor],
+) -> list[dict[str, Any]]:
+    """Return the costs of each pipeline rank: the maximum over its ranks of every number, and its ``items``.
+
+    The slowest rank decides: its data- and tensor-parallel peers wait for it in their collectives.
 
     Args:
         dims: Parallel dimensions of the run.
-        costs: Measurements of each rank. Ranks of one pipeline rank have the same items.
-
-    Returns:
-        For each pipeline rank, the maximum over its ranks of every number, and its ``items``.
+        item_names: All items, in list order.
+        names_of_rank: Items of each pipeline rank.
+        tables: Result of :func:`cost_table` of each rank, int64 ``[lists + 1, items + 1]``.
     """
-    merged: list[dict[str, Any]] = []
-    for pipeline_rank in range(dims.pipeline):
-        measured = [costs[rank] for rank in dims.ranks(pipeline=pipeline_rank)]
-        largest: dict[str, Any] = {"items": measured[0]["items"]}
-        for field_name in measured[0].keys() - {"items"}:
-            # The slowest rank decides: its data- and tensor-parallel peers wait for it in their collectives.
-            values = [one[field_name] for one in measured if one[field_name] is not None]
-            if not values:
-                largest[field_name] = None
-            elif isinstance(values[0], list):
-                largest[field_name] = [max(same) for same in zip(*values, strict=True)]
-            else:
-                largest[field_name] = max(values)
-        merged.append(largest)
+    index_of = {name: index for index, name in enumerate(item_names)}
+    merged = []
+    for pipeline_rank, names in enumerate(names_of_rank):
+        largest = torch.stack([tables[rank] for rank in dims.ranks(pipeline=pipeline_rank)]).amax(0)
+        here = [index_of[name] for name in names]
+        costs: dict[str, Any] = {"items": names}
+        for row, name in enumerate(LISTS):
+            costs[name] = largest[row, here].tolist() if largest[row, -1] else None
+        merged.append(costs | dict(zip(SCALARS, largest[-1].tolist(), strict=False)))
     return merged
+
+
+class CostGather:
+    """The costs of all ranks, gathered while the next step runs; a collective on the CPU.
+
+    Args:
+        world: Processes of the run.
+        item_names: All items, in list order.
+        names_of_rank: Items of each pipeline rank.
+        local: What this rank has measured: :meth:`Measurements.result` and ``peak_memory_bytes``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        item_names: Sequence[str],
+        names_of_rank: Sequence[tuple[str, ...]],
+        local: Mapping[str, Any],
+    ) -> None:
+        self._dims, self._item_names, self._names_of_rank = world.dims, item_names, names_of_rank
+        table = cost_table(item_names, names_of_rank[world.pipeline_rank], local)
+        self._tables = [torch.empty_like(table) for _ in range(world.size)]
+        self._work = dist.all_gather(self._tables, table, group=world.groups.world, async_op=True)
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait for all ranks and return :func:`merge_cost_tables`."""
+        if self._work is not None:
+            self._work.wait()
+        return merge_cost_tables(self._dims, self._item_names, self._names_of_rank, self._tables)

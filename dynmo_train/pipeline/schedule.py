@@ -213,7 +213,8 @@ class Pipeline:
             batch: Samples of this replica.
 
         Returns:
-            The replica's part of the step's loss, a float64 scalar on CPU, on the last pipeline rank; zero elsewhere.
+            The replica's part of the step's loss, a float64 scalar on the device, on the last pipeline rank; zero
+            elsewhere.
         """
         return self._run(batch, training=True)
 
@@ -225,7 +226,7 @@ class Pipeline:
         if self._codec is not None and training:
             self._codec.begin_step(self.loss_scale)
         for module in self.modules:
-            module.begin_step(batch.step, self.loss_scale / self._total_microbatches, training=training)
+            module.begin_step(batch.inputs, batch.step, self.loss_scale / self._total_microbatches, training=training)
         device = self.world.device
         first = batch.first_microbatch
         inputs = batch.inputs
@@ -240,12 +241,10 @@ class Pipeline:
         run = self._schedule.step if training else self._schedule.eval
         with float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None):
             run(target=target, losses=losses, return_outputs=False, **keywords)
-        total = torch.zeros((), dtype=torch.float64)
-        # One copy for all microbatches: a copy per loss would wait for the device each time. The sum is in float64, in
-        # the order of the microbatches.
-        if self.has_last:
-            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
-        return total
+        # On the device: reading a loss here would wait for it. The sum is in float64, in the order of the microbatches.
+        if not self.has_last:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([loss.detach() for loss in losses]).double().sum() / self.loss_scale
 
     def metrics_of(self, item: str) -> dict[str, list[torch.Tensor]]:
         """Return the metrics of one item in the last step; empty if the item is not local.
@@ -256,9 +255,9 @@ class Pipeline:
         return next((dict(module.metrics[item]) for module in self.modules if item in module.metrics), {})
 
     def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return local item -> metric -> mean over the microbatches of the last step, float64 on CPU."""
+        """Return local item -> metric -> mean over the microbatches of the last step, float64 on the device."""
         return {
-            item: {name: torch.stack(values).to("cpu", torch.float64).mean(0) for name, values in metrics.items()}
+            item: {name: torch.stack(values).double().mean(0) for name, values in metrics.items()}
             for module in self.modules
             for item, metrics in module.metrics.items()
         }

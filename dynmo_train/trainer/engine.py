@@ -18,17 +18,23 @@ One call of ``train_step`` passes through these objects::
       | unscale                          divide by the loss scale
       | Technique.before_optimizer_step
       v
-    gradient_norm, mean loss             equal on all ranks, bit for bit
-      |-- both finite: clip_gradients -> ItemStore.step (optimizer) -> advance the learning-rate schedule
-      `-- else:        drop the gradients; weights, moments and schedule stay
+    ItemSquares, loss, item metrics
+      | StepSums.add                     one vector over all ranks: equal on all, bit for bit
       v
-    LossScaler.update, item metrics, costs -> StepResult
+    ItemStore.step (optimizer)            divides by the clipping factor; skipped on the device unless norm and loss
+      |                                  are finite: weights and moments stay
+      | HostCopy                         the only thing of a step that the host waits for
+      v
+    learning-rate schedule, LossScaler.update, costs -> StepResult
 
 Invariants:
 
 * The layer list has one order, and every sum over items follows it. The sums do not depend on the placement, so that
   the bits of a run do not either.
 * Every rank takes the same branch: norm and loss are reduced before they are compared.
+* ``launch_step`` queues a step without waiting for the device; ``collect`` waits and returns its result. A step may be
+  launched before the last one is collected: its forward and backward do not depend on that result, unless the loss
+  scale is dynamic or gradients are compressed (``can_defer``). The values are the same either way.
 * ``_pipeline`` is built on demand. Whatever changes stages, batch shape or frozen items sets it to None.
 
 The engine does not access files, logs or planners; ``trainer/loop.py`` drives it.
@@ -57,10 +63,11 @@ from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
+    ItemSquares,
+    TiedPresence,
     add_tied_gradients,
     add_token_gradients,
-    clip_gradients,
-    gradient_norm,
+    clip_divisor,
     zero_pruned_gradients,
 )
 from ..optim.item_sharding import ItemBuilder, ItemSharding
@@ -73,19 +80,14 @@ from ..parallel.collectives import replica_gather
 from ..parallel.device_clock import clock_for
 from ..parallel.expert_parallel import token_dispatcher
 from ..parallel.fsdp import FsdpSharding
-from ..parallel.process_groups import (
-    World,
-    all_agree,
-    all_gather_objects,
-    gather_over,
-    sum_over_pipeline,
-    sum_over_replicas,
-)
+from ..parallel.process_groups import World, all_agree, all_gather_objects, gather_over, sum_over_pipeline
 from ..parallel.tensor_parallel import tensor_region
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
-from ..pipeline.profiler import LayerProfiler, merge_rank_costs
+from ..pipeline.profiler import CostGather, LayerProfiler
 from ..pipeline.schedule import Pipeline, PipelineConfig
+from .step_result import LaunchedStep, StepResult
+from .step_sums import HostCopy, StepSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,60 +131,6 @@ class EngineSettings:
     zero_stage: int = 0
     zero_sync_microbatches: bool = False
     compression: CompressionSettings = NO_COMPRESSION
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The outcome of one optimizer step, equal on all ranks except for ``step_ns`` and ``costs``.
-
-    Attributes:
-        loss: mean over the tokens of the step.
-        grad_norm: global L2 norm before clipping.
-        rate: learning rate of this step's update.
-        next_rate: learning rate of the next update; Megatron's log line shows this one.
-        loss_scale: loss scale of the next step.
-        updated: False where the loss or a gradient was not finite; weights and schedules are then unchanged.
-        step_ns: wall time on this rank, in nanoseconds.
-        costs: one dictionary per pipeline rank, in order (``items``, arrays as in the profile, ``busy_ns``,
-            ``peak_memory_bytes``); None where the step was not profiled.
-        is_scale_search: whether only scaled gradients overflowed and the dynamic loss scale can still be reduced.
-        metrics: item -> metric -> one or more values, means over the microbatches, in list order. These are
-            auxiliary losses and counts such as routed tokens.
-        compression: measurements of the compression; empty where none are requested.
-    """
-
-    loss: float
-    grad_norm: float
-    rate: float
-    next_rate: float
-    loss_scale: float
-    updated: bool
-    step_ns: int
-    costs: list[dict[str, Any]] | None
-    is_scale_search: bool = False
-    metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
-    compression: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """``lm_loss``, followed by the scalar metrics of items, each a mean over the items that report it."""
-        scalars: dict[str, list[float]] = {}
-        for metrics in self.metrics.values():
-            for name, values in metrics.items():
-                if len(values) == 1:
-                    scalars.setdefault(name, []).append(values[0])
-        means = {name: sum(values) / len(values) for name, values in scalars.items()}
-        return {"lm_loss": self.loss} | means
-
-    @property
-    def counts(self) -> dict[str, dict[str, list[float]]]:
-        """Vector metrics of items, such as tokens per expert: metric -> item -> values, in list order."""
-        counts: dict[str, dict[str, list[float]]] = {}
-        for item, metrics in self.metrics.items():
-            for name, values in metrics.items():
-                if len(values) > 1:
-                    counts.setdefault(name, {})[item] = values
-        return counts
 
 
 class Engine:
@@ -258,8 +206,22 @@ class Engine:
             self._codec = BoundaryCodec(
                 settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
             )
+        self._presence = TiedPresence()
+        self._squares = ItemSquares(self._item_names, family.ties)
+        self._sums = StepSums(family.items, world, sharded=fsdp is not None)
+        self._launched: LaunchedStep | None = None
+        self._measured_from_ns = 0
         self._pipeline: Pipeline | None = None
         self.is_warm = False
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether a step may be launched before the result of the last one is collected.
+
+        A dynamic loss scale and error feedback depend on that result, and Apex reads it on the host.
+        """
+        is_compressed = self._codec is not None or self.replica_codec is not None
+        return not is_compressed and not self.scaler.is_dynamic and self.item_store.optimizers.skips_on_device
 
     @property
     def weight_decay(self) -> float:
@@ -270,8 +232,7 @@ class Engine:
     @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition assigns to this pipeline rank, in list order."""
-        stages = self.partition.stages_of_rank(self.world.pipeline_rank)
-        return tuple(name for stage in stages for name in self.partition.stages[stage])
+        return self.partition.items_of_rank(self.world.pipeline_rank)
 
     def build(self) -> None:
         """Initialize the local items with random weights."""
@@ -342,7 +303,7 @@ class Engine:
         return self._pipeline
 
     def train_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult:
-        """Run one optimizer step. Every rank calls this with the same batch, or with its replica's shard of it.
+        """Run one optimizer step and wait for it. Every rank calls this with the same batch, or its replica's shard.
 
         Args:
             batch: samples of all replicas or of this rank's; ``batch.step`` starts at 1.
@@ -350,9 +311,33 @@ class Engine:
             advance: number of samples by which the learning-rate schedule advances after an update.
 
         Returns:
-            The result, equal on all ranks except for ``step_ns`` and ``costs``.
+            The result, equal on all ranks except for ``step_ns``.
+
+        Raises:
+            RuntimeError: the step has no result, an error of the engine.
         """
-        started = time.perf_counter_ns()
+        self.launch_step(batch, sampled=sampled, advance=advance)
+        result = self.collect()
+        if result is None:
+            raise RuntimeError("the launched step has no result")
+        return result
+
+    def launch_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult | None:
+        """Queue one optimizer step without waiting for the device.
+
+        Args:
+            batch: samples of all replicas or of this rank's.
+            sampled: whether the costs of items are measured.
+            advance: number of samples by which the learning-rate schedule advances after an update.
+
+        Returns:
+            The result of the step before, if it was not collected; the host waits for it once this step's forward and
+            backward are queued.
+        """
+        # ``can_defer`` is checked here, too: without it a caller would train with an outdated loss scale.
+        result = None if self.can_defer else self.collect()
+        if self._launched is None:
+            self._measured_from_ns = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
         self._configure_for(batch)
         # Before the pipeline is built, since a hook may freeze items.
@@ -367,42 +352,55 @@ class Engine:
             loss.fill_(math.nan)  # all ranks see it in the mean, and none updates
         for technique in self.techniques:
             technique.after_backward(batch.step)
-        norm = self.prepare_gradients(batch.step)
-        total = self._mean_loss(loss)
-        updated = math.isfinite(norm) and math.isfinite(total)
-        is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
+        squares = self.prepare_gradients(batch.step)
+        sums = self._sums.add(loss, pipeline.metrics(), squares)
+        # The result of the last step decides the learning rate of this one.
+        result = result or self.collect()
         # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
         rate = self.settings.rate.at(self.advanced_samples)
+        skip = sums[:2].isfinite().all().logical_not().float()
+        divisor = clip_divisor(sums[0], self.settings.clip)
+        decoupled_lr = (self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples)
+        self.item_store.step(rate, self.weight_decay, decoupled_lr, divisor=divisor, skip=skip)
+        self._launched = LaunchedStep(
+            sums=HostCopy(sums),
+            measured=self.profiler.measurements() if sampled else None,
+            microbatches=self.pipeline_config.microbatches,
+            advance=advance,
+            rate=rate,
+        )
+        self.is_warm = True
+        return result
+
+    def collect(self) -> StepResult | None:
+        """Wait for the launched step and return its result; None without one. Every rank calls this."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return None
+        sums = self._sums.read(launched.sums.read())
+        updated = math.isfinite(sums.norm) and math.isfinite(sums.loss)
+        is_scale_search = not updated and math.isfinite(sums.loss) and self.scaler.can_fall
         if updated:
-            clip_gradients(self.item_store, norm, self.settings.clip)
-            decoupled_lr = (self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples)
-            self.item_store.step(rate, self.weight_decay, decoupled_lr)
-            self.advanced_samples += advance
+            self.advanced_samples += launched.advance
         else:
-            self.item_store.zero_grad()
             # Error feedback would add the infinities of this step to the gradients of the next one.
             for codec in (self._codec, self.replica_codec):
                 if codec is not None:
                     codec.drop_nonfinite()
         self.scaler.update(finite=updated)
-        metrics = self._metrics()
-        # Before the costs are gathered, which only a profiled step does.
-        step_ns = time.perf_counter_ns() - started
-        self.is_warm = True
-        costs = None
-        if sampled:
-            costs = merge_rank_costs(self.world.dims, all_gather_objects(self.world, self._costs()))
+        now = time.perf_counter_ns()
+        step_ns, self._measured_from_ns = now - self._measured_from_ns, now
         return StepResult(
-            loss=total,
-            grad_norm=norm,
-            rate=rate,
+            loss=sums.loss,
+            grad_norm=sums.norm,
+            rate=launched.rate,
             next_rate=self.settings.rate.at(self.advanced_samples),
             loss_scale=self.scaler.scale,
             updated=updated,
             is_scale_search=is_scale_search,
             step_ns=step_ns,
-            costs=costs,
-            metrics=metrics,
+            gathered_costs=self._gather_costs(launched),
+            metrics=sums.metrics,
             compression=self._compression(),
         )
 
@@ -425,8 +423,8 @@ class Engine:
     def _local_batch(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.data_rank, self.world.dims.data, self.pipeline_config.microbatches)
 
-    def prepare_gradients(self, step: int) -> float:
-        """Reduce, mask and unscale the gradients in place; their global norm. Every rank calls this.
+    def prepare_gradients(self, step: int) -> torch.Tensor:
+        """Reduce, mask and unscale the gradients in place; their squares by item. Every rank calls this.
 
         The order of the additions determines the bits: microbatches, then replicas, then copies of tied weights.
 
@@ -434,15 +432,17 @@ class Engine:
             step: number of the step, from 1, for the hooks of the techniques.
 
         Returns:
-            The L2 norm over all ranks before clipping, without the loss scale.
+            Float64 ``[items]`` on the device: the sums of squares of this process's gradients before clipping, without
+            the loss scale.
         """
         ties = self.family.ties
         self.grad_reducer.finish()
         add_token_gradients(self.item_store)
         owners = self.partition.item_ranks()
+        self._presence.keep_for((self.partition, self.techniques.frozen_items))
         if self._fused:
-            add_fused_gradients(self.item_store, ties, owners, self.world, self._fused)
-        add_tied_gradients(self.item_store, ties, owners, self.world, self._fused)
+            add_fused_gradients(self.item_store, ties, owners, self.world, self._presence, self._fused)
+        add_tied_gradients(self.item_store, ties, owners, self.world, self._presence, self._fused)
         # With ``freeze_tied`` the other copy of a frozen tied weight still adds a gradient.
         stopped = self.techniques.frozen_parameters()
         if stopped:
@@ -455,40 +455,18 @@ class Engine:
         unscale(gradients, self.scaler.scale)
         for technique in self.techniques:
             technique.before_optimizer_step(step)
-        return gradient_norm(self.item_store, self._item_names, ties, self.world)
+        return self._squares(self.item_store)
 
-    def _mean_loss(self, loss: torch.Tensor) -> float:
-        """The loss of the step on every rank; the last pipeline rank of each replica computed its share."""
-        return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
-
-    def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        """Metrics that the items of all ranks reported in the last step, means over the replicas."""
-        declared = [(item.name, name, length) for item in self.family.items for name, length in item.metrics]
-        if not declared:
-            return {}
-        here = self.pipeline().metrics()
-        # The declared metrics are the same on all ranks; an item that is not local adds zeros to the sum.
-        parts = [
-            here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
-            for item, name, length in declared
-        ]
-        means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
-        whole = means.split([length for _, _, length in declared])
-        metrics: dict[str, dict[str, list[float]]] = {}
-        for (item, name, _), values in zip(declared, whole, strict=True):
-            metrics.setdefault(item, {})[name] = values.tolist()
-        return metrics
-
-    def _costs(self) -> dict[str, Any]:
-        if self.world.device.type == "cuda":
-            # The profiler reads its CUDA events below.
-            torch.cuda.synchronize(self.world.device)
-            peak = int(torch.cuda.max_memory_allocated(self.world.device))
-        else:
-            peak = peak_memory_bytes()
-        names = self.local_names
-        microbatches = self.pipeline_config.microbatches
-        return {"items": names, "peak_memory_bytes": peak, **self.profiler.result(names, microbatches)}
+    def _gather_costs(self, launched: LaunchedStep) -> CostGather | None:
+        """Start to gather the costs of a profiled step, whose end the device has reached."""
+        if launched.measured is None:
+            return None
+        world = self.world
+        on_cuda = world.device.type == "cuda"
+        peak = int(torch.cuda.max_memory_allocated(world.device)) if on_cuda else peak_memory_bytes()
+        local = launched.measured.result(self.local_names, launched.microbatches) | {"peak_memory_bytes": peak}
+        names = [self.partition.items_of_rank(rank) for rank in range(world.dims.pipeline)]
+        return CostGather(world, self._item_names, names, local)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over ``batches``, without gradients or dropout."""
@@ -501,9 +479,10 @@ class Engine:
         for batch in batches:
             self.profiler.begin_step(False, batch.step)
             self._configure_for(batch)
-            loss = self._mean_loss(self.pipeline().evaluate(self._local_batch(batch)))
-            parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
-            for name, value in ({"loss": loss} | parts).items():
+            loss = self.pipeline().evaluate(self._local_batch(batch))
+            sums = self._sums.read(HostCopy(self._sums.add(loss, self.pipeline().metrics())).read())
+            parts = {name: values[0] for name, values in sums.metrics.get(head, {}).items() if len(values) == 1}
+            for name, value in ({"loss": sums.loss} | parts).items():
                 losses.setdefault(name, []).append(value)
         # FSDP2 frees gathered parameters in the backward, which an evaluation lacks.
         self.item_store.reshard()
@@ -575,7 +554,10 @@ class Engine:
 
         Raises:
             MoveError: a transfer failed; the old partition is still active.
+            RuntimeError: the result of the last step was not collected.
         """
+        if self._launched is not None:
+            raise RuntimeError("a step was launched whose result was not collected")
         # The partition changes only after the move has succeeded on all ranks; see ``MoveError``.
         report = move_items(self.item_store, self.partition, after, self.world)
         self.partition = after
@@ -585,7 +567,7 @@ class Engine:
 
     def set_world(self, world: World) -> None:
         """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
-        self.world = world
+        self.world = self._sums.world = world
         self.partition = self.partition.renumbered()
         self._pipeline = None
         for technique in self.techniques:

@@ -17,7 +17,8 @@ from typing import Any
 
 from ..config import TrainingConfig
 from ..data.batch import Batch
-from .engine import Engine, StepResult
+from .engine import Engine
+from .step_result import StepResult
 
 # Pieces of a batch in an event, so that a line of events.jsonl stays below a megabyte.
 MAX_PIECES = 4096

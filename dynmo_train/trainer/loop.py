@@ -2,7 +2,7 @@
 
 One iteration of ``Trainer.train``, on every rank::
 
-    BatchLoader -> Engine.train_step -> StepResult
+    BatchLoader -> Engine.launch_step -> StepResult, on GPUs that of the step before
                               |                 |-> profile.jsonl, metrics.jsonl     RunLogger
                               |                 |-> iteration line, TensorBoard      TrainingLog
                               |                 `-> skipped update: report or end    FiniteCheck
@@ -23,13 +23,17 @@ One iteration of ``Trainer.train``, on every rank::
 
 Everything that acts at a boundary is called at the same boundary on every rank, since most of it is collective. The
 order matters: a checkpoint is saved after layers have moved, so that it is of the partition that the run resumes with.
+
+On GPUs the host launches a step before it has the result of the last one, so that the device never waits for the host.
+The result is collected first where something acts on it: profiled steps, evaluations, plans, checkpoints, the end.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,7 +49,6 @@ from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
-from .engine import StepResult
 from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
@@ -57,6 +60,7 @@ from .rebalance.resize_requests import ResizeRequests
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
+from .step_result import StepResult
 
 
 def run_pretrain(config: Config) -> int:
@@ -81,8 +85,34 @@ def run_pretrain(config: Config) -> int:
         destroy_world()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LaunchedStep:
+    """What the log of a step needs apart from its result.
+
+    Attributes:
+        step: number of the step.
+        size: samples of its batch.
+        tokens: tokens of a sample.
+        consumed: samples consumed before it.
+        plan_id: number of the active plan.
+        problem: problem of this rank's data; None without one.
+    """
+
+    step: int
+    size: int
+    tokens: int
+    consumed: int
+    plan_id: int
+    problem: str | None
+
+
 class Trainer:
-    """A run in progress: the engine, and everything that acts at step boundaries."""
+    """A run in progress: the engine, and everything that acts at step boundaries.
+
+    Attributes:
+        defers_results: whether the result of a step may be read after the next one was launched. On CPU this would gain
+            nothing, and times of steps would be those between two results.
+    """
 
     def __init__(self, start: InitialState) -> None:
         self.config = config = start.config
@@ -113,6 +143,9 @@ class Trainer:
         self._compression_choice = _compression_choice(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
+        self.defers_results = self.engine.world.device.type == "cuda"
+        self._waiting: deque[_LaunchedStep] = deque()
+        self._profiled: tuple[_LaunchedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
         """The controller of an online run; None with one pipeline rank, where there is nothing to move.
@@ -191,12 +224,14 @@ class Trainer:
                 # Before a new save below, which would otherwise wait for a save that is already complete.
                 self._checkpointer.at_boundary()
                 relaunch = not is_last and self._is_resize_requested()
-                # A signal that arrived during the evaluation or the move above counts at this boundary.
-                signals = signal_handler.at_boundary(self.engine.world, relaunch=relaunch)
+                # A signal that arrived during the evaluation or the move above counts at this boundary, unless ranks
+                # run ahead of their devices: then at the next one.
+                signals = signal_handler.at_boundary(self.engine.world, relaunch=relaunch, defer=bool(self._waiting))
                 if self._is_due(training.exit_interval):
                     signals = replace(signals, exit=True)
                 # Every term is equal on all ranks: counts of steps, or reduced by ``at_boundary``.
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
+                    self._collect()
                     self._save()
                 if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
@@ -268,35 +303,86 @@ class Trainer:
         )
 
     def train_step(self) -> None:
-        """Train one step and log it."""
+        """Train one step; log it, or on GPUs the one before."""
         self.step += 1
         batch = self._batch = self._loader.batch(self.consumed_samples, self.step)
         size = self.config.batch_sizes.at(self.consumed_samples)
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
-        result = self.engine.train_step(batch, sampled=is_sampled, advance=size)
-        # One replica alone may have read an invalid token; its loss is not finite then, which all ranks know.
-        if not math.isfinite(result.loss):
-            raise_together(self.engine.world, batch.problem)
+        self._waiting.append(
+            _LaunchedStep(
+                step=self.step,
+                size=size,
+                tokens=batch.tokens or self.config.model.seq_length,
+                consumed=self.consumed_samples,
+                plan_id=self.controller.active_plan_id if self.controller is not None else self._initial_plan_id,
+                problem=batch.problem,
+            )
+        )
+        result = self.engine.launch_step(batch, sampled=is_sampled, advance=size)
         # Also the samples of a skipped update, which does not advance the learning-rate schedule.
-        before, self.consumed_samples = self.consumed_samples, self.consumed_samples + size
-        self._log_step(result, size, batch.tokens or self.config.model.seq_length)
-        problem = self._finite_check.after_step(self.step, result)
-        if problem is not None and self.engine.world.is_rank0:
-            detail = batch_detail(before, size, self.data.token_ranges(before))
-            self.logger.log_event("not_finite", problem, step=self.step, **detail)
-            self._log.line(f" {problem}")
-        for event in self.engine.after_step(self.step):
+        self.consumed_samples += size
+        if result is not None:
+            self._finish(result)
+        if self._needs_result():
+            self._collect()
+        events = self.engine.after_step(self.step)
+        if events:
+            self._collect()
+        for event in events:
             self.logger.log_technique_event(event)
             self._log.line(f" {event.message} after iteration {event.step}")
 
-    def _log_step(self, result: StepResult, size: int, sample_length: int) -> None:
-        plan_id = self.controller.active_plan_id if self.controller is not None else self._initial_plan_id
-        if result.costs is not None:
-            self.logger.log_costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
+    def _needs_result(self) -> bool:
+        """Whether something acts on the result of the last step at this boundary; equal on all ranks."""
+        training, balance = self.config.training, self.config.balance
+        acts = (
+            self.step == training.train_iters
+            # Before the run ends because of them, no further step is launched.
+            or self._finite_check.skipped > 0
+            or (training.eval_iters and self.step % training.eval_interval == 0)
+            or (self.controller is not None and self.step % balance.rebalance_interval == 0)
+            or self._is_due(training.exit_interval)
+            or self._is_due(self.config.run.save_interval)
+        )
+        return bool(acts) or not self.defers_results or not self.engine.can_defer
+
+    def _collect(self) -> None:
+        """Wait for the step that was launched last, if its result was not read yet, and for its costs."""
+        result = self.engine.collect()
+        if result is not None:
+            self._finish(result)
+        self._log_costs()
+
+    def _finish(self, result: StepResult) -> None:
+        """Log the step that was launched first of those without a result, and check it."""
+        launched = self._waiting.popleft()
+        # One replica alone may have read an invalid token; its loss is not finite then, which all ranks know.
+        if not math.isfinite(result.loss):
+            raise_together(self.engine.world, launched.problem)
+        # Of the step before: they were gathered while this one ran.
+        self._log_costs()
+        self._profiled = (launched, result)
+        self._log_step(launched, result)
+        problem = self._finite_check.after_step(launched.step, result)
+        if problem is not None and self.engine.world.is_rank0:
+            detail = batch_detail(launched.consumed, launched.size, self.data.token_ranges(launched.consumed))
+            self.logger.log_event("not_finite", problem, step=launched.step, **detail)
+            self._log.line(f" {problem}")
+
+    def _log_costs(self) -> None:
+        """Write the profile record of the last result, if it has one that was not written yet."""
+        if self._profiled is not None:
+            (launched, result), self._profiled = self._profiled, None
+            if result.costs is not None:
+                self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, result.costs, result.counts)
+
+    def _log_step(self, launched: _LaunchedStep, result: StepResult) -> None:
+        step, size = launched.step, launched.size
+        consumed = launched.consumed + size
         self.logger.log_metrics(
-            step=self.step,
-            consumed_train_samples=self.consumed_samples,
+            step=step,
+            consumed_train_samples=consumed,
             **result.losses,
             **result.counts,
             grad_norm=result.grad_norm,
@@ -304,13 +390,13 @@ class Trainer:
             loss_scale=result.loss_scale,
             updated=result.updated,
             step_ns=result.step_ns,
-            tokens=size * sample_length,
-            model_flops=self._flops(size, sample_length),
+            tokens=size * launched.tokens,
+            model_flops=self._flops(size, launched.tokens),
             global_batch_size=size,
-            plan_id=plan_id,
+            plan_id=launched.plan_id,
             **({"compression": result.compression} if result.compression else {}),
         )
-        self._log.log_step(self.step, self.consumed_samples, size, sample_length, result)
+        self._log.log_step(step, consumed, size, launched.tokens, result)
 
     def _choose_compression(self, plan: AppliedPlan | None) -> None:
         """Let ``dynmo-plan`` choose the number of pipeline ranks that compress between replicas."""

@@ -5,6 +5,9 @@ the flags over all ranks, so that every rank saves or exits after the same step:
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2 -> flags of this rank -+
     time limit, resize request ------------------------------+-> all_reduce(MAX) -> BoundarySignals
+
+Where the host runs ahead of the device, the reduction takes place during the next step and is read at its end, so that
+no rank waits for another one at a boundary.
 """
 
 from __future__ import annotations
@@ -43,6 +46,22 @@ class BoundarySignals:
     relaunch: bool = False
 
 
+class _Reduction:
+    """The maximum of the flags of all ranks, in progress: one rank that has received a signal is enough."""
+
+    def __init__(self, world: World, flags: list[bool]) -> None:
+        self._flags = torch.tensor(flags, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        if world.size > 1:
+            group = world.groups.world
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self) -> list[bool]:
+        if self._work is not None:
+            self._work.wait()
+        return [bool(flag) for flag in self._flags.tolist()]
+
+
 class DistributedSignalHandler:
     """Collects signals between two step boundaries.
 
@@ -66,6 +85,7 @@ class DistributedSignalHandler:
         self._start_s = now()
         self.received = {"save": False, "terminate": False, "interrupt": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
+        self._reductions: list[_Reduction] = []
 
     def __enter__(self) -> DistributedSignalHandler:
         handlers = {
@@ -106,12 +126,14 @@ class DistributedSignalHandler:
                 os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again exits now, without saving\n")
         self.received["interrupt"] = True
 
-    def at_boundary(self, world: World, *, relaunch: bool = False) -> BoundarySignals:
+    def at_boundary(self, world: World, *, relaunch: bool = False, defer: bool = False) -> BoundarySignals:
         """Agree on what any rank was signalled. Every rank calls this after every step.
 
         Args:
             world: process groups.
             relaunch: whether this rank knows of a reason to restart the run.
+            defer: whether to return what was received up to the boundary before, without waiting for the other ranks;
+                what has arrived since then counts at the next boundary. Equal on all ranks.
 
         Returns:
             The actions, equal on all ranks.
@@ -122,11 +144,12 @@ class DistributedSignalHandler:
         save, received["save"] = received["save"], False
         relaunch = relaunch or received["relaunch"]
         local = [save, received["terminate"], received["interrupt"], is_over_time, relaunch]
-        flags = torch.tensor(local, dtype=torch.int64)
-        # The maximum: one rank that has received a signal is enough.
-        if world.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.world)
-        save, terminate, interrupt, is_over_time, relaunch = (bool(flag) for flag in flags.tolist())
+        earlier = self._reductions
+        self._reductions = [*earlier, _Reduction(world, local)]
+        known = earlier if defer else self._reductions
+        self._reductions = [each for each in self._reductions if each not in known]
+        agreed = [any(flags) for flags in zip(*(each.wait() for each in known), strict=True)] or [False] * len(local)
+        save, terminate, interrupt, is_over_time, relaunch = agreed
         exit_code = EXIT_TERMINATED if terminate else EXIT_INTERRUPTED if interrupt else EXIT_OK
         return BoundarySignals(
             save=save,

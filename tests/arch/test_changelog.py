@@ -1,4 +1,4 @@
-"""The changelog is what users read before they upgrade: dated, by program, each change once, of this version."""
+"""The changelog: dated, of the packaged version, by program, and each change once."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def untied_gradients(world: World, scenario: Scenario):
     """Each copy of the tied weight keeps its own gradient where the copies live apart."""
     proper = engine_module.add_tied_gradients
 
-    def only_at_home(store, ties, owners, world, done=()):
+    def only_at_home(store, ties, owners, world, presence, done=()):
         if world.size == 1:
-            proper(store, ties, owners, world, done)
+            proper(store, ties, owners, world, presence, done)
 
     engine_module.add_tied_gradients = only_at_home
     return play(world, scenario)
@@ -65,14 +65,13 @@ def untied_gradients(world: World, scenario: Scenario):
 
 def norm_by_worker(world: World, scenario: Scenario):
     """The norm is summed in float32 over each worker's gradients first, and over workers after."""
-    from dynmo_train.parallel.process_groups import sum_over_pipeline
 
-    def naive(store, item_names, ties, world):
-        gradients = [p.grad.flatten() for _, name, p in store.parameters() if p.grad is not None and name not in ties]
-        square = torch.linalg.vector_norm(torch.cat(gradients)).square().reshape(1)
-        return float(sum_over_pipeline(world, square).sqrt())
+    def naive(squares, store):
+        gradients = [p.grad.flatten() for _, name, p in store.parameters() if p.grad is not None and "head" not in name]
+        square = torch.linalg.vector_norm(torch.cat(gradients)).square().double().reshape(1)
+        return torch.cat([square, square.new_zeros(len(scenario.family().items) - 1)])
 
-    engine_module.gradient_norm = naive
+    engine_module.ItemSquares.__call__ = naive
     return play(world, scenario)
 
 
@@ -114,12 +113,12 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
     engine.techniques.load_state_dict({}, 1)
     missing = []
 
-    def look(_step: int) -> float:
+    def look(_step: int) -> torch.Tensor:
         frozen = set(engine.techniques.frozen_items)
         missing.extend(
             name for item, name, p in engine.item_store.parameters() if item not in frozen and p.grad is None
         )
-        return 1.0
+        return torch.ones(len(engine.family.items), dtype=torch.float64)
 
     engine.prepare_gradients = look
     from tests.distributed.scenario import batch_of

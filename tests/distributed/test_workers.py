@@ -47,7 +47,7 @@ def state(world):
         torch.get_num_threads(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        engine.gradient_norm is None,
+        engine.ItemSquares is None,
         engine.Engine.train_step is None,
         pipeline_stage.ItemStage.backward_one_chunk is pipeline_stage.ItemStage.forward_one_chunk,
     )
@@ -65,7 +65,7 @@ def disorder(world):
     torch.set_num_threads(3)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
-    engine.gradient_norm = None
+    engine.ItemSquares = None
     engine.Engine.train_step = None
     pipeline_stage.ItemStage.backward_one_chunk = pipeline_stage.ItemStage.forward_one_chunk
     return os.getpid()

@@ -98,15 +98,15 @@ def update_operations(world: World, layout: Layout) -> int:
     engine = engine_on(set_parallel_dims(world, layout.dims, 60), layout)
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
     with _Operations() as counted:
-        proper = engine_module.gradient_norm
+        proper = engine_module.ItemSquares.__call__
 
         def from_here(*arguments):
             counted.count = 0
             return proper(*arguments)
 
-        engine_module.gradient_norm = from_here
+        engine_module.ItemSquares.__call__ = from_here
         engine.train_step(batch_of(2, layout.scenario.model), sampled=False)
-        engine_module.gradient_norm = proper
+        engine_module.ItemSquares.__call__ = proper
     return counted.count
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ...parallel.process_groups import World
-from ..gradients import exchange, exchange_presence, item_of, set_tied_gradients, tied_groups
+from ..gradients import TiedPresence, exchange, item_of, set_tied_gradients, tied_groups
 from ..item_store import ItemStore
 
 
@@ -37,7 +37,12 @@ def fused_parameters(store: ItemStore, ties: Mapping[str, str], world: World) ->
 
 
 def add_fused_gradients(
-    store: ItemStore, ties: Mapping[str, str], owners: Mapping[str, int], world: World, fused: frozenset[str]
+    store: ItemStore,
+    ties: Mapping[str, str],
+    owners: Mapping[str, int],
+    world: World,
+    presence: TiedPresence,
+    fused: frozenset[str],
 ) -> None:
     """Set ``grad`` of all copies of the ``fused`` weights, on all replicas, to the sum of their gradients.
 
@@ -46,6 +51,7 @@ def add_fused_gradients(
         ties: Parameter that is a copy -> parameter that owns the value.
         owners: Item -> its pipeline rank.
         world: Processes of the run.
+        presence: Which copies have a gradient.
         fused: Result of :func:`fused_parameters`.
     """
     here = {name: parameter for _, name, parameter in store.parameters()}
@@ -56,7 +62,7 @@ def add_fused_gradients(
         local = [name for name in members if ranks[name] == world.pipeline_rank]
         if not local:
             continue
-        present = exchange_presence({name: here[name].grad is not None for name in local}, ranks, world)
+        present = presence.of({name: here[name].grad is not None for name in local}, ranks, world)
         adding = [name for name in members if present[name]]
         like = here[local[0]]
         total = _fused_sum({n: here[n].grad for n in local}, adding, ranks, like, world) if adding else None

@@ -17,7 +17,7 @@ from torch import nn
 from ...config.optimizer import OptimizerConfig
 from ...models.layer_list import is_embedding_or_output
 from .protocol import Optimizer, OptimizerContext, StateShapes, decays
-from .torch_groups import TorchGroups, empty_groups
+from .torch_groups import TorchGroups, divide_or_skip, empty_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -109,9 +109,34 @@ class FusedAdamW:
             del self._is_decoupled[parameter]
             self.drop_state(parameter)
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
-        """Update with ``lr``, ``weight_decay`` and ``decoupled_lr``; see ``Optimizer``."""
+    @property
+    def skips_on_device(self) -> bool:
+        """See ``Optimizer``; apex reads such a flag only in forms of its kernel that keep copies of the parameters."""
+        return False
+
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """See ``Optimizer``.
+
+        Args:
+            lr: Learning rate.
+            weight_decay: Of matrices.
+            decoupled_lr: Learning rate of word embeddings and output layer.
+            divisor: A float32 scalar that divides every gradient.
+            skip: A float32 scalar, 1 where nothing is to be updated.
+        """
         trained = [parameter for parameter in self._is_decoupled if parameter.grad is not None]
+        if not divide_or_skip([each.grad for each in trained if each.grad is not None], divisor, skip):
+            for parameter in trained:
+                parameter.grad = None
+            return
         groups: dict[tuple[float, bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
             rate = decoupled_lr if self._is_decoupled[parameter] and decoupled_lr is not None else lr

@@ -38,13 +38,27 @@ class Optimizer(Protocol):
     def remove(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget parameters that were added, with their state."""
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether ``step`` reads ``skip`` on the device; otherwise it waits for the device."""
+
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
         """Update every parameter that has a gradient, and drop the gradients.
 
         Args:
             lr: Learning rate.
             weight_decay: Of matrices; vectors have none.
             decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
+            divisor: Divides every gradient (clipping), a float32 scalar on the device; None divides by nothing.
+            skip: Float32 scalar on the device: 1 leaves parameters and state unchanged, 0 updates. None updates.
         """
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

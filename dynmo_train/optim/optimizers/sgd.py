@@ -62,14 +62,30 @@ class TorchSGD(TorchGroups):
         super().__init__(torch.optim.SGD(empty_groups(), lr=0.0, momentum=settings.momentum, fused=True))
         self._has_state = settings.momentum != 0
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
-        """Update with ``lr``, ``weight_decay`` and ``decoupled_lr``; see ``Optimizer``."""
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """See ``Optimizer``; a skipped update counts, too.
+
+        Args:
+            lr: Learning rate.
+            weight_decay: Of matrices.
+            decoupled_lr: Learning rate of word embeddings and output layer.
+            divisor: A float32 scalar that divides every gradient.
+            skip: A float32 scalar, 1 where nothing is to be updated.
+        """
         if self._has_state:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._count(parameter)
-        super().step(lr, weight_decay, decoupled_lr)
+        super().step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
 
     def _count(self, parameter: nn.Parameter) -> None:
         # Zeros: the fused kernel takes all buffers of a group as uninitialized, or none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -47,13 +47,45 @@ class TorchGroups:
         for parameter in leaving:
             self.drop_state(parameter)
 
-    def step(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
-        """Update with ``lr``, ``weight_decay`` and ``decoupled_lr``; see ``Optimizer``."""
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the optimizer is fused: its kernel divides and skips by itself, in the same pass."""
+        return bool(self._optimizer.defaults.get("fused"))
+
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
+        *,
+        divisor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """See ``Optimizer``.
+
+        Args:
+            lr: Learning rate.
+            weight_decay: Of matrices.
+            decoupled_lr: Learning rate of word embeddings and output layer.
+            divisor: A float32 scalar that divides every gradient.
+            skip: A float32 scalar, 1 where nothing is to be updated.
+        """
+        if self.skips_on_device:
+            # The names are those of torch's GradScaler.
+            self._optimizer.grad_scale, self._optimizer.found_inf = divisor, skip  # type: ignore[attr-defined]
+        elif not divide_or_skip(self.gradients(), divisor, skip):
+            self._optimizer.zero_grad(set_to_none=True)
+            return
         for group in self._optimizer.param_groups:
             group["lr"] = decoupled_lr if group["is_decoupled"] and decoupled_lr is not None else lr
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of all parameters that have one, each in the shape of its parameter."""
+        groups = self._optimizer.param_groups
+        return [each.grad for group in groups for each in group["params"] if each.grad is not None]
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
@@ -73,3 +105,21 @@ class TorchGroups:
     def drop_state(self, parameter: nn.Parameter) -> None:
         """See ``Optimizer``."""
         self._optimizer.state.pop(parameter, None)
+
+
+def divide_or_skip(gradients: Sequence[torch.Tensor], divisor: torch.Tensor | None, skip: torch.Tensor | None) -> bool:
+    """Do what a kernel without ``divisor`` and ``skip`` cannot do; waits for the device.
+
+    Args:
+        gradients: Float32 tensors of any shape, divided in place.
+        divisor: A float32 scalar; None divides by nothing.
+        skip: A float32 scalar, 1 where nothing is to be updated.
+
+    Returns:
+        Whether to update.
+    """
+    if skip is not None and float(skip):
+        return False
+    if divisor is not None and gradients:
+        torch._foreach_div_(list(gradients), divisor)
+    return True

@@ -4,7 +4,7 @@ Data flow of one step and one boundary::
 
     every rank                       rank 0
     LayerProfiler: times and bytes of items
-      | all_gather_objects
+      | CostGather
       v
     StepResult.costs  -------------> log_costs             -> profile.jsonl   record "step"
     StepResult.losses -------------> log_metrics           -> metrics.jsonl

@@ -18,8 +18,8 @@ from ...data.batches import eval_samples
 from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
-from ..engine import StepResult
 from ..rebalance.plan_controller import AppliedPlan
+from ..step_result import StepResult
 from .tensorboard import EventWriter
 
 # Steps of the means before and after a migration, over which noise of single steps averages out.

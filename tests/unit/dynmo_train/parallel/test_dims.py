@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.pipeline.profiler import merge_rank_costs
 
 SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2, 3), (1, 2, 4), (1, 2))]
 
@@ -33,18 +32,3 @@ def test_parallel_dims_expert_ranks_are_neighbors():
     dims = ParallelDims(tensor=2, data=4, expert=2)
     assert dims.expert_ranks(0) == dims.expert_ranks(2) == (0, 2)
     assert dims.expert_ranks(5) == (5, 7)
-
-
-def test_merge_rank_costs_takes_the_maximum():
-    def cost(busy, forward, weight):
-        return {"items": ["a", "b"], "busy_ns": busy, "forward_ns": forward, "backward_weight_ns": weight}
-
-    costs = [
-        cost(5, [1, 9], None),
-        cost(7, [3, 2], None),
-        cost(1, [4, 4], [1, 2]),
-        cost(2, [5, 3], [2, 1]),
-    ]
-    first, second = merge_rank_costs(ParallelDims(pipeline=2, data=2), costs)
-    assert first == cost(7, [3, 9], None)
-    assert second == cost(2, [5, 4], [2, 2])

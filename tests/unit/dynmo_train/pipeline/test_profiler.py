@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dynmo_train.parallel.device_clock import CpuClock
-from dynmo_train.pipeline.profiler import LayerProfiler
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.pipeline.profiler import LayerProfiler, cost_table, merge_cost_tables
 
 
 class Witness:
@@ -40,8 +41,34 @@ def test_saved_tensors_of_an_unused_branch_free_the_graph():
         unused = hidden.exp()  # saves its own output for a backward that never runs
         loss = (hidden * hidden).sum()
     loss.backward()
-    assert profiler.result(("layers.0",), 1)["activation_bytes"][0] > 0
+    assert profiler.measurements().result(("layers.0",), 1)["activation_bytes"][0] > 0
     assert torch.equal(x.grad, torch.full((8,), 8.0))
     del hidden, unused, loss, witness
     gc.collect()
     assert watched() is None
+
+
+def test_cost_tables_merge_to_the_maximum_of_a_pipeline_rank():
+    items = ["a", "b", "c", "d"]
+
+    def costs(names, busy, forward, weight):
+        return {
+            "items": names,
+            "forward_ns": forward,
+            "backward_ns": [0] * len(names),
+            "backward_weight_ns": weight,
+            "activation_bytes": [1] * len(names),
+            "busy_ns": busy,
+            "peak_memory_bytes": 2**40 + busy,
+        }
+
+    first, second = ("a", "b", "c"), ("d",)
+    measured = [
+        costs(first, 5, [1, 9, 2], None),
+        costs(first, 7, [3, 2, 2], None),
+        costs(second, 1, [4], [1]),
+        costs(second, 2, [3], [2]),
+    ]
+    tables = [cost_table(items, each["items"], each) for each in measured]
+    merged = merge_cost_tables(ParallelDims(pipeline=2, data=2), items, [first, second], tables)
+    assert merged == [costs(first, 7, [3, 9, 2], None), costs(second, 2, [4], [2])]

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from dynmo_train.optim.precision import LossScaler, LossScaling
-from dynmo_train.trainer.engine import StepResult
 from dynmo_train.trainer.finite_check import MAX_PIECES, FiniteCheck, batch_detail, end_message
+from dynmo_train.trainer.step_result import StepResult
 
 NAN = math.nan
 
@@ -23,7 +23,6 @@ def result(loss=1.0, norm=1.0, *, is_scale_search=False):
         loss_scale=1.0,
         updated=updated,
         step_ns=1,
-        costs=None,
         is_scale_search=is_scale_search,
     )
 

@@ -50,7 +50,7 @@ def test_computed_activations_equal_profiled_ones(family_name):
         with profiler.saved_tensors(item.name, lambda ignored=ignored: ignored):
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
-    measured = sum(profiler.result(names, 1)["activation_bytes"])
+    measured = sum(profiler.measurements().result(names, 1)["activation_bytes"])
     assert sum(memory.saved for memory in expected.values()) == pytest.approx(measured, rel=0.02)
 
 

@@ -1,0 +1,92 @@
+"""What an optimizer step has given: a step that was launched, and its result once the device has reached its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..pipeline.profiler import CostGather, Measurements
+from .step_sums import HostCopy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The outcome of one optimizer step, equal on all ranks except for ``step_ns``.
+
+    Attributes:
+        loss: mean over the tokens of the step.
+        grad_norm: global L2 norm before clipping.
+        rate: learning rate of this step's update.
+        next_rate: learning rate of the next update; Megatron's log line shows this one.
+        loss_scale: loss scale of the next step.
+        updated: False where the loss or a gradient was not finite; weights and schedules are then unchanged.
+        step_ns: wall time on this rank, in nanoseconds: from the launch of the step, or from the result of the step
+            before if that came later, to its result.
+        gathered_costs: costs of all ranks, on their way; None where the step was not profiled.
+        is_scale_search: whether only scaled gradients overflowed and the dynamic loss scale can still be reduced.
+        metrics: item -> metric -> one or more values, means over the microbatches, in list order. These are
+            auxiliary losses and counts such as routed tokens.
+        compression: measurements of the compression; empty where none are requested.
+    """
+
+    loss: float
+    grad_norm: float
+    rate: float
+    next_rate: float
+    loss_scale: float
+    updated: bool
+    step_ns: int
+    gathered_costs: CostGather | None = None
+    is_scale_search: bool = False
+    metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+    compression: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def costs(self) -> list[dict[str, Any]] | None:
+        """One dictionary per pipeline rank, in order; waits for the other ranks. None where the step was not profiled.
+
+        ``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``.
+        """
+        return None if self.gathered_costs is None else self.gathered_costs.wait()
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """``lm_loss``, followed by the scalar metrics of items, each a mean over the items that report it."""
+        scalars: dict[str, list[float]] = {}
+        for metrics in self.metrics.values():
+            for name, values in metrics.items():
+                if len(values) == 1:
+                    scalars.setdefault(name, []).append(values[0])
+        means = {name: sum(values) / len(values) for name, values in scalars.items()}
+        return {"lm_loss": self.loss} | means
+
+    @property
+    def counts(self) -> dict[str, dict[str, list[float]]]:
+        """Vector metrics of items, such as tokens per expert: metric -> item -> values, in list order."""
+        counts: dict[str, dict[str, list[float]]] = {}
+        for item, metrics in self.metrics.items():
+            for name, values in metrics.items():
+                if len(values) > 1:
+                    counts.setdefault(name, {})[item] = values
+        return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step whose result has not been read.
+
+    Attributes:
+        sums: norm, loss and metrics on their way to the host.
+        measured: what the profiler has measured; None where the step was not profiled.
+        microbatches: number of microbatches.
+        advance: samples by which the learning-rate schedule advances after an update.
+        rate: learning rate of the update.
+    """
+
+    sums: HostCopy
+    measured: Measurements | None
+    microbatches: int
+    advance: int
+    rate: float

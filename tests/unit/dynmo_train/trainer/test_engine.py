@@ -1,0 +1,89 @@
+"""A step reads the device once.
+
+Meta tensors stand in for a device: they have no values, so that every read of one fails.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.pipelining.stage import PipelineStage
+
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import Groups, World
+from dynmo_train.trainer import engine as engine_module
+from tests.distributed.families import SAMPLES
+from tests.distributed.scenario import Scenario, batch_of, engine_of
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def meta_world():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield World(rank=0, size=1, device=META, host="here", dims=ParallelDims(), groups=Groups(pipeline=dist.group.WORLD))
+    dist.destroy_process_group()
+
+
+class CountedCopy:
+    """Stands in for ``HostCopy``: counts, and answers with ones."""
+
+    count = 0
+
+    def __init__(self, source: torch.Tensor) -> None:
+        assert source.device == META
+        self.length = source.numel()
+        CountedCopy.count += 1
+
+    def read(self) -> list[float]:
+        return [1.0] * self.length
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    monkeypatch.setattr(engine_module, "HostCopy", CountedCopy)
+    monkeypatch.setattr(CountedCopy, "count", 0)
+    # torch agrees on static shapes when a schedule is built: once per partition, not per step.
+    monkeypatch.setattr(PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(()))
+
+    def fused_step(optimizer):
+        # The kernel has no form for meta tensors. What it reads lies on the device.
+        assert optimizer.grad_scale.device == optimizer.found_inf.device == META
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fused_step)
+    return CountedCopy
+
+
+PLAIN = {"prune": False, "freeze": ()}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *(Scenario(model=model, **PLAIN) for model in ("gpt", *SAMPLES) if model != "mixtral"),
+        Scenario(precision="bf16", **PLAIN),
+        Scenario(recompute=True, **PLAIN),
+        Scenario(tied=False, schedule="gpipe", freeze=((1, 1),), prune=False),
+    ],
+    ids=lambda scenario: f"{scenario.model}-{scenario.precision}-{scenario.schedule}-{scenario.recompute}",
+)
+def test_engine_step_reads_the_device_once(meta_world, copies, scenario):
+    engine = engine_of(scenario, meta_world)
+    for step in (1, 2, 3):
+        engine.train_step(batch_of(step, scenario.model), sampled=False)
+        engine.after_step(step)
+    assert copies.count == 3
+
+
+def test_engine_launched_steps_read_the_device_when_collected(meta_world, copies, monkeypatch):
+    reads = []
+    monkeypatch.setattr(CountedCopy, "read", lambda copy: reads.append(copy) or [1.0] * copy.length)
+    engine = engine_of(Scenario(**PLAIN), meta_world)
+    assert engine.launch_step(batch_of(1), sampled=False) is None
+    assert not reads
+    assert engine.launch_step(batch_of(2), sampled=False) is not None
+    assert len(reads) == 1
+    assert engine.collect() is not None
+    assert engine.collect() is None
