@@ -26,12 +26,12 @@ INSTALLED_KEY = "dynmo.installed_options"
 
 def _panel(spec: OptionSpec, default: str | None, *, always: bool) -> Panel:
     """The section of an option, and what typer cannot know: values of a file and defaults are merged later."""
-    alternative = dict(ALTERNATIVES).get(spec.name)
-    is_required = default is None and (spec.required or alternative is not None)
+    alternatives = {first: others for first, *others in ALTERNATIVES}.get(spec.name, [])
+    is_required = default is None and (spec.required or bool(alternatives))
     if default is None:
         default = "" if spec.default is None or spec.required else spec.default_text
-        if alternative:
-            default = f"or {built_in_specs()[alternative].flag}"
+        if alternatives:
+            default = f"or {', '.join(built_in_specs()[name].flag for name in alternatives)}"
     bounds, unbounded = spec.bounds_text, f" to {MAX_COUNT:,}"
     return Panel(
         spec.panel,

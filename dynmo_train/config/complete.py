@@ -58,8 +58,8 @@ def _independent(given: Mapping[str, Any], problems: list[Problem], context: Def
     found: list[list[Problem]] = []
     for at in range(len(_NUMBERS)):
         values = {**known, **{spec.name: _allowed(spec, at) for spec in bad}}
-        for first, second in ALTERNATIVES:
-            if values.get(first) is None and values.get(second) is None:
+        for first, *others in ALTERNATIVES:
+            if not any(values.get(name) for name in (first, *others)):
                 spec = option_specs()[first]
                 values[first] = "x" if spec.kind is str else _allowed(spec, at)
         try:

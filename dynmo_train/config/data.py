@@ -58,6 +58,12 @@ class DataConfig:
         "Validation data, as --data-path.", default=None, refers_to="data", common=True
     )
     test_data_path: str | None = option("Test data, as --data-path.", default=None, refers_to="data")
+    mock_data: bool = option("Random tokens instead of a dataset, made from the seed.", default=False)
+    reset_position_ids: bool = option("Restart positions after each end-of-document token (gpt, llama).", default=False)
+    reset_attention_mask: bool = option(
+        "Attend within documents only, which end with the end-of-document token (gpt, llama).", default=False
+    )
+    eod_mask_loss: bool = option("Exclude end-of-document inputs from the loss (gpt, llama).", default=False)
     split: str = option("Weights of the training, validation and test splits.", default="969,30,1", common=True)
     data_impl: DataImpl = option("Dataset implementation; must match the file.", default="infer")
     sample_order: SampleOrder = option(
@@ -122,6 +128,11 @@ class DataConfig:
         return first, second, third
 
     @property
+    def packs_documents(self) -> bool:
+        """Whether the model reads where documents begin."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    @property
     def name(self) -> str:
         """The name of the dataset in logs and checkpoints."""
-        return self.data_path or self.train_data_path or ""
+        return "mock" if self.mock_data else self.data_path or self.train_data_path or ""

@@ -27,8 +27,8 @@ ALIASES = {
     "encoder_seq_length": "seq_length",
     "retriever_seq_length": "seq_length",
 }
-# Pairs of options of which one is required.
-ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
+# Options of which one is required.
+ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path", "mock_data"))
 
 # Defaults of required options in a dry run, which does not train.
 DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1_000_000, "lr": 1e-4, "micro_batch_size": 1}
@@ -259,9 +259,13 @@ def resolve(
         elif spec.required:
             problems.append(Problem(spec.flag, "missing", f"is required: {spec.declaration.help}"))
     problems += [
-        Problem(specs[first].flag, "missing", f"is required, or {specs[second].flag}: {specs[first].declaration.help}")
-        for first, second in ALTERNATIVES
-        if not values.get(first) and not values.get(second)
+        Problem(
+            specs[first].flag,
+            "missing",
+            f"is required, or {' or '.join(specs[name].flag for name in others)}: {specs[first].declaration.help}",
+        )
+        for first, *others in ALTERNATIVES
+        if not any(values.get(name) for name in (first, *others))
     ]
     if not problems:
         problems.extend(_derive(values, sources, replace(context, given=frozenset(given))))

@@ -20,6 +20,7 @@ from .._common.errors import UsageError
 from ..config import Config
 from ..config.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
+from . import mock
 from .batch import Batch
 from .blend import BlendedDataset, samples_per_dataset
 from .gpt_dataset import TokenError
@@ -123,6 +124,8 @@ def open_source(config: Config, prefix: str) -> IndexedDataset:
     Raises:
         UsageError: it is not a data set, not of the format of ``--data-impl``, or was made with another vocabulary.
     """
+    if config.data.mock_data:
+        return mock.mock_dataset(config.model.vocab_size, config.training.seed)
     check_vocabulary(config, prefix)
     source, data_impl = open_indexed(prefix), config.data.data_impl
     if data_impl != "infer":
@@ -148,6 +151,8 @@ def cache_directory(config: Config) -> Path:
 def split_blend(config: Config, split: Split) -> tuple[Blend, tuple[float, float, float], Split]:
     """The data sets of a split, the shares that they are split by, and which of their splits is used."""
     own = config.data.part_blends[SPLITS.index(split)]
+    if config.data.mock_data:
+        return ((1.0, mock.PREFIX),), config.data.split_shares, split
     if own or not config.data.blend:
         return own, ALL_DOCUMENTS, "train"
     return config.data.blend, config.data.split_shares, split
@@ -180,7 +185,7 @@ def open_split(config: Config, split: Split, num_samples: int, open_one: OpenSou
                 num_samples=count,
                 # A batch of a blend takes samples of any data set, so each needs only one.
                 batch_size=config.training.global_batch_size if len(blend) == 1 else 1,
-                cache=cache_directory(config),
+                cache=None if config.data.mock_data else cache_directory(config),
             )
         )
         for (_, prefix), count in zip(blend, counts, strict=True)
@@ -201,7 +206,8 @@ def _open_test(
 ) -> tuple[Dataset | None, str | None]:
     """The test split, or why it makes no batch; (None, None) where no test is configured."""
     named, shares = config.data.test_data_path is not None, config.data.split_shares
-    if not named and not (config.data.blend and shares[SPLITS.index("test")]):
+    has_shares = config.data.blend or config.data.mock_data
+    if not named and not (has_shares and shares[SPLITS.index("test")]):
         return None, None
     try:
         return open_split(config, "test", num_samples, open_one, build), None

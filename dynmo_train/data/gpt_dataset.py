@@ -9,7 +9,9 @@ sequence length and the seed; it does not depend on the number of ranks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ import torch
 
 from .._common.errors import UsageError
 from ..config import Config
-from ..formats.indexed import IndexedDataset
+from ..formats.dataset import read_sidecar
+from ..formats.indexed import IndexedDataset, prefix_of
 from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest
 from .sample_index import SampleIndex, SampleIndexSpec, build_sample_index, count_tokens
+from .tokenizer import TokenizerFiles, open_tokenizer
 
 
 class TokenError(UsageError):
@@ -122,7 +126,40 @@ def build_gpt_dataset(
     return GptDataset(source=source, seq_length=seq_length, vocab_size=vocab_size, index=index)
 
 
+def end_of_document(config: Config) -> int | None:
+    """The id of the end-of-document token: the tokenizer's, else that in the sidecar of the first data set."""
+    named = TokenizerFiles.of(vars(config.data))
+    if named is not None:
+        return _tokenizer_eod(named.kind, tuple(sorted(named.files.items())))
+    # Megatron's NullTokenizer adds this id to those of the data.
+    if config.data.mock_data or config.data.tokenizer_type == "NullTokenizer":
+        return config.model.vocab_size - 1
+    blends = (config.data.blend, *config.data.part_blends)
+    prefixes = [prefix for blend in blends for _, prefix in blend]
+    sidecar = read_sidecar(prefix_of(prefixes[0])) if prefixes else None
+    eod: int | None = None if sidecar is None else sidecar["eod_id"]
+    return eod
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer_eod(kind: str, files: tuple[tuple[str, Path], ...]) -> int | None:
+    return open_tokenizer(TokenizerFiles(kind=kind, files=dict(files))).eod
+
+
 def _builder(config: Config) -> SplitBuilder:
+    data = config.data
+    flags = {
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--eod-mask-loss": data.eod_mask_loss,
+    }
+    given = [flag for flag, on in flags.items() if on]
+    if given and end_of_document(config) is None:
+        raise UsageError(
+            f"{', '.join(given)}: the end-of-document token is unknown; give the tokenizer (--tokenizer-model,"
+            " --vocab-file), or make the data set with dynmo-prep binarize --append-eod, which states it"
+        )
+
     def build(request: SplitRequest) -> Dataset:
         """See ``build_gpt_dataset``, which raises ``UsageError``."""
         return build_gpt_dataset(
@@ -142,8 +179,48 @@ def causal_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
     return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
+def document_starts(ids_BT: torch.Tensor, eod: int) -> torch.Tensor:
+    """Where the document of each token begins; a document ends with ``eod``, which belongs to it.
+
+    Args:
+        ids_BT: int64 token ids, ``[B, T]``.
+        eod: id of the end-of-document token.
+
+    Returns:
+        int64 ``[B, T]``.
+    """
+    places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    starts_BT = torch.zeros_like(ids_BT)
+    starts_BT[:, 1:] = torch.where(ids_BT[:, :-1] == eod, places_T[1:], 0)
+    return starts_BT.cummax(1).values
+
+
+def packed_tensors(config: Config, rows_NC: Int64Array) -> dict[str, torch.Tensor]:
+    """``causal_tensors``, and what the run reads of documents.
+
+    Args:
+        config: the run's options.
+        rows_NC: token ids, int64 ``[N, C]``.
+
+    Returns:
+        int64 ``[N, C - 1]`` each: ``ids``, ``labels``, ``document_starts``, and ``loss_mask``, 0 for tokens that are an
+        end of document, whose label is the first token of another one.
+    """
+    tensors, data = causal_tensors(rows_NC), config.data
+    if not data.packs_documents and not data.eod_mask_loss:
+        return tensors
+    eod = end_of_document(config)
+    # A dry run has no data set: its samples are one document each.
+    eod = -1 if eod is None else eod
+    if data.packs_documents:
+        tensors["document_starts"] = document_starts(tensors["ids"], eod)
+    if data.eod_mask_loss:
+        tensors["loss_mask"] = (tensors["ids"] != eod).long()
+    return tensors
+
+
 FORMAT = SampleFormat(
     builder=_builder,
-    to_tensors=lambda _config, rows: causal_tensors(rows),
+    to_tensors=packed_tensors,
     num_columns=lambda config: config.model.seq_length + 1,
 )

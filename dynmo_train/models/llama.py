@@ -60,6 +60,7 @@ class Llama(Gpt[LlamaShape]):
 
     name = "llama"
     bias = False
+    learns_positions = False
 
     def norm(self, device: torch.device) -> nn.Module:
         """RMSNorm."""

@@ -54,11 +54,15 @@ def write_data(prefix: Path) -> Path:
     return prefix
 
 
-def arguments(data: Path, run: Path, *extra: str, **options: str | None) -> list[str]:
-    """The arguments of a run; ``options`` override ``OPTIONS``, underscores for dashes; None leaves one out."""
+def arguments(data: Path | None, run: Path, *extra: str, **options: str | None) -> list[str]:
+    """The arguments of a run; ``options`` override ``OPTIONS``, underscores for dashes; None leaves one out.
+
+    Without ``data`` the run has no --data-path, and prunes nothing.
+    """
     merged = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() if value is not None for part in (f"--{name}", value)]
-    return ["pretrain", "gpt", "--data-path", str(data), "--run-dir", str(run), "--sparsify", *flags, *extra]
+    given = [] if data is None else ["--data-path", str(data), "--sparsify"]
+    return ["pretrain", "gpt", "--run-dir", str(run), *given, *flags, *extra]
 
 
 def command(data: Path, run: Path, workers: int, *extra: str, **options: str) -> list[str]:
@@ -97,7 +101,7 @@ def interrupted_command(words: list[str], run: str) -> tuple[int, str]:
     return run_command(words)
 
 
-def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
+def train(data: Path | None, run: Path, workers: int, *extra: str, **options: str | None) -> str:
     """Run to the end in processes that have torch loaded already; must succeed. Returns the stderr of worker 0."""
     results = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
     assert [code for code, _ in results] == [0] * workers, str(results)

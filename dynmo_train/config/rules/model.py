@@ -34,6 +34,9 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "moe_expert_capacity_factor": MOE_FAMILIES,
     "moe_token_drop_policy": MOE_FAMILIES,
     "moe_pad_expert_input_to_capacity": MOE_FAMILIES,
+    "reset_position_ids": ("gpt", "llama"),
+    "reset_attention_mask": ("gpt", "llama"),
+    "eod_mask_loss": ("gpt", "llama"),
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {

@@ -117,6 +117,25 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--sparse-attention-buckets", f"is {attention.sparse_attention_buckets}; must be even")
 
 
+def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Techniques that select tokens do not read where documents begin."""
+    data = config.data
+    flags = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
+    given = [flag for flag, on in flags.items() if on]
+    techniques = {
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--sparse-attention": config.attention.sparse_attention,
+    }
+    for technique in [name for name, on in techniques.items() if on]:
+        if given:
+            yield unsupported(given[0], f"is given with {technique}; remove one")
+        if data.eod_mask_loss and technique == "--early-exit-layers":
+            yield unsupported(
+                "--eod-mask-loss", f"is given with {technique}, whose exits count every token; remove one"
+            )
+
+
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
     balance = config.balance
     if balance.balance == "offline" and balance.plan is None:
@@ -138,5 +157,6 @@ TECHNIQUES_RULES: tuple[Rule, ...] = (
     _pruning,
     _freezing,
     _changed_model,
+    _packing,
     _balance,
 )

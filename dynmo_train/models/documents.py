@@ -1,0 +1,146 @@
+"""Several documents in one sample: positions that begin again, and attention within a document.
+
+Megatron's ``--reset-position-ids`` and ``--reset-attention-mask``. One tensor of the batch has everything: for each
+token, the place in its sample where its document begins.
+
+    ids_BT       a  b  eod  c  d  e  eod  f
+    starts_BT    0  0   0   3  3  3   3   7      same document: equal starts
+    positions    0  1   2   0  1  2   3   0      place - start
+
+On CUDA in half precision, attention runs on the documents as sequences of variable length: no mask is read, and no
+score between documents is computed. Elsewhere the mask is a boolean tensor.
+
+Shapes in names: B samples, T tokens, N = B*T, D model width, H heads, G key-value groups, K head width, M documents.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .blocks import Embedding, SelfAttention
+
+# The batch tensor; ``data/gpt_dataset.py`` computes it.
+STARTS = "document_starts"
+
+
+def positions_in_documents(starts_BT: torch.Tensor) -> torch.Tensor:
+    """Position of each token in its document, int64 ``[B, T]``, from ``starts_BT``, int64 ``[B, T]``."""
+    return torch.arange(starts_BT.shape[1], device=starts_BT.device) - starts_BT
+
+
+def document_mask(starts_BT: torch.Tensor) -> torch.Tensor:
+    """Causal mask within documents, bool ``[B, 1, T, T]``, from ``starts_BT``, int64 ``[B, T]``."""
+    tokens = starts_BT.shape[1]
+    causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=starts_BT.device).tril()
+    return ((starts_BT[:, :, None] == starts_BT[:, None, :]) & causal_TT)[:, None]
+
+
+def document_offsets(starts_BT: torch.Tensor, most: int) -> torch.Tensor:
+    """First token of each document of a microbatch, as attention of variable length reads it.
+
+    Args:
+        starts_BT: int64 ``[B, T]``.
+        most: documents of the fullest sample; the others have empty documents at their end, so that no size depends on
+            values on the device.
+
+    Returns:
+        int32 ``[B * most + 1]``, ascending; the last is the number of tokens.
+    """
+    B, T = starts_BT.shape
+    places_T = torch.arange(T, device=starts_BT.device)
+    begins_BM = torch.where(starts_BT == places_T, places_T, T).sort(1).values[:, :most]
+    begins_M = (begins_BM + torch.arange(B, device=starts_BT.device)[:, None] * T).reshape(-1)
+    return F.pad(begins_M, (0, 1), value=B * T).int()
+
+
+class PackedEmbedding(Embedding):
+    """An embedding whose positions begin again with each document."""
+
+    def forward(self, ids_BT: torch.Tensor, starts_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Token ids ``[B, T]`` and the starts of their documents, int64 ``[B, T]``, to ``[B, T, D]``."""
+        x_BTD = self.embed(ids_BT, past=positions_in_documents(starts_BT))
+        return F.dropout(x_BTD, self.dropout, self.training)
+
+
+class PackedAttention(SelfAttention):
+    """Causal attention in samples of several documents.
+
+    Args:
+        reset_positions: whether rotary positions begin again with each document.
+        reset_mask: whether a token attends to tokens of its own document only.
+        options: arguments of ``SelfAttention``.
+    """
+
+    def __init__(self, *, reset_positions: bool, reset_mask: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.reset_positions, self.reset_mask = reset_positions, reset_mask
+        self.most_documents, self.longest_document = 0, 0
+
+    def prepare_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Find out the sizes that kernels need and the device must not be asked for.
+
+        Args:
+            inputs: Batch of a step by name, tensors ``[samples, T]`` on the CPU.
+        """
+        starts_BT = inputs[STARTS]
+        is_first_BT = starts_BT == torch.arange(starts_BT.shape[1])
+        self.most_documents = int(is_first_BT.sum(1).max())
+        self.longest_document = int(positions_in_documents(starts_BT).max()) + 1
+
+    def forward(self, x_BTD: torch.Tensor, starts_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Apply the sublayer with its residual.
+
+        Args:
+            x_BTD: the residual stream, ``[B, T, D]``.
+            starts_BT: int64 ``[B, T]``, where the document of each token begins.
+
+        Returns:
+            The residual stream after the sublayer, ``[B, T, D]``.
+        """
+        q, k, v = self.project(x_BTD, positions_in_documents(starts_BT) if self.reset_positions else 0)
+        if not self.reset_mask:
+            y_BTD = self.attend(q, k, v, None, True)
+        elif self._has_kernel(q):
+            y_BTD = self._attend_varlen(q, k, v, starts_BT)
+        else:
+            y_BTD = self.attend(q, k, v, document_mask(starts_BT), False)
+        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
+
+    def _has_kernel(self, q_BHTK: torch.Tensor) -> bool:
+        drops = self.training and self.attention_dropout > 0
+        half = q_BHTK.dtype in (torch.bfloat16, torch.float16)
+        return q_BHTK.device.type in ("cuda", "meta") and half and not drops and self.most_documents > 0
+
+    def _attend_varlen(
+        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, starts_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`attend`; the documents are sequences of their own."""
+        B, H, T, K = q_BHTK.shape
+        offsets = document_offsets(starts_BT, self.most_documents)
+        q_NHK, k_NHK, v_NHK = (
+            each.transpose(1, 2).reshape(B * T, H, K)
+            for each in (q_BHTK, self._for_each_head(k_BGTK), self._for_each_head(v_BGTK))
+        )
+        longest = self.longest_document
+        y_NHK = _varlen()(q_NHK, k_NHK, v_NHK, offsets, offsets, longest, longest, scale=self.scale, **_causal())
+        y_BTD: torch.Tensor = self.dense(y_NHK.view(B, T, H * K))
+        return y_BTD
+
+
+def _varlen() -> Any:
+    from torch.nn.attention.varlen import varlen_attn  # a private kernel before torch 2.10
+
+    return varlen_attn
+
+
+@cache
+def _causal() -> dict[str, Any]:
+    """The causal mask, in the words of this torch: a window without tokens after, or before 2.11 a flag."""
+    has_window = "window_size" in inspect.signature(_varlen()).parameters
+    return {"window_size": (-1, 0)} if has_window else {"is_causal": True}
