@@ -63,7 +63,15 @@ class PackedEmbedding(Embedding):
     """An embedding whose positions begin again with each document."""
 
     def forward(self, ids_BT: torch.Tensor, starts_BT: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Token ids ``[B, T]`` and the starts of their documents, int64 ``[B, T]``, to ``[B, T, D]``."""
+        """``embed`` with positions in documents, with dropout.
+
+        Args:
+            ids_BT: int64 token ids, ``[B, T]``.
+            starts_BT: int64 ``[B, T]``, where the document of each token begins.
+
+        Returns:
+            ``[B, T, D]``.
+        """
         x_BTD = self.embed(ids_BT, past=positions_in_documents(starts_BT))
         return F.dropout(x_BTD, self.dropout, self.training)
 
@@ -141,6 +149,6 @@ def _varlen() -> Any:
 
 @cache
 def _causal() -> dict[str, Any]:
-    """The causal mask, in the words of this torch: a window without tokens after, or before 2.11 a flag."""
+    """The causal mask as this torch spells it: a window without later tokens, or before 2.11 a flag."""
     has_window = "window_size" in inspect.signature(_varlen()).parameters
     return {"window_size": (-1, 0)} if has_window else {"is_causal": True}

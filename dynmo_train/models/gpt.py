@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape(ModelDims):
-    """Sizes of a GPT, and how it reads samples of several documents, which is no part of a checkpoint."""
+    """Sizes of a GPT, and how it reads samples of several documents, which a checkpoint does not store."""
 
     num_layers: int
     activation: str = "gelu_tanh"
