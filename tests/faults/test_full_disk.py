@@ -23,11 +23,11 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
     from dynmo_train.trainer.engine import Engine
 
     now = {"step": 0}
-    train_step = Engine.train_step
+    launch_step = Engine.launch_step
 
     def counted(engine, batch, **options):
         now["step"] = batch.step
-        return train_step(engine, batch, **options)
+        return launch_step(engine, batch, **options)
 
     def refusing(write):
         def or_refuse(*arguments):
@@ -37,7 +37,7 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
 
         return or_refuse
 
-    Engine.train_step = counted
+    Engine.launch_step = counted
     engine_checkpoint.write_shard = refusing(engine_checkpoint.write_shard)
     engine_checkpoint.new_staging = (
         refusing(engine_checkpoint.new_staging) if os.environ["RANK"] == "0" else engine_checkpoint.new_staging
