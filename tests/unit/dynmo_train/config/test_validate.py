@@ -158,6 +158,11 @@ CASES = {
         {"num_experts": 4, "moe_routing": "expert-choice", "moe_expert_capacity_factor": 1.0},
         "--moe-expert-capacity-factor",
     ),
+    "packed samples with routed blocks": (
+        {"reset_attention_mask": True, "mod_capacity": 0.5},
+        "--reset-attention-mask",
+    ),
+    "loss of exits at ends of documents": ({"eod_mask_loss": True, "early_exit_layers": "1"}, "--eod-mask-loss"),
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
