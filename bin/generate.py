@@ -4,6 +4,7 @@
     bin/shared/**       ──> PACKAGE/**                         copies
     NAME.schema.json    ──> PACKAGE/formats/NAME_fields.py     checks of the structure, from the owner's JSON Schema
     PACKAGE/cli/*.py    ──> PACKAGE/cli/OPTIONS.md             the options of every command, by concern
+    config/compat_flags.py ──> dynmo_train/cli/FLAGS.md        flags of other projects, by what they are here
 
 Rules across fields (a reference, an order, a sum) stay in the hand-written readers, ``PACKAGE/formats/NAME.py``.
 
@@ -345,6 +346,9 @@ def outputs() -> Iterator[tuple[Path, str]]:
     sys.path.insert(0, str(ROOT))
     for program, package in PROGRAMS.items():
         yield ROOT / package / "cli" / "OPTIONS.md", option_page(program, package)
+    root = importlib.import_module("typer.main").get_command(importlib.import_module("dynmo_train.cli").app)
+    table = importlib.import_module("dynmo_train.cli.explain_flags.flag_table")
+    yield ROOT / "dynmo_train" / "cli" / "FLAGS.md", "\n".join(table.markdown(root)) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

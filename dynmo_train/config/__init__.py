@@ -2,7 +2,7 @@
 
 ::
 
-    schema.py ──> options.py ──> command.py       typer parameters; Megatron's flags (compat.py)
+    schema.py ──> options.py ──> command.py       typer parameters; flags of other projects (compat.py)
        │                            │
        │          --config, --recipe, --deepspeed-config
        │                            v

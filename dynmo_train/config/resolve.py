@@ -20,6 +20,7 @@ from .deepspeed import read_deepspeed
 from .extensions import base_family, installed_options, package_techniques
 from .options import DefaultContext, OptionSpec, Source, concern_specs
 from .schema import Config
+from .torchtitan import torchtitan_advice
 
 # Aliases of options in Megatron's scripts of one model family.
 ALIASES = {
@@ -119,7 +120,16 @@ def _unknown(name: str, table: str) -> Problem:
     known = [spec.name for spec in option_specs().values() if spec.is_flag]
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     advice = f"; did you mean {near[0]}?" if near else ""
-    return Problem(f"{table}.{name}" if table else name, "unknown", f"unknown option{advice}")
+    key = f"{table}.{name}" if table else name
+    torchtitan = torchtitan_advice(key)
+    return Problem(key, "unknown", f"unknown option; {torchtitan}" if torchtitan else f"unknown option{advice}")
+
+
+def _unknown_table(key: str, table: Mapping[str, Any]) -> list[Problem]:
+    """Advice on each key of a table of torchtitan; for any other table, the names of ours."""
+    if torchtitan_advice(key):
+        return [_unknown(name, key) for name in table]
+    return [Problem(key, "unknown", f"unknown table; must be one of {', '.join(concern_types())}")]
 
 
 def _take(name: str, value: Any, table: str, taken: dict[str, Any], problems: list[Problem]) -> None:
@@ -155,8 +165,7 @@ def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dic
     for key, value in document.items():
         if isinstance(value, dict):
             if key not in concern_types():
-                tables = ", ".join(concern_types())
-                problems.append(Problem(key, "unknown", f"unknown table; must be one of {tables}"))
+                problems += _unknown_table(key, value)
                 continue
             for name, element in value.items():
                 _take(name, element, key, taken, problems)

@@ -16,7 +16,9 @@ from .._common.console import print_message
 from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
 from .._common.help import HelpCommand
-from .compat import FLAGS, CompatFlag, becomes, ignored, refused, translate
+from .compat import translate
+from .compat_flag import CompatFlag, becomes, ignored, refused
+from .compat_flags import FLAGS
 from .options import OptionSpec
 from .panels import TASK_PANELS
 from .resolve import built_in_specs

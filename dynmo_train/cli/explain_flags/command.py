@@ -10,7 +10,8 @@ import typer
 
 from ..._common.console import Format, emit, emit_json, emit_table
 from ..._common.errors import UsageError
-from ...config.compat import FLAGS, CompatFlag, ignored, refused
+from ...config.compat_flag import CompatFlag, ignored, refused
+from ...config.compat_flags import FLAGS
 from ...config.resolve import option_specs
 from ...config.task_command import TASK_FLAGS, TaskCommand
 from ...formats.input_text import read_input

@@ -7,7 +7,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...config.compat import FLAGS, MULTI_WORD_FLAGS, CompatFlag, declared_name, is_flag, translate, values_after
+from ...config.compat import MULTI_WORD_FLAGS, declared_name, is_flag, translate, values_after
+from ...config.compat_flag import CompatFlag
+from ...config.compat_flags import FLAGS
 from .published_scripts import LAUNCHERS, TASKS, find
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)

@@ -12,7 +12,8 @@ from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
 from dynmo_train.config import config_of, option_specs, validate, with_deepspeed
-from dynmo_train.config.compat import FLAGS, translate
+from dynmo_train.config.compat import translate
+from dynmo_train.config.compat_flags import FLAGS
 from dynmo_train.config.deepspeed import parse_deepspeed
 
 COMMANDS = typer.main.get_command(app).commands["pretrain"].commands

@@ -1,0 +1,465 @@
+"""Flags of other projects that this package does not declare: each becomes other arguments, is ignored or is refused.
+
+``FLAGS`` has those of Megatron-LM, Megatron-DeepSpeed and Optimus-CC, and torchtitan's (``--training.seq_len``).
+Options that this package declares under the same name need no entry. ``cli/FLAGS.md`` is generated from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .compat_flag import CompatFlag, becomes, ignored, refused
+from .torchtitan import TORCHTITAN
+
+_LLAMA = "always on for llama: use pretrain llama"
+_OVERLAP = "no effect on results"
+_ZERO = "buffer sizes follow from the model"
+_CONVERT = "must be given to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or convert"
+_GENERATE = "must be given to text generation: use dynmo-train generate"
+_LAUNCH = "must be given to the launcher: use dynmo-train launch local --nproc N, or torchrun, before the command"
+_MODEL = "changes the model and is not supported: leave it out"
+_FP8 = "fp8 is not supported: use --bf16"
+_MLA = "multi-latent attention is not supported: leave it out, or use --num-query-groups"
+_MTP = "multi-token prediction is not supported: leave it out"
+_SHARED = "shared experts are not supported: leave it out"
+_ROUTER = "routing is a softmax over the selected experts: leave it out, or see --moe-routing"
+_KERNEL = "there is one implementation of the experts"
+_FSDP = "not supported: use --zero-stage 1, 2 or 3"
+_OFFLOAD = "offloading is not supported: leave it out; --zero-stage shards parameters and optimizer state"
+_CONTEXT = "context parallelism is not supported: use --sequence-parallel with --tensor-model-parallel-size"
+_TOKENS = "not supported: divide by --seq-length and use the option that ends in -samples"
+_ANALYSIS = "data analysis is not supported: use a curriculum in --deepspeed_config"
+_DISTILL = "distillation is not supported: leave it out"
+_RETRO = "RETRO is not supported: leave it out"
+_PLACEMENT = "not supported: write the partition with dynmo-plan partition and use --balance offline --plan FILE"
+_STAGES = "placement changes no result; the partition counts the cost of each layer"
+_TENSORBOARD = "not logged; --tensorboard-dir has losses, learning rate, loss scale and gradient norm"
+_TRACE = "profile.jsonl has the times of all layers: --profile-interval"
+_WANDB = "Weights & Biases is not used; --tensorboard-dir writes event files"
+_SCHEDULE = "a resumed run has the schedule of its own options"
+_FORMAT = "--load detects the format of a checkpoint, and any topology loads"
+_MASKS = "not supported: samples are read across ends of documents; leave it out"
+_ONE_COMPRESSOR = "PowerSGD is the only compression"
+_PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpoint"
+
+FLAGS: Mapping[str, CompatFlag] = {
+    # Older names of Megatron
+    "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),
+    "--batch-size": becomes("--micro-batch-size", values=1),
+    "--warmup": becomes("--lr-warmup-fraction", values=1),
+    "--vocab": becomes("--vocab-file", values=1),
+    "--norm-epsilon": becomes("--layernorm-epsilon", values=1),
+    "--expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
+    "--num-virtual-stages-per-pipeline-rank": becomes(
+        "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1
+    ),
+    # Inverse cloze task
+    "--ict-head-size": becomes("--biencoder-projection-dim", values=1),
+    "--ict-load": becomes("--finetune", "--load", values=1),
+    "--report-topk-accuracies": becomes("--retriever-report-topk-accuracies", values=None),
+    **dict.fromkeys(
+        (
+            "--evidence-data-path",
+            "--embedding-path",
+            "--block-data-path",
+            "--indexer-batch-size",
+            "--indexer-log-interval",
+        ),
+        refused("retrieval with a trained ict model is not supported: leave it out", 1),
+    ),
+    # Activation checkpointing
+    "--checkpoint-activations": becomes("--recompute-granularity", "full"),
+    "--activations-checkpoint-method": becomes("--recompute-granularity", "full", values=1, drop_values=True),
+    "--recompute-activations": becomes("--recompute-granularity", "selective"),
+    "--deepspeed-activation-checkpointing": becomes("--recompute-granularity", "full"),
+    "--recompute-method": ignored("each layer is checkpointed separately", 1),
+    "--recompute-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--checkpoint-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--activations-checkpoint-num-layers": ignored("each layer is checkpointed separately", 1),
+    "--partition-activations": ignored("checkpointed activations are not partitioned: one input per layer"),
+    "--distribute-saved-activations": ignored("checkpointed activations are not partitioned: one input per layer"),
+    "--checkpoint-in-cpu": refused(
+        "activation offloading is not supported: leave it out, or reduce --micro-batch-size"
+    ),
+    "--synchronize-each-layer": ignored("layers need no synchronization"),
+    "--contigious-checkpointing": ignored("torch's allocator limits fragmentation"),
+    "--profile-backward": ignored("profile.jsonl has the backward time of every layer: --profile-interval"),
+    # DeepSpeed
+    "--deepspeed": ignored("the engine is torch's; --deepspeed_config is still read"),
+    "--zero-reduce-bucket-size": ignored(_ZERO, 1),
+    "--zero-allgather-bucket-size": ignored(_ZERO, 1),
+    "--zero-contigious-gradients": ignored(_ZERO),
+    "--zero-reduce-scatter": ignored(_ZERO),
+    "--no-pipeline-parallel": becomes("--pipeline-model-parallel-size", "1"),
+    # Devices, kernels and overlap
+    "--distributed-backend": ignored("the backend depends on the device: gloo on CPU, NCCL on CUDA", 1),
+    "--local_rank": ignored("taken from the environment", 1),
+    "--local-rank": ignored("taken from the environment", 1),
+    "--use-mcore-models": ignored("there is one implementation"),
+    "--use-legacy-models": ignored("there is one implementation"),
+    "--transformer-impl": ignored("there is one implementation", 1),
+    "--use-flash-attn": ignored("scaled_dot_product_attention selects the kernel"),
+    "--attention-backend": ignored("scaled_dot_product_attention selects the kernel", 1),
+    "--attention-softmax-in-fp32": ignored("always on"),
+    "--no-masked-softmax-fusion": ignored(_OVERLAP),
+    "--no-bias-gelu-fusion": ignored(_OVERLAP),
+    "--no-bias-dropout-fusion": ignored(_OVERLAP),
+    "--no-bias-swiglu-fusion": ignored(_OVERLAP),
+    "--no-rope-fusion": ignored(_OVERLAP),
+    "--no-gradient-accumulation-fusion": ignored(_OVERLAP),
+    "--no-async-tensor-model-parallel-allreduce": ignored(_OVERLAP),
+    "--overlap-grad-reduce": becomes("--DDP-impl", "torch"),
+    "--overlap-param-gather": ignored(_OVERLAP),
+    "--tp-comm-overlap": ignored(_OVERLAP),
+    "--use-cpu-initialization": ignored("weights are always initialized on CPU"),
+    "--no-query-key-layer-scaling": ignored("attention scores are scaled once"),
+    "--apply-query-key-layer-scaling": ignored("attention scores are scaled once"),
+    "--exit-signal-handler": ignored("SIGTERM always saves and exits"),
+    "--no-initialization": ignored(_OVERLAP),
+    "--log-timers-to-tensorboard": ignored("step times are always logged"),
+    "--log-validation-ppl-to-tensorboard": ignored("validation perplexity is always logged"),
+    "--tensorboard-queue-size": ignored("records are written immediately", 1),
+    "--experiment_name": ignored("--run-dir names the run", 1),
+    "--ckpt-format": ignored("checkpoints have the native format; dynmo-ckpt convert writes others", 1),
+    "--use-checkpoint-args": refused("not supported: give the options of the run again, from its run.json"),
+    "--use-distributed-optimizer": becomes("--zero-stage", "1"),
+    "--keep-last": ignored("the last batch is always used"),
+    # Architecture of llama
+    "--swiglu": ignored(_LLAMA, 0, "llama"),
+    "--disable-bias-linear": ignored(_LLAMA, 0, "llama"),
+    "--no-position-embedding": ignored(_LLAMA, 0, "llama"),
+    "--use-rotary-position-embeddings": ignored(_LLAMA, 0, "llama"),
+    "--group-query-attention": ignored("implied by --num-query-groups", 0, "llama"),
+    "--normalization": ignored(_LLAMA, 1, "llama"),
+    "--rotary-percent": ignored("rotary embeddings always cover whole heads", 1, "llama"),
+    # Flags of other programs in the same scripts
+    **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), refused(_CONVERT, 1)),
+    **dict.fromkeys(("-i_g", "-p", "-i", "-o"), refused(_CONVERT, 1)),
+    **dict.fromkeys(
+        ("--out-seq-length", "--temperature", "--genfile", "--num-samples", "--top_p", "--top_k"),
+        refused(_GENERATE, 1),
+    ),
+    **dict.fromkeys(("--recompute", "--greedy"), refused(_GENERATE, 0)),
+    **dict.fromkeys(
+        ("--task", "--valid-data"), refused("must be given to evaluation: use dynmo-train evaluate or finetune", 1)
+    ),
+    **dict.fromkeys(
+        ("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_nodes", "--num_gpus"),
+        refused(_LAUNCH, 1),
+    ),
+    # Experts
+    "--moe-expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
+    "--moe-train-capacity-factor": becomes("--moe-expert-capacity-factor", values=1),
+    "--moe-loss-coeff": becomes("--moe-aux-loss-coeff", values=1),
+    "--topk": becomes("--moe-router-topk", values=1),
+    "--num-experts-switch": becomes("--moe-router-topk", "1", "--num-experts", values=1),
+    "--moe-eval-capacity-factor": refused("--moe-expert-capacity-factor applies to evaluation too: leave it out", 1),
+    "--moe-min-capacity": refused("not supported: leave it out, or use a larger --moe-expert-capacity-factor", 1),
+    "--disable-moe-token-dropping": refused(
+        "without --moe-expert-capacity-factor and --moe-train-capacity-factor no token is dropped: leave all out"
+    ),
+    "--disable-moe-top2-2nd-expert-sampling": ignored("experts are not sampled"),
+    "--create-moe-param-group": ignored("every layer has its own optimizer state"),
+    "--expert-interval": refused("every block has experts: leave it out", 1, neutral="1"),
+    "--moe-layer-freq": refused("every block has experts: leave it out", 1, neutral="1"),
+    "--moe-ffn-hidden-size": refused("every block has experts: use --ffn-hidden-size", 1),
+    "--mlp-type": refused("residual experts are not supported: leave it out", 1, neutral="standard"),
+    "--use-tutel": ignored(_KERNEL),
+    "--moe-grouped-gemm": ignored(_KERNEL),
+    "--moe-permute-fusion": ignored(_KERNEL),
+    "--moe-token-dispatcher-type": ignored(_KERNEL, 1),
+    "--moe-flex-dispatcher-backend": ignored(_KERNEL, 1),
+    "--moe-shared-expert-overlap": ignored(_KERNEL),
+    "--moe-layer-recompute": ignored("--recompute-granularity covers all layers"),
+    "--moe-router-dtype": ignored("routing is always computed in float32", 1),
+    "--moe-per-layer-logging": ignored("not logged by layer"),
+    "--moe-router-load-balancing-type": refused(
+        "use --moe-aux-loss-coeff, or --moe-routing balanced or expert-choice", 1, neutral="aux_loss"
+    ),
+    "--moe-router-force-load-balancing": refused("use --moe-routing balanced, which assigns tokens evenly"),
+    "--moe-router-score-function": refused(_ROUTER, 1, neutral="softmax"),
+    "--moe-router-pre-softmax": refused(_ROUTER),
+    **dict.fromkeys(
+        (
+            "--moe-router-num-groups",
+            "--moe-router-group-topk",
+            "--moe-router-topk-scaling-factor",
+            "--moe-router-bias-update-rate",
+        ),
+        refused(_ROUTER, 1),
+    ),
+    "--moe-router-enable-expert-bias": refused(_ROUTER),
+    "--moe-shared-expert-intermediate-size": refused(_SHARED, 1),
+    "--moe-shared-expert-gate": refused(_SHARED),
+    "--expert-tensor-parallel-size": refused(
+        "use --tensor-model-parallel-size and --expert-model-parallel-size", 1, neutral="1"
+    ),
+    "--enable-expert-tensor-parallelism": refused("use --tensor-model-parallel-size"),
+    # Architecture
+    "--num-key-value-heads": becomes("--num-query-groups", values=1),
+    "--rotary-position-embeddings-theta": becomes("--rotary-base", values=1),
+    **dict.fromkeys(
+        (
+            "--add-qkv-bias",
+            "--apply-layernorm-1p",
+            "--apply-residual-connection-post-layernorm",
+            "--embedding-weights-in-fp32",
+            "--enable-gpt-oss",
+            "--fp32-residual-connection",
+            "--init-method-xavier-uniform",
+            "--openai-gelu",
+            "--qk-layernorm",
+            "--quick-geglu",
+            "--rotary-interleaved",
+            "--squared-relu",
+        ),
+        refused(_MODEL),
+    ),
+    **dict.fromkeys(
+        (
+            "--activation-func-clamp-value",
+            "--glu-linear-offset",
+            "--rotary-seq-len-interpolation-factor",
+            "--window-attn-skip-freq",
+            "--window-size",
+        ),
+        refused(_MODEL, 1),
+    ),
+    "--softmax-type": refused(_MODEL, 1, neutral="vanilla"),
+    "--rope-type": refused("YaRN is not supported: use --use-rope-scaling", 1, neutral="rope"),
+    **dict.fromkeys(
+        ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"),
+        refused("YaRN is not supported: use --use-rope-scaling", 1),
+    ),
+    "--multi-latent-attention": refused(_MLA),
+    **dict.fromkeys(
+        ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
+        refused(_MLA, 1),
+    ),
+    "--mtp-num-layers": refused(_MTP, 1),
+    "--mtp-loss-scaling-factor": refused(_MTP, 1),
+    "--random-ltd": refused("random layer token drop is not supported: use --mod-capacity"),
+    **dict.fromkeys(("--kd", "--mos"), refused(_DISTILL)),
+    **dict.fromkeys(
+        (
+            "--load-teacher",
+            "--num-layers-teacher",
+            "--num-attention-heads-teacher",
+            "--hidden-size-teacher",
+            "--kd-alpha-ce",
+            "--kd-beta-ce",
+            "--kd-temp",
+        ),
+        refused(_DISTILL, 1),
+    ),
+    "--num-experts-teacher": refused(_DISTILL, None),
+    **dict.fromkeys(("--retro-add-retriever", "--retro-return-doc-ids"), refused(_RETRO)),
+    **dict.fromkeys(("--retro-workdir", "--retro-cyclic-train-iters", "--retro-num-neighbors"), refused(_RETRO, 1)),
+    # Precision
+    **dict.fromkeys(
+        (
+            "--fp8-format",
+            "--fp8-margin",
+            "--fp8-interval",
+            "--fp8-amax-history-len",
+            "--fp8-amax-compute-algo",
+        ),
+        refused(_FP8, 1),
+    ),
+    **dict.fromkeys(("--fp8-e4m3", "--fp8-hybrid", "--fp8-param-gather", "--no-fp8-wgrad"), refused(_FP8)),
+    "--fp16-lm-cross-entropy": ignored("the loss is always computed in float32"),
+    "--grad-reduce-in-bf16": refused(
+        "gradients are reduced in the dtype of the parameters or in float32: leave it out"
+    ),
+    "--disable-bf16-reduced-precision-matmul": ignored("torch's default"),
+    # Schedule, batches and data
+    "--train-tokens": refused(_TOKENS, 1),
+    "--lr-decay-tokens": refused(_TOKENS, 1),
+    "--lr-warmup-tokens": refused(_TOKENS, 1),
+    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", 1),
+    "--override-opt_param-scheduler": ignored(_SCHEDULE),
+    "--override-lr-scheduler": ignored(_SCHEDULE),
+    "--no-load-lr-state": ignored(_SCHEDULE),
+    "--use-checkpoint-opt_param-scheduler": refused(
+        "not supported: give the options of the run again, from its run.json"
+    ),
+    "--use-checkpoint-lr-scheduler": refused("not supported: give the options of the run again, from its run.json"),
+    "--head-lr-mult": refused("not supported: leave it out", 1, neutral="1.0"),
+    "--calculate-per-token-loss": ignored("microbatches have equal numbers of tokens", 0, "gpt", "llama"),
+    "--dataloader-type": refused("samples are read once, in order: leave it out", 1, neutral="single"),
+    "--mock-data": refused("not supported: make data with dynmo-prep sample-corpus and dynmo-prep binarize"),
+    "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),
+    "--mmap-warmup": ignored("no effect on results"),
+    "--no-create-attention-mask-in-dataloader": ignored("masks are made on the device"),
+    "--tiktoken-pattern": refused("tiktoken is not supported: use --tokenizer-model tokenizer.json", 1),
+    "--trust-remote-code": ignored("tokenizers run no code of a model"),
+    **dict.fromkeys(("--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"), refused(_MASKS)),
+    **dict.fromkeys(("--data-efficiency-curriculum-learning", "--return-data-index"), refused(_ANALYSIS)),
+    **dict.fromkeys(
+        (
+            "--train-data-exact-num-epochs",
+            "--train-doc-idx-path",
+            "--train-idx-path",
+            "--train-sample-idx-path",
+            "--train-shuffle-idx-path",
+        ),
+        refused(_ANALYSIS, 1),
+    ),
+    # Parallelism and placement
+    "--enable-zbh1-pipeline": becomes("--schedule", "zero-bubble"),
+    "--enable-zbh1-exact-semantics": ignored("steps are always exact"),
+    "--context-parallel-size": refused(_CONTEXT, 1, neutral="1"),
+    "--ds-sequence-parallel-size": refused(_CONTEXT, 1, neutral="1"),
+    "--force-ds-sequence-parallel": refused(_CONTEXT),
+    "--ds-sequence-parallel-fpdt": refused(_CONTEXT),
+    "--ds-sequence-parallel-fpdt-chunk-size": refused(_CONTEXT, 1),
+    "--ds-sequence-parallel-fpdt-offloading": refused(_CONTEXT),
+    "--pipeline-model-parallel-layout": refused(_PLACEMENT, 1),
+    "--decoder-first-pipeline-num-layers": refused(_PLACEMENT, 1),
+    "--decoder-last-pipeline-num-layers": refused(_PLACEMENT, 1),
+    "--account-for-embedding-in-pipeline-split": ignored(_STAGES),
+    "--account-for-loss-in-pipeline-split": ignored(_STAGES),
+    "--standalone-embedding-stage": ignored(_STAGES),
+    "--pipeline-model-parallel-split-rank": ignored(_STAGES, 1),
+    "--data-parallel-random-init": refused("replicas have equal weights: leave it out"),
+    "--data-parallel-sharding-strategy": becomes(
+        "--zero-stage",
+        values=1,
+        renamed_values={"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
+    ),
+    "--use-megatron-fsdp": ignored("--data-parallel-sharding-strategy or --zero-stage selects what is sharded"),
+    "--use-torch-fsdp2": becomes("--zero-stage", "3"),
+    "--fsdp-double-buffer": ignored(_OVERLAP),
+    "--fsdp-manual-registration": ignored(_OVERLAP),
+    "--init-model-with-meta-device": ignored("each process initializes only its own layers"),
+    "--use-nccl-ub": ignored(_OVERLAP),
+    "--cpu-optimizer": refused(_OFFLOAD),
+    "--cpu_torch_adam": refused(_OFFLOAD),
+    "--optimizer-cpu-offload": refused(_OFFLOAD),
+    "--remote-device": refused(_OFFLOAD, 1, neutral="none"),
+    "--ds_fused_adam": ignored("there is one implementation"),
+    "--use-pin-memory": ignored(_OVERLAP),
+    "--scattered-embeddings": ignored(_OVERLAP),
+    "--split-transformers": ignored(_OVERLAP),
+    "--memory-centric-tiled-linear": ignored(_OVERLAP),
+    "--tile-factor": ignored(_OVERLAP, 1),
+    # Kernels and communication
+    "--cross-entropy-loss-fusion": ignored(_OVERLAP),
+    "--cross-entropy-fusion-impl": ignored(_OVERLAP, 1),
+    "--disable-mem-efficient-ln": ignored(_OVERLAP),
+    "--distribute-checkpointed-activations": ignored(
+        "checkpointed activations are not partitioned: one input per layer"
+    ),
+    "--recompute-modules": ignored("selective recomputation covers all but matrix products", None),
+    "--distributed-timeout-minutes": ignored("collectives end after 10 minutes", 1),
+    "--empty-unused-memory-level": ignored(_OVERLAP, 1),
+    "--enable-experimental": ignored(_OVERLAP),
+    "--lazy-mpu-init": ignored("processes join at the start", 1),
+    "--manual-gc": ignored(_OVERLAP),
+    "--manual-gc-interval": ignored(_OVERLAP, 1),
+    "--no-contiguous-buffers-in-local-ddp": ignored(_OVERLAP),
+    "--no-persist-layer-norm": ignored(_OVERLAP),
+    "--no-scatter-gather-tensors-in-pipeline": ignored(_OVERLAP),
+    "--onnx-safe": ignored("models are not exported to ONNX"),
+    "--overlap-p2p-communication": ignored(_OVERLAP),
+    "--use-flash-attn-builder": ignored("scaled_dot_product_attention selects the kernel"),
+    "--use-flash-attn-triton": ignored("scaled_dot_product_attention selects the kernel"),
+    "--use-flash-attn-v1": ignored("scaled_dot_product_attention selects the kernel"),
+    "--use-flash-attn-v2": ignored("scaled_dot_product_attention selects the kernel"),
+    "--use-ring-exchange-p2p": ignored(_OVERLAP),
+    # Logging, checkpoints, clusters
+    **dict.fromkeys(
+        (
+            "--log-batch-size-to-tensorboard",
+            "--log-memory-to-tensorboard",
+            "--log-num-zeros-in-grad",
+            "--log-optimizer-states-to-tensorboard",
+            "--log-params-norm",
+            "--log-world-size-to-tensorboard",
+            "--no-log-learnig-rate-to-tensorboard",
+            "--no-log-loss-scale-to-tensorboard",
+        ),
+        ignored(_TENSORBOARD),
+    ),
+    "--tensorboard-log-interval": ignored("records are written every --log-interval steps", 1),
+    "--timing-log-level": ignored(_TRACE, 1),
+    "--timing-log-option": ignored(_TRACE, 1),
+    "--no-barrier-with-level-1-timing": ignored(_TRACE),
+    "--profile": ignored(_TRACE, None),
+    "--profile_steps": ignored(_TRACE, 1),
+    "--profile-step-start": ignored(_TRACE, 1),
+    "--profile-step-end": ignored(_TRACE, 1),
+    "--profile-ranks": ignored(_TRACE, None),
+    "--record-memory-history": ignored("--dry-run computes the peak memory of each worker"),
+    "--logging-level": ignored("the log has one level", 1),
+    **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), ignored(_WANDB, 1)),
+    "--auto-detect-ckpt-format": ignored(_FORMAT),
+    "--dist-ckpt-strictness": ignored("every tensor must be in the checkpoint", 1),
+    "--universal-checkpoint": ignored(_FORMAT),
+    "--load-tag": refused("not supported: use --load with the directory of the step", 1),
+    "--reset-iteration": refused("not supported: use --finetune, which starts at step 0 with new optimizer state"),
+    "--kill-switch-file": refused("not supported: send SIGTERM, which saves and exits", 1),
+    "--adlr-autoresume": refused("not supported: use --exit-duration-in-mins, or --max-restarts of dynmo-train launch"),
+    "--adlr-autoresume-interval": refused(
+        "not supported: use --exit-duration-in-mins, or --max-restarts of dynmo-train launch", 1
+    ),
+    # Optimus-CC
+    **dict.fromkeys(
+        ("--grad_comp_type", "--inter_grad_comp_type", "--emb_grad_comp_type"),
+        refused(f"{_ONE_COMPRESSOR}: leave it out", 1, neutral="PowerSGD"),
+    ),
+    "--comp_seed": refused("projections follow from --seed: leave it out", 1),
+    "--inter_grad_comp_warm_up": refused(
+        "compression between stages begins at the first step: leave it out", 1, neutral="0.0"
+    ),
+    "--emb_grad_comp": refused("not supported: use --emb_comm_opt, which sends the tied embedding once"),
+    **dict.fromkeys(
+        ("--emb_grad_comp_rank", "--emb_grad_comp_warm_up"),
+        refused("not supported: use --emb_comm_opt, which sends the tied embedding once", 1),
+    ),
+    "--emb_use_error_feedback": refused("not supported: use --emb_comm_opt, which sends the tied embedding once"),
+    "--inter_acti_comp": refused("activations are not compressed: use --inter_grad_comp"),
+    **dict.fromkeys(
+        ("--inter_acti_comp_rank", "--inter_acti_comp_type", "--inter_acti_comp_warm_up"),
+        refused("activations are not compressed: use --inter_grad_comp", 1),
+    ),
+    **dict.fromkeys(
+        ("--mp_acti_comp", "--mp_grad_comp"), refused("tensor-parallel ranks do not compress: leave it out")
+    ),
+    **dict.fromkeys(
+        (
+            "--mp_acti_comp_rank",
+            "--mp_acti_comp_type",
+            "--mp_acti_comp_warm_up",
+            "--mp_grad_comp_rank",
+            "--mp_grad_comp_type",
+            "--mp_grad_comp_warm_up",
+        ),
+        refused("tensor-parallel ranks do not compress: leave it out", 1),
+    ),
+    "--save_json_log": ignored("metrics.jsonl in the run directory has every step"),
+    "--save_json_path": ignored("metrics.jsonl in the run directory has every step", 1),
+    "--get_val_ppls": refused(_PERPLEXITY),
+    **dict.fromkeys(
+        (
+            "--src_ckpt_path",
+            "--val_ckpt_interval",
+            "--val_ppls_save_path",
+            "--val_start_iteration",
+            "--val_target_iteration",
+        ),
+        refused(_PERPLEXITY, 1),
+    ),
+    # Evaluation, data preparation and inference
+    **dict.fromkeys(
+        ("--epochs", "--pretrained-checkpoint", "--strict-lambada"),
+        refused("must be given to evaluation: use dynmo-train evaluate or finetune", None),
+    ),
+    **dict.fromkeys(
+        ("--train-data",), refused("must be given to evaluation: use dynmo-train evaluate or finetune", None)
+    ),
+    "--inference": refused(_GENERATE),
+    "--ds-inference": refused(_GENERATE),
+    # torchtitan
+    **{f"--{key}": known for key, known in TORCHTITAN.items()},
+}
