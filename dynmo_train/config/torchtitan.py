@@ -63,7 +63,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "quantize.linear.float8.filter_fqns": refused(_FP8, None),
     "quantize.linear.mx.recipe_name": refused(_FP8, 1),
     # Optimizer
-    "optimizer.name": refused("Adam with decoupled weight decay is the default: leave it out", 1, neutral="AdamW"),
+    "optimizer.name": becomes("--optimizer", values=1, renamed_values={"AdamW": "adam"}),
     "optimizer.lr": becomes("--lr", values=1),
     "optimizer.beta1": becomes("--adam-beta1", values=1),
     "optimizer.beta2": becomes("--adam-beta2", values=1),

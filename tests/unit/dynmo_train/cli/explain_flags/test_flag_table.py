@@ -136,7 +136,7 @@ TORCHTITAN_FILE = """
 job.dump_folder = "outputs"
 metrics = {log_freq = 10, save_tb_folder = "tb"}
 memory_estimation.enable = true
-optimizer = {lr = 3e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1}
+optimizer = {name = "AdamW", lr = 3e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1}
 lr_scheduler = {warmup_steps = 200, total_steps = 1000, decay_type = "linear"}
 debug.seed = 1
 [training]
