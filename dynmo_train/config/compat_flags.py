@@ -38,7 +38,6 @@ _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
 _WANDB = "Weights & Biases is not used; --tensorboard-dir writes event files"
 _SCHEDULE = "a resumed run has the schedule of its own options"
 _FORMAT = "--load detects the format of a checkpoint, and any topology loads"
-_MASKS = "not supported: samples are read across ends of documents; leave it out"
 _ONE_COMPRESSOR = "PowerSGD is the only compression"
 _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpoint"
 
@@ -287,13 +286,11 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--head-lr-mult": refused("not supported: leave it out", 1, neutral="1.0"),
     "--calculate-per-token-loss": ignored("microbatches have equal numbers of tokens", 0, "gpt", "llama"),
     "--dataloader-type": refused("samples are read once, in order: leave it out", 1, neutral="single"),
-    "--mock-data": refused("not supported: make data with dynmo-prep sample-corpus and dynmo-prep binarize"),
     "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),
     "--mmap-warmup": ignored("no effect on results"),
     "--no-create-attention-mask-in-dataloader": ignored("masks are made on the device"),
     "--tiktoken-pattern": refused("tiktoken is not supported: use --tokenizer-model tokenizer.json", 1),
     "--trust-remote-code": ignored("tokenizers run no code of a model"),
-    **dict.fromkeys(("--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"), refused(_MASKS)),
     **dict.fromkeys(("--data-efficiency-curriculum-learning", "--return-data-index"), refused(_ANALYSIS)),
     **dict.fromkeys(
         (
