@@ -7,13 +7,13 @@ import torch
 from .layer_list import ModelFamily, parameters_of
 
 
-def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: int = 1) -> int:
+def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:
     """Number of weights that multiply each token: all matrices except lookup tables; of experts the active ones.
 
     Args:
         family: the model.
         experts: experts of a layer.
-        active: experts of a token.
+        active: experts of a token; less than chosen where a capacity drops some.
     """
     total = 0.0
     for item in family.items:
@@ -25,7 +25,9 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: int = 1)
     return round(total)
 
 
-def step_flops(family: ModelFamily, *, width: int, samples: int, tokens: int, experts: int = 1, active: int = 1) -> int:
+def step_flops(
+    family: ModelFamily, *, width: int, samples: int, tokens: int, experts: int = 1, active: float = 1
+) -> int:
     """Floating-point operations of forward and backward, without recomputation.
 
     Two per weight and token in the forward, four in the backward. The two products of attention take ``4 T D`` per
@@ -37,7 +39,7 @@ def step_flops(family: ModelFamily, *, width: int, samples: int, tokens: int, ex
         samples: number of samples of the step.
         tokens: tokens of a sample T.
         experts: experts of a layer.
-        active: experts of a token.
+        active: experts of a token; less than chosen where a capacity drops some.
 
     Worked: GPT 345M, 1,024 tokens, one sample: 6 x 354 M x 1,024 + 12 x 24 x 1,024 x 1,024 x 1,024 = 2.48e12.
     """

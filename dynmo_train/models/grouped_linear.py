@@ -1,7 +1,7 @@
 """One product for the linear layers of several experts, on rows sorted by expert.
 
 ``torch.nn.functional.grouped_mm`` reads the ends of the groups on the device, so that the host does not wait. On CUDA
-it computes bfloat16, from compute capability 8.0 on. On CPU it is slower than one product per expert
+it computes bfloat16 on devices of compute capability 9 and 10. On CPU it is slower than one product per expert
 (``tests/benchmarks/train_experts.md``), and reading the counts there waits for nothing.
 
 Shapes in names: R rows, E experts, O output features, I input features.
@@ -22,7 +22,10 @@ GroupedMM = Callable[..., torch.Tensor]
 # torch 2.11 to 2.13 have the first, older ones the second.
 GROUPED_MM: GroupedMM | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 ALIGNMENT_BYTES = 16
-MIN_CAPABILITY = (8, 0)
+# On other devices torch's product copies the ends of the groups to the host, and runs one product per group.
+FAST_CAPABILITIES = (9, 10)
+# The kernel prepares each group in a thread of one block.
+MAX_GROUPS = 1024
 
 
 def is_fast_device(rows: torch.Tensor) -> bool:
@@ -31,7 +34,7 @@ def is_fast_device(rows: torch.Tensor) -> bool:
         rows.device.type == "cuda"
         and torch.version.hip is None
         and rows.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device) >= MIN_CAPABILITY
+        and torch.cuda.get_device_capability(rows.device)[0] in FAST_CAPABILITIES
     )
 
 
@@ -49,6 +52,7 @@ def can_group(layers: Sequence[PrunableLinear], rows: torch.Tensor) -> bool:
         GROUPED_MM is not None
         and aligned
         and len(rows) > 0
+        and len(layers) <= MAX_GROUPS
         and all(layer.is_dense and layer.weight.dtype == rows.dtype for layer in layers)
         and is_fast_device(rows)
     )
@@ -94,6 +98,15 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends_E: torch.Tensor) -
     return GROUPED_MM(left, right, offs=ends_E)
 
 
+def _sums_over_rows(left: torch.Tensor, right: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """For each group the product over its rows: zero for a group without rows.
+
+    Kernels leave the result of such a group undefined on some devices (pytorch/pytorch#172439).
+    """
+    has_rows_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) > 0
+    return _grouped_mm(left, right, ends_E).masked_fill_(~has_rows_E[:, None, None], 0.0)
+
+
 class _GroupedProduct(torch.autograd.Function):
     """``y = x W_e^T`` for the rows of each expert e.
 
@@ -113,7 +126,7 @@ class _GroupedProduct(torch.autograd.Function):
         grad_x = _grouped_mm(grad_RO, stacked(weights_OI), ends_E) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *(None for _ in weights_OI)
-        grads_EOI = _grouped_mm(grad_RO.t(), x_RI.contiguous(), ends_E)
+        grads_EOI = _sums_over_rows(grad_RO.t(), x_RI.contiguous(), ends_E)
         return grad_x, None, *grads_EOI.unbind(0)
 
 
@@ -137,5 +150,5 @@ class _GroupedBias(torch.autograd.Function):
             return grad_RO, None, *(None for _ in range(ctx.experts))
         # The sum of a group's rows as a product with ones: an indexed sum has no fixed order on CUDA.
         ones = grad_RO.new_ones(len(grad_RO), ALIGNMENT_BYTES // grad_RO.element_size())
-        sums = _grouped_mm(ones.t(), grad_RO, ends_E)
+        sums = _sums_over_rows(ones.t(), grad_RO, ends_E)
         return grad_RO, None, *sums[:, 0].unbind(0)

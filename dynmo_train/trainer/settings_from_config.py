@@ -326,6 +326,8 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
 def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
     """A function from the number of samples and the tokens per sample to the model FLOPs of a step."""
     model = config.model
+    # An upper bound: how many tokens a capacity drops beyond its share depends on their scores.
+    share = min(1.0, model.moe_expert_capacity_factor or 1.0)
 
     # Two or three batch sizes and sample lengths occur in a run, and each step asks.
     @cache
@@ -337,7 +339,7 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
             samples=samples,
             tokens=tokens,
             experts=model.num_experts or 1,
-            active=model.moe_router_topk if model.num_experts else 1,
+            active=share * model.moe_router_topk if model.num_experts else 1,
         )
 
     return count

@@ -67,6 +67,23 @@ def test_rows_after_the_last_group_change_no_gradient():
     assert all(torch.equal(a, b) for a, b in zip(gradients(x, grad), reference, strict=True))
 
 
+def test_layers_without_rows_get_a_gradient_of_zero(monkeypatch):
+    """Some devices leave it undefined."""
+    made, usual = layers(), grouped.GROUPED_MM
+
+    def undefined(left, right, offs):
+        result = usual(left, right, offs=offs)
+        if result.dim() == 3:
+            result[1] = torch.nan
+        return result
+
+    monkeypatch.setattr(grouped, "GROUPED_MM", undefined)
+    grouped.grouped_linear(made, drawn(12, 8), torch.tensor([5, 5, 12], dtype=torch.int32)).sum().backward()
+    assert not made[1].weight.grad.any()
+    assert not made[1].bias.grad.any()
+    assert made[0].weight.grad.isfinite().all()
+
+
 def test_frozen_layers_get_no_gradient():
     made, x = layers(), drawn(12, 8).requires_grad_()
     for layer in made:
