@@ -109,7 +109,7 @@ def test_grouped_products_have_the_same_bits_on_any_pipeline(name, one, two):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_grouped_products_on_other_axes_have_nearly_the_losses_of_one_process(name, one, two):
+def test_grouped_products_on_other_axes_are_near_one_process(name, one, two):
     close(two[name], one[name.partition(",")[0]], norms=1e-3)
 
 
