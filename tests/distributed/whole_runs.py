@@ -12,11 +12,14 @@ import sys
 import threading
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 
 from tests.distributed.workers import run_workers
+from tests.paths import ROOT
 from tests.waiting import wait_for
 
+FIELDS = json.loads((ROOT / "dynmo_train" / "formats" / "run_lines.schema.json").read_text(encoding="utf-8"))
 OPTIONS = {
     "num-layers": "4",
     "hidden-size": "32",
@@ -105,7 +108,16 @@ def train(data: Path | None, run: Path, workers: int, *extra: str, **options: st
     """Run to the end in processes that have torch loaded already; must succeed. Returns the stderr of worker 0."""
     results = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
     assert [code for code, _ in results] == [0] * workers, str(results)
+    check_fields(run)
     return str(results[0][1])
+
+
+def check_fields(run: Path) -> None:
+    """Every line of metrics and events has exactly fields that ``dynmo_train/formats/fields.md`` lists."""
+    for name, schema in FIELDS["$defs"].items():
+        for line in lines(run / name) if (run / name).exists() else ():
+            if not any(jsonschema.Draft202012Validator(each).is_valid(line) for each in schema["anyOf"]):
+                raise AssertionError(f"{name}: a record with fields that run_lines.schema.json does not list: {line}")
 
 
 def lines(path: Path) -> list[dict]:

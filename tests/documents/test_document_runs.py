@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -16,6 +19,7 @@ from tests.paths import ROOT
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 LIMIT_S = 600
 # What a cluster's front end would accept; a shim records its command line instead.
+FILE_NAME = re.compile(r"# \w+\.py")
 SUBMITTERS = ("sbatch", "bsub", "kubectl", "docker", "srun", "mpirun")
 
 
@@ -28,7 +32,15 @@ def script(parts: list[Block]) -> str:
     return "".join(f"echo '--- line {block.line}' >&2\n{block.text}" for block in parts)
 
 
-def run(parts: list[Block], folder: Path) -> subprocess.CompletedProcess[str]:
+def files(text: str) -> dict[str, str]:
+    """Programs that a document shows: blocks of Python whose first line is the name of a file."""
+    named = {block.text.partition("\n")[0]: block.text for block in blocks(text) if block.language == "python"}
+    return {name.removeprefix("# "): program for name, program in named.items() if FILE_NAME.fullmatch(name)}
+
+
+def run(
+    parts: list[Block], folder: Path, programs: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     shims = folder / "shims"
     shims.mkdir()
     for name in SUBMITTERS:
@@ -36,6 +48,8 @@ def run(parts: list[Block], folder: Path) -> subprocess.CompletedProcess[str]:
         (shims / name).chmod(0o755)
     work = folder / "work"
     work.mkdir()
+    for name, program in programs.items():
+        (work / name).write_text(program)
     paths = (str(shims), str(Path(sys.executable).parent), os.environ["PATH"])
     environment = os.environ | {"PATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -53,8 +67,20 @@ def check_emulation(folder: Path) -> None:
     assert "plan_applied" in kinds
 
 
+def check_own_trainer(folder: Path) -> None:
+    """The plan balances what the loop has measured: no large layer shares a stage with another one."""
+    plan = json.loads((folder / "plan.json").read_text())
+    assert [len([name for name in stage["items"] if int(name[-1]) < 4]) for stage in plan["stages"]] == [1, 1, 1, 1]
+    steps = [json.loads(line) for line in (folder / "run" / "profile.jsonl").read_text().splitlines()][1:]
+    for step in steps[2:]:
+        work = [sum(times) for times in zip(step["forward_ns"], step["backward_ns"], strict=True)]
+        # Layers are nested in the step, and the first four have 64 times the products of the others.
+        assert sum(work) * 8 <= step["step_ns"]
+        assert min(work[:4]) > max(work[4:])
+
+
 # What a document claims about its example, beyond that the commands succeed.
-CHECKS = {"dynmo_train/pipeline/README.md": check_emulation}
+CHECKS = {"dynmo_train/pipeline/README.md": check_emulation, "dynmo_balance/inputs/README.md": check_own_trainer}
 
 
 def with_blocks() -> list[str]:
@@ -63,7 +89,8 @@ def with_blocks() -> list[str]:
 
 @pytest.mark.parametrize("name", with_blocks())
 def test_document_commands_run_as_printed(name, tmp_path):
-    done = run(runnable((ROOT / name).read_text(encoding="utf-8")), tmp_path)
+    text = (ROOT / name).read_text(encoding="utf-8")
+    done = run(runnable(text), tmp_path, files(text))
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
     if name in CHECKS:
         CHECKS[name](tmp_path / "work")

@@ -10,6 +10,7 @@ import torch
 from dynmo_train._common.document import WriterError
 from dynmo_train.formats.checkpoint.writer import read_latest
 from dynmo_train.formats.run_lines import append_event, append_metrics
+from tests.distributed.whole_runs import check_fields
 
 EVENT = {"time_utc": "2026-01-31T12:00:00Z", "step": 3, "kind": "resize", "message": "Grew."}
 
@@ -48,3 +49,13 @@ def test_read_latest_of_an_invalid_name_is_ignored(tmp_path):
     assert read_latest(tmp_path) == "step-00000001"
     (tmp_path / "LATEST").write_text("s" * 100_000)
     assert read_latest(tmp_path) == ""
+
+
+def test_fields_of_a_record_that_the_page_does_not_list_are_found(tmp_path):
+    record = {"step": 1, "lm_loss": 1.0, "grad_norm": None, "learning_rate": 0.1, "step_ns": 5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    check_fields(tmp_path)
+    for wrong in ({**record, "new_field": 1}, {**record, "step": "1"}, {"step": 1, "lm_loss": 1.0}):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(AssertionError, match="does not list"):
+            check_fields(tmp_path)
