@@ -19,7 +19,7 @@ from dynmo_train.config.task_command import TASK_FLAGS
 
 ROOT = Path(__file__).parents[2]
 MIGRATION = "dynmo_train/cli/MIGRATION.md"
-PAGES = ("dynmo_tools/README.md", MIGRATION, "dynmo_ckpt/README.md")
+PAGES = ("dynmo_tools/cli/MIGRATION.md", MIGRATION, "dynmo_ckpt/README.md")
 PACKAGES = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
 
 
