@@ -106,6 +106,12 @@ def test_readme_aws_sizes_equal_the_recipes():
         assert found == (int(heads), int(width), int(layers)), recipe
 
 
+def blocks_of(text):
+    """Blocks of commands and of output, without the comments of the commands."""
+    found = re.findall(r"^```(bash|text)\n(.*?)^```", text, re.M | re.S)
+    return [[line.partition(" #")[0].rstrip() for line in block.splitlines()] for _, block in found]
+
+
 def test_readme_chinese_has_the_commands_of_the_english_one():
     english = (ROOT / "README.md").read_text(encoding="utf-8")
     chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
@@ -114,6 +120,7 @@ def test_readme_chinese_has_the_commands_of_the_english_one():
     table = re.findall(r"`(pip install [^`]*)`", english)
     assert [code for code in table if code not in chinese] == []
     assert {name for name in re.findall(r"^## .*", chinese, re.M)} > {"## 先看效果", "## 四个命令"}
+    assert [part for part in blocks_of(english) if part not in blocks_of(chinese)] == []
     for link in re.findall(r"\]\(([\w./]+)\)", chinese):
         assert (ROOT / link).exists(), link
     lines = [line for block in re.findall(r"```bash\n(.*?)```", chinese, re.S) for line in block.splitlines()]
