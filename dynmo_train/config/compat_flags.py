@@ -121,6 +121,11 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--experiment_name": ignored("--run-dir names the run", 1),
     "--ckpt-format": ignored("checkpoints have the native format; dynmo-ckpt convert writes others", 1),
     "--use-checkpoint-args": refused("not supported: give the options of the run again, from its run.json"),
+    "--muon-use-nesterov": becomes("--muon-nesterov"),
+    "--muon-no-split-qkv": becomes("--no-muon-split-qkv"),
+    "--muon-fp32-matmul-prec": ignored("Newton-Schulz iterations are computed in bfloat16", 1),
+    "--muon-use-syrk": ignored(_OVERLAP),
+    "--muon-scalar-optimizer": refused("not supported: other parameters are updated by AdamW; remove it", 1),
     "--use-distributed-optimizer": becomes("--zero-stage", "1"),
     "--keep-last": ignored("the last batch is always used"),
     # Architecture of llama

@@ -26,6 +26,7 @@ _OPTIMIZERS = {
     "adamw": ("adam", _ADAM),
     "fusedadam": ("adam", _ADAM),
     "sgd": ("sgd", {**_RATES, "momentum": "sgd_momentum"}),
+    "muon": ("muon", {**_ADAM, "momentum": "muon_momentum"}),
 }
 _CURRICULUM = {"min_difficulty": "curriculum_shortest", "schedule_type": "curriculum_schedule"}
 _PACE = {
@@ -110,12 +111,16 @@ def _zero(content: Mapping[str, Any]) -> Found:
 def _optimizer(content: Mapping[str, Any]) -> Found:
     kind, given = content.get("type", "Adam"), dict(content.get("params", {}))
     if str(kind).lower() not in _OPTIMIZERS:
-        message = f"is {kind}; must be Adam, AdamW or SGD: change it, or remove the section and give --optimizer"
+        message = f"is {kind}; must be Adam, AdamW, SGD or Muon: change it, or remove the section and give --optimizer"
         yield "optimizer", Problem("optimizer.type", "unsupported", message)
         return
     name, options = _OPTIMIZERS[str(kind).lower()]
     if name != "adam":
         yield "optimizer", name
+    for key in ("muon_lr", "adam_lr"):
+        if given.pop(key, None) is not None:
+            message = "is not supported: give lr for both, and --decoupled-lr for embeddings and output layer"
+            yield "optimizer", Problem(f"optimizer.params.{key}", "unsupported", message)
     betas = given.pop("betas", "auto")
     if betas != "auto":
         yield "adam_beta1", betas[0]

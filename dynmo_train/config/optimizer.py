@@ -11,7 +11,10 @@ from .._common.document import MAX_SAMPLES
 from . import panels
 from .options import option
 
-OptimizerName = Literal["adam", "sgd"]
+OptimizerName = Literal["adam", "sgd", "muon"]
+MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+MuonCoefficientType = Literal["simple", "quintic", "polar_express"]
+MuonTpMode = Literal["blockwise", "duplicated"]
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncrementStyle = Literal["constant", "linear", "cosine"]
@@ -73,4 +76,20 @@ class OptimizerConfig:
     adam_beta2: float = option("Decay rate of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
     sgd_momentum: float = option("Momentum of SGD; 0 keeps no optimizer state.", default=0.9, minimum=0, below=1)
+    muon_momentum: float = option("Momentum of Muon.", default=0.9, minimum=0, below=1)
+    muon_nesterov: bool = option("Use Nesterov momentum in Muon.", default=False)
+    muon_num_ns_steps: int = option("Newton-Schulz iterations of Muon.", default=5, minimum=1, maximum=99)
+    muon_coefficient_type: MuonCoefficientType = option(
+        "Coefficients of the Newton-Schulz iterations; simple is torch's.", default="quintic"
+    )
+    muon_scale_mode: MuonScaleMode = option(
+        "Scale of Muon's updates by matrix shape; shape_scaling is torch's.", default="spectral"
+    )
+    muon_extra_scale_factor: float = option(
+        "Factor of Muon's updates; 0.2 with spectral is near AdamW's.", default=1.0, above=0
+    )
+    muon_split_qkv: bool = option("Orthogonalize query, key and value matrices separately.", default=True)
+    muon_tp_mode: MuonTpMode = option(
+        "With tensor parallelism, orthogonalize slices (blockwise) or whole matrices.", default="duplicated"
+    )
     clip_grad: float = option("Maximum global gradient norm; 0 disables clipping.", default=1.0, minimum=0, common=True)

@@ -30,7 +30,7 @@ from ..models.layer_list import masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
-from .item_sharding import ItemBuilder
+from .item_sharding import ItemBuilder, ItemSharding
 from .item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
 from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes
 
@@ -44,22 +44,31 @@ class OptimizerStates:
     Args:
         settings: Hyperparameters.
         fused_adam: apex's ``FusedAdam``; None uses torch's AdamW.
+        sharding: The part of each tensor that this process has; None: the whole tensor.
     """
 
-    def __init__(self, settings: OptimizerSettings, fused_adam: type[Any] | None = None) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, fused_adam: type[Any] | None = None, sharding: ItemSharding | None = None
+    ) -> None:
         self.settings = settings
-        self._optimizer = settings.make(OptimizerContext(fused_adam=fused_adam))
+        self._optimizer = settings.make(OptimizerContext(fused_adam=fused_adam, sharding=sharding))
         self._items: dict[str, tuple[str, ...]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._owners: dict[str, str] = {}
 
-    def add(self, item: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters of an item, without state; they replace those that the item had."""
+    def add(self, item: str, parameters: Mapping[str, nn.Parameter], num_rows: Mapping[str, int] | None = None) -> None:
+        """Add the parameters of an item, without state; they replace those that the item had.
+
+        Args:
+            item: Name of the item.
+            parameters: Global name -> local parameter.
+            num_rows: Global name -> number of rows before ZeRO; None: those of the parameters.
+        """
         if item in self._items:
             self.remove(item)
         self._items[item] = tuple(parameters)
         self._parameters.update(parameters)
-        self._optimizer.add(parameters)
+        self._optimizer.add(parameters, num_rows)
 
     def remove(self, item: str) -> None:
         """Drop the parameters of an item; an alias that stays takes over the moments of an owner that leaves."""
@@ -192,11 +201,12 @@ class ItemStore:
         plain = self.builder.compile_backend is None and sharding.fsdp is None and sharding.region is None
         if plain and isinstance(module, Embedding):
             module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))
+        num_rows = {f"{name}.{child}": parameter.shape[0] for child, parameter in local.items() if parameter.dim()}
         if sharding.fsdp is not None:
             local = sharding.fsdp.wrap(module, [] if sharding.dispatcher is None else experts_of(module))
         self.modules[name] = module
         self._local[name] = {f"{name}.{child}": parameter for child, parameter in local.items()}
-        self.optimizers.add(name, self._local[name])
+        self.optimizers.add(name, self._local[name], num_rows)
 
     def drop(self, name: str) -> None:
         """Remove an item with its state."""
@@ -265,7 +275,10 @@ class ItemStore:
         self.optimizers.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
         for item, module in self.modules.items():
             # A sparse form of a weight is a copy of its values, which the update has changed.
-            for layer in masks_of(item, module).values():
+            for name, layer in masks_of(item, module).items():
+                if self.optimizers.settings.MOVES_PRUNED and layer.mask is not None:
+                    parameter = self._local[item][name]
+                    parameter.detach().mul_(self.sharding.local_rows(name, layer.mask))
                 layer.weights_changed()
 
     def zero_grad(self) -> None:

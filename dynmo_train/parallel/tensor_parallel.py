@@ -154,10 +154,14 @@ class TensorRegion:
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' columns ``x``: ``[..., V / size]`` becomes ``[..., V]``."""
-        columns = x.movedim(-1, 0).contiguous()
-        whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
-        all_gather_rows(whole, columns, self.group)
-        return whole.movedim(0, -1)
+        return self.gather_slices(x, -1)
+
+    def gather_slices(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Concatenate the ranks' ``x`` ``[..., N / size, ...]``, of equal shapes, along ``dim``: ``[..., N, ...]``."""
+        local = x.movedim(dim, 0).contiguous()
+        whole = local.new_empty((local.shape[0] * self.size, *local.shape[1:]))
+        all_gather_rows(whole, local, self.group)
+        return whole.movedim(0, dim)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' ``x`` ``[B, T, ...]`` and return this rank's tokens of the sum, ``[B, T / size, ...]``."""

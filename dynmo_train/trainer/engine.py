@@ -180,7 +180,9 @@ class Engine:
             fused_norms=settings.fused_norms,
             compile_backend=settings.pipeline.compiled,
         )
-        self.item_store = ItemStore(builder, OptimizerStates(settings.optimizer, settings.fused_adam), settings.sparse)
+        self.item_store = ItemStore(
+            builder, OptimizerStates(settings.optimizer, settings.fused_adam, builder.sharding), settings.sparse
+        )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced_samples = 0
         self.replica_workers: int | None = None

@@ -231,6 +231,24 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --optimizer sgd",
     ),
     EffectRule(
+        options=(
+            "muon_momentum",
+            "muon_nesterov",
+            "muon_num_ns_steps",
+            "muon_coefficient_type",
+            "muon_scale_mode",
+            "muon_extra_scale_factor",
+            "muon_split_qkv",
+        ),
+        when=lambda c: c.optimizer.optimizer == "muon",
+        without="without --optimizer muon",
+    ),
+    EffectRule(
+        options=("muon_tp_mode",),
+        when=lambda c: c.optimizer.optimizer == "muon" and c.parallel.tensor_model_parallel_size > 1,
+        without="without --optimizer muon and tensor parallelism",
+    ),
+    EffectRule(
         options=("adam_beta1", "adam_beta2", "adam_eps"),
         when=lambda c: c.optimizer.optimizer != "sgd",
         without="with --optimizer sgd",

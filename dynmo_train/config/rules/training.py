@@ -82,6 +82,20 @@ def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(f"--lr-wsd-decay-{ending}", "requires --lr-decay-style WSD; remove it, or use that style")
 
 
+def _muon(config: Config, _world_size: int) -> Iterator[Problem]:
+    given, steps = config.optimizer, config.optimizer.muon_num_ns_steps
+    if given.optimizer != "muon":
+        return
+    if given.muon_coefficient_type == "quintic" and steps % 5:
+        yield conflict(
+            "--muon-num-ns-steps", f"is {steps}; must be a multiple of 5 with --muon-coefficient-type quintic"
+        )
+    if given.muon_coefficient_type == "polar_express" and steps < 8:
+        yield conflict(
+            "--muon-num-ns-steps", f"is {steps}; must be at least 8 with --muon-coefficient-type polar_express"
+        )
+
+
 def _weight_decay(config: Config, _world_size: int) -> Iterator[Problem]:
     given = config.optimizer
     bounds = (("--start-weight-decay", given.start_weight_decay), ("--end-weight-decay", given.end_weight_decay))
@@ -149,6 +163,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
     _learning_rate,
+    _muon,
     _weight_decay,
     _precision,
     _data,

@@ -99,8 +99,8 @@ class FusedAdamW:
         )
         self._steps: dict[nn.Parameter, int] = {}
 
-    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See ``Optimizer``."""
+    def add(self, parameters: Mapping[str, nn.Parameter], num_rows: Mapping[str, int] | None = None) -> None:
+        """Update ``parameters``, too; ``num_rows`` has no effect; see ``Optimizer``."""
         self._is_decoupled.update({each: is_embedding_or_output(name) for name, each in parameters.items()})
 
     def remove(self, parameters: Iterable[nn.Parameter]) -> None:

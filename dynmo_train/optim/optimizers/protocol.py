@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...config.optimizer import OptimizerConfig
+from ..item_sharding import ItemSharding
 
 # Name of a state tensor -> its shape.
 StateShapes = dict[str, tuple[int, ...]]
@@ -28,11 +29,12 @@ def decays(parameter: torch.Tensor) -> bool:
 class Optimizer(Protocol):
     """The optimizer of the local parameters. A parameter has state from its first update on."""
 
-    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def add(self, parameters: Mapping[str, nn.Parameter], num_rows: Mapping[str, int] | None = None) -> None:
         """Update these parameters, too, from now on; they have no state.
 
         Args:
             parameters: Global name -> local parameter; with ZeRO, its rows of this process.
+            num_rows: Global name -> number of rows before ZeRO; None: those of the parameters.
         """
 
     def remove(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -86,9 +88,11 @@ class OptimizerContext:
 
     Attributes:
         fused_adam: apex's ``FusedAdam``; None uses torch's AdamW.
+        sharding: The part of each tensor that this process has; None: the whole tensor.
     """
 
     fused_adam: type[Any] | None = None
+    sharding: ItemSharding | None = None
 
 
 class OptimizerSettings(Protocol):

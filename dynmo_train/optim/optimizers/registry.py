@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ...config.optimizer import OptimizerConfig, OptimizerName
 from .adamw import AdamWSettings
+from .muon import MuonSettings
 from .protocol import OptimizerSettings
 from .sgd import SGDSettings
 
@@ -15,6 +16,7 @@ FLOAT_BYTES = 4
 OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSettings]] = {
     "adam": AdamWSettings,
     "sgd": SGDSettings,
+    "muon": MuonSettings,
 }
 
 

@@ -28,8 +28,8 @@ class TorchGroups:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
-    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See ``Optimizer``."""
+    def add(self, parameters: Mapping[str, nn.Parameter], num_rows: Mapping[str, int] | None = None) -> None:
+        """Update ``parameters``, too; ``num_rows`` has no effect; see ``Optimizer``."""
         for name, parameter in parameters.items():
             key = decays(parameter), is_embedding_or_output(name)
             groups = self._optimizer.param_groups

@@ -268,6 +268,17 @@ def test_parse_deepspeed_sgd_becomes_the_optimizer_and_its_momentum():
     assert found.ignored == ("optimizer.params.eps",)
 
 
+def test_parse_deepspeed_muon_becomes_the_optimizer():
+    params = {"lr": 0.01, "momentum": 0.95, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    found = parse_deepspeed({"optimizer": {"type": "Muon", "params": params}})
+    expected = {"optimizer": "muon", "lr": 0.01, "muon_momentum": 0.95, "weight_decay": 0.1}
+    assert found.values == {**expected, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    assert found.problems == ()
+    [problem] = parse_deepspeed({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}).problems
+    assert problem.path == "optimizer.params.muon_lr"
+    assert "--decoupled-lr" in problem.message
+
+
 @pytest.mark.parametrize(
     ("document", "value"),
     [

@@ -106,6 +106,11 @@ CASES = {
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "decoupled_min_lr alone": ({"decoupled_min_lr": 1e-6}, "--decoupled-min-lr"),
     "decoupled_min_lr above peak": ({"decoupled_min_lr": 1e-3, "decoupled_lr": 1e-4}, "--decoupled-min-lr"),
+    "quintic steps": ({"optimizer": "muon", "muon_num_ns_steps": 4}, "--muon-num-ns-steps"),
+    "polar_express steps": (
+        {"optimizer": "muon", "muon_coefficient_type": "polar_express"},
+        "--muon-num-ns-steps",
+    ),
     "min_lr above decoupled_lr": ({"min_lr": 5e-5, "decoupled_lr": 1e-5}, "--min-lr"),
     "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
     "long warm-up": ({"lr_warmup_iters": 51}, "--lr-warmup-iters"),

@@ -26,6 +26,7 @@ WITHOUT = {
     **{name: {"optimizer": "sgd"} for name in ("adam_beta1", "adam_beta2", "adam_eps")},
 }
 WITH = {
+    "muon_tp_mode": {"optimizer": "muon", "world_size": 2, "tensor_model_parallel_size": 2},
     "moe_expert_capacity_factor": {"num_experts": 4},
     "pruning_freq": {"sparsify": True},
     "pack_to": {"balance": "online", "world_size": 2, "global_batch_size": 4},

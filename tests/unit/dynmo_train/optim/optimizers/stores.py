@@ -30,7 +30,7 @@ FAMILY = Gpt(
 
 def empty_store(settings):
     builder = ItemBuilder(sharding=ItemSharding(family=FAMILY), device=torch.device("cpu"))
-    return ItemStore(builder, OptimizerStates(settings), SparseTable())
+    return ItemStore(builder, OptimizerStates(settings, sharding=builder.sharding), SparseTable())
 
 
 def built_store(settings, items=ITEMS):

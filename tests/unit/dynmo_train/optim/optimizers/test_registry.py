@@ -17,7 +17,14 @@ from dynmo_train.optim.item_store import OptimizerStates
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.optim.optimizers.registry import OPTIMIZERS, optimizer_settings, option_of_type, state_bytes
 from tests.unit.dynmo_train.config.small_config import SMALL
-from tests.unit.dynmo_train.optim.optimizers.stores import FAMILY, all_tensors, built_store, moved, take_steps
+from tests.unit.dynmo_train.optim.optimizers.stores import (
+    FAMILY,
+    all_tensors,
+    built_store,
+    gradient_of,
+    moved,
+    take_steps,
+)
 from tests.unit.dynmo_train.optim.optimizers.test_adamw import FusedAdam
 
 
@@ -76,6 +83,25 @@ def test_optimizer_update_does_not_depend_on_the_other_items(name):
         take_steps(part, range(1, 4))
         for each, tensor in all_tensors(part).items():
             assert torch.equal(tensor, expected[each]), each
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_optimizer_divides_gradients_and_skips_updates(name):
+    """A power of two divides without rounding; a skipped update leaves gradients that are not finite nowhere."""
+    settings = settings_of(name)
+    expected, store = built_store(settings), built_store(settings)
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    for step in (1, 2, 3):
+        take_steps(expected, [step])
+        for _, each, parameter in store.parameters():
+            parameter.grad = gradient_of(each, step, parameter.shape) * 2
+        store.step(1e-2, 0.1, divisor=two, skip=1 - one)
+        for _, _, parameter in store.parameters():
+            parameter.grad = torch.full_like(parameter, torch.inf)
+        store.step(1e-2, 0.1, divisor=one * torch.inf, skip=one)
+        assert all(parameter.grad is None for _, _, parameter in store.parameters())
+    got = all_tensors(store)
+    assert all(torch.equal(got[each], tensor) for each, tensor in all_tensors(expected).items())
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))

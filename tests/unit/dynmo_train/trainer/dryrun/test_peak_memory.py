@@ -121,6 +121,16 @@ def test_peak_memory_of_zero_stages_is_near_the_floor(replicas):
     assert peak(2) - peak(3) == pytest.approx(whole, rel=0.05)
 
 
+def test_header_counts_the_state_of_muon_by_parameter():
+    config = config_of(**SMALL, optimizer="muon")
+    adam = {item["name"]: item for item in profile_header_of_run(config_of(**SMALL), family_of(config), {})["items"]}
+    muon = {item["name"]: item for item in profile_header_of_run(config, family_of(config), {})["items"]}
+    assert muon["embedding"]["optimizer_bytes"] == adam["embedding"]["optimizer_bytes"]
+    # One momentum instead of two moments of qkv (64 x 192) and dense (64 x 64).
+    saved = 4 * (64 * 192 + 64 * 64)
+    assert muon["layers.0.attention"]["optimizer_bytes"] == adam["layers.0.attention"]["optimizer_bytes"] - saved
+
+
 def test_header_describes_one_tensor_parallel_rank():
     plain = profile_header_of_run(one := config_of(**SMALL), family_of(one), {})
     halved_config = config_of(DefaultContext(world_size=2), **SMALL, tensor_model_parallel_size=2)
