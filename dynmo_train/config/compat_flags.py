@@ -364,6 +364,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--no-scatter-gather-tensors-in-pipeline": ignored(_OVERLAP),
     "--onnx-safe": ignored("models are not exported to ONNX"),
     "--overlap-p2p-communication": ignored(_OVERLAP),
+    "--export-force-local-attention": ignored("scaled_dot_product_attention selects the kernel"),
     "--use-flash-attn-builder": ignored("scaled_dot_product_attention selects the kernel"),
     "--use-flash-attn-triton": ignored("scaled_dot_product_attention selects the kernel"),
     "--use-flash-attn-v1": ignored("scaled_dot_product_attention selects the kernel"),

@@ -16,6 +16,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?\}|(\w+))")
 _SUBSHELL = re.compile(r"\$\([^()]*\)")
 _CONDITION = re.compile(r"if\s+\[\[?\s+\"?([^\s\"]*)\"?\s+(==?|!=)\s+\"?([^\s\"]*)\"?\s+\]\]?")
+_ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=\((.*)")
+_ALL_OF_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _DEPTH = 8
 
@@ -59,6 +61,28 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
     return text
 
 
+def _without_arrays(text: str) -> str:
+    """A script whose arrays are strings: ``A=(--lr 1)`` becomes ``A="--lr 1"``, and ``"${A[@]}"`` becomes ``${A}``."""
+    lines: list[str] = []
+    array: list[str] | None = None
+    for line in _ALL_OF_ARRAY.sub(r"${\1}", text).splitlines():
+        start = _ARRAY.match(line) if array is None else None
+        if start:
+            array = [f'{start[1]}="${{{start[1]}}} ' if start[2] else f'{start[1]}="']
+            line = start[3]
+        if array is None:
+            lines.append(line)
+            continue
+        words = _COMMENT.sub("", line).replace('"', "").rstrip("\\ \t")
+        # A subshell is ``$(...)`` here.
+        is_last = words.removesuffix("$(...)").endswith(")")
+        array.append(words.removesuffix(")") if is_last else words)
+        if is_last:
+            lines.append(" ".join(array) + '"')
+            array = None
+    return "\n".join(lines)
+
+
 def _lines(text: str) -> list[str]:
     """Logical lines: without comments, with continuation lines and quoted line breaks joined."""
     lines: list[str] = []
@@ -97,13 +121,13 @@ def _follow(line: str, variables: Mapping[str, str], branches: list[bool]) -> bo
 def read_script(text: str) -> list[ScriptCommand]:
     """The known programs that a script starts, in order.
 
-    Assignments apply in the order of the text. An ``if`` that compares two words is evaluated; any other condition is
-    assumed to be true. Nothing is executed.
+    Assignments apply in the order of the text, those of arrays too. An ``if`` that compares two words is evaluated; any
+    other condition is assumed to be true. Nothing is executed.
     """
     variables: dict[str, str] = {}
     found: list[ScriptCommand] = []
     branches: list[bool] = []
-    for line in _lines(_SUBSHELL.sub("$(...)", text)):
+    for line in _lines(_without_arrays(_SUBSHELL.sub("$(...)", text))):
         if _follow(line.strip(), variables, branches) or not all(branches):
             continue
         words = _words(line)

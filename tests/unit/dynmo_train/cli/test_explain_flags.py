@@ -71,6 +71,34 @@ def test_read_script_variables_and_continued_lines_are_expanded():
     assert "/data/text_sentence" in command.arguments
 
 
+ARRAYS = """
+MODEL_ARGS=(
+    --num-layers 32  # blocks
+    --data-path "$(get_data)"
+    --swiglu \\
+    --tensorboard-dir "${OUT}/tensorboard"
+)
+LOGGING_ARGS=(--log-interval 1)
+if [ -n "${WANDB_API_KEY}" ]; then
+    LOGGING_ARGS+=(
+        --wandb-project ${WANDB_PROJECT:-"Mixtral"}
+    )
+fi
+ALL=("${MODEL_ARGS[@]}" "${LOGGING_ARGS[@]}")
+NONE=()
+torchrun --nproc_per_node 8 pretrain_gpt.py \\
+    ${ALL[@]} ${NONE[@]} \\
+    "${MODEL_ARGS[*]}"
+"""
+
+
+def test_read_script_arrays_are_expanded():
+    (command,) = read_script("OUT=out\n" + ARRAYS)
+    model = ["--num-layers", "32", "--data-path", "$(...)", "--swiglu", "--tensorboard-dir", "out/tensorboard"]
+    assert list(command.arguments) == [*model, *["--log-interval", "1", "--wandb-project", "Mixtral"], *model]
+    assert command.before == ("torchrun", "--nproc_per_node", "8")
+
+
 def test_read_script_branches_are_evaluated_and_echo_skipped():
     (command,) = read_script(DEEPSPEED)
     assert command.launcher == "dynmo-train launch hostfile"
