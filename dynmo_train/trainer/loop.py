@@ -62,6 +62,9 @@ from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
 from .step_result import StepResult
 
+# In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
+FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
+
 
 def run_pretrain(config: Config) -> int:
     """Train as ``config`` specifies, together with the other processes of the launcher; the exit code."""
@@ -81,6 +84,11 @@ def run_pretrain(config: Config) -> int:
         if is_reporting_rank(first=world.is_rank0):
             raise
         return EXIT_USAGE
+    # Any rank, alone: the launcher ends the others.
+    except RuntimeError as error:
+        if (problem := out_of_memory(error)) is not None:
+            raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
+        raise
     finally:
         destroy_world()
 
@@ -104,6 +112,19 @@ class _LaunchedStep:
     consumed: int
     plan_id: int
     problem: str | None
+
+
+def out_of_memory(error: BaseException | None) -> str | None:
+    """A message with the remedy if ``error``, or what caused it, is a failed allocation; else None."""
+    while error is not None:
+        text = str(error).splitlines()[0] if str(error) else ""
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FAILED_ALLOCATION):
+            return (
+                f"{text[:300]}. Lower --micro-batch-size or --seq-length, give --recompute-granularity full or"
+                " --zero-stage, or use more pipeline or tensor ranks; pretrain --dry-run predicts the memory"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class Trainer:

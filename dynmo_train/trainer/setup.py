@@ -38,6 +38,7 @@ from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
 from ..data.batches import RunData, open_run_data
+from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from ..formats.plan import initial_plan, plan_ids, write_plan
 from ..formats.profile import Layout, ModelInfo, WorkerInfo
@@ -121,6 +122,8 @@ def setup_run(config: Config, world: World) -> InitialState:
     require_same(world, checkpoint_properties(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
+    # Rank 0 copies these files into every checkpoint: without them the first save would fail, and each one after it.
+    run_on_all_ranks(world, lambda: _check_tokenizer(config) if world.is_rank0 else True)
     data = rank0_first(world, lambda: open_run_data(config, step, consumed))
     # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
@@ -178,6 +181,14 @@ def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
             " --finetune to load its weights and start at the first step"
         )
     return step, consumed
+
+
+def _check_tokenizer(config: Config) -> bool:
+    named = TokenizerFiles.of(vars(config.data))
+    for path in named.files.values() if named is not None else ():
+        if not path.is_file():
+            raise UsageError(f"no tokenizer file at {path}, which checkpoints contain; give its path, or leave it out")
+    return True
 
 
 def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> Config:

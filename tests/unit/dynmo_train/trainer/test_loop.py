@@ -1,0 +1,23 @@
+"""Errors that end a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynmo_train.trainer.loop import out_of_memory
+
+
+def test_out_of_memory_is_found_in_what_caused_an_error():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    wrapped = RuntimeError("[Stage 0] failed to run forward")
+    wrapped.__cause__ = raised.value
+    problem = out_of_memory(wrapped)
+    assert problem is not None
+    assert "--recompute-granularity full" in problem
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) is not None
+
+
+def test_out_of_memory_leaves_other_errors():
+    assert out_of_memory(RuntimeError("shapes differ")) is None
