@@ -67,7 +67,11 @@ FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
 
 
 def run_pretrain(config: Config) -> int:
-    """Train as ``config`` specifies, together with the other processes of the launcher; the exit code."""
+    """Train as ``config`` specifies, together with the other processes of the launcher; the exit code.
+
+    Raises:
+        DynmoError: this rank ran out of memory.
+    """
     freeze_imports()
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
