@@ -26,3 +26,14 @@ def test_benchmark_imports_names_that_exist(path):
                     except ModuleNotFoundError:
                         missing.append(f"{node.module}.{alias.name}")
     assert missing == []
+
+
+def test_every_benchmark_is_on_the_page():
+    folder = ROOT / "tests" / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    scripts = [path.name for path in BENCHMARKS if not path.name.startswith("_")]
+    tables = [path.name for path in folder.glob("*.md") if path.name != "README.md"]
+    missing = [name for name in scripts if f"`{name}`" not in page] + [
+        name for name in tables if f"({name})" not in page
+    ]
+    assert missing == []
