@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TEST_PATH = re.compile(r"(?<![\w/.-])tests/[\w./*-]*\w(?:::\w+)?")
 TEST_MODULE = re.compile(r"(?<![\w/.-])test_\w+\.py\b")
 HASH = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{7,40}\b|\b\d{7}\b")
-RESULTS = sorted((ROOT / "tests" / "benchmarks").glob("*.md"))
+RESULTS = [path for path in sorted((ROOT / "tests" / "benchmarks").glob("*.md")) if path.name != "README.md"]
 # A commit is its hash, not a word about it.
 WORDS = re.compile(r"""commits? ["']|this commit|commit that adds|session|\| the next \|""", re.IGNORECASE)
 
