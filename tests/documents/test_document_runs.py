@@ -83,6 +83,24 @@ def check_own_trainer(folder: Path) -> None:
 CHECKS = {"dynmo_train/pipeline/README.md": check_emulation, "dynmo_balance/inputs/README.md": check_own_trainer}
 
 
+# Documents whose commands print the same on every machine: every line of their output blocks is compared.
+EXACT_OUTPUT = (
+    "dynmo_balance/README.md",
+    "dynmo_balance/planning/README.md",
+    "dynmo_balance/simulation/README.md",
+    "dynmo_balance/online/README.md",
+    "dynmo_balance/analysis/README.md",
+    "dynmo_balance/output/README.md",
+)
+
+
+def missing_output(text: str, output: str) -> list[str]:
+    """Lines of the output blocks of a document that its commands do not print; ``...`` stands for other lines."""
+    printed = set(output.splitlines())
+    shown = [line for block in blocks(text) if block.language == "text" for line in block.text.splitlines()]
+    return [line for line in shown if line not in ("", "...") and line not in printed]
+
+
 def with_blocks() -> list[str]:
     return [name for name in documents() if runnable((ROOT / name).read_text(encoding="utf-8"))]
 
@@ -94,6 +112,13 @@ def test_document_commands_run_as_printed(name, tmp_path):
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
     if name in CHECKS:
         CHECKS[name](tmp_path / "work")
+    if name in EXACT_OUTPUT:
+        assert missing_output((ROOT / name).read_text(encoding="utf-8"), f"{done.stdout}\n{done.stderr}") == []
+
+
+def test_output_that_commands_do_not_print_is_found():
+    text = "```bash\necho one\n```\n\n```text\n...\none\ntwo\n```\n"
+    assert missing_output(text, "one\n") == ["two"]
 
 
 def test_failing_block_is_reported_with_its_line(tmp_path):
