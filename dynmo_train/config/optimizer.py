@@ -11,7 +11,7 @@ from .._common.document import MAX_SAMPLES
 from . import panels
 from .options import option
 
-OptimizerName = Literal["adam", "sgd", "muon"]
+OptimizerName = Literal["adam", "sgd", "muon", "adafactor"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficientType = Literal["simple", "quintic", "polar_express"]
 MuonTpMode = Literal["blockwise", "duplicated"]

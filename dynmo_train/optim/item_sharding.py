@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from ..models.compiled import compile_item
-from ..models.layer_list import ModelFamily, has_vocabulary_rows, vocabulary_rows
+from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_replicas, shard_experts
 from ..parallel.collectives import ReplicaGather
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.tensor_parallel import TensorRegion
 from .apex import fuse_norms
-from .item_state import parameter_of, role_of
+from .item_state import has_token_rows, parameter_of, role_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ItemSharding:
             stored: Global tensor of a checkpoint, ``[rows, ...]``. A tensor with vocabulary rows has the true number of
                 rows, or in older checkpoints a padded one; it is padded here to the number of rows of this run.
         """
-        if has_vocabulary_rows(parameter_of(tensor_name)):
+        if has_token_rows(tensor_name):
             # Zeros, as in training: padding gets no gradient, and zero rows stay zero under Adam.
             rows = vocabulary_rows(self.family)
             padded = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])

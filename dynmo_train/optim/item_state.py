@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ..models.layer_list import has_vocabulary_rows
+
 # Suffix of the reference weights that adaptive freezing compares with.
 REFERENCE = "reference"
 # Suffixes of the tensors of gradient compression: error feedback and the warm-start factor.
 MEMORIES = ("error", "factor")
+# Suffixes of the factors of a second moment, which do not have the shape of their parameter.
+FACTORS = ("row_var", "col_var")
 ROLES = {
     "mask": "mask",
     REFERENCE: "buffer",
-    **dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "optimizer"),
+    **dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "variance", *FACTORS), "optimizer"),
     **dict.fromkeys(MEMORIES, "buffer"),
 }
 
@@ -41,6 +45,11 @@ def parameter_of(tensor_name: str) -> str:
 def role_of(tensor_name: str) -> str:
     """Return the role of a tensor of an ``ItemState``: ``parameter``, ``mask``, ``buffer`` or ``optimizer``."""
     return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
+
+
+def has_token_rows(tensor_name: str) -> bool:
+    """Whether a tensor of an ``ItemState`` has a row for each token id, as its parameter has."""
+    return has_vocabulary_rows(parameter_of(tensor_name)) and not tensor_name.endswith(".col_var")
 
 
 def memory_name(item: str, *parts: str) -> str:

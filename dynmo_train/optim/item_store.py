@@ -31,7 +31,7 @@ from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
 from .item_sharding import ItemBuilder, ItemSharding
-from .item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
+from .item_state import FACTORS, REFERENCE, ItemState, is_memory, parameter_of, role_of
 from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes
 
 
@@ -372,6 +372,8 @@ class ItemStore:
         with torch.no_grad():
             parameter.mul_(rows)
         # AdamW would move a pruned weight away from zero as long as its moments are not zero.
-        for moment in self.optimizers.moments(name).values():
-            moment.mul_(rows)
+        for key, moment in self.optimizers.moments(name).items():
+            # A factor is a mean over pruned and other weights. The update is a multiple of the gradient: zero here.
+            if key not in FACTORS:
+                moment.mul_(rows)
         layer.set_mask(mask, self._sparse)

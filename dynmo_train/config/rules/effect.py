@@ -250,8 +250,8 @@ EFFECTS: tuple[EffectRule, ...] = (
     ),
     EffectRule(
         options=("adam_beta1", "adam_beta2", "adam_eps"),
-        when=lambda c: c.optimizer.optimizer != "sgd",
-        without="with --optimizer sgd",
+        when=lambda c: c.optimizer.optimizer in ("adam", "muon"),
+        without="without --optimizer adam or muon",
     ),
     EffectRule(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
 )

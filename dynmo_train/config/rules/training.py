@@ -96,6 +96,20 @@ def _muon(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _adafactor(config: Config, _world_size: int) -> Iterator[Problem]:
+    if config.optimizer.optimizer != "adafactor":
+        return
+    parallel = config.parallel
+    remedy = "which shards matrices: its means are over whole ones; remove one, or use --optimizer adam or muon"
+    if parallel.tensor_model_parallel_size > 1:
+        size = parallel.tensor_model_parallel_size
+        yield conflict(
+            "--optimizer", f"adafactor cannot be combined with --tensor-model-parallel-size {size}, {remedy}"
+        )
+    if parallel.zero_stage and parallel.data_parallel_size > 1:
+        yield conflict("--optimizer", f"adafactor cannot be combined with --zero-stage {parallel.zero_stage}, {remedy}")
+
+
 def _weight_decay(config: Config, _world_size: int) -> Iterator[Problem]:
     given = config.optimizer
     bounds = (("--start-weight-decay", given.start_weight_decay), ("--end-weight-decay", given.end_weight_decay))
@@ -163,6 +177,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
     _learning_rate,
+    _adafactor,
     _muon,
     _weight_decay,
     _precision,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ...config.optimizer import OptimizerConfig, OptimizerName
+from .adafactor import AdafactorSettings
 from .adamw import AdamWSettings
 from .muon import MuonSettings
 from .protocol import OptimizerSettings
@@ -17,6 +18,7 @@ OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSettings]] = {
     "adam": AdamWSettings,
     "sgd": SGDSettings,
     "muon": MuonSettings,
+    "adafactor": AdafactorSettings,
 }
 
 

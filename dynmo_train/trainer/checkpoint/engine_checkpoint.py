@@ -45,9 +45,9 @@ from ...formats.checkpoint import (
     write_shard,
 )
 from ...formats.checkpoint.writer import dtype_name
-from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
+from ...models.layer_list import ModelFamily, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
-from ...optim.item_state import REFERENCE, ItemState, is_memory, parameter_of, role_of
+from ...optim.item_state import FACTORS, REFERENCE, ItemState, has_token_rows, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
 from ...optim.optimizers.adamw import AdamWSettings
@@ -319,7 +319,8 @@ def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtyp
             if is_memory(item, name):
                 shapes[name] = tensor.shape, tensor.dtype
             elif is_writer and _is_stored(engine, name):
-                shape = tensor.shape if role_of(name) == "mask" else whole[parameter_of(name)].shape
+                is_whole = role_of(name) == "mask" or name.endswith(FACTORS)
+                shape = tensor.shape if is_whole else whole[parameter_of(name)].shape
                 shapes[name] = shape, tensor.dtype
     return shapes
 
@@ -353,7 +354,7 @@ def _shard_files(
         vocabulary = vocabulary_rows(engine.family)
         for name, tensor in list(tensors.items()):
             shape, index = whole_shape(tensor.shape, store.sharding.split_dim(name), store.sharding.region)
-            if has_vocabulary_rows(parameter_of(name)):
+            if has_token_rows(name):
                 # Padding depends on the tensor-parallel size and is not stored: a rank that has only padding writes
                 # no shard of this tensor.
                 begin, end = (min(row, vocabulary) for row in index[0])

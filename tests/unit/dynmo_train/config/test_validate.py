@@ -106,6 +106,11 @@ CASES = {
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "decoupled_min_lr alone": ({"decoupled_min_lr": 1e-6}, "--decoupled-min-lr"),
     "decoupled_min_lr above peak": ({"decoupled_min_lr": 1e-3, "decoupled_lr": 1e-4}, "--decoupled-min-lr"),
+    "adafactor, slices": ({"optimizer": "adafactor", "world_size": 2, "tensor_model_parallel_size": 2}, "--optimizer"),
+    "adafactor, rows": (
+        {"optimizer": "adafactor", "world_size": 2, "pipeline_model_parallel_size": 1, "zero_stage": 1},
+        "--optimizer",
+    ),
     "quintic steps": ({"optimizer": "muon", "muon_num_ns_steps": 4}, "--muon-num-ns-steps"),
     "polar_express steps": (
         {"optimizer": "muon", "muon_coefficient_type": "polar_express"},
