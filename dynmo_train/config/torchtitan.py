@@ -62,6 +62,9 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": refused(_FP8),
     "quantize.linear.float8.filter_fqns": refused(_FP8, None),
     "quantize.linear.mx.recipe_name": refused(_FP8, 1),
+    "quantize.linear.mx.filter_fqns": refused(_FP8, None),
+    "quantize.grouped_mm.float8.fqns": refused(_FP8, None),
+    "quantize.grouped_mm.mx.fqns": refused(_FP8, None),
     # Optimizer
     "optimizer.name": becomes("--optimizer", values=1, renamed_values={"AdamW": "adam"}),
     "optimizer.lr": becomes("--lr", values=1),

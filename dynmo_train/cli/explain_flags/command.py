@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..._common.console import Format, emit, emit_json, emit_table
+from ..._common.document import parse_toml
 from ..._common.errors import UsageError
 from ...config.compat_flag import CompatFlag, ignored, refused
 from ...config.compat_flags import FLAGS
@@ -17,7 +18,7 @@ from ...config.task_command import TASK_FLAGS, TaskCommand
 from ...formats.input_text import read_input
 from .command_help import equivalent_script, explain_other_package
 from .published_scripts import TABLE
-from .script_commands import FlagMeaning, ScriptCommand, explain, read_script
+from .script_commands import FlagMeaning, ScriptCommand, explain, read_script, read_torchtitan
 
 # Flags of evaluation programs that the name of the command, or --load, replaces.
 _TASK_SCRIPT_FLAGS = {
@@ -72,15 +73,25 @@ def _document(command: ScriptCommand, meanings: list[FlagMeaning]) -> dict[str, 
     }
 
 
+def _commands(script: Path, text: str) -> list[ScriptCommand]:
+    if script.suffix != ".toml":
+        return read_script(text)
+    try:
+        return [read_torchtitan(parse_toml(text))]
+    except ValueError as error:
+        raise UsageError(f"{script}: is not TOML: {error}; give a shell script, or a file of torchtitan") from error
+
+
 def explain_flags(
     context: typer.Context,
     script: Annotated[
-        Path | None, typer.Argument(help="Shell script that starts Megatron's programs; it is not executed.")
+        Path | None,
+        typer.Argument(help="Shell script of Megatron's programs, which is not executed, or TOML file of torchtitan."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print published scripts and their equivalents.")] = False,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Translate the flags of a script of Megatron-LM, Megatron-DeepSpeed, DeepSpeed or Optimus-CC.
+    """Translate the flags of a script of Megatron-LM, DeepSpeed or Optimus-CC, or the keys of torchtitan.
 
     Exits with code 3 if a flag is refused or unknown.
     """
@@ -89,7 +100,7 @@ def explain_flags(
         return
     if script is None:
         raise UsageError("SCRIPT is missing; give the path of a shell script, or --table")
-    commands, equivalent = read_script(read_input(script)), equivalent_script(str(script))
+    commands, equivalent = _commands(script, read_input(script)), equivalent_script(str(script))
     if not commands and equivalent is None:
         raise UsageError(f"{script}: must start a known program, such as pretrain_gpt.py")
     root = context.find_root().command

@@ -145,7 +145,7 @@ def markdown(root: Any) -> Iterator[str]:
         "",
         "Flags of `pretrain_*.py` of Megatron-LM (M), Megatron-DeepSpeed (D) and Optimus-CC (O) that"
         " `dynmo-train pretrain` knows, and keys of torchtitan. [MIGRATION.md](MIGRATION.md) has the rules and whole",
-        "commands; `dynmo-train explain-flags SCRIPT` reads a script.",
+        "commands; `dynmo-train explain-flags SCRIPT` reads a script or a file of torchtitan.",
         "",
         "A flag that has no effect is listed in one line at the start of a run. A refused flag ends the command with",
         "exit code 2 and the remedy of its row. Any other flag is an unknown option.",

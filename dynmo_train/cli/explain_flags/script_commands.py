@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...config.compat import MULTI_WORD_FLAGS, declared_name, is_flag, translate, values_after
 from ...config.compat_flag import CompatFlag
@@ -20,6 +21,8 @@ _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=\((.*)")
 _ALL_OF_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _DEPTH = 8
+# The program of a TOML file of torchtitan.
+TORCHTITAN_PROGRAM = "torchtitan"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class ScriptCommand:
     @property
     def equivalent(self) -> str:
         """The equivalent command of this project."""
+        if self.program == TORCHTITAN_PROGRAM:
+            return "dynmo-train pretrain llama"
         row = find(self.program)
         name = row.equivalent if row else self.program
         if name != "dynmo-train tasks":
@@ -146,6 +151,22 @@ def read_script(text: str) -> list[ScriptCommand]:
             arguments = [word for word in words[at + 1 :] if word not in ("$@", "\\", ";", "&")]
             found.append(ScriptCommand(tuple(words[:at]), words[at], tuple(arguments)))
     return found
+
+
+def read_torchtitan(document: Mapping[str, Any]) -> ScriptCommand:
+    """The keys of a TOML file of torchtitan as flags of its command line; a key that is false or empty is left out."""
+    arguments: list[str] = []
+
+    def add(table: Mapping[str, Any], prefix: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                add(value, f"{prefix}{key}.")
+            elif value is not False and value != []:
+                values = [] if value is True else value if isinstance(value, list) else [value]
+                arguments.extend([f"--{prefix}{key}", *map(str, values)])
+
+    add(document, "")
+    return ScriptCommand((), TORCHTITAN_PROGRAM, tuple(arguments))
 
 
 @dataclass(frozen=True)

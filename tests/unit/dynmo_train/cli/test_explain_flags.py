@@ -156,6 +156,49 @@ def test_table_every_equivalent_command_exists():
             command = command.commands[name]
 
 
+def explain_toml(tmp_path, text):
+    (tmp_path / "job.toml").write_text(text)
+    return CliRunner().invoke(app, ["explain-flags", str(tmp_path / "job.toml"), "--format", "json"])
+
+
+def test_explain_flags_torchtitan_file_has_a_row_for_each_key(tmp_path):
+    text = """
+[training]
+seq_len = 4096
+dataset = "c4"
+no_such_key = 1
+dataloader.num_workers = 2
+[parallelism]
+pipeline_parallel_schedule = "1F1B"
+data_parallel_shard_degree = -1
+[compile]
+enable = true
+components = ["model", "loss"]
+[validation]
+enable = false
+[quantize.grouped_mm.float8]
+fqns = []
+"""
+    result = explain_toml(tmp_path, text)
+    assert result.exit_code == 3
+    (command,) = json.loads(result.stdout)
+    assert command["command"] == "dynmo-train pretrain llama"
+    rows = {row["flag"]: (row["kind"], row["meaning"]) for row in command["flags"]}
+    assert rows.pop("--training.dataset")[0] == rows.pop("--parallelism.data_parallel_shard_degree")[0] == "refused"
+    assert rows.pop("--compile.components")[0] == "ignored"
+    assert rows.pop("--training.no_such_key")[0] == "unknown"
+    assert rows == {
+        "--training.seq_len": ("becomes", "--seq-length 4096"),
+        "--training.dataloader.num_workers": ("becomes", "--num-workers 2"),
+        "--parallelism.pipeline_parallel_schedule": ("becomes", "--schedule 1f1b"),
+        "--compile.enable": ("becomes", "--torch-compile"),
+    }
+
+
+def test_explain_flags_invalid_toml_file_is_refused(tmp_path):
+    assert "is not TOML" in str(explain_toml(tmp_path, "[training\n").exception)
+
+
 def test_explain_flags_script_without_program_is_refused(tmp_path):
     assert "must start a known program" in str(
         CliRunner().invoke(app, ["explain-flags", str(_empty(tmp_path))]).exception
