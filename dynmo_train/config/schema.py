@@ -448,6 +448,30 @@ class RunConfig:
         common=True,
         panel=panels.LOGGING,
     )
+    wandb_project: str | None = option(
+        "Weights & Biases project; none: not written.", default=None, common=True, panel=panels.LOGGING
+    )
+    wandb_exp_name: str | None = option(
+        "Name of the Weights & Biases run; none: that of the run directory.", default=None, panel=panels.LOGGING
+    )
+    wandb_entity: str | None = option(
+        "Weights & Biases user or team; none: that of the account.", default=None, panel=panels.LOGGING
+    )
+    wandb_save_dir: str | None = option(
+        "Folder of Weights & Biases files; none: the run directory.",
+        default=None,
+        refers_to="place",
+        panel=panels.LOGGING,
+    )
+    mlflow_experiment: str | None = option(
+        "MLflow experiment; none: not written.", default=None, common=True, panel=panels.LOGGING
+    )
+    mlflow_tracking_uri: str | None = option(
+        "MLflow server or store; none: $MLFLOW_TRACKING_URI.", default=None, panel=panels.LOGGING
+    )
+    mlflow_run_name: str | None = option(
+        "Name of the MLflow run; none: that of the run directory.", default=None, panel=panels.LOGGING
+    )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
     no_load_rng: bool = option(

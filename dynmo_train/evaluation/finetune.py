@@ -43,6 +43,7 @@ from ..trainer.fingerprint import checkpoint_properties, config_properties, join
 from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
+from ..trainer.monitoring.scalar_writers import check_clients, scalar_writers_on_rank0
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
 from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0
 from ..trainer.settings_from_config import (
@@ -188,6 +189,8 @@ class FinetuneRun:
             paths = split_paths("--train-data", options.train_data)
             return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
 
+        # Before anything that takes time; rank 0 alone needs the clients.
+        run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
         self.train_data, self.valid_data = run_on_all_ranks(world, read)
         self.files = files
         self.check = FiniteCheck.of(config.training)
@@ -195,7 +198,8 @@ class FinetuneRun:
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
         self.logger = RunLogger(start.directory, world)
-        self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
+        writers = scalar_writers_on_rank0(world, config, start.directory)
+        self.log = TrainingLog(config, world, flops_counter(config, self.engine.family), writers)
         self.checkpoints = Checkpointer(
             self.engine,
             start.directory.checkpoints,
@@ -412,11 +416,12 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         lambda: {**config_properties(config), **option_properties(options)},
     )
     try:
-        run = FinetuneRun(name, config, options, world)
+        run, exit_code = FinetuneRun(name, config, options, world), None
         try:
-            return run.run()
+            exit_code = run.run()
         finally:
-            run.log.close()
+            run.log.close(exit_code)
+        return exit_code
     finally:
         destroy_world()
 

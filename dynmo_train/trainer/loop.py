@@ -4,7 +4,7 @@ One iteration of ``Trainer.train``, on every rank::
 
     BatchLoader -> Engine.launch_step -> StepResult, on GPUs that of the step before
                               |                 |-> profile.jsonl, metrics.jsonl     RunLogger
-                              |                 |-> iteration line, TensorBoard      TrainingLog
+                              |                 |-> iteration line, scalars          TrainingLog
                               |                 `-> skipped update: report or end    FiniteCheck
                               v
                         Engine.after_step       dynamic techniques: pruning, freezing
@@ -52,6 +52,7 @@ from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
+from .monitoring.scalar_writers import scalar_writers_on_rank0
 from .monitoring.training_log import TrainingLog, complete_line, stop_line
 from .rebalance.compression_choice import CompressionChoice
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
@@ -78,11 +79,12 @@ def run_pretrain(config: Config) -> int:
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     world = join_same(config.training.device, parallel_dims(config), lambda: config_properties(config))
     try:
-        trainer = Trainer(setup_run(config, world))
+        trainer, exit_code = Trainer(setup_run(config, world)), None
         try:
-            return trainer.evaluate() if config.training.skip_train else trainer.train()
+            exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
-            trainer.close()
+            trainer.close(exit_code)
+        return exit_code
     # All ranks raise this in the same step: one of them reports it.
     except TokenError:
         if is_reporting_rank(first=world.is_rank0):
@@ -155,7 +157,8 @@ class Trainer:
             self.logger.log_event,
         )
         self._flops = flops_counter(config, self.engine.family)
-        self._log = TrainingLog(config, self.engine.world, self._flops)
+        writers = scalar_writers_on_rank0(self.engine.world, config, self.directory)
+        self._log = TrainingLog(config, self.engine.world, self._flops, writers)
         self._checkpointer = Checkpointer(
             self.engine,
             self.directory.checkpoints,
@@ -499,9 +502,13 @@ class Trainer:
         self.logger.log_event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
         self._log.line(f" saved checkpoint {saved.path} in {saved.duration_s:.2f} s")
 
-    def close(self) -> None:
-        """Close the logs and end the processes that run in the background."""
-        self._log.close()
+    def close(self, exit_code: int | None) -> None:
+        """Close the logs and end the processes that run in the background.
+
+        Args:
+            exit_code: exit code of the training; None after an error.
+        """
+        self._log.close(exit_code)
         self._loader.close()
         if self._compression_choice is not None:
             self._compression_choice.close()

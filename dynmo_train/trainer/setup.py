@@ -59,6 +59,7 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
+from .monitoring.scalar_writers import check_clients
 from .run_directory import RunDirectory, open_run_directory_on_rank0
 from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
 
@@ -105,6 +106,8 @@ def setup_run(config: Config, world: World) -> InitialState:
         run_on_all_ranks(
             world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
         )
+    # Before anything that takes time; rank 0 alone needs the clients.
+    run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
     apex = find_apex()
     # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"

@@ -102,6 +102,16 @@ EFFECTS: tuple[EffectRule, ...] = (
     EffectRule(
         options=("torch_compile_backend",), when=lambda c: c.training.torch_compile, without="without --torch-compile"
     ),
+    EffectRule(
+        options=("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+        when=lambda c: bool(c.run.wandb_project),
+        without="without --wandb-project",
+    ),
+    EffectRule(
+        options=("mlflow_tracking_uri", "mlflow_run_name"),
+        when=lambda c: bool(c.run.mlflow_experiment),
+        without="without --mlflow-experiment",
+    ),
     EffectRule(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),
     EffectRule(
         options=("curriculum_steps", "curriculum_multiple", "curriculum_schedule"),

@@ -127,6 +127,6 @@ class EventWriter:
                 )
             self._is_full = True
 
-    def close(self) -> None:
+    def close(self, _exit_code: int | None = None) -> None:
         """Close the file."""
         self.file.close()

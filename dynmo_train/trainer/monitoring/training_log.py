@@ -1,4 +1,4 @@
-"""The training log on stdout of rank 0, and the scalars of TensorBoard.
+"""The training log on stdout of rank 0, and the scalars of TensorBoard, Weights & Biases and MLflow.
 
 The first part formats lines, in Megatron's format where it has one. ``TrainingLog`` decides when a line is printed.
 """
@@ -20,7 +20,7 @@ from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
 from ..rebalance.plan_controller import AppliedPlan
 from ..step_result import StepResult
-from .tensorboard import EventWriter
+from .scalar_writers import ScalarWriter
 
 # Steps of the means before and after a migration, over which noise of single steps averages out.
 AFTER_MOVE_STEPS = 5
@@ -87,7 +87,7 @@ def iteration_line(stats: IterationStats) -> str:
 
 
 def tensorboard_scalars(stats: IterationStats) -> dict[str, float]:
-    """The values of an iteration line for TensorBoard, under Megatron's tags."""
+    """The values of an iteration line under Megatron's tags."""
     scalars = {
         "learning-rate": stats.learning_rate,
         "batch-size": stats.global_batch_size,
@@ -153,22 +153,28 @@ def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int)
 
 
 class TrainingLog:
-    """Prints the training log on rank 0, and writes the scalars of TensorBoard.
+    """Prints the training log on rank 0, and hands its scalars to the writers.
 
     Args:
         config: configuration of the run.
         world: process groups of this rank.
         flops: model FLOPs of a step, from the number of samples and the tokens per sample.
+        writers: writers of the scalars; none on other ranks than 0.
 
     Attributes:
         devices: number of devices, for the throughput per device.
     """
 
-    def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        flops: Callable[[int, int], int],
+        writers: Sequence[ScalarWriter] = (),
+    ) -> None:
         self.config, self._is_rank0 = config, world.is_rank0
         self._flops, self.devices = flops, world.size
-        tensorboard_dir = config.run.tensorboard_dir
-        self._board = EventWriter(Path(tensorboard_dir)) if tensorboard_dir is not None and world.is_rank0 else None
+        self._writers = writers
         self._loss_name = "loss" if config.model.base_family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0
@@ -252,8 +258,7 @@ class TrainingLog:
                 ratio=compression.check_comp_ratio,
             ):
                 self.line(text)
-        if self._board is not None:
-            self._board.scalars(step, tensorboard_scalars(stats))
+        self._write(step, tensorboard_scalars(stats))
 
     def log_evaluation(self, step: int, losses: Mapping[str, float], place: str, part: str = "validation") -> None:
         """Log an evaluation.
@@ -268,17 +273,23 @@ class TrainingLog:
         dashes = "-" * (len(text) + 1)
         for line in (dashes, text, dashes):
             self.line(line)
-        if self._board is None:
-            return
         for name, value in losses.items():
             tag = printed_name(name, self._loss_name)
             ppl = {} if name.endswith("_acc") else {f"{tag} {part} ppl": perplexity(value)}
-            self._board.scalars(step, {f"{tag} {part}": value} | ppl)
+            self._write(step, {f"{tag} {part}": value} | ppl)
 
-    def close(self) -> None:
-        """Close the TensorBoard file."""
-        if self._board is not None:
-            self._board.close()
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.scalars(step, scalars)
+
+    def close(self, exit_code: int | None = None) -> None:
+        """End the writers of scalars.
+
+        Args:
+            exit_code: exit code of the training; None after an error.
+        """
+        for writer in self._writers:
+            writer.close(exit_code)
 
     def log_move(self, plan: AppliedPlan, step: int) -> None:
         """Log a migration.

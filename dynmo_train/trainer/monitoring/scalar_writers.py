@@ -1,0 +1,83 @@
+"""Where the scalars of the training log are written: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...config import Config, config_document
+from ...parallel.consensus import run_on_all_ranks
+from ...parallel.process_groups import World
+from ..run_directory import RunDirectory
+from .tensorboard import EventWriter
+from .tracking.mlflow_client import MlflowClient, MlflowRun, check_mlflow
+from .tracking.tracker_thread import TrackerThread
+from .tracking.wandb_client import WandbClient, WandbRun, check_wandb
+
+
+class ScalarWriter(Protocol):
+    """Writes scalars of steps; no method raises or waits for a network."""
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of ``step``."""
+
+    def close(self, exit_code: int | None = None) -> None:
+        """End the writer; ``exit_code`` of the training is None after an error."""
+
+
+def check_clients(config: Config) -> None:
+    """Import the clients of the trackers that the options name.
+
+    Raises:
+        UsageError: a client is not installed.
+    """
+    if config.run.wandb_project:
+        check_wandb()
+    if config.run.mlflow_experiment:
+        check_mlflow(config.run.mlflow_tracking_uri or None)
+
+
+def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirectory) -> list[ScalarWriter]:
+    """The writers that the options name on rank 0, none on the other ranks. Every rank calls this.
+
+    Raises:
+        UsageError: on a reporting rank, if the TensorBoard file cannot be written.
+        SystemExit: on the other ranks, with the same exit code.
+    """
+    return run_on_all_ranks(world, lambda: _scalar_writers(config, directory) if world.is_rank0 else [])
+
+
+def _scalar_writers(config: Config, directory: RunDirectory) -> list[ScalarWriter]:
+    run, writers = config.run, list[ScalarWriter]()
+    if run.tensorboard_dir is not None:
+        writers.append(EventWriter(Path(run.tensorboard_dir)))
+    options = named_options(config)
+    default_name = directory.path.resolve().name
+    if run.wandb_project:
+        names = WandbRun(
+            project=run.wandb_project,
+            name=run.wandb_exp_name or default_name,
+            entity=run.wandb_entity or None,
+            run_id=directory.run_id,
+            folder=Path(run.wandb_save_dir) if run.wandb_save_dir else directory.path,
+        )
+        writers.append(TrackerThread(WandbClient(names, options), directory.events))
+    if run.mlflow_experiment:
+        place = MlflowRun(
+            tracking_uri=run.mlflow_tracking_uri or None,
+            experiment=run.mlflow_experiment,
+            name=run.mlflow_run_name or default_name,
+            tags={"dynmo.run_id": directory.run_id, "dynmo.segment": str(directory.segment)},
+            id_file=directory.path / "mlflow.json",
+        )
+        writers.append(TrackerThread(MlflowClient(place, options, directory.events), directory.events))
+    return writers
+
+
+def named_options(config: Config) -> dict[str, Any]:
+    """Every option with its value, without their tables, as in Megatron: names are unique."""
+    options: dict[str, Any] = {}
+    for values in config_document(config)["config"].values():
+        options.update(values)
+    return options
