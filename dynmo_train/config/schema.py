@@ -452,7 +452,7 @@ class RunConfig:
         "Weights & Biases project; none: not written.", default=None, common=True, panel=panels.LOGGING
     )
     wandb_exp_name: str | None = option(
-        "Name of the Weights & Biases run; none: that of the run directory.", default=None, panel=panels.LOGGING
+        "Name of the W&B run; none: that of the run directory.", default=None, panel=panels.LOGGING
     )
     wandb_entity: str | None = option(
         "Weights & Biases user or team; none: that of the account.", default=None, panel=panels.LOGGING

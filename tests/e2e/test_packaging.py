@@ -193,12 +193,15 @@ dynmo-prep train-tokenizer corpus.jsonl -o tokenizer.json --vocab-size 400
 dynmo-prep binarize corpus.jsonl -o corpus --tokenizer-model tokenizer.json --append-eod
 """
 PRETRAIN = f"dynmo-train pretrain gpt {TRAIN} --micro-batch-size 1 --data-path corpus_text_document --save run"
+TRACKED = PRETRAIN.replace("--vocab-size 9", "--vocab-size 400").replace("--save run", "--save tracked")
 # What a user of one extra does with it alone. Compressed input and Parquet are additions to prep.
 USES = {
     "prep": SAMPLE,
     "prep,gz": "gzip corpus.jsonl\ndynmo-prep shuffle corpus.jsonl.gz -o shuffled.jsonl",
     "prep,parquet": "dynmo-prep shuffle corpus.parquet -o shuffled.jsonl",
     "train": PRETRAIN.replace("--vocab-size 9", "--vocab-size 400"),
+    "train,wandb": f"{TRACKED} --wandb-project a\nls tracked/wandb/latest-run/files",
+    "train,mlflow": f"{TRACKED} --mlflow-experiment a --mlflow-tracking-uri file:store\nls tracked/mlflow.json store",
     "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
     "hf": "dynmo-ckpt convert run hf --to hf",
     "lm-eval": "dynmo-train evaluate lm-eval --help",
@@ -223,7 +226,8 @@ def test_uses_has_every_extra():
 
 
 @pytest.mark.parametrize("extras", USES)
-def test_wheel_each_extra_alone_is_enough(wheel, used, tmp_path, extras):
+def test_wheel_each_extra_alone_is_enough(wheel, used, tmp_path, monkeypatch, extras):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     try:
         distributions = needed([*BASE, *(name for extra in extras.split(",") for name in requirements_of(extra))])
     except importlib.metadata.PackageNotFoundError as error:
