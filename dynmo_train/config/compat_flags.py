@@ -35,7 +35,6 @@ _PLACEMENT = "not supported: write the partition with dynmo-plan partition and u
 _STAGES = "placement changes no result; the partition counts the cost of each layer"
 _TENSORBOARD = "not logged; --tensorboard-dir has losses, learning rate, loss scale and gradient norm"
 _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
-_WANDB = "Weights & Biases is not used; --tensorboard-dir writes event files"
 _SCHEDULE = "a resumed run has the schedule of its own options"
 _FORMAT = "--load detects the format of a checkpoint, and any topology loads"
 _ONE_COMPRESSOR = "PowerSGD is the only compression"
@@ -395,7 +394,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--profile-ranks": ignored(_TRACE, None),
     "--record-memory-history": ignored("--dry-run computes the peak memory of each worker"),
     "--logging-level": ignored("the log has one level", 1),
-    **dict.fromkeys(("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"), ignored(_WANDB, 1)),
     "--auto-detect-ckpt-format": ignored(_FORMAT),
     "--dist-ckpt-strictness": ignored("every tensor must be in the checkpoint", 1),
     "--universal-checkpoint": ignored(_FORMAT),

@@ -47,7 +47,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "metrics.log_freq": becomes("--log-interval", values=1),
     "metrics.save_tb_folder": becomes("--tensorboard-dir", values=1),
     "metrics.enable_tensorboard": ignored("--tensorboard-dir writes event files"),
-    "metrics.enable_wandb": ignored("Weights & Biases is not used; --tensorboard-dir writes event files"),
+    "metrics.enable_wandb": ignored("Weights & Biases needs the name of a project: --wandb-project"),
     "metrics.save_for_all_ranks": ignored("one process writes the metrics of all"),
     "metrics.disable_color_printing": ignored("color is used on terminals only"),
     "memory_estimation.enable": becomes("--dry-run"),
