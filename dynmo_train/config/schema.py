@@ -32,6 +32,7 @@ from .options import DefaultContext, Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
+from .tracking import TrackingConfig
 
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 TokenDropPolicy = Literal["probs", "position"]
@@ -448,30 +449,6 @@ class RunConfig:
         common=True,
         panel=panels.LOGGING,
     )
-    wandb_project: str | None = option(
-        "Weights & Biases project; none: not written.", default=None, common=True, panel=panels.LOGGING
-    )
-    wandb_exp_name: str | None = option(
-        "Name of the W&B run; none: that of the run directory.", default=None, panel=panels.LOGGING
-    )
-    wandb_entity: str | None = option(
-        "Weights & Biases user or team; none: that of the account.", default=None, panel=panels.LOGGING
-    )
-    wandb_save_dir: str | None = option(
-        "Folder of Weights & Biases files; none: the run directory.",
-        default=None,
-        refers_to="place",
-        panel=panels.LOGGING,
-    )
-    mlflow_experiment: str | None = option(
-        "MLflow experiment; none: not written.", default=None, common=True, panel=panels.LOGGING
-    )
-    mlflow_tracking_uri: str | None = option(
-        "MLflow server or store; none: $MLFLOW_TRACKING_URI.", default=None, panel=panels.LOGGING
-    )
-    mlflow_run_name: str | None = option(
-        "Name of the MLflow run; none: that of the run directory.", default=None, panel=panels.LOGGING
-    )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
     no_load_rng: bool = option(
@@ -516,6 +493,7 @@ class Config:
     compression: CompressionConfig
     balance: BalanceConfig
     emulation: EmulationConfig
+    tracking: TrackingConfig
     run: RunConfig
     extensions: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)

@@ -104,12 +104,12 @@ EFFECTS: tuple[EffectRule, ...] = (
     ),
     EffectRule(
         options=("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
-        when=lambda c: bool(c.run.wandb_project),
+        when=lambda c: bool(c.tracking.wandb_project),
         without="without --wandb-project",
     ),
     EffectRule(
         options=("mlflow_tracking_uri", "mlflow_run_name"),
-        when=lambda c: bool(c.run.mlflow_experiment),
+        when=lambda c: bool(c.tracking.mlflow_experiment),
         without="without --mlflow-experiment",
     ),
     EffectRule(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),

@@ -32,10 +32,10 @@ def check_clients(config: Config) -> None:
     Raises:
         UsageError: a client is not installed.
     """
-    if config.run.wandb_project:
+    if config.tracking.wandb_project:
         check_wandb()
-    if config.run.mlflow_experiment:
-        check_mlflow(config.run.mlflow_tracking_uri or None)
+    if config.tracking.mlflow_experiment:
+        check_mlflow(config.tracking.mlflow_tracking_uri or None)
 
 
 def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirectory) -> list[ScalarWriter]:
@@ -49,25 +49,25 @@ def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirector
 
 
 def _scalar_writers(config: Config, directory: RunDirectory) -> list[ScalarWriter]:
-    run, writers = config.run, list[ScalarWriter]()
-    if run.tensorboard_dir is not None:
-        writers.append(EventWriter(Path(run.tensorboard_dir)))
+    tracking, writers = config.tracking, list[ScalarWriter]()
+    if config.run.tensorboard_dir is not None:
+        writers.append(EventWriter(Path(config.run.tensorboard_dir)))
     options = named_options(config)
     default_name = directory.path.resolve().name
-    if run.wandb_project:
+    if tracking.wandb_project:
         names = WandbRun(
-            project=run.wandb_project,
-            name=run.wandb_exp_name or default_name,
-            entity=run.wandb_entity or None,
+            project=tracking.wandb_project,
+            name=tracking.wandb_exp_name or default_name,
+            entity=tracking.wandb_entity or None,
             run_id=directory.run_id,
-            folder=Path(run.wandb_save_dir) if run.wandb_save_dir else directory.path,
+            folder=Path(tracking.wandb_save_dir) if tracking.wandb_save_dir else directory.path,
         )
         writers.append(TrackerThread(WandbClient(names, options), directory.events))
-    if run.mlflow_experiment:
+    if tracking.mlflow_experiment:
         place = MlflowRun(
-            tracking_uri=run.mlflow_tracking_uri or None,
-            experiment=run.mlflow_experiment,
-            name=run.mlflow_run_name or default_name,
+            tracking_uri=tracking.mlflow_tracking_uri or None,
+            experiment=tracking.mlflow_experiment,
+            name=tracking.mlflow_run_name or default_name,
             tags={"dynmo.run_id": directory.run_id, "dynmo.segment": str(directory.segment)},
             id_file=directory.path / "mlflow.json",
         )

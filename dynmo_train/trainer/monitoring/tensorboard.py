@@ -127,6 +127,7 @@ class EventWriter:
                 )
             self._is_full = True
 
-    def close(self, _exit_code: int | None = None) -> None:
-        """Close the file."""
+    def close(self, exit_code: int | None = None) -> None:
+        """Close the file; it has no place for the ``exit_code`` of the training."""
+        del exit_code
         self.file.close()

@@ -165,7 +165,11 @@ class MlflowClient:
         self._client.log_artifact(self._run_id, str(self._events))
 
     def finish(self, exit_code: int | None) -> None:
-        """End the run as finished, as killed if a signal or a new number of workers ended the start, else as failed."""
+        """End the run as finished, as killed if a signal or a new number of workers ended the start, else as failed.
+
+        Args:
+            exit_code: exit code of the training; None after an error.
+        """
         is_stopped = exit_code is not None and (exit_code > SIGNALS or exit_code == EXIT_RELAUNCH)
         status = "FINISHED" if exit_code == EXIT_OK else "KILLED" if is_stopped else "FAILED"
         self._client.set_terminated(self._run_id, status)

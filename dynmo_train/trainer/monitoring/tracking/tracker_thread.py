@@ -7,7 +7,7 @@ Data flow::
     RUN/events.jsonl --JsonlTail--> last MAX_EVENTS events ---------+--> TrackerClient --> W&B, MLflow
 
 A client may fail in any way and at any time: no network, a full disk, a run that was deleted on the server. The thread
-reports the first failure, keeps the records and tries again, and training goes on. ``metrics.jsonl`` and
+reports the first failure, keeps the records and tries again, and training continues. ``metrics.jsonl`` and
 ``events.jsonl`` have everything in any case.
 """
 

@@ -72,23 +72,28 @@ class WandbClient:
 
     def start(self) -> None:
         """Open the run; offline if that fails, so that ``wandb sync`` can upload it later."""
-        wandb = self._wandb
         try:
-            # Without an API key the client would ask for one on a terminal, in the middle of the training log.
-            if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
-                raise wandb.UsageError("not logged in: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-            self._init()
-        except wandb.Error as error:
-            cause = " ".join(str(error).split())[:300]
+            problem = self._login_problem()
+            if problem is None:
+                self._init()
+        except self._wandb.Error as error:
+            problem = " ".join(str(error).split())[:300]
+        if problem is not None:
             self._init(mode="offline")
             print_message(
-                f"warning: {self.name}: {cause}; the run is written offline: upload it with `wandb sync"
+                f"warning: {self.name}: {problem}; the run is written offline: upload it with `wandb sync"
                 f" {self._run.settings.sync_dir}`"
             )
         # Values of an earlier start may differ.
         self._run.config.update(self._config, allow_val_change=True)
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
+
+    def _login_problem(self) -> str | None:
+        # Without an API key the client would ask for one on a terminal, in the middle of the training log.
+        if self._wandb.setup().settings.mode not in ("online", "shared") or self._wandb.login(prompt=False):
+            return None
+        return "not logged in: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
 
     def _init(self, **options: Any) -> None:
         run = self._names
@@ -119,5 +124,9 @@ class WandbClient:
         self._run.log({"events": self._wandb.Table(columns=list(EVENT_COLUMNS), data=rows)})
 
     def finish(self, exit_code: int | None) -> None:
-        """End the run; W&B shows it as failed if the exit code is not 0."""
+        """End the run; W&B shows it as failed if the exit code is not 0.
+
+        Args:
+            exit_code: exit code of the training; None after an error.
+        """
         self._run.finish(exit_code=1 if exit_code is None else exit_code)

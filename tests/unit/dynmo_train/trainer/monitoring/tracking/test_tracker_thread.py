@@ -59,7 +59,7 @@ def test_client_gets_all_records_in_order_and_the_exit_code(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_records_are_written_while_the_run_goes_on(tmp_path):
+def test_records_are_written_during_the_run(tmp_path):
     client = Client()
     thread = run(client, tmp_path, steps=2)
     wait_for(lambda: client.steps == [1, 2], "the records")
