@@ -11,7 +11,7 @@ from .options import option
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Weights & Biases and MLflow. An empty name stands for none, as in Megatron's scripts."""
+    """Weights & Biases and MLflow."""
 
     PANEL: ClassVar[str] = panels.LOGGING
 

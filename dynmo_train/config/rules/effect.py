@@ -104,12 +104,12 @@ EFFECTS: tuple[EffectRule, ...] = (
     ),
     EffectRule(
         options=("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
-        when=lambda c: bool(c.tracking.wandb_project),
+        when=lambda c: c.tracking.wandb_project is not None,
         without="without --wandb-project",
     ),
     EffectRule(
         options=("mlflow_tracking_uri", "mlflow_run_name"),
-        when=lambda c: bool(c.tracking.mlflow_experiment),
+        when=lambda c: c.tracking.mlflow_experiment is not None,
         without="without --mlflow-experiment",
     ),
     EffectRule(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),

@@ -32,10 +32,10 @@ def check_clients(config: Config) -> None:
     Raises:
         UsageError: a client is not installed.
     """
-    if config.tracking.wandb_project:
+    if config.tracking.wandb_project is not None:
         check_wandb()
-    if config.tracking.mlflow_experiment:
-        check_mlflow(config.tracking.mlflow_tracking_uri or None)
+    if config.tracking.mlflow_experiment is not None:
+        check_mlflow(config.tracking.mlflow_tracking_uri)
 
 
 def scalar_writers_on_rank0(world: World, config: Config, directory: RunDirectory) -> list[ScalarWriter]:
@@ -54,18 +54,18 @@ def _scalar_writers(config: Config, directory: RunDirectory) -> list[ScalarWrite
         writers.append(EventWriter(Path(config.run.tensorboard_dir)))
     options = named_options(config)
     default_name = directory.path.resolve().name
-    if tracking.wandb_project:
+    if tracking.wandb_project is not None:
         names = WandbRun(
             project=tracking.wandb_project,
             name=tracking.wandb_exp_name or default_name,
-            entity=tracking.wandb_entity or None,
+            entity=tracking.wandb_entity,
             run_id=directory.run_id,
             folder=Path(tracking.wandb_save_dir) if tracking.wandb_save_dir else directory.path,
         )
         writers.append(TrackerThread(WandbClient(names, options), directory.events))
-    if tracking.mlflow_experiment:
+    if tracking.mlflow_experiment is not None:
         place = MlflowRun(
-            tracking_uri=tracking.mlflow_tracking_uri or None,
+            tracking_uri=tracking.mlflow_tracking_uri,
             experiment=tracking.mlflow_experiment,
             name=tracking.mlflow_run_name or default_name,
             tags={"dynmo.run_id": directory.run_id, "dynmo.segment": str(directory.segment)},

@@ -32,14 +32,13 @@ def writers(tmp_path, *, rank0=True, **options):
 
 
 def test_no_writers_without_options(tmp_path, made):
-    # Empty names are those of scripts with an unset variable.
-    assert writers(tmp_path, wandb_project="", mlflow_experiment="") == []
+    assert writers(tmp_path) == []
     assert made == {}
 
 
 def test_names_are_those_of_the_run_directory(tmp_path, made):
     events = tmp_path / "first" / "events.jsonl"
-    found = writers(tmp_path, wandb_project="p", wandb_exp_name="", mlflow_experiment="e")
+    found = writers(tmp_path, wandb_project="p", mlflow_experiment="e")
     assert found == [("WandbClient", events), ("MlflowClient", events)]
     names, options = made["WandbClient"]
     assert (names.project, names.name, names.entity) == ("p", "first", None)
