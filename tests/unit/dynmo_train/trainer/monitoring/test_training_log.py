@@ -127,6 +127,39 @@ def test_move_followed_by_another_has_no_step_times(capsys):
     ]
 
 
+class Writer:
+    def __init__(self):
+        self.calls = []
+
+    def scalars(self, step, scalars):
+        self.calls.append((step, scalars))
+
+    def close(self, exit_code=None):
+        self.calls.append(exit_code)
+
+
+def test_every_writer_gets_the_scalars_of_steps_and_evaluations(capsys):
+    first, second = Writer(), Writer()
+    config = config_of(**SMALL | {"log_interval": 2})
+    world = SimpleNamespace(is_rank0=True, size=1)
+    log = TrainingLog(config, world, lambda _samples, _tokens: 0, [first, second])
+    for step, loss in ((1, 3.0), (2, 2.0)):
+        losses = {"lm_loss": loss}
+        fields = {"step_ns": 10**9, "updated": True, "losses": losses, "loss": loss, "next_rate": 0.5}
+        more = {"loss_scale": 1.0, "grad_norm": 4.0, "compression": None}
+        log.log_step(step, 0, 2, 32, SimpleNamespace(**fields, **more))
+    log.log_evaluation(2, {"lm_loss": 0.0, "top5_acc": 50.0}, "iteration 2", "test")
+    log.close(75)
+    step = {"learning-rate": 0.5, "batch-size": 2.0, "lm loss": 2.5, "loss-scale": 1.0, "grad-norm": 4.0}
+    assert first.calls == [
+        (2, step | {"iteration-time": 1.0}),
+        (2, {"lm loss test": 0.0, "lm loss test ppl": 1.0}),
+        (2, {"top5_acc test": 50.0}),
+        75,
+    ]
+    assert second.calls == first.calls
+
+
 def test_throughput_follows_the_step_time():
     line = iteration_line(IterationStats(**FIGURES | {"tflops": 138.04}))
     assert "(ms): 87.0 | throughput per GPU (TFLOP/s/GPU): 138.0 | learning rate" in line

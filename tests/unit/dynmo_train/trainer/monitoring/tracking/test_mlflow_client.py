@@ -67,6 +67,7 @@ def test_resumed_run_continues_the_same_run(mlflow, tmp_path):
     for segment, iters in enumerate((12, 24)):
         writer = client(tmp_path, segment=segment, train_iters=iters, lr=0.1)
         writer.start()
+        assert runs(mlflow, tmp_path)[1][0].info.status == "RUNNING"
         writer.write([ScalarRecord(step=iters, time_s=1.0, scalars={"lm loss": 2.5})])
         writer.finish(None if iters == 12 else 0)
     reader, [found] = runs(mlflow, tmp_path)

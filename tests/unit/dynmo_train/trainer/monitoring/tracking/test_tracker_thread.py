@@ -99,6 +99,8 @@ def test_client_that_waits_delays_neither_steps_nor_the_end(tmp_path, capsys):
     assert time.monotonic() - started < 0.2
     thread.close(0)
     assert time.monotonic() - started < 5
+    # The process ends without waiting for it.
+    assert [each.daemon for each in threading.enumerate() if each.name == "tracker Tracker"] == [True]
     release.set()
     message = capsys.readouterr().err
     assert "warning: Tracker has not ended after 0 s\n" in message
