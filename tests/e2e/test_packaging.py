@@ -66,7 +66,9 @@ def needed(names):
 def link(distribution, site_packages):
     """Make the files of an installed distribution, and no others, importable from another environment."""
     for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-        (site_packages / name).symlink_to(distribution.locate_file(name))
+        # A namespace package, such as google, has parts of several distributions.
+        if not (site_packages / name).is_symlink():
+            (site_packages / name).symlink_to(distribution.locate_file(name))
 
 
 @pytest.fixture(scope="module")
