@@ -271,9 +271,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     ),
     **dict.fromkeys(("--fp8-e4m3", "--fp8-hybrid", "--fp8-param-gather", "--no-fp8-wgrad"), refused(_FP8)),
     "--fp16-lm-cross-entropy": ignored("the loss is always computed in float32"),
-    "--grad-reduce-in-bf16": refused(
-        "gradients are reduced in the dtype of the parameters or in float32: leave it out"
-    ),
     "--disable-bf16-reduced-precision-matmul": ignored("torch's default"),
     # Schedule, batches and data
     "--train-tokens": refused(_TOKENS, 1),

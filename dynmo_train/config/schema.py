@@ -246,6 +246,9 @@ class ParallelConfig:
         "Gradient reduction: after the step (local) or overlapped with backward (torch).",
         default="local",
     )
+    grad_reduce_in_bf16: bool = option(
+        "Sum gradients over replicas in bf16: half of the traffic; float32 otherwise.", default=False
+    )
     zero_stage: int = option(
         "ZeRO stage: shard optimizer states (1), gradients too (2), parameters too (3).",
         default=0,

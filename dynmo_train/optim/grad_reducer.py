@@ -38,22 +38,27 @@ class Compressor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    parameters: list[nn.Parameter]
+    """One all-reduce.
+
+    Attributes:
+        flat: Gradients of an item, float32 ``[elements]``; ``grad`` of its parameters are views of it.
+        sent: What is summed: ``flat``, or a copy in another dtype.
+        work: The all-reduce in progress.
+    """
+
     flat: torch.Tensor
+    sent: torch.Tensor
     work: dist.Work | None
 
     def advance(self) -> None:
         """There is one collective."""
 
     def finish(self) -> None:
-        """Wait, and set each ``grad`` to its part of the flat sum."""
+        """Wait for the sums."""
         if self.work is not None:
             self.work.wait()
-        begin = 0
-        for parameter in self.parameters:
-            end = begin + parameter.numel()
-            parameter.grad = self.flat[begin:end].view_as(parameter)
-            begin = end
+        if self.sent is not self.flat:
+            self.flat.copy_(self.sent)
 
 
 class GradientReducer:
@@ -65,6 +70,7 @@ class GradientReducer:
         overlap: Start an item's bucket when its gradients are final, while others are still computed
             (``--DDP-impl torch``); False starts all at the end of the step (``local``).
         compressor: Sums what it can in compressed form.
+        dtype: dtype of the sums.
         excluded: Names of parameters that are summed by :func:`add_fused_gradients`.
     """
 
@@ -75,11 +81,12 @@ class GradientReducer:
         *,
         overlap: bool,
         compressor: Compressor | None = None,
+        dtype: torch.dtype = torch.float32,
         excluded: frozenset[str] = frozenset(),
     ) -> None:
         self._compressor, self._excluded = compressor, excluded
         self._store, self._group, self._expert_group = store, world.groups.data, world.groups.expert_data
-        self._overlap = overlap
+        self._overlap, self._dtype = overlap, dtype
         self._started: dict[str, list[Reduction]] = {}
 
     @property
@@ -122,21 +129,27 @@ class GradientReducer:
         }
         if self._compressor is not None and parameters:
             compressed, plain = self._compressor.start(item, parameters)
-            return [*([compressed] if compressed is not None else []), *_all_reduce(plain, self._group)]
+            return [*([compressed] if compressed is not None else []), *self._all_reduce(plain, self._group)]
         if self._store.sharding.dispatcher is None:
-            return _all_reduce(list(parameters.values()), self._group)
+            return self._all_reduce(list(parameters.values()), self._group)
         # An expert has seen the rows of all replicas of its dispatcher: only replicas of other dispatchers, which have
         # the same expert, have more gradients for it.
         experts = [p for name, p in parameters.items() if is_of_expert(name)]
         shared = [p for name, p in parameters.items() if not is_of_expert(name)]
-        return _all_reduce(shared, self._group) + _all_reduce(experts, self._expert_group)
+        return self._all_reduce(shared, self._group) + self._all_reduce(experts, self._expert_group)
 
-
-def _all_reduce(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Reduction]:
-    if not parameters or group is None:
-        return []
-    # One buffer per item. An all-reduce may add in an order that depends on an element's offset, so that a buffer that
-    # followed the stages would give other bits on another partition.
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    return [_Bucket(parameters=parameters, flat=flat, work=work)]
+    def _all_reduce(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Reduction]:
+        if not parameters or group is None:
+            return []
+        # One buffer per item. An all-reduce may add in an order that depends on an element's offset, so that a buffer
+        # that followed the stages would give other bits on another partition.
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        begin = 0
+        # Now, not after the sum: the gradients that were copied are freed at once, so that never more than one item has
+        # two of them.
+        for parameter in parameters:
+            end = begin + parameter.numel()
+            parameter.grad = flat[begin:end].view_as(parameter)
+            begin = end
+        sent = flat if flat.dtype == self._dtype else flat.to(self._dtype)
+        return [_Bucket(flat=flat, sent=sent, work=dist.all_reduce(sent, group=group, async_op=True))]

@@ -48,14 +48,23 @@ class FsdpSharding:
         world: Processes of the run; at least two replicas.
         reshard: Free the gathered parameters after each forward and backward (stage 3); False frees them at the end of
             a step (stages 1 and 2).
-        compute: dtype of the arithmetic; reductions are in float32.
+        compute: dtype of the arithmetic.
         sync_microbatches: Reduce-scatter the gradients of every microbatch; False does so once per step.
+        reduce_dtype: dtype of these sums over replicas; sums over microbatches are float32.
 
     Raises:
         ValueError: There is one replica.
     """
 
-    def __init__(self, world: World, *, reshard: bool, compute: torch.dtype, sync_microbatches: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        reshard: bool,
+        compute: torch.dtype,
+        sync_microbatches: bool = False,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
         dims = world.dims
         if world.groups.data is None:
             raise ValueError("ZeRO needs at least two replicas")
@@ -66,10 +75,10 @@ class FsdpSharding:
             self._expert_replicas = _ShardingGroup(world.groups.expert_data, rank, size, world)
         self._reshard, self._sync_microbatches = reshard, sync_microbatches
         casts = compute != torch.float32
-        # Reductions stay in float32, as those of plain replicas: their gradients are float32 sums, too.
+        # None: the dtype of the parameters, float32. FSDP2 adds sharded sums in the dtype of the sharded parameters.
         self._policy = MixedPrecisionPolicy(
             param_dtype=compute if casts else None,
-            reduce_dtype=torch.float32 if casts else None,
+            reduce_dtype=reduce_dtype if casts or reduce_dtype != torch.float32 else None,
             cast_forward_inputs=casts,
         )
 

@@ -107,6 +107,7 @@ class EngineSettings:
         fused_adam: the ``FusedAdam`` class of NVIDIA Apex; None uses torch's AdamW.
         fused_norms: torch normalization class to the NVIDIA Apex class that replaces it.
         overlap_reduction: whether gradients are reduced over replicas during the backward.
+        reduce_dtype: dtype in which gradients are summed over replicas; their sums over microbatches are float32.
         sequence_parallel: whether activations between tensor-parallel regions are sharded along the tokens; the
             boundary's shape is then that of a shard.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
@@ -127,6 +128,7 @@ class EngineSettings:
     fused_adam: type[Any] | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     overlap_reduction: bool = False
+    reduce_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     zero_stage: int = 0
     zero_sync_microbatches: bool = False
@@ -172,6 +174,7 @@ class Engine:
                 reshard=settings.zero_stage == 3,
                 compute=settings.precision.compute,
                 sync_microbatches=settings.zero_sync_microbatches,
+                reduce_dtype=settings.reduce_dtype,
             )
         builder = ItemBuilder(
             sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=token_dispatcher(world)),
@@ -201,6 +204,7 @@ class Engine:
             self.item_store,
             world,
             overlap=settings.overlap_reduction,
+            dtype=settings.reduce_dtype,
             compressor=self.replica_codec,
             excluded=self._fused,
         )

@@ -97,7 +97,11 @@ EFFECTS: tuple[EffectRule, ...] = (
     EffectRule(
         options=("zero_gradient_sync",), when=lambda c: c.parallel.zero_stage > 0, without="without --zero-stage"
     ),
-    EffectRule(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
+    EffectRule(
+        options=("DDP_impl", "zero_stage", "grad_reduce_in_bf16"),
+        when=_replicas,
+        without="with one data-parallel replica",
+    ),
     EffectRule(options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica"),
     EffectRule(
         options=("torch_compile_backend",), when=lambda c: c.training.torch_compile, without="without --torch-compile"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..._common.document import MAX_MICROBATCHES, Problem
 from ..._common.errors import UsageError
 from ..schema import Config
-from .problem import Rule, conflict
+from .problem import Rule, conflict, unsupported
 
 
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
@@ -152,8 +152,20 @@ def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--schedule", "custom requires a constant number of microbatches; remove --rampup-batch-size")
 
 
+def _reduction(config: Config, _world_size: int) -> Iterator[Problem]:
+    """ZeRO with one reduction per step would keep the sums over microbatches in bf16 as well."""
+    parallel = config.parallel
+    if parallel.grad_reduce_in_bf16 and parallel.zero_stage and parallel.zero_gradient_sync == "step":
+        yield unsupported(
+            "--grad-reduce-in-bf16",
+            f"is given with --zero-stage {parallel.zero_stage} --zero-gradient-sync step; give --zero-gradient-sync"
+            " microbatch",
+        )
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
+    _reduction,
     _experts,
     _tensor,
     _stages,

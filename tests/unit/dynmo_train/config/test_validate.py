@@ -225,6 +225,10 @@ CASES = {
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
     "across steps of nothing": ({"error_feedback_across_steps": True}, "--error-feedback-across-steps"),
     "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
+    "bf16 sums of whole gradients": (
+        {"grad_reduce_in_bf16": True, "zero_stage": 1, **REPLICAS},
+        "--grad-reduce-in-bf16",
+    ),
     "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
     "packed experts": (
         {"grad_comp": True, "expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS},
