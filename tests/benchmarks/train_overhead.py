@@ -69,7 +69,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
             times.append((time.perf_counter() - started, time.process_time() - working))
         planned = (work_of(planner) - begun_planning) / (time.perf_counter() - begun)
     finally:
-        run.close()
+        run.close(0)
         destroy_world()
     return times, planned
 
