@@ -86,7 +86,7 @@ def explain_flags(
     context: typer.Context,
     script: Annotated[
         Path | None,
-        typer.Argument(help="Shell script of Megatron's programs, which is not executed, or TOML file of torchtitan."),
+        typer.Argument(help="Shell script of Megatron's programs (not executed), or TOML file of torchtitan."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print published scripts and their equivalents.")] = False,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
