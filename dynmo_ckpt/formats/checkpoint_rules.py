@@ -25,7 +25,9 @@ OPTIMIZER_STATE = {
 }
 # Factors of the second moment of a matrix: the dimension, from the end, that has one element.
 FACTOR_DIMS = {"row_var": 1, "col_var": 2}
-STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
+STATE_DTYPES = {"mask": ("BOOL",), "optimizer": ("F32",)}
+# Moments that a run may keep in bfloat16.
+HALF_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
@@ -162,8 +164,9 @@ def _roles(manifest: Document) -> Iterator[Problem]:
             yield Problem(path, "reference", f"of role {role}: must be the name of a parameter, followed by {allowed}")
             continue
         expected = state_shape(suffix, parameter["shape"])
-        if entry["dtype"] != STATE_DTYPES[role] or entry["shape"] != expected:
-            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} with the shape {expected}")
+        dtypes = ("F32", "BF16") if suffix in HALF_MOMENTS else STATE_DTYPES[role]
+        if entry["dtype"] not in dtypes or entry["shape"] != expected:
+            yield Problem(path, "shape", f"must be {' or '.join(dtypes)} with the shape {expected}")
 
 
 def state_shape(suffix: str, shape: list[int]) -> list[int]:

@@ -90,7 +90,7 @@ def optimizer_tree(
         for number, (name, weight) in zip(numbers, members, strict=True):
             steps = optimizer["steps"].get(weight.source_name, 0)
             original = originals.get(name, name)
-            state[number] = {"step": steps} | {k: _stored(moments[k][original], tensors) for k in MOMENTS}
+            state[number] = {"step": steps} | {k: _stored(moments[k][original], tensors, "F32") for k in MOMENTS}
         masters.append(members)
     inner = {"state": state, "param_groups": described}
     written = {dtype or weight.content.dtype for _, weight in weights}

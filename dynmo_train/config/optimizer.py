@@ -12,6 +12,7 @@ from . import panels
 from .options import option
 
 OptimizerName = Literal["adam", "sgd", "muon", "adafactor"]
+MomentDtype = Literal["fp32", "bf16"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficientType = Literal["simple", "quintic", "polar_express"]
 MuonTpMode = Literal["blockwise", "duplicated"]
@@ -75,6 +76,9 @@ class OptimizerConfig:
     adam_beta1: float = option("Decay rate of Adam's first moment.", default=0.9, minimum=0, below=1)
     adam_beta2: float = option("Decay rate of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
+    use_precision_aware_optimizer: bool = option("Allow moments of Adam in other types than fp32.", default=False)
+    exp_avg_dtype: MomentDtype = option("Type of Adam's first moment between steps.", default="fp32")
+    exp_avg_sq_dtype: MomentDtype = option("Type of Adam's second moment between steps.", default="fp32")
     sgd_momentum: float = option("Momentum of SGD; 0 keeps no optimizer state.", default=0.9, minimum=0, below=1)
     muon_momentum: float = option("Momentum of Muon.", default=0.9, minimum=0, below=1)
     muon_nesterov: bool = option("Use Nesterov momentum in Muon.", default=False)

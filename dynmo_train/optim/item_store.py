@@ -141,9 +141,11 @@ class OptimizerStates:
         Args:
             parameter_name: Global name.
             steps: Number of updates.
-            moments: State tensors of the shapes of :meth:`state_shapes`, float32; not copied.
+            moments: State tensors of the shapes of :meth:`state_shapes`; not copied, except to another dtype.
         """
-        self._optimizer.load_state(self._parameters[parameter_name], steps, moments)
+        # A checkpoint may be of a run with other dtypes.
+        cast = {key: moment.to(self.settings.state_dtype(key)) for key, moment in moments.items()}
+        self._optimizer.load_state(self._parameters[parameter_name], steps, cast)
 
     def state_shapes(self, parameter_name: str, shape: tuple[int, ...]) -> StateShapes:
         """Return the shape of each state tensor of a parameter of this ``shape`` after an update, by name."""

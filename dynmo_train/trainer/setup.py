@@ -111,12 +111,13 @@ def setup_run(config: Config, world: World) -> InitialState:
     apex = find_apex()
     # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"
-    uses_adam = config.optimizer.optimizer == "adam"
+    optimizer = optimizer_settings(config.optimizer).describe(OptimizerContext())
+    # apex replaces torch's AdamW only.
+    uses_adam = optimizer == "torch AdamW"
     fused_adam = apex.fused_adam if on_cuda and uses_adam else None
     fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_rank0:
-        name = optimizer_settings(config.optimizer).describe(OptimizerContext())
-        print_message(apex.line(used=on_cuda and apex.state == "present", optimizer=None if uses_adam else name))
+        print_message(apex.line(used=on_cuda and apex.state == "present", optimizer=None if uses_adam else optimizer))
     family = family_of(config)
     loads_moments = not (config.run.finetune or config.run.no_load_optim)
     # First, since the position in the data and the initial partition follow from it.

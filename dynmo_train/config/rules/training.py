@@ -96,6 +96,17 @@ def _muon(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _moment_dtypes(config: Config, _world_size: int) -> Iterator[Problem]:
+    given = config.optimizer
+    if given.use_precision_aware_optimizer:
+        if given.optimizer != "adam":
+            yield conflict("--use-precision-aware-optimizer", f"requires --optimizer adam, not {given.optimizer}")
+        return
+    for flag, dtype in (("--exp-avg-dtype", given.exp_avg_dtype), ("--exp-avg-sq-dtype", given.exp_avg_sq_dtype)):
+        if dtype != "fp32":
+            yield conflict(flag, f"is {dtype}; requires --use-precision-aware-optimizer")
+
+
 def _adafactor(config: Config, _world_size: int) -> Iterator[Problem]:
     if config.optimizer.optimizer != "adafactor":
         return
@@ -177,6 +188,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
     _learning_rate,
+    _moment_dtypes,
     _adafactor,
     _muon,
     _weight_decay,

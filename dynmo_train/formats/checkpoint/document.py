@@ -32,6 +32,8 @@ OPTIMIZER_STATE = {
     "adafactor": ("row_var", "col_var", "variance"),
     "none": ("exp_avg", "exp_avg_sq"),
 }
+# Moments that a run may keep in bfloat16.
+HALF_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Factors of the second moment of a matrix: the dimension, from the end, that has one element.
 FACTOR_DIMS = {"row_var": 1, "col_var": 2}
 # Tensors with a row for each token id of the vocabulary.
@@ -107,15 +109,15 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
     suffixes = ("mask",) if role == "mask" else OPTIMIZER_STATE[stored_type]
     parameter, _, suffix = name.rpartition(".")
     base = tensors.get(parameter)
-    expected_dtype = "BOOL" if role == "mask" else "F32"
+    dtypes = ("BOOL",) if role == "mask" else ("F32", "BF16") if suffix in HALF_MOMENTS else ("F32",)
     if suffix not in suffixes or base is None or base["role"] != "parameter":
         yield Problem(
             path,
             "reference",
             f"has the role {role}; its name must be a parameter's name followed by .{' or .'.join(suffixes)}",
         )
-    elif shape != (needed := state_shape(suffix, base["shape"])) or dtype != expected_dtype:
-        yield Problem(path, "shape", f"must be {expected_dtype} of the shape {needed}, is {dtype} {shape}")
+    elif shape != (needed := state_shape(suffix, base["shape"])) or dtype not in dtypes:
+        yield Problem(path, "shape", f"must be {' or '.join(dtypes)} of the shape {needed}, is {dtype} {shape}")
 
 
 def state_shape(suffix: str, shape: list[int]) -> list[int]:

@@ -40,6 +40,10 @@ class AdafactorSettings:
             return {"variance": tuple(shape)}
         return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return float32 for every ``key``."""
+        return torch.float32
+
     def describe(self, context: OptimizerContext) -> str:
         """See ``OptimizerSettings``; ``context`` has no effect."""
         return "torch Adafactor"

@@ -16,9 +16,11 @@ from torch import nn
 
 from ...config.optimizer import OptimizerConfig
 from ...models.layer_list import is_embedding_or_output
+from .mixed_adamw import MixedAdamW
 from .protocol import Optimizer, OptimizerContext, StateShapes, decays
 from .torch_groups import TorchGroups, divide_or_skip, empty_groups
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -31,6 +33,8 @@ class AdamWSettings:
         beta2: Decay rate of ``exp_avg_sq``.
         eps: Added to the denominator.
         weight_decay: Constant weight decay, where no schedule sets it per step.
+        exp_avg_dtype: dtype of ``exp_avg`` between two steps, float32 or bfloat16.
+        exp_avg_sq_dtype: dtype of ``exp_avg_sq`` between two steps, float32 or bfloat16.
     """
 
     STORED_TYPE: ClassVar[str] = "adamw"
@@ -39,24 +43,43 @@ class AdamWSettings:
     beta2: float
     eps: float
     weight_decay: float
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
 
     @classmethod
     def from_config(cls, config: OptimizerConfig) -> Self:
         """See ``OptimizerSettings``."""
         return cls(
-            beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps, weight_decay=config.weight_decay
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            exp_avg_dtype=_DTYPES[config.exp_avg_dtype],
+            exp_avg_sq_dtype=_DTYPES[config.exp_avg_sq_dtype],
         )
 
     def state_shapes(self, name: str, shape: tuple[int, ...]) -> StateShapes:
         """Return two moments in the ``shape`` of any parameter ``name``."""
         return dict.fromkeys(MOMENTS, tuple(shape))
 
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of ``exp_avg`` or ``exp_avg_sq``."""
+        return self.exp_avg_dtype if key == "exp_avg" else self.exp_avg_sq_dtype
+
+    @property
+    def _is_mixed(self) -> bool:
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != (torch.float32, torch.float32)
+
     def describe(self, context: OptimizerContext) -> str:
         """See ``OptimizerSettings``; ``context`` decides between apex and torch."""
+        if self._is_mixed:
+            return "AdamW with moments in bfloat16"
         return "torch AdamW" if context.fused_adam is None else "apex FusedAdam"
 
     def make(self, context: OptimizerContext) -> Optimizer:
         """Create it with apex's ``FusedAdam`` where ``context`` has it, else with torch's AdamW."""
+        if self._is_mixed:
+            return MixedAdamW(self)
         return TorchAdamW(self) if context.fused_adam is None else FusedAdamW(self, context.fused_adam)
 
 

@@ -105,6 +105,10 @@ class MuonSettings:
             return {MOMENTUM: tuple(shape)}
         return dict.fromkeys(MOMENTS, tuple(shape))
 
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return float32 for every ``key``."""
+        return torch.float32
+
     def describe(self, context: OptimizerContext) -> str:
         """See ``OptimizerSettings``; ``context`` has no effect."""
         return "Muon and torch AdamW"

@@ -122,6 +122,9 @@ class OptimizerSettings(Protocol):
             shape: Its shape.
         """
 
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of the state tensors of this name."""
+
     def describe(self, context: OptimizerContext) -> str:
         """Return implementation and name for log and ``run.json``: ``torch AdamW``."""
 

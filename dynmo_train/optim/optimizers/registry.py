@@ -12,8 +12,6 @@ from .muon import MuonSettings
 from .protocol import OptimizerSettings
 from .sgd import SGDSettings
 
-# The state is float32 in every precision.
-FLOAT_BYTES = 4
 OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSettings]] = {
     "adam": AdamWSettings,
     "sgd": SGDSettings,
@@ -30,7 +28,9 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
 def state_bytes(settings: OptimizerSettings, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the bytes of the optimizer state of parameters, by global name, of these ``shapes``."""
     states = [settings.state_shapes(name, shape) for name, shape in shapes.items()]
-    return FLOAT_BYTES * sum(math.prod(shape) for state in states for shape in state.values())
+    return sum(
+        math.prod(shape) * settings.state_dtype(key).itemsize for state in states for key, shape in state.items()
+    )
 
 
 def option_of_type(stored_type: str) -> str:

@@ -42,6 +42,10 @@ class SGDSettings:
         """Return the momentum buffer in the ``shape`` of any parameter ``name``; nothing without momentum."""
         return {MOMENTUM: tuple(shape)} if self.momentum else {}
 
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return float32 for every ``key``."""
+        return torch.float32
+
     def describe(self, context: OptimizerContext) -> str:
         """See ``OptimizerSettings``; ``context`` has no effect."""
         return "torch SGD"

@@ -111,6 +111,12 @@ CASES = {
         {"optimizer": "adafactor", "world_size": 2, "pipeline_model_parallel_size": 1, "zero_stage": 1},
         "--optimizer",
     ),
+    "bf16 moments alone": ({"exp_avg_dtype": "bf16"}, "--exp-avg-dtype"),
+    "bf16 second moments alone": ({"exp_avg_sq_dtype": "bf16"}, "--exp-avg-sq-dtype"),
+    "bf16 moments of sgd": (
+        {"optimizer": "sgd", "use_precision_aware_optimizer": True},
+        "--use-precision-aware-optimizer",
+    ),
     "quintic steps": ({"optimizer": "muon", "muon_num_ns_steps": 4}, "--muon-num-ns-steps"),
     "polar_express steps": (
         {"optimizer": "muon", "muon_coefficient_type": "polar_express"},
