@@ -28,8 +28,10 @@ from ..jsonl_tail import JsonlTail
 # Records that wait for a client that does not answer: a few MB.
 MAX_WAITING = 10_000
 # Records of one call of a client.
-MAX_BATCH = 100
+MAX_BATCH = 1_000
 MAX_EVENTS = 1_000
+# A call per step would take time of the interpreter from the training.
+WRITE_EVERY_S = 2.0
 # A tracker uploads all events as one file, so that they are sent now and then only.
 EVENTS_EVERY_S = 60.0
 RETRY_S = 30.0
@@ -81,15 +83,22 @@ class TrackerThread:
     Args:
         client: client of the tracker.
         events: ``events.jsonl`` of the run; it need not exist yet.
+        write_every_s: minimum seconds between calls with records.
         retry_s: seconds between attempts.
         close_s: seconds after which :meth:`close` gives up.
     """
 
     def __init__(
-        self, client: TrackerClient, events: Path, *, retry_s: float = RETRY_S, close_s: float = CLOSE_S
+        self,
+        client: TrackerClient,
+        events: Path,
+        *,
+        write_every_s: float = WRITE_EVERY_S,
+        retry_s: float = RETRY_S,
+        close_s: float = CLOSE_S,
     ) -> None:
         self._client, self._events_tail = client, JsonlTail(events)
-        self._retry_s, self._close_s = retry_s, close_s
+        self._write_every_s, self._retry_s, self._close_s = write_every_s, retry_s, close_s
         self._waiting: deque[ScalarRecord] = deque()
         self._num_dropped = 0
         self._has_news = threading.Condition()
@@ -99,6 +108,7 @@ class TrackerThread:
         self._is_started = self._has_warned = False
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._has_new_events, self._events_sent_s = False, time.monotonic()
+        self._written_s = float("-inf")
         # A daemon: the process must be able to end while a client waits for its server.
         self._thread = threading.Thread(target=self._run, name=f"tracker {client.name}", daemon=True)
         self._thread.start()
@@ -146,13 +156,16 @@ class TrackerThread:
                     self._discard(batch)
                     attempts = 0
                 if not is_done:
-                    self._wait_for_retry()
+                    self._wait(time.monotonic() + self._retry_s)
 
     def _next_batch(self) -> tuple[list[ScalarRecord], bool]:
         """The oldest records, and whether the run ends; waits for either, or for the time of the events."""
         with self._has_news:
             if not self._waiting and not self._is_closing and self._is_started:
                 self._has_news.wait(EVENTS_EVERY_S)
+        if self._is_started:
+            self._wait(self._written_s + self._write_every_s)
+        with self._has_news:
             return list(islice(self._waiting, MAX_BATCH)), self._is_closing
 
     def _send(self, batch: list[ScalarRecord], *, is_closing: bool) -> bool:
@@ -163,6 +176,7 @@ class TrackerThread:
         if batch:
             self._client.write(batch)
             self._discard(batch, is_sent=True)
+            self._written_s = time.monotonic()
         is_last = is_closing and not self._waiting
         try:
             self._send_events(is_last=is_last)
@@ -190,8 +204,8 @@ class TrackerThread:
                 self._waiting.popleft()
                 self._num_dropped += not is_sent
 
-    def _wait_for_retry(self) -> None:
-        deadline = time.monotonic() + self._retry_s
+    def _wait(self, deadline: float) -> None:
+        """Wait until a time of the monotonic clock, or the end of the run."""
         with self._has_news:
             while not self._is_closing and (left_s := deadline - time.monotonic()) > 0:
                 self._has_news.wait(left_s)

@@ -44,7 +44,9 @@ class Client:
 
 
 def run(client, tmp_path, steps=3, **options):
-    thread = TrackerThread(client, tmp_path / "events.jsonl", **{"retry_s": 0.01, "close_s": 20.0} | options)
+    thread = TrackerThread(
+        client, tmp_path / "events.jsonl", **{"write_every_s": 0.0, "retry_s": 0.01, "close_s": 20.0} | options
+    )
     for step in range(1, steps + 1):
         thread.scalars(step, {"lm loss": 1.0 / step})
     return thread
@@ -66,6 +68,19 @@ def test_records_are_written_during_the_run(tmp_path):
     thread.scalars(3, {})
     wait_for(lambda: client.steps == [1, 2, 3], "the third record")
     thread.close(0)
+
+
+def test_records_of_many_steps_are_written_together(tmp_path):
+    client = Client()
+    thread = run(client, tmp_path, write_every_s=1000.0)
+    wait_for(lambda: client.steps, "the first records")
+    for step in range(4, 20):
+        thread.scalars(step, {})
+        time.sleep(0.01)
+    assert client.calls.count("write") == 1
+    thread.close(0)
+    assert client.steps == list(range(1, 20))
+    assert client.calls.count("write") == 2
 
 
 def test_client_that_fails_is_called_again_after_one_warning(tmp_path, capsys):
