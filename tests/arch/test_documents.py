@@ -104,3 +104,22 @@ def test_a_section_without_a_commit_is_found():
     )
     assert uncited_sections(text, {"abcdef1"}) == ["## Two"]
     assert uncited_sections(text, {"1234567"}) == ["## One", "## Two"]
+
+
+# Folders of people and of temporary files; a Dockerfile has its own root.
+MACHINE_PATH = re.compile(r"(?<![\w.}])/(?:home|root|Users|tmp|work)/\w[\w.-]*/")
+
+
+def machine_paths(text: str) -> list[str]:
+    return MACHINE_PATH.findall(text)
+
+
+@pytest.mark.parametrize("name", git("ls-files", "*.md", "*.json", "*.toml", "*.svg"))
+def test_documents_and_results_have_no_path_of_one_machine(name):
+    assert machine_paths((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_path_of_one_machine_is_found():
+    for text in ("in /home/me/dynmo/runs", '"command": "/tmp/x-1/bin/dynmo-plan report"', "file:///root/runs/a.html"):
+        assert len(machine_paths(text)) == 1, text
+    assert machine_paths("https://host/home/page, requests/resize.json, DIR/tmp/x/") == []

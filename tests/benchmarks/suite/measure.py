@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[3]
 
 
 class BenchmarkError(Exception):
@@ -105,6 +109,25 @@ def summary_of(values: list[float]) -> dict[str, Any]:
     return {"values": values, "median": median, "min": min(values), "max": max(values), "spread": spread}
 
 
+def portable(words: list[str], work: Path) -> str:
+    """A command line as it would be on another machine: places are named, not spelled out.
+
+    Args:
+        words: Program and arguments.
+        work: Directory of the case's files, ``DIR`` in the result.
+    """
+    places = {str(work): "DIR", sys.executable: "python", f"{Path(sys.executable).parent}/": "", f"{ROOT}/": ""}
+    peers = {name: os.environ.get(name) for name in ("PEER_PYTHON", "PEER_MEGATRON", "PEER_NANOGPT")}
+    # Longest first: one place may lie in another one.
+    named = sorted(
+        (places | {path: f"${name}" for name, path in peers.items() if path}).items(), key=lambda p: -len(p[0])
+    )
+    line = shlex.join(words)
+    for path, name in named:
+        line = line.replace(path, name)
+    return line
+
+
 def run_case(case: Case, work: Path, *, repeats: int, with_peers: bool, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure a case.
 
@@ -153,5 +176,5 @@ def run_case(case: Case, work: Path, *, repeats: int, with_peers: bool, log: Cal
         "ours": case.ours,
         "programs": results,
         "missing": missing,
-        "commands": {name: " ".join(programs[name].command) for name in results},
+        "commands": {name: portable(programs[name].command, work) for name in results},
     }

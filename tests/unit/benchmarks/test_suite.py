@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.suite import results
 from tests.benchmarks.suite.__main__ import command_line
 from tests.benchmarks.suite.cases import CASES
-from tests.benchmarks.suite.measure import BenchmarkError, Case, Program, run_case, summary_of
+from tests.benchmarks.suite.measure import BenchmarkError, Case, Program, portable, run_case, summary_of
 from tests.paths import ROOT
 
 COMMITTED = ROOT / "tests" / "benchmarks" / "results.json"
@@ -139,3 +140,13 @@ def test_readme_figures_are_those_of_the_committed_results(name):
 @pytest.mark.parametrize("words", ["--peers --output x", "--output x --peers", "--output=x --peers", "--peers"])
 def test_command_line_leaves_out_the_output_folder(words):
     assert command_line(words.split()) == "bin/bench --peers"
+
+
+def test_portable_command_names_places_instead_of_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEER_PYTHON", "/opt/peers/bin/python")
+    monkeypatch.setenv("PEER_MEGATRON", "/opt/Megatron-LM")
+    words = ["/opt/peers/bin/python", "/opt/Megatron-LM/tools/x.py", f"{tmp_path}/corpus.jsonl", "two words"]
+    assert portable(words, tmp_path) == "$PEER_PYTHON $PEER_MEGATRON/tools/x.py DIR/corpus.jsonl 'two words'"
+    ours = str(Path(sys.executable).parent / "dynmo-plan")
+    assert portable([ours, "report"], tmp_path) == "dynmo-plan report"
+    assert portable([sys.executable, str(ROOT / "tests" / "x.py")], tmp_path) == "python tests/x.py"
