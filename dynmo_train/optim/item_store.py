@@ -32,7 +32,7 @@ from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
 from .item_sharding import ItemBuilder, ItemSharding
 from .item_state import FACTORS, REFERENCE, ItemState, is_memory, parameter_of, role_of
-from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes
+from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes, Update
 
 
 class OptimizerStates:
@@ -104,28 +104,12 @@ class OptimizerStates:
         """Whether a skipped update does not wait for the device."""
         return self._optimizer.skips_on_device
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """Update every parameter that has a gradient, and drop the gradients.
-
-        Args:
-            lr: Learning rate, at least 0.
-            weight_decay: Weight decay of matrices; vectors have none.
-            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
-            divisor: Divides every gradient, a float32 scalar on the device.
-            skip: Float32 scalar on the device: 1 drops the gradients and changes nothing else.
-        """
+    def step(self, update: Update) -> None:
+        """Update every parameter that has a gradient, as ``update`` describes, and drop the gradients."""
         # The owner has the same gradient; a second update of the shared storage would apply it twice.
         for copy in self._owners:
             self._parameters[copy].grad = None
-        self._optimizer.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
+        self._optimizer.step(update)
 
     def moments(self, parameter_name: str) -> dict[str, torch.Tensor]:
         """Return the live state tensors of a parameter, such as ``exp_avg``; empty before its first update."""
@@ -256,25 +240,9 @@ class ItemStore:
             for module in self.modules.values():
                 self.sharding.fsdp.reshard(module)
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """Update every parameter that has a gradient, and drop the gradients.
-
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices; vectors have none.
-            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
-            divisor: Divides every gradient, a float32 scalar on the device.
-            skip: Float32 scalar on the device: 1 drops the gradients and changes nothing else.
-        """
-        self.optimizers.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
+    def step(self, update: Update) -> None:
+        """Update every parameter that has a gradient, as ``update`` describes, and drop the gradients."""
+        self.optimizers.step(update)
         for item, module in self.modules.items():
             # A sparse form of a weight is a copy of its values, which the update has changed.
             for name, layer in masks_of(item, module).items():
@@ -282,11 +250,6 @@ class ItemStore:
                     parameter = self._local[item][name]
                     parameter.detach().mul_(self.sharding.local_rows(name, layer.mask))
                 layer.weights_changed()
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for _, _, parameter in self.parameters():
-            parameter.grad = None
 
     def export(self, item: str) -> ItemState:
         """Return the local state of an item; the tensors are the live ones, not copies."""

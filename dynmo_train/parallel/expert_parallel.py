@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .host_copy import HostCopy
 from .process_groups import World
 
 
@@ -75,22 +76,13 @@ class CountExchange:
     """
 
     def __init__(self, sent_PL: torch.Tensor, received_PL: torch.Tensor) -> None:
-        counts = torch.stack([sent_PL, received_PL])
-        self._event: torch.cuda.Event | None = None
-        self._host = counts
-        if counts.device.type == "cuda":
-            # Pinned memory: a copy to pageable memory would wait for the device here.
-            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._counts = HostCopy(torch.stack([sent_PL, received_PL]))
         self.received_L = received_PL.sum(0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows sent and received, ``[P, L]`` each, on the CPU; waits for the copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host[0], self._host[1]
+        sent_PL, received_PL = self._counts.read()
+        return sent_PL, received_PL
 
 
 class TokenDispatcher:

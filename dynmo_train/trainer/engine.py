@@ -74,12 +74,13 @@ from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore, OptimizerStates
 from ..optim.lr_schedule import LearningRate, WeightDecay
-from ..optim.optimizers.protocol import OptimizerSettings
+from ..optim.optimizers.protocol import OptimizerSettings, Update
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.device_clock import clock_for
 from ..parallel.expert_parallel import token_dispatcher
 from ..parallel.fsdp import FsdpSharding
+from ..parallel.host_copy import HostCopy
 from ..parallel.process_groups import World, all_agree, all_gather_objects, gather_over, sum_over_pipeline
 from ..parallel.tensor_parallel import tensor_region
 from ..pipeline.migration import MoveReport, move_items
@@ -87,7 +88,7 @@ from ..pipeline.partition import Partition
 from ..pipeline.profiler import CostGather, LayerProfiler
 from ..pipeline.schedule import Pipeline, PipelineConfig
 from .step_result import LaunchedStep, StepResult
-from .step_sums import HostCopy, StepSums
+from .step_sums import StepSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,10 +365,15 @@ class Engine:
         result = result or self.collect()
         # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
         rate = self.settings.rate.at(self.advanced_samples)
-        skip = sums[:2].isfinite().all().logical_not().float()
-        divisor = clip_divisor(sums[0], self.settings.clip)
-        decoupled_lr = (self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples)
-        self.item_store.step(rate, self.weight_decay, decoupled_lr, divisor=divisor, skip=skip)
+        self.item_store.step(
+            Update(
+                lr=rate,
+                weight_decay=self.weight_decay,
+                decoupled_lr=(self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples),
+                divisor=clip_divisor(sums[0], self.settings.clip),
+                skip=sums[:2].isfinite().all().logical_not().float(),
+            )
+        )
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
@@ -383,7 +389,7 @@ class Engine:
         launched, self._launched = self._launched, None
         if launched is None:
             return None
-        sums = self._sums.read(launched.sums.read())
+        sums = self._sums.read(launched.sums.read().tolist())
         updated = math.isfinite(sums.norm) and math.isfinite(sums.loss)
         is_scale_search = not updated and math.isfinite(sums.loss) and self.scaler.can_fall
         if updated:
@@ -486,7 +492,7 @@ class Engine:
             self.profiler.begin_step(False, batch.step)
             self._configure_for(batch)
             loss = self.pipeline().evaluate(self._local_batch(batch))
-            sums = self._sums.read(HostCopy(self._sums.add(loss, self.pipeline().metrics())).read())
+            sums = self._sums.read(HostCopy(self._sums.add(loss, self.pipeline().metrics())).read().tolist())
             parts = {name: values[0] for name, values in sums.metrics.get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": sums.loss} | parts).items():
                 losses.setdefault(name, []).append(value)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..parallel.host_copy import HostCopy
 from ..pipeline.profiler import CostGather, Measurements
-from .step_sums import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,28 +100,3 @@ class StepSums:
             metrics.setdefault(item, {})[name] = list(values[begin : begin + length])
             begin += length
         return Sums(norm=values[0], loss=values[1], metrics=metrics)
-
-
-class HostCopy:
-    """A copy of a tensor to the host in progress; the host waits only where it reads before the copy has ended.
-
-    Args:
-        source: Tensor of any shape, on any device.
-    """
-
-    def __init__(self, source: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._values = source
-        if source.device.type == "cuda":
-            # Page-locked memory: a copy to other memory waits for the device.
-            self._values = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._values.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """Wait for the copy and return the values, flattened."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[float] = self._values.reshape(-1).tolist()
-        return values

@@ -12,6 +12,7 @@ from dynmo_train.config import config_of
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
+from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.optim.optimizers.registry import OPTIMIZERS, optimizer_settings
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims
@@ -123,7 +124,7 @@ def stepped(world, dims, settings, optimizer, whole):
             generator = torch.Generator().manual_seed(sum(owner.encode()) * 10 + step)
             gradient = torch.randn(shape, generator=generator)
             parameter.grad = sharding.local_slice(name, gradient).clone()
-        engine.item_store.step(1e-2, 0.1)
+        engine.item_store.step(Update(lr=1e-2, weight_decay=0.1))
     tensors = {n: t for i in engine.local_names for n, t in engine.item_store.export(i).tensors.items()}
     if whole is None:
         return {name: tensor.clone() for name, tensor in tensors.items()}

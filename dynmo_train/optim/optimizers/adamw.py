@@ -17,7 +17,7 @@ from torch import nn
 from ...config.optimizer import OptimizerConfig
 from ...models.layer_list import is_embedding_or_output
 from .mixed_adamw import MixedAdamW
-from .protocol import Optimizer, OptimizerContext, StateShapes, decays
+from .protocol import Optimizer, OptimizerContext, StateShapes, Update, decays
 from .torch_groups import TorchGroups, divide_or_skip, empty_groups
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -137,32 +137,16 @@ class FusedAdamW:
         """See ``Optimizer``; apex reads such a flag only in forms of its kernel that keep copies of the parameters."""
         return False
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """See ``Optimizer``.
-
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices.
-            decoupled_lr: Learning rate of word embeddings and output layer.
-            divisor: A float32 scalar that divides every gradient.
-            skip: A float32 scalar, 1 where nothing is to be updated.
-        """
+    def step(self, update: Update) -> None:
+        """See ``Optimizer``."""
         trained = [parameter for parameter in self._is_decoupled if parameter.grad is not None]
-        if not divide_or_skip([each.grad for each in trained if each.grad is not None], divisor, skip):
+        if not divide_or_skip([each.grad for each in trained if each.grad is not None], update):
             for parameter in trained:
                 parameter.grad = None
             return
         groups: dict[tuple[float, bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
-            rate = decoupled_lr if self._is_decoupled[parameter] and decoupled_lr is not None else lr
+            rate = update.rate_of(is_decoupled=self._is_decoupled[parameter])
             groups.setdefault((rate, decays(parameter), self.steps(parameter)), []).append(parameter)
         # apex counts updates by group, and its kernel uses that count for the bias correction of all members.
         self._optimizer.param_groups = [
@@ -170,7 +154,7 @@ class FusedAdamW:
                 **self._optimizer.defaults,
                 "params": group,
                 "lr": rate,
-                "weight_decay": weight_decay if has_decay else 0.0,
+                "weight_decay": update.weight_decay if has_decay else 0.0,
                 "step": done,
             }
             for (rate, has_decay, done), group in groups.items()

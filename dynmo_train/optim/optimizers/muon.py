@@ -29,7 +29,7 @@ from ...models.sharding import cut_tensor
 from ..item_sharding import ItemSharding
 from .adamw import MOMENTS, AdamWSettings, TorchAdamW
 from .newton_schulz import iteration_coefficients, orthogonalize
-from .protocol import Optimizer, OptimizerContext, StateShapes
+from .protocol import Optimizer, OptimizerContext, StateShapes, Update
 from .sgd import MOMENTUM
 from .torch_groups import divide_or_skip
 
@@ -177,32 +177,16 @@ class Muon:
         """See ``Optimizer``; a momentum that is not finite must not be written, so a step waits for ``skip``."""
         return False
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """See ``Optimizer``.
-
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices.
-            decoupled_lr: Learning rate of word embeddings and output layer.
-            divisor: A float32 scalar that divides every gradient.
-            skip: A float32 scalar, 1 where nothing is to be updated.
-        """
+    def step(self, update: Update) -> None:
+        """See ``Optimizer``."""
         gradients = [parameter.grad for parameter in self._matrices if parameter.grad is not None]
-        if divide_or_skip(gradients, divisor, skip):
+        if divide_or_skip(gradients, update):
             with torch.no_grad():
                 for batch in self._batches():
-                    self._update(batch, lr, weight_decay)
+                    self._update(batch, update.lr, update.weight_decay)
         for parameter in self._matrices:
             parameter.grad = None
-        self._others.step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
+        self._others.step(update)
 
     def _batches(self) -> Iterator[list[_Matrix]]:
         """Yield the matrices with a gradient in batches of one shape, in an order that all replicas share."""

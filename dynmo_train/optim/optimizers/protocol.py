@@ -26,6 +26,30 @@ def decays(parameter: torch.Tensor) -> bool:
     return parameter.dim() >= 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One update of all local parameters.
+
+    Attributes:
+        lr: Learning rate.
+        weight_decay: Of matrices; vectors have none.
+        decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
+        divisor: Divides every gradient (clipping), a float32 scalar on the device; None divides by nothing.
+        skip: Float32 scalar on the device: 1 drops the gradients and leaves parameters and state unchanged, 0 updates.
+            None updates.
+    """
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float | None = None
+    divisor: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+
+    def rate_of(self, *, is_decoupled: bool) -> float:
+        """Return the learning rate of parameters, by whether they are word embeddings or output layer."""
+        return self.decoupled_lr if is_decoupled and self.decoupled_lr is not None else self.lr
+
+
 class Optimizer(Protocol):
     """The optimizer of the local parameters. A parameter has state from its first update on."""
 
@@ -44,24 +68,8 @@ class Optimizer(Protocol):
     def skips_on_device(self) -> bool:
         """Whether ``step`` reads ``skip`` on the device; otherwise it waits for the device."""
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """Update every parameter that has a gradient, and drop the gradients.
-
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices; vectors have none.
-            decoupled_lr: Learning rate of word embeddings and output layer; None is ``lr``.
-            divisor: Divides every gradient (clipping), a float32 scalar on the device; None divides by nothing.
-            skip: Float32 scalar on the device: 1 leaves parameters and state unchanged, 0 updates. None updates.
-        """
+    def step(self, update: Update) -> None:
+        """Update every parameter that has a gradient, as ``update`` describes, and drop the gradients."""
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the live state tensors by name, as ``OptimizerSettings.state_shapes``; empty without state."""

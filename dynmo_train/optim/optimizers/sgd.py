@@ -5,7 +5,6 @@ As in Megatron, weight decay is added to the gradient (L2 regularization), not d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from ...config.optimizer import OptimizerConfig
-from .protocol import Optimizer, OptimizerContext, StateShapes
+from .protocol import Optimizer, OptimizerContext, StateShapes, Update
 from .torch_groups import TorchGroups, empty_groups
 
 MOMENTUM = "momentum_buffer"
@@ -66,38 +65,22 @@ class TorchSGD(TorchGroups):
         super().__init__(torch.optim.SGD(empty_groups(), lr=0.0, momentum=settings.momentum, fused=True))
         self._has_state = settings.momentum != 0
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """See ``Optimizer``; a skipped update counts, too.
+    def step(self, update: Update) -> None:
+        """See ``Optimizer``."""
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        counts = [self._count_of(each) for each in parameters if each.grad is not None] if self._has_state else []
+        if counts:
+            # On the device, because only it knows whether the update is skipped.
+            torch._foreach_add_(
+                counts, torch.ones((), device=counts[0].device) if update.skip is None else 1 - update.skip
+            )
+        super().step(update)
 
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices.
-            decoupled_lr: Learning rate of word embeddings and output layer.
-            divisor: A float32 scalar that divides every gradient.
-            skip: A float32 scalar, 1 where nothing is to be updated.
-        """
-        if self._has_state:
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._count(parameter)
-        super().step(lr, weight_decay, decoupled_lr, divisor=divisor, skip=skip)
-
-    def _count(self, parameter: nn.Parameter) -> None:
-        # Zeros: the fused kernel takes all buffers of a group as uninitialized, or none.
+    def _count_of(self, parameter: nn.Parameter) -> torch.Tensor:
         state = self._optimizer.state[parameter]
         if not state:
-            state.update(step=0, momentum_buffer=torch.zeros_like(parameter))
-        state["step"] += 1
-
-    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Continue ``parameter`` after ``steps`` updates; ``moments`` has a buffer of its shape."""
-        self._optimizer.state[parameter] = {"step": steps, **moments}
+            # Zeros: the fused kernel takes all buffers of a group as uninitialized, or none.
+            count = torch.zeros((), device=parameter.device)
+            state.update(step=count, momentum_buffer=torch.zeros_like(parameter))
+        found: torch.Tensor = state["step"]
+        return found

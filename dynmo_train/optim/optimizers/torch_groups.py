@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...models.layer_list import is_embedding_or_output
-from .protocol import decays
+from .protocol import Update, decays
 
 
 def empty_groups() -> list[dict[str, Any]]:
@@ -52,33 +52,17 @@ class TorchGroups:
         """Whether the optimizer is fused: its kernel divides and skips by itself, in the same pass."""
         return bool(self._optimizer.defaults.get("fused"))
 
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        divisor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """See ``Optimizer``.
-
-        Args:
-            lr: Learning rate.
-            weight_decay: Of matrices.
-            decoupled_lr: Learning rate of word embeddings and output layer.
-            divisor: A float32 scalar that divides every gradient.
-            skip: A float32 scalar, 1 where nothing is to be updated.
-        """
+    def step(self, update: Update) -> None:
+        """See ``Optimizer``."""
         if self.skips_on_device:
             # The names are those of torch's GradScaler.
-            self._optimizer.grad_scale, self._optimizer.found_inf = divisor, skip  # type: ignore[attr-defined]
-        elif not divide_or_skip(self.gradients(), divisor, skip):
+            self._optimizer.grad_scale, self._optimizer.found_inf = update.divisor, update.skip  # type: ignore[attr-defined]
+        elif not divide_or_skip(self.gradients(), update):
             self._optimizer.zero_grad(set_to_none=True)
             return
         for group in self._optimizer.param_groups:
-            group["lr"] = decoupled_lr if group["is_decoupled"] and decoupled_lr is not None else lr
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+            group["lr"] = update.rate_of(is_decoupled=group["is_decoupled"])
+            group["weight_decay"] = update.weight_decay if group["decays"] else 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -107,19 +91,18 @@ class TorchGroups:
         self._optimizer.state.pop(parameter, None)
 
 
-def divide_or_skip(gradients: Sequence[torch.Tensor], divisor: torch.Tensor | None, skip: torch.Tensor | None) -> bool:
-    """Do what a kernel without ``divisor`` and ``skip`` cannot do; waits for the device.
+def divide_or_skip(gradients: Sequence[torch.Tensor], update: Update) -> bool:
+    """Do what a kernel that cannot divide or skip leaves over; waits for the device.
 
     Args:
         gradients: Float32 tensors of any shape, divided in place.
-        divisor: A float32 scalar; None divides by nothing.
-        skip: A float32 scalar, 1 where nothing is to be updated.
+        update: The update.
 
     Returns:
         Whether to update.
     """
-    if skip is not None and float(skip):
+    if update.skip is not None and float(update.skip):
         return False
-    if divisor is not None and gradients:
-        torch._foreach_div_(list(gradients), divisor)
+    if update.divisor is not None and gradients:
+        torch._foreach_div_(list(gradients), update.divisor)
     return True

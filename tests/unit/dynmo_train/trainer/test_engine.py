@@ -38,8 +38,8 @@ class CountedCopy:
         self.length = source.numel()
         CountedCopy.count += 1
 
-    def read(self) -> list[float]:
-        return [1.0] * self.length
+    def read(self) -> torch.Tensor:
+        return torch.ones(self.length)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_engine_step_reads_the_device_once(meta_world, copies, scenario):
 
 def test_engine_launched_steps_read_the_device_when_collected(meta_world, copies, monkeypatch):
     reads = []
-    monkeypatch.setattr(CountedCopy, "read", lambda copy: reads.append(copy) or [1.0] * copy.length)
+    monkeypatch.setattr(CountedCopy, "read", lambda copy: reads.append(copy) or torch.ones(copy.length))
     engine = engine_of(Scenario(**PLAIN), meta_world)
     assert engine.launch_step(batch_of(1), sampled=False) is None
     assert not reads

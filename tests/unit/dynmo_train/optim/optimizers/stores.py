@@ -9,6 +9,7 @@ from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates
+from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.optim.optimizers.sgd import SGDSettings
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp", "head")
@@ -51,7 +52,7 @@ def take_steps(store, steps, *, lr=1e-2, weight_decay=0.1, decoupled_lr=None, sk
         for _, name, parameter in store.parameters():
             if not skip(name, step):
                 parameter.grad = gradient_of(name, step, parameter.shape)
-        store.step(lr, weight_decay, decoupled_lr)
+        store.step(Update(lr=lr, weight_decay=weight_decay, decoupled_lr=decoupled_lr))
 
 
 def moved(store, settings):

@@ -6,6 +6,7 @@ import torch
 
 from dynmo_train.models.layer_list import masks_of
 from dynmo_train.optim.optimizers.adafactor import AdafactorSettings
+from dynmo_train.optim.optimizers.protocol import Update
 from tests.unit.dynmo_train.optim.optimizers.stores import (
     all_tensors,
     built_store,
@@ -53,7 +54,7 @@ def test_adafactor_pruned_weights_stay_zero():
     store.prune(item, name, layer, mask)
     for _, each, parameter in store.parameters():
         parameter.grad = gradient_of(each, 2, parameter.shape) * (mask if each == name else 1)
-    store.step(1e-2, 0.1)
+    store.step(Update(lr=1e-2, weight_decay=0.1))
     tensors = all_tensors(store)
     assert not tensors[name][~mask].any()
     assert tensors[name][mask].all()

@@ -12,6 +12,7 @@ from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
 from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.item_store import ItemStore, OptimizerStates
 from dynmo_train.optim.optimizers.adamw import MOMENTS, AdamWSettings
+from dynmo_train.optim.optimizers.protocol import Update
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -106,7 +107,7 @@ def take_steps(store, steps):
                 continue
             generator = torch.Generator().manual_seed(sum(name.encode()) * 100 + step)
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
-        store.step(1e-2, SETTINGS.weight_decay)
+        store.step(Update(lr=1e-2, weight_decay=SETTINGS.weight_decay))
         assert all(parameter.grad is None for _, _, parameter in store.parameters())
 
 

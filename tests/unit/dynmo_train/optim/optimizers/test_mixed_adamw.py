@@ -11,7 +11,7 @@ from dynmo_train.optim.item_state import ItemState
 from dynmo_train.optim.optimizers import mixed_adamw
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.optim.optimizers.mixed_adamw import MixedAdamW, round_stochastically
-from dynmo_train.optim.optimizers.protocol import OptimizerContext
+from dynmo_train.optim.optimizers.protocol import OptimizerContext, Update
 from dynmo_train.optim.optimizers.registry import state_bytes
 from tests.unit.dynmo_train.optim.optimizers.stores import (
     FAMILY,
@@ -38,7 +38,7 @@ def test_mixed_adamw_in_float32_equals_torch(monkeypatch):
     for step in range(1, 11):
         for (name, parameter), other in zip(parameters.items(), plain, strict=True):
             parameter.grad, other.grad = gradient_of(name, step, (8, 8)), gradient_of(name, step, (8, 8))
-        mixed.step(1e-2, 0.1)
+        mixed.step(Update(lr=1e-2, weight_decay=0.1))
         torchs.step()
     for parameter, other in zip(parameters.values(), plain, strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-7)
@@ -80,7 +80,7 @@ def test_mixed_adamw_copies_of_a_tied_weight_stay_equal():
         for store in (first, second):
             for _, name, parameter in store.parameters():
                 parameter.grad = gradient_of(FAMILY.ties.get(name, name), step, parameter.shape)
-            store.step(1e-2, 0.1)
+            store.step(Update(lr=1e-2, weight_decay=0.1))
     for key in ("", ".exp_avg", ".exp_avg_sq"):
         assert torch.equal(all_tensors(first)[owner + key], all_tensors(second)[copy + key])
 
@@ -119,7 +119,7 @@ def test_exp_avg_sq_falls_with_a_slow_decay_rate():
     optimizer.load_state(parameter, 1, moments)
     for _ in range(200):
         parameter.grad = torch.zeros(4_096)
-        optimizer.step(1e-3, 0.0)
+        optimizer.step(Update(lr=1e-3, weight_decay=0.0))
     assert optimizer.moments(parameter)["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**200, rel=0.02)
 
 

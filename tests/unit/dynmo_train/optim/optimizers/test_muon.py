@@ -12,6 +12,7 @@ from dynmo_train.optim.item_sharding import ItemSharding
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.optim.optimizers.muon import Muon, MuonSettings, is_muon_matrix
 from dynmo_train.optim.optimizers.newton_schulz import iteration_coefficients, orthogonalize
+from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.parallel.tensor_parallel import TensorRegion
 from tests.unit.dynmo_train.optim.optimizers.stores import (
     FAMILY,
@@ -135,7 +136,7 @@ def test_muon_pruned_weights_stay_zero():
     for step in (1, 2):
         for _, each, parameter in store.parameters():
             parameter.grad = gradient_of(each, step, parameter.shape) * (mask if each == name else 1)
-        store.step(1e-2, 0.1)
+        store.step(Update(lr=1e-2, weight_decay=0.1))
     tensors = all_tensors(store)
     assert not tensors[name][~mask].any()
     assert tensors[name][mask].all()
@@ -157,7 +158,7 @@ def test_muon_blockwise_orthogonalizes_the_slice():
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     muon.add({name: parameter})
     parameter.grad = gradient_of(name, 1, (8, 8))
-    muon.step(1e-2, 0.0)
+    muon.step(Update(lr=1e-2, weight_decay=0.0))
     matrix = gradient_of(name, 1, (8, 8)).bfloat16()
     expected = -1e-2 * orthogonalize([matrix], iteration_coefficients("simple", 5))[0].float()
     torch.testing.assert_close(parameter.detach(), expected)

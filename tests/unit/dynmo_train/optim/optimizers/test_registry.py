@@ -15,6 +15,7 @@ from dynmo_train.models.layer_list import is_embedding_or_output
 from dynmo_train.optim.item_state import parameter_of, role_of
 from dynmo_train.optim.item_store import OptimizerStates
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
+from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.optim.optimizers.registry import OPTIMIZERS, optimizer_settings, option_of_type, state_bytes
 from tests.unit.dynmo_train.config.small_config import SMALL
 from tests.unit.dynmo_train.optim.optimizers.stores import (
@@ -95,10 +96,10 @@ def test_optimizer_divides_gradients_and_skips_updates(name):
         take_steps(expected, [step])
         for _, each, parameter in store.parameters():
             parameter.grad = gradient_of(each, step, parameter.shape) * 2
-        store.step(1e-2, 0.1, divisor=two, skip=1 - one)
+        store.step(Update(lr=1e-2, weight_decay=0.1, divisor=two, skip=1 - one))
         for _, _, parameter in store.parameters():
             parameter.grad = torch.full_like(parameter, torch.inf)
-        store.step(1e-2, 0.1, divisor=one * torch.inf, skip=one)
+        store.step(Update(lr=1e-2, weight_decay=0.1, divisor=one * torch.inf, skip=one))
         assert all(parameter.grad is None for _, _, parameter in store.parameters())
     got = all_tensors(store)
     assert all(torch.equal(got[each], tensor) for each, tensor in all_tensors(expected).items())

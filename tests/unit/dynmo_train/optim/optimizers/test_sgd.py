@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dynmo_train.optim.optimizers.protocol import Update
 from dynmo_train.optim.optimizers.sgd import SGDSettings
 from tests.unit.dynmo_train.optim.optimizers.stores import (
     FAMILY,
@@ -60,6 +61,16 @@ def test_sgd_counts_the_updates_of_each_parameter():
     assert steps["layers.1.mlp.fc1.weight"] == 6
     assert steps["layers.1.mlp.fc2.weight"] == 4
     assert steps["layers.1.mlp.fc1.bias"] == 4
+
+
+def test_sgd_skipped_update_is_not_counted():
+    store = built_store(SGDSettings(momentum=0.9, weight_decay=0.0))
+    take_steps(store, [1])
+    for skipped in (1.0, 0.0):
+        for _, name, parameter in store.parameters():
+            parameter.grad = gradient_of(name, 2, parameter.shape)
+        store.step(Update(lr=1e-2, weight_decay=0.0, skip=torch.tensor(skipped)))
+    assert set(store.export("layers.1.mlp").steps.values()) == {2}
 
 
 def test_sgd_tied_copy_is_updated_once():
