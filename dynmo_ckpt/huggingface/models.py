@@ -62,6 +62,8 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
     if family == "llama":
+        if model.get("moe_shared_ffn_size"):
+            raise UnsupportedError("transformers' Mixtral has no shared experts; use --to native")
         return ("mixtral" if model.get("num_experts") else "llama"), LLAMA
     if model.get("num_experts"):
         raise UnsupportedError(f"transformers has no {family} with experts; use --to native")

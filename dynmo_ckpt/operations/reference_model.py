@@ -232,7 +232,7 @@ class _Model:
         return result
 
     def experts(self, name: str, x_TD: Array) -> Array:
-        """The top-k experts of each token, weighted by their renormalized probabilities."""
+        """The top-k experts of each token, weighted by their renormalized probabilities, and the shared experts."""
         scores_TE = self.linear(f"{name}.router", x_TD)
         # Without the maximum, exp could overflow; the factor cancels in the division below.
         weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
@@ -245,6 +245,11 @@ class _Model:
             if rows.size:
                 part = self.mlp(f"{name}.experts.{expert}", x_TD[rows])
                 result[rows] += weights_TE[rows, expert, None] * part
+        if self.model.get("moe_shared_ffn_size"):
+            shared_TD = self.mlp(f"{name}.shared", x_TD)
+            if self.has(f"{name}.shared_router.weight"):
+                shared_TD = shared_TD / (1 + np.exp(-self.linear(f"{name}.shared_router", x_TD)))
+            result += shared_TD
         return result
 
 

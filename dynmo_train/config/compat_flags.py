@@ -21,7 +21,6 @@ _MODEL = "changes the model and is not supported: leave it out"
 _FP8 = "fp8 is not supported: use --bf16"
 _MLA = "multi-latent attention is not supported: leave it out, or use --num-query-groups"
 _MTP = "multi-token prediction is not supported: leave it out"
-_SHARED = "shared experts are not supported: leave it out"
 _ROUTER = "routing is a softmax over the selected experts: leave it out, or see --moe-routing"
 _KERNEL = "device and dtype choose the implementation of the experts"
 _FSDP = "not supported: use --zero-stage 1, 2 or 3"
@@ -172,7 +171,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--moe-permute-fusion": ignored(_KERNEL),
     "--moe-token-dispatcher-type": ignored(_KERNEL, 1),
     "--moe-flex-dispatcher-backend": ignored(_KERNEL, 1),
-    "--moe-shared-expert-overlap": ignored(_KERNEL),
+    "--moe-shared-expert-overlap": ignored("shared experts always run while rows travel"),
     "--moe-layer-recompute": ignored("--recompute-granularity covers all layers"),
     "--moe-router-dtype": ignored("routing is always computed in float32", 1),
     "--moe-per-layer-logging": ignored("not logged by layer"),
@@ -192,8 +191,6 @@ FLAGS: Mapping[str, CompatFlag] = {
         refused(_ROUTER, 1),
     ),
     "--moe-router-enable-expert-bias": refused(_ROUTER),
-    "--moe-shared-expert-intermediate-size": refused(_SHARED, 1),
-    "--moe-shared-expert-gate": refused(_SHARED),
     "--expert-tensor-parallel-size": refused(
         "use --tensor-model-parallel-size and --expert-model-parallel-size", 1, neutral="1"
     ),

@@ -158,6 +158,15 @@ class ModelConfig:
         "Pad the input of each expert to its capacity.",
         default=False,
     )
+    moe_shared_expert_intermediate_size: int | None = option(
+        "Inner size of the shared experts of a layer; none: none.",
+        default=None,
+        minimum=1,
+    )
+    moe_shared_expert_gate: bool = option(
+        "Multiply the output of the shared experts by a learned sigmoid gate.",
+        default=False,
+    )
     make_vocab_size_divisible_by: int = option(
         "Multiple to which the vocabulary size is padded.", default=128, minimum=1
     )

@@ -4,7 +4,8 @@ The host does not wait for the device, except for the counts of an all-to-all wi
 that no grouped product computes::
 
     x_BTD ─▶ norm ─▶ router ─▶ route ─▶ take_rows ─▶ Experts ─▶ return_rows ─▶ weighted sum ─▶ + x_BTD
-                                 └ RowPlan: which slot fills which row
+               │                 └ RowPlan: which slot fills which row                         ▲
+               └▶ shared experts, while rows travel to other processes ────────────────────────┘
 
 Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C slots, C experts per token, R rows that
 the experts compute, E experts, D model width.
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.expert_parallel import CountExchange, RowGroups, TokenDispatcher, equal_groups
+from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
 from .blocks import FeedForward
 from .grouped_linear import can_group, grouped_linear
 from .layer_list import ItemOutput
@@ -59,6 +60,9 @@ class MoeShape:
         drop_policy: which tokens are dropped: those of the lowest probability (``probs``) or the last of the microbatch
             (``position``).
         pad_to_capacity: whether every expert computes exactly its capacity, so that all shapes are constant.
+        shared_ffn_size: width inside the shared experts of a layer together, which compute every token (Dai et al.
+            2024, arXiv:2401.06066, section 3.2); 0 means none.
+        shared_gate: whether the output of the shared experts is multiplied by the sigmoid of a learned score.
     """
 
     num_experts: int
@@ -69,6 +73,8 @@ class MoeShape:
     drop_policy: DropPolicy = PROBS
     pad_to_capacity: bool = False
     routing: str = TOPK
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
 
     def capacity(self, tokens: int) -> int:
         """The maximum number of rows of an expert for ``tokens`` tokens of a microbatch.
@@ -88,7 +94,9 @@ class MoeShape:
 
     def manifest(self) -> dict[str, object]:
         """The fields of a manifest's ``model`` object."""
+        shared = {"moe_shared_ffn_size": self.shared_ffn_size, "moe_shared_gate": self.shared_gate}
         return {
+            **(shared if self.shared_ffn_size else {}),
             "num_experts": self.num_experts,
             "moe_top_k": self.top_k,
             "moe_aux_loss_coeff": self.aux_loss_coeff,
@@ -113,6 +121,8 @@ class MoeShape:
             drop_policy=model.moe_token_drop_policy,
             pad_to_capacity=model.moe_pad_expert_input_to_capacity,
             routing=model.moe_routing,
+            shared_ffn_size=model.moe_shared_expert_intermediate_size or 0,
+            shared_gate=model.moe_shared_expert_gate,
         )
 
     @classmethod
@@ -128,6 +138,8 @@ class MoeShape:
             capacity_factor=model.get("moe_capacity_factor"),
             drop_policy=model.get("moe_token_drop_policy", PROBS),
             routing=model.get("moe_routing", TOPK),
+            shared_ffn_size=model.get("moe_shared_ffn_size", 0),
+            shared_gate=model.get("moe_shared_gate", False),
         )
 
 
@@ -186,6 +198,13 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_
     return Routing(rows, weights_NC, load_balancing, z, chosen_E)
 
 
+class LocalRows(NamedTuple):
+    """Rows whose experts are all on this process: ``rows_RD`` ``[R, D]``, sorted as ``groups`` states."""
+
+    rows_RD: torch.Tensor
+    groups: RowGroups
+
+
 class Experts(nn.ModuleDict):
     """The experts of a layer on this process, by number; ``dispatcher`` reaches those of other processes."""
 
@@ -195,17 +214,37 @@ class Experts(nn.ModuleDict):
         """Start to exchange the numbers of rows in ``groups`` between processes; None where that is not needed."""
         return None if self.dispatcher is None else self.dispatcher.exchange_counts(groups)
 
-    def forward(self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None = None) -> torch.Tensor:
-        """Apply each expert to its rows; returns ``[R, D]``, undefined for rows that belong to no expert.
+    def send(
+        self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None = None
+    ) -> SentRows | LocalRows:
+        """Start to send rows to the processes of their experts; without other processes they stay here.
 
         Args:
             rows_RD: rows sorted by expert, ``[R, D]``.
             groups: rows of each of all experts.
             counts: result of ``exchange_counts``.
         """
-        if self.dispatcher is not None:
-            return self.dispatcher.run(rows_RD, groups, counts, self._apply_own)
-        return self._apply_own(rows_RD, groups)
+        if self.dispatcher is None:
+            return LocalRows(rows_RD, groups)
+        return self.dispatcher.send(rows_RD, groups, counts)
+
+    def forward(self, sent: SentRows | LocalRows) -> torch.Tensor:
+        """Apply each expert to its rows.
+
+        Args:
+            sent: result of ``send``.
+
+        Returns:
+            The results in the order of the rows, ``[R, D]``, undefined for rows that belong to no expert.
+
+        Raises:
+            ValueError: the rows were sent by another layer's dispatcher.
+        """
+        if isinstance(sent, LocalRows):
+            return self._apply_own(*sent)
+        if self.dispatcher is None:
+            raise ValueError("rows were sent, but the layer has no dispatcher")
+        return self.dispatcher.run(sent, self._apply_own)
 
     def _apply_own(self, rows_RD: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         experts = [expert for expert in self.values() if isinstance(expert, FeedForward)]
@@ -228,7 +267,7 @@ class Experts(nn.ModuleDict):
 
 
 class MoeMlp(nn.Module):
-    """``x + weighted sum of the chosen experts of norm(x)``, with auxiliary losses and the experts' loads.
+    """``x + weighted sum of the chosen experts of norm(x) + shared experts of norm(x)``, with losses and loads.
 
     Args:
         moe: number of experts, routing and losses.
@@ -267,16 +306,32 @@ class MoeMlp(nn.Module):
                 for number in range(moe.num_experts)
             }
         )
+        self.shared: FeedForward | None = None
+        self.shared_router: nn.Linear | None = None
+        if moe.shared_ffn_size:
+            self.shared = FeedForward(
+                width=width, inner=moe.shared_ffn_size, activation=activation, bias=bias, device=device
+            )
+            if moe.shared_gate:
+                self.shared_router = nn.Linear(width, 1, bias=False, device=device)
+
+    def _shared_output(self, x_ND: torch.Tensor) -> torch.Tensor | None:
+        """The output of the shared experts ``[N, D]``; None where there are none."""
+        if self.shared is None:
+            return None
+        y_ND: torch.Tensor = self.shared(x_ND)
+        return y_ND if self.shared_router is None else y_ND * self.shared_router(x_ND).sigmoid()
 
     def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum of the outputs of each token's experts."""
         choices, rows = routing.weights_NC.shape[1], routing.rows
         # The counts are on their way while the rows are gathered.
         counts = self.experts.exchange_counts(rows.groups)
-        rows_RD = self.experts(take_rows(x_ND, rows, choices), rows.groups, counts)
-        y_NCD = return_rows(rows_RD, rows, choices)
+        sent = self.experts.send(take_rows(x_ND, rows, choices), rows.groups, counts)
+        shared_ND = self._shared_output(x_ND)
+        y_NCD = return_rows(self.experts(sent), rows, choices)
         y_ND: torch.Tensor = (y_NCD * routing.weights_NC[..., None].to(y_NCD.dtype)).sum(1)
-        return y_ND
+        return y_ND if shared_ND is None else y_ND + shared_ND
 
     def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor, is_fixed: bool) -> tuple[torch.Tensor, int]:
         """Expert choice: the weighted sum, and the number of tokens of each expert."""
@@ -285,9 +340,11 @@ class MoeMlp(nn.Module):
         experts, count = token_EC.shape
         groups = equal_groups(experts, count, x_ND.device, is_fixed=is_fixed)
         counts = self.experts.exchange_counts(groups)
-        sorted_MD = self.experts(x_ND.index_select(0, token_M), groups, counts)
+        sent = self.experts.send(x_ND.index_select(0, token_M), groups, counts)
+        shared_ND = self._shared_output(x_ND)
+        sorted_MD = self.experts(sent)
         weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
-        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), count
+        return (torch.zeros_like(x_ND) if shared_ND is None else shared_ND).index_add(0, token_M, weighted_MD), count
 
     def forward(self, x_BTD: torch.Tensor) -> ItemOutput:
         """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``.

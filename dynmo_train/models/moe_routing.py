@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 SINKHORN_ROUNDS = 8
 
@@ -39,9 +40,9 @@ def sinkhorn(logits_NE: torch.Tensor, rounds: int = SINKHORN_ROUNDS) -> torch.Te
         rounds: number of normalizations of columns and rows.
 
     Returns:
-        float64 ``[N, E]`` on CPU: the log of a matrix whose rows sum to 1 and whose columns sum nearly to N/E.
+        float64 ``[N, E]``: the log of a matrix whose rows sum to 1 and whose columns sum nearly to N/E.
     """
-    plan_NE = logits_NE.detach().to("cpu", torch.float64)
+    plan_NE = logits_NE.detach().double()
     share = math.log(plan_NE.shape[0] / plan_NE.shape[1])
     for _ in range(rounds):
         plan_NE = plan_NE - plan_NE.logsumexp(0, keepdim=True) + share
@@ -61,19 +62,26 @@ def balanced_assignment(logits_NE: torch.Tensor) -> torch.Tensor:
     """
     plan_NE = sinkhorn(logits_NE)
     tokens, experts = plan_NE.shape
-    capacity = [math.ceil(tokens / experts)] * experts
-    assigned_N = torch.full((tokens,), -1, dtype=torch.int64)
-    waiting = torch.arange(tokens)
-    # Ends: the total capacity is at least the number of tokens, and each round fills an expert or assigns all.
-    while waiting.numel():
-        full = torch.tensor([slots == 0 for slots in capacity])
-        best = plan_NE[waiting].masked_fill(full, float("-inf")).max(1)
-        for expert in range(experts):
-            requests = (best.indices == expert).nonzero()[:, 0]
-            if requests.numel():
-                order = best.values[requests].argsort(descending=True, stable=True)
-                accepted = waiting[requests[order[: capacity[expert]]]]
-                assigned_N[accepted] = expert
-                capacity[expert] -= len(accepted)
-        waiting = (assigned_N < 0).nonzero()[:, 0]
-    return assigned_N.to(logits_NE.device)
+    left_E = torch.full((experts,), math.ceil(tokens / experts), device=plan_NE.device)
+    assigned_N = torch.full((tokens,), experts, device=plan_NE.device)
+    # Each round fills an expert or assigns all tokens, so this many are enough, and none has to be read.
+    for _ in range(experts):
+        is_waiting_N = assigned_N == experts
+        if plan_NE.device.type == "cpu" and not bool(is_waiting_N.any()):
+            break
+        likeliest = plan_NE.masked_fill(left_E == 0, -math.inf).max(1)
+        requested_N = likeliest.indices.where(is_waiting_N, experts)
+        accepted_N = is_waiting_N & (_places(requested_N, likeliest.values) < F.pad(left_E, (0, 1))[requested_N])
+        assigned_N = torch.where(accepted_N, requested_N, assigned_N)
+        left_E = left_E.scatter_add(0, likeliest.indices, -accepted_N.long())
+    return assigned_N
+
+
+def _places(requested_N: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+    """Each request's place among those of the same expert, int64 ``[N]`` from 0: highest value first, then token."""
+    order_N = values_N.argsort(descending=True, stable=True)
+    order_N = order_N[requested_N[order_N].argsort(stable=True)]
+    sorted_N = requested_N[order_N]
+    first_N = torch.searchsorted(sorted_N, sorted_N)
+    places_N = torch.arange(len(order_N), device=order_N.device) - first_N
+    return torch.empty_like(places_N).scatter(0, order_N, places_N)

@@ -3,13 +3,17 @@
 All-to-all of the tokens of a microbatch (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2)::
 
     rows by expert -> all-to-all -> local experts -> all-to-all -> rows by expert
+    send .............. in flight .......... receive
+
+The caller computes what does not depend on the rows (shared experts) between :meth:`TokenDispatcher.send` and
+:meth:`TokenDispatcher.run`, while they are in flight; in the backward, their gradients are in flight meanwhile.
 
 torch's all-to-all needs the number of rows of each rank on the host. Two cases:
 
 * Every rank has the same, fixed number of rows per expert (padded capacity): equal parts, and nothing is read.
 * Otherwise the ranks exchange their counts, and the host reads them: the one time per layer that it waits for the
   device. The copy to the host runs in the background of the work that is enqueued between
-  :meth:`TokenDispatcher.exchange_counts` and :meth:`TokenDispatcher.run`.
+  :meth:`TokenDispatcher.exchange_counts` and :meth:`TokenDispatcher.send`.
 
 Shapes in names: R rows of this process, D width, E experts of all processes, P processes, L experts of one process.
 """
@@ -85,6 +89,36 @@ class CountExchange:
         return sent_PL, received_PL
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReceivedCounts:
+    """How many rows arrive.
+
+    Attributes:
+        by_rank_PL: From each rank for each local expert, int32 ``[P, L]`` on the CPU.
+        by_expert_L: For each local expert, int32 ``[L]`` on the device.
+    """
+
+    by_rank_PL: torch.Tensor
+    by_expert_L: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentRows:
+    """Rows on their way to the processes of their experts.
+
+    Attributes:
+        num_rows: Number of rows R before they were sent, including those that belong to no expert.
+        groups: Rows of each of all experts.
+        exchange: The exchange in flight.
+        received: How many rows arrive; None where all ranks exchange equal parts.
+    """
+
+    num_rows: int
+    groups: RowGroups
+    exchange: RowExchange
+    received: ReceivedCounts | None = None
+
+
 class TokenDispatcher:
     """Sends tokens to the processes that have their experts.
 
@@ -115,52 +149,63 @@ class TokenDispatcher:
         dist.all_to_all_single(received_PL, sent_PL, group=self._group)
         return CountExchange(sent_PL, received_PL)
 
-    def run(self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None, apply: Apply) -> torch.Tensor:
-        """Send each row to the process of its expert, apply the experts there, and return the results.
+    def send(self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None) -> SentRows:
+        """Start to send each row to the process of its expert. A collective.
 
         Args:
             rows_RD: Rows by expert, ``[R, D]``.
             groups: Rows of each of all experts.
             counts: Result of :meth:`exchange_counts`.
+        """
+        if counts is None:
+            exchange = self._start(rows_RD, None, None)
+            return SentRows(num_rows=len(rows_RD), groups=groups, exchange=exchange)
+        sent_PL, received_PL = counts.read()
+        sent_counts, received_counts = sent_PL.sum(1).tolist(), received_PL.sum(1).tolist()
+        exchange = self._start(rows_RD[: sum(sent_counts)], sent_counts, received_counts)
+        received = ReceivedCounts(by_rank_PL=received_PL, by_expert_L=counts.received_L)
+        return SentRows(num_rows=len(rows_RD), groups=groups, exchange=exchange, received=received)
+
+    def run(self, sent: SentRows, apply: Apply) -> torch.Tensor:
+        """Wait for the rows, apply the experts to them, and return the results to the processes of their tokens.
+
+        Args:
+            sent: Result of :meth:`send`.
             apply: Applies the local experts to rows by expert.
 
         Returns:
-            The results in the order of ``rows_RD``, ``[R, D]``; zero for rows that belong to no expert.
+            The results in the order of the rows that were sent, ``[R, D]``; zero for rows that belong to no expert.
         """
-        if counts is None:
-            return self._run_fixed(rows_RD, groups.host_counts()[0], apply)
-        sent_PL, received_PL = counts.read()
-        sent_counts, received_counts = sent_PL.sum(1).tolist(), received_PL.sum(1).tolist()
-        used = sum(sent_counts)
-        arrived = self._exchange(rows_RD[:used], sent_counts, received_counts)
+        if sent.received is None:
+            return self._run_fixed(sent.exchange.wait(), sent.groups.host_counts()[0], apply)
+        received_PL = sent.received.by_rank_PL
         # Rows arrive by source, then expert; experts need them by expert, then source.
         experts = range(received_PL.shape[1])
-        by_source = arrived.split(received_PL.reshape(-1).tolist())
+        by_source = sent.exchange.wait().split(received_PL.reshape(-1).tolist())
         by_expert = torch.cat([by_source[source * len(experts) + e] for e in experts for source in range(self.size)])
-        local = RowGroups(ends_E=counts.received_L.cumsum(0).to(torch.int32), counts=tuple(received_PL.sum(0).tolist()))
+        ends_L = sent.received.by_expert_L.cumsum(0).to(torch.int32)
+        local = RowGroups(ends_E=ends_L, counts=tuple(received_PL.sum(0).tolist()))
         done = apply(by_expert, local).split(received_PL.t().reshape(-1).tolist())
         # The inverse order, so that the second exchange returns each row to its source, by expert as before.
         back = torch.cat([done[e * self.size + source] for source in range(self.size) for e in experts])
-        results = self._exchange(back, received_counts, sent_counts)
-        unused = len(rows_RD) - used
+        results = self._start(back, sent.exchange.received_counts, sent.exchange.sent_counts).wait()
+        unused = sent.num_rows - len(results)
         return torch.cat([results, results.new_zeros(unused, results.shape[1])]) if unused else results
 
-    def _run_fixed(self, rows_RD: torch.Tensor, count: int, apply: Apply) -> torch.Tensor:
-        """Exchange ``count`` rows of each expert with every rank."""
-        width = rows_RD.shape[1]
-        arrived = self._exchange(rows_RD, None, None)
+    def _run_fixed(self, arrived: torch.Tensor, count: int, apply: Apply) -> torch.Tensor:
+        """Apply the experts to ``count`` rows of each expert from every rank, and return them."""
+        width = arrived.shape[1]
         by_expert = arrived.view(self.size, -1, count, width).transpose(0, 1)
         experts = by_expert.shape[0]
-        groups = equal_groups(experts, self.size * count, rows_RD.device)
+        groups = equal_groups(experts, self.size * count, arrived.device)
         done = apply(by_expert.reshape(-1, width), groups)
         back = done.view(experts, self.size, count, width).transpose(0, 1).reshape(-1, width)
-        return self._exchange(back, None, None)
+        return self._start(back, None, None).wait()
 
-    def _exchange(
+    def _start(
         self, rows: torch.Tensor, sent_counts: list[int] | None, received_counts: list[int] | None
-    ) -> torch.Tensor:
-        exchanged: torch.Tensor = _AllToAll.apply(rows, sent_counts, received_counts, self._group)  # type: ignore[no-untyped-call]
-        return exchanged
+    ) -> RowExchange:
+        return RowExchange(rows, sent_counts, received_counts, self._group)
 
 
 def token_dispatcher(world: World) -> TokenDispatcher | None:
@@ -171,28 +216,80 @@ def token_dispatcher(world: World) -> TokenDispatcher | None:
     return TokenDispatcher(group, world.data_rank % world.dims.expert, world.dims.expert)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
+class RowExchange:
+    """An all-to-all of rows in flight, with a backward that is in flight as long.
+
+    Autograd runs the backward of what was computed between start and :meth:`wait` while the gradients travel: it
+    visits nodes in the reverse order of their creation.
+
+    Args:
+        rows: Rows by destination, ``[R, D]``.
+        sent_counts: Rows for each rank; None is equal parts.
+        received_counts: Rows from each rank; None is equal parts.
+        group: Processes that exchange.
+    """
+
+    def __init__(
+        self,
         rows: torch.Tensor,
         sent_counts: list[int] | None,
         received_counts: list[int] | None,
         group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.sent_counts, ctx.received_counts, ctx.group = sent_counts, received_counts, group
-        return _all_to_all(rows, sent_counts, received_counts, group)
+    ) -> None:
+        self.sent_counts, self.received_counts = sent_counts, received_counts
+        self._group = group
+        self._work: dist.Work | None = None
+        self._in_use: torch.Tensor | None = None
+        self._arriving, self._rows = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
+
+    def start(self, rows: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
+        """Start the exchange of ``rows``, or with ``backward`` of their gradients; returns what will arrive."""
+        sent, received = self.sent_counts, self.received_counts
+        if backward:
+            sent, received = received, sent
+        # Kept until the exchange has ended, which reads it.
+        self._in_use = rows.contiguous()
+        arriving = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(arriving, self._in_use, received, sent, group=self._group, async_op=True)
+        return arriving
+
+    def end(self) -> None:
+        """Wait for the exchange: the host on CPU, else the current stream."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._in_use = None
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the rows from all ranks and return them, by source."""
+        arrived: torch.Tensor = _End.apply(self._arriving, self._rows, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    """Returns what will arrive, and a stand-in for the rows, through which their gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: RowExchange) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        # Without memory: autograd checks the shape of a gradient against the output that it belongs to.
+        return exchange.start(rows), rows.new_empty(1).expand(rows.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _all_to_all(grads[0], ctx.received_counts, ctx.sent_counts, ctx.group), None, None, None
+        ctx.exchange.end()
+        return grads[1], None
 
 
-def _all_to_all(
-    rows: torch.Tensor, sent_counts: list[int] | None, received_counts: list[int] | None, group: dist.ProcessGroup
-) -> torch.Tensor:
-    arriving = len(rows) if received_counts is None else sum(received_counts)
-    exchanged = rows.new_empty((arriving, *rows.shape[1:]))
-    dist.all_to_all_single(exchanged, rows.contiguous(), received_counts, sent_counts, group=group)
-    return exchanged
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: torch.Tensor, _rows: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, ctx.exchange.start(grads[0], backward=True), None

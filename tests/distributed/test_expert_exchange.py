@@ -22,9 +22,11 @@ CASES = {
     "position": {"top_k": 1, "capacity_factor": 0.75, "drop_policy": "position"},
     "padded": {"top_k": 2, "capacity_factor": 0.75, "pad_to_capacity": True},
     "expert choice": {"top_k": 2, "routing": "expert-choice"},
+    "shared": {"top_k": 2, "shared_ffn_size": 12, "shared_gate": True},
+    "shared padded": {"top_k": 2, "capacity_factor": 0.75, "pad_to_capacity": True, "shared_ffn_size": 12},
 }
 CAPACITY = 9  # of 24 tokens with two choices over 4 experts, times 0.75
-FIXED = ("padded", "expert choice")
+FIXED = ("padded", "expert choice", "shared padded")
 
 
 def layer(options):
@@ -86,6 +88,46 @@ def play(training):
         destroy_world()
 
 
+def overlap():
+    """What happens on this rank, in order, with shared experts: exchanges, their ends, and the shared experts."""
+    world = init_world("cpu", dims=ParallelDims(data=2, expert=2))
+    exchange, events = dist.all_to_all_single, []
+
+    class Recorded:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events.append("wait")
+            return self.work.wait()
+
+    def record(output, given, *splits, **options):
+        work = exchange(output, given, *splits, **options)
+        if not given.is_floating_point():
+            return work
+        events.append("start")
+        return Recorded(work)
+
+    made = shard_experts(layer(CASES["shared"]), token_dispatcher(world))
+    made.shared.register_forward_hook(lambda *_: events.append("shared"))
+    made.shared.register_full_backward_hook(lambda *_: events.append("shared"))
+    try:
+        dist.all_to_all_single = record
+        output = made(batch(world.rank).requires_grad_()).output
+        events.append("backward")
+        output.sum().backward()
+        return events
+    finally:
+        dist.all_to_all_single = exchange
+        destroy_world()
+
+
+def test_shared_experts_run_while_rows_travel():
+    for events in run_workers(overlap, 2, joins=False):
+        there_and_back = ["start", "shared", "wait", "start", "wait"]
+        assert events == [*there_and_back, "backward", "start", "wait", "start", "shared", "wait"], events
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_workers(play, 2, True, joins=False)
@@ -105,6 +147,9 @@ def test_two_ranks_compute_what_one_process_computes(name, ranks, evaluated):
             torch.testing.assert_close(by_case[name][0], output)
             torch.testing.assert_close(by_case[name][1], grad)
             totals = {key: totals.get(key, 0.0) + value for key, value in gradients.items()}
+            for key, value in by_case[name][2].items():
+                if ".experts." not in f".{key}":
+                    torch.testing.assert_close(value, gradients[key], rtol=1e-4, atol=1e-5)
         for by_case in results:
             for key, value in by_case[name][2].items():
                 if ".experts." in f".{key}":

@@ -66,6 +66,7 @@ EFFECTS: tuple[EffectRule, ...] = (
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
             "moe_expert_capacity_factor",
+            "moe_shared_expert_intermediate_size",
         ),
         when=lambda c: c.model.num_experts is not None or c.model.base_family not in ("gpt", "llama"),
         without="without --num-experts",
@@ -75,6 +76,14 @@ EFFECTS: tuple[EffectRule, ...] = (
         options=("moe_pad_expert_input_to_capacity",),
         when=_has_capacity,
         without="without --moe-expert-capacity-factor",
+        refuse=True,
+    ),
+    EffectRule(
+        options=("moe_shared_expert_gate",),
+        when=lambda c: (
+            c.model.moe_shared_expert_intermediate_size is not None or c.model.base_family not in ("gpt", "llama")
+        ),
+        without="without --moe-shared-expert-intermediate-size",
         refuse=True,
     ),
     EffectRule(options=("moe_token_drop_policy",), when=_has_capacity, without="without --moe-expert-capacity-factor"),

@@ -34,6 +34,8 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "moe_expert_capacity_factor": MOE_FAMILIES,
     "moe_token_drop_policy": MOE_FAMILIES,
     "moe_pad_expert_input_to_capacity": MOE_FAMILIES,
+    "moe_shared_expert_intermediate_size": MOE_FAMILIES,
+    "moe_shared_expert_gate": MOE_FAMILIES,
     "reset_position_ids": ("gpt", "llama"),
     "reset_attention_mask": ("gpt", "llama"),
     "eod_mask_loss": ("gpt", "llama"),

@@ -76,6 +76,8 @@ def plain(made, x):
             if n in chosen_tokens[e]:
                 weight = probabilities[n, e] / sum(probabilities[n, c] for c in choices[n])
                 total = total + weight * made.experts[str(e)](flat[n])
+        if moe.shared_ffn_size:
+            total = total + made.shared(flat[n]) * (made.shared_router(flat[n]).sigmoid() if moe.shared_gate else 1.0)
         rows.append(total)
     shares = torch.tensor([sum(e in each for each in choices) for e in range(EXPERTS)]) / (len(flat) * moe.top_k)
     losses = {
@@ -116,13 +118,16 @@ def check_equals_plain(kind, options):
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+SHARED = [{"shared_ffn_size": 12, "shared_gate": gate} for gate in (False, True)]
+
+
+@pytest.mark.parametrize("options", CASES + SHARED, ids=str)
 def test_moe_mlp_equals_a_plain_loop_over_tokens(options):
     check_equals_plain(GPT, options)
 
 
 @pytest.mark.parametrize("kind", [GPT, MIXTRAL], ids=["gpt", "mixtral"])
-@pytest.mark.parametrize("options", CASES[::3], ids=str)
+@pytest.mark.parametrize("options", CASES[::3] + SHARED, ids=str)
 def test_moe_mlp_grouped_products_equal_a_plain_loop(grouped, kind, options):
     check_equals_plain(kind, options)
 

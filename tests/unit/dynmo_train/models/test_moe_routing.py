@@ -39,6 +39,11 @@ def test_balanced_assignment_skewed_logits_respect_capacity(tokens, experts):
     assert torch.equal(assigned, balanced_assignment(logits))
 
 
+def test_balanced_assignment_reads_no_value():
+    """Meta tensors have none."""
+    assert balanced_assignment(torch.empty(12, 4, device="meta")).shape == (12,)
+
+
 def test_balanced_assignment_is_near_the_optimum():
     worse = []
     for seed in range(10):
