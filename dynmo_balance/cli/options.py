@@ -27,6 +27,7 @@ class Schedule(StrEnum):
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
     ZB_V = "zb-v"
+    DUALPIPE_V = "dualpipe-v"
 
 
 # Python's enumerations with members cannot be extended, so the names are repeated with those of a search.
@@ -38,6 +39,7 @@ class ScheduleOrSearch(StrEnum):
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
     ZB_V = "zb-v"
+    DUALPIPE_V = "dualpipe-v"
     CUSTOM = "custom"
     AUTO = "auto"
 

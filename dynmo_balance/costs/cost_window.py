@@ -215,7 +215,7 @@ def scaled(costs: ItemCosts, factors: Sequence[float], kinds: tuple[str, ...] = 
     return costs
 
 
-SPLIT_SCHEDULES = ("zero-bubble", "zb-v", "custom")
+SPLIT_SCHEDULES = ("zero-bubble", "zb-v", "dualpipe-v", "custom")
 """The schedules with a separate operation for the weight gradient."""
 
 

@@ -39,7 +39,7 @@ from .profile import Header
 
 FORMAT = "dynmo.plan"
 VERSION = 1
-V_SCHEDULES = ("zb-v",)
+V_SCHEDULES = ("zb-v", "dualpipe-v")
 """The schedules with two stages per worker in a V."""
 CUSTOM = "custom"
 """The schedule of a plan with its own order of operations."""

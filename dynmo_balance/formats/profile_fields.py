@@ -17,7 +17,7 @@ from .._common.checks import (
     string,
 )
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v")
 ITEM_KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
 RESULTS = ("applied", "unchanged", "refused", "superseded", "rolled_back")
 HEADER = obj(

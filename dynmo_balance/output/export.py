@@ -37,6 +37,7 @@ TORCH_NAMES: Mapping[tuple[str, bool], str] = {
     ("zero-bubble", False): "InterleavedZeroBubble",
     ("zero-bubble", True): "InterleavedZeroBubble",
     ("zb-v", True): "ZBVZeroBubble",
+    ("dualpipe-v", True): "DualPipeV",
 }
 """The schedule of torch with the same order of operations, by name and whether a worker has several stages."""
 _DEEPSPEED = '''\

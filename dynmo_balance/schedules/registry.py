@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from .._common.errors import UsageError
-from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
+from . import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order, check_operations
 
 __all__ = [
@@ -31,6 +31,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "interleaved-1f1b": interleaved.order,
     "zero-bubble": zero_bubble.order,
     "zb-v": zero_bubble_v.order,
+    "dualpipe-v": dualpipe_v.order,
 }
 
 

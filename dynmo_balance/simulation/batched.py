@@ -87,8 +87,9 @@ def _rows(order: Order) -> list[list[_Row]]:
     stages = 1 + max(op.stage for operations in order for op in operations)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
     number = {op: at for at, op in enumerate((op for operations in order for op in operations), start=1)}
-    split = any(op.kind is Kind.BACKWARD_INPUT for operations in order for op in operations)
-    back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+    # What sends a gradient. Not one kind for the whole order: DualPipeV splits some backward passes and not others.
+    backs = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    gradient = {(op.stage, op.microbatch): at for op, at in number.items() if op.kind in backs}
     # Number 0 is the start of the step, which is before level 0.
     level: dict[int, int] = {0: -1}
     rows: list[list[_Row]] = []
@@ -101,8 +102,8 @@ def _rows(order: Order) -> list[list[_Row]]:
             needs, link = 0, stages
             if op.kind is Kind.FORWARD and op.stage:
                 needs, link = number[op._replace(stage=op.stage - 1)], op.stage - 1
-            elif op.kind is back and op.stage < stages - 1:
-                needs, link = number.get(op._replace(stage=op.stage + 1), 0), op.stage
+            elif op.kind in backs and op.stage < stages - 1:
+                needs, link = gradient.get((op.stage + 1, op.microbatch), 0), op.stage
             if needs not in level:
                 break
             before = number[order[worker][done[worker] - 1]] if done[worker] else 0

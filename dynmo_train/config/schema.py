@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
+from ..formats.plan import V_SCHEDULES
 from . import panels
 from .balance import BalanceConfig
 from .batch_schedule import BatchSizes, Curriculum
@@ -39,12 +40,12 @@ TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
-TWO_STAGE_SCHEDULES = ("interleaved-1f1b", "zb-v")
+TWO_STAGE_SCHEDULES = ("interleaved-1f1b", *V_SCHEDULES)
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
 ZeroGradientSync = Literal["microbatch", "step"]
 ReportFormat = Literal["text", "json"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v", "custom"]
 Options = TypeVar("Options")
 
 
@@ -291,7 +292,7 @@ class ParallelConfig:
         minimum=1,
         maximum=MAX_LAYERS,
         derive=(
-            "from --num-layers-per-virtual-pipeline-stage if given; else 2 for interleaved-1f1b and zb-v, else 1",
+            "from --num-layers-per-virtual-pipeline-stage; else 2 for interleaved-1f1b, zb-v and dualpipe-v, else 1",
             lambda v, _: (
                 2
                 if v["num_layers_per_virtual_pipeline_stage"] is None and v["schedule"] in TWO_STAGE_SCHEDULES

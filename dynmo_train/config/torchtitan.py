@@ -16,6 +16,7 @@ _SCHEDULES = {
     "Interleaved1F1B": "interleaved-1f1b",
     "InterleavedZeroBubble": "zero-bubble",
     "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
 }
 _TOKENIZER = "use --tokenizer-model with its tokenizer.json or tokenizer.model"
 _DATASET = "data sets are not downloaded: write one with dynmo-prep binarize and use --data-path"

@@ -28,6 +28,8 @@ from .plan_fields import DOCUMENT
 
 FORMAT = "dynmo.plan"
 VERSION = 1
+V_SCHEDULES = ("zb-v", "dualpipe-v")
+"""Schedules with two stages per pipeline rank, one on the way down the ranks and one on the way up."""
 PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
@@ -68,8 +70,8 @@ class Plan:
 
 
 def _stage_workers(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Return the worker of each stage: in rotation, or with ``zb-v`` down the workers and back up."""
-    cycle = (*workers, *reversed(workers)) if schedule == "zb-v" else tuple(workers)
+    """Return the worker of each stage: in rotation, or in a V down the workers and back up."""
+    cycle = (*workers, *reversed(workers)) if schedule in V_SCHEDULES else tuple(workers)
     return cycle * (stages // max(1, len(cycle)))
 
 
@@ -119,13 +121,13 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
         problems.append(Problem("stages", "length", words))
     elif plan.schedule == "custom":
         problems += _custom(plan)
-    elif plan.schedule == "zb-v" and plan.virtual_stages_per_worker != 2:
-        words = f"zb-v has 2 stages on each worker, the plan has {plan.virtual_stages_per_worker}"
+    elif plan.schedule in V_SCHEDULES and plan.virtual_stages_per_worker != 2:
+        words = f"{plan.schedule} has 2 stages on each worker, the plan has {plan.virtual_stages_per_worker}"
         problems.append(Problem("virtual_stages_per_worker", "range", words))
     elif len(set(rotation)) < positions or plan.stage_workers != _stage_workers(
         plan.schedule, rotation, len(plan.stages)
     ):
-        pattern = "down and back up the" if plan.schedule == "zb-v" else f"s mod {positions} of"
+        pattern = "down and back up the" if plan.schedule in V_SCHEDULES else f"s mod {positions} of"
         words = f"stage s must be on worker {pattern} {positions} workers; are on workers {list(plan.stage_workers)}"
         problems.append(Problem("stages", "order", words))
     if plan.action == "keep" and plan.migration["moves"]:

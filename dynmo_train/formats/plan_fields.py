@@ -15,7 +15,7 @@ DOCUMENT = obj(
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
         "balancer": string(),
-        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"),
+        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v", "custom"),
         "virtual_stages_per_worker": integer(1, 1_048_576),
         "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
         "released_workers": array(integer()),

@@ -2,13 +2,13 @@
 
 Worked, for stages a to d on two pipeline ranks:
 
-========================  =====================  =========================
+========================  =====================  ============================
 placement                 ``stage_ranks``        schedules
-========================  =====================  =========================
+========================  =====================  ============================
 ``Partition.looped``      ``(0, 1, 0, 1)``       all but the next two
-``Partition.v_shaped``    ``(0, 1, 1, 0)``       ``zb-v``
+``Partition.v_shaped``    ``(0, 1, 1, 0)``       those of ``V_SCHEDULES``
 any other                 of the plan            ``custom``
-========================  =====================  =========================
+========================  =====================  ============================
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def uniform_partition(
         items: The layer list.
         num_ranks: Number of pipeline ranks.
         virtual_stages: Stages per pipeline rank.
-        v_shaped: Place stages as ZB-V does.
+        v_shaped: Place stages down the pipeline ranks and back up.
     """
     stages = num_ranks * virtual_stages
     layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))

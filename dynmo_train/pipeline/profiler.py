@@ -60,6 +60,7 @@ class Measurements:
     clock: Clock
     forward: _Intervals
     backward: _Intervals
+    backward_input: _Intervals
     weight: _Intervals
     busy: _Intervals
     activation_bytes: Mapping[str, int]
@@ -78,10 +79,14 @@ class Measurements:
         def means(intervals: _Intervals) -> list[int]:
             return [intervals.mean_ns(self.clock, name, microbatches) for name in names]
 
+        backward = [
+            _split_whole(*parts)
+            for parts in zip(means(self.backward), means(self.backward_input), means(self.weight), strict=True)
+        ]
         return {
             "forward_ns": means(self.forward),
-            "backward_ns": means(self.backward),
-            "backward_weight_ns": means(self.weight) if self.weight.by_name else None,
+            "backward_ns": [first for first, _ in backward],
+            "backward_weight_ns": [second for _, second in backward] if self.weight.by_name else None,
             "activation_bytes": [self.activation_bytes.get(name, 0) for name in names],
             "busy_ns": self.busy.mean_ns(self.clock, "", 1),
         }
@@ -111,6 +116,8 @@ class LayerProfiler:
 
     def _reset(self) -> None:
         self._forward, self._backward, self._weight, self._busy = (_Intervals() for _ in range(4))
+        self._backward_input = _Intervals()
+        self._open = self._backward
         self._activation_bytes: dict[str, int] = {}
 
     def begin_step(self, sampling: bool, step: int) -> None:
@@ -172,11 +179,12 @@ class LayerProfiler:
 
         Args:
             names: Item names of the stage.
-            full: False where weight gradients are left to W; an emulation needs it.
+            full: False where weight gradients are left to W.
         """
         if not self.sampling or not names:
             yield
             return
+        self._open = self._backward if full else self._backward_input
         self._names, self._last_mark = names, (len(names), self.clock.stamp())
         yield
         self._close_interval(0)
@@ -206,7 +214,7 @@ class LayerProfiler:
         if position >= last_position:
             return
         now = self.clock.stamp()
-        self._backward.by_name[self._names[last_position - 1]].append((begin, now))
+        self._open.by_name[self._names[last_position - 1]].append((begin, now))
         self._last_mark = (position, now)
 
     @contextmanager
@@ -252,10 +260,21 @@ class LayerProfiler:
             clock=self.clock,
             forward=self._forward,
             backward=self._backward,
+            backward_input=self._backward_input,
             weight=self._weight,
             busy=self._busy,
             activation_bytes=self._activation_bytes,
         )
+
+
+def _split_whole(whole_ns: int, input_ns: int, weight_ns: int) -> tuple[int, int]:
+    """Return the times of input and weight gradient of an item, with its full backwards divided as its split ones.
+
+    DualPipeV splits the backward of some microbatches only.
+    """
+    split_ns = input_ns + weight_ns
+    of_weight = weight_ns + (whole_ns * weight_ns // split_ns if split_ns else 0)
+    return whole_ns + split_ns - of_weight, of_weight
 
 
 LISTS = ("forward_ns", "backward_ns", "backward_weight_ns", "activation_bytes")

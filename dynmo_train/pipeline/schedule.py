@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -49,6 +50,7 @@ LOOPED = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
 }
 CUSTOM = "custom"
 
@@ -58,7 +60,8 @@ class PipelineConfig:
     """What a pipeline is built for; microbatches and tokens per sample follow the batch.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v`` or ``custom``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v``, ``dualpipe-v`` or
+            ``custom``.
         microbatches: Microbatches of a step. 1F1B with fewer microbatches than stages, as while the batch size ramps
             up, runs all forwards before the first backward: GPipe's order, which torch has for any number.
         boundary: Shapes of the values that cross a stage boundary.
@@ -201,7 +204,13 @@ class Pipeline:
         if not isinstance(self._schedule, PipelineScheduleMulti):
             return one_f_one_b_epilogue(stages, self.config.microbatches)
         order = [
-            [(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in row if each]
+            [
+                (one.stage_index, one.computation_type.value, one.microbatch_index or 0)
+                for each in row
+                if each
+                # DualPipeV's pairs of a forward and a backward run one after the other.
+                for one in each.sub_actions or (each,)
+            ]
             for row in self._schedule.pipeline_order.values()
         ]
         return epilogue_backwards(order)

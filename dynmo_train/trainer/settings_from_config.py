@@ -15,7 +15,7 @@ from ..config import Config
 from ..config.extensions import technique_specs
 from ..config.validate import validate
 from ..dynamics.tuning import read_sparse_table
-from ..formats.plan import Plan, read_plan
+from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
@@ -304,7 +304,7 @@ def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: 
         and (saved := _checkpoint_partition(config, family, checkpoint_topology)) is not None
     ):
         return saved
-    virtual_stages, v_shaped = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
+    virtual_stages, v_shaped = config.parallel.virtual_stages_per_worker, config.parallel.schedule in V_SCHEDULES
     return uniform_partition(family.items, workers, virtual_stages, v_shaped=v_shaped)
 
 
@@ -320,7 +320,7 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
     begins = {stage[0] for stage in stages if stage}
     if not begins <= allowed_cuts(family.items, config.balance.granularity):
         return None
-    place = Partition.v_shaped if config.parallel.schedule == "zb-v" else Partition.looped
+    place = Partition.v_shaped if config.parallel.schedule in V_SCHEDULES else Partition.looped
     return place(stages, workers)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dynmo_train.dynamics.pruning import CubicSchedule
+from dynmo_train.formats.plan import V_SCHEDULES
 from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vocabulary_rows
 from dynmo_train.optim.item_state import parameter_of
 from dynmo_train.parallel.dims import ParallelDims
@@ -35,7 +36,7 @@ def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[En
         boundary = boundary.cut_along_tokens(world.dims.tensor)
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
     start = scenario.start or uniform_partition(
-        family.items, world.dims.pipeline, scenario.virtual, v_shaped=scenario.schedule == "zb-v"
+        family.items, world.dims.pipeline, scenario.virtual, v_shaped=scenario.schedule in V_SCHEDULES
     )
     engine = kind(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
     if build:

@@ -15,6 +15,7 @@ from dynmo_train.dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule, GradualPruning
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.dynamics.technique import TechniqueBuilder
+from dynmo_train.formats.plan import V_SCHEDULES
 from dynmo_train.models.early_exit import EXITED
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
@@ -169,7 +170,7 @@ def batch_of(step: int, model: str = "gpt") -> Batch:
 def engine_of(scenario: Scenario, world: World) -> Engine:
     family = scenario.family()
     start = scenario.start or uniform_partition(
-        family.items, world.size, scenario.virtual, v_shaped=scenario.schedule == "zb-v"
+        family.items, world.size, scenario.virtual, v_shaped=scenario.schedule in V_SCHEDULES
     )
     engine = Engine(family, scenario.settings(), start, world)
     engine.build()

@@ -37,6 +37,7 @@ LAYOUTS = {
         replace(BASE, schedule="interleaved-1f1b", virtual=2, start=cut(2, 2, 5, 8), moves=((2, cut(2, 1, 5, 8)),)),
     ),
     "zero-bubble": (TWO, replace(BASE, schedule="zero-bubble")),
+    "dualpipe-v": (TWO, replace(BASE, schedule="dualpipe-v", virtual=2)),
     "zb-v": (TWO, replace(BASE, schedule="zb-v", virtual=2, moves=((2, vee(cut(2, 1, 5, 8))),))),
     "bf16, selective recompute": (TWO, replace(BASE, precision="bf16", recompute=True, selective=True)),
     "fp16, overflowing": (TWO, replace(BASE, precision="fp16", steps=11)),
@@ -98,10 +99,10 @@ KINDS = {
     "lep again": LEP,
     "epilogue": replace(EPILOGUE, check_ratio=True),
 }
-IN_EPILOGUE = ("1f1b", "gpipe, recompute", "interleaved")
+IN_EPILOGUE = ("1f1b", "gpipe, recompute", "interleaved", "dualpipe-v")
 GROUPS = [
     ("1f1b", "gpipe, recompute", "interleaved", "interleaved, moving"),
-    ("zero-bubble", "zb-v", "bf16, selective recompute"),
+    ("zero-bubble", "dualpipe-v", "zb-v", "bf16, selective recompute"),
     ("fp16, overflowing", "front frozen", "t5"),
     ("four workers, moving, an empty stage", "replicas", "tensor", "tensor, tokens cut, moving"),
     ("tensor, fp16",),
@@ -156,6 +157,9 @@ def test_compression_covers_all_microbatches_or_the_epilogue():
     assert sum(one for one, _ in sent("interleaved", "epilogue", 1).values()) < 3 * every[0]
     # In a V the two stages at the turn are on one worker, and send nothing
     assert set(sent("zb-v", "lep", 1)) == {"layers.1.attention", "layers.3.attention"}
+    # After the last forward of its worker: stage 0 receives three gradients, stage 2 two.
+    epilogue = {name: one // FACTOR_BYTES for name, (one, _) in sent("dualpipe-v", "epilogue", 1).items()}
+    assert epilogue == {"layers.1.attention": 3, "layers.3.attention": 2}
     assert set(sent("front frozen", "lep", 2)) == {"layers.0.mlp"}
     assert sent("front frozen", "lep", 3) == {}
 

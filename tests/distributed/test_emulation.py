@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dynmo_train._common.errors import UsageError
+from dynmo_train.formats.plan import V_SCHEDULES
 from dynmo_train.parallel import device_clock
 from dynmo_train.pipeline import emulated_profiler
 from dynmo_train.pipeline.emulated_profiler import EmulatedProfiler
@@ -59,7 +60,7 @@ def emulated_in_virtual_time(world, scenario, path):
 def emulated(world, scenario, path):
     """Losses, each step's wall time in ms, and the costs of the last step."""
     family, settings = scenario.family(), scenario.settings()
-    start = uniform_partition(family.items, world.size, scenario.virtual, v_shaped=scenario.schedule == "zb-v")
+    start = uniform_partition(family.items, world.size, scenario.virtual, v_shaped=scenario.schedule in V_SCHEDULES)
     engine = Engine(family, settings, start, world, EmulatedProfiler(read_trace(path, NAMES)))
     engine.build()
     results = [engine.train_step(scenario.batch(step), sampled=step > 1) for step in range(1, scenario.steps + 1)]
@@ -86,7 +87,9 @@ def test_emulated_step_takes_the_trace_time_with_the_same_losses(tmp_path, sched
     assert sum(worker["busy_ns"] for worker in costs) / MS >= 2 * work
 
 
-@pytest.mark.parametrize(("schedule", "virtual", "split"), [("1f1b", 1, False), ("zb-v", 2, True)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "split"), [("1f1b", 1, False), ("zb-v", 2, True), ("dualpipe-v", 2, True)]
+)
 def test_emulated_item_takes_the_trace_time(tmp_path, schedule, virtual, split):
     trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)})
     scenario = replace(PLAIN, schedule=schedule, virtual=virtual)

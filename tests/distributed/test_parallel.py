@@ -36,6 +36,7 @@ MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
 SPLIT = replace(MOVING, schedule="zero-bubble")
 LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
 VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
+DUAL = replace(VEE, schedule="dualpipe-v")
 
 FAMILIES = {
     model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
@@ -91,7 +92,7 @@ FOUR = {
         Layout(dims=PD, scenario=SPLIT, settings=ZERO_3),
     ],
     "cut": [Layout(dims=PT, scenario=replace(MOVING, schedule="gpipe", recompute=True))],
-    "cut along tokens": [Layout(dims=PT, scenario=VEE, settings=CUT)],
+    "cut along tokens": [Layout(dims=PT, scenario=each, settings=CUT) for each in (VEE, DUAL)],
 }
 FOUR_OTHERS = {
     "mixtral, shared experts": [Layout(dims=PE, scenario=EXPERTS_MOVING, settings=OVERLAP)],

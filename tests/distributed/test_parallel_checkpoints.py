@@ -96,7 +96,7 @@ EVERY_AXIS = [
     Layout(dims=PE, scenario=EXPERTS, settings=ZERO),
     Layout(dims=TE, scenario=EXPERTS, settings=CUT),
     Layout(dims=DE, scenario=EXPERTS, settings=ZERO_3),
-    Layout(dims=PT, scenario=replace(EXPERTS, schedule="zb-v", virtual=2), settings=CUT),
+    Layout(dims=PT, scenario=replace(EXPERTS, schedule="dualpipe-v", virtual=2), settings=CUT),
     Layout(dims=ParallelDims(pipeline=4), scenario=replace(EXPERTS, schedule="zero-bubble")),
     Layout(dims=TD, scenario=EXPERTS, settings=ZERO | OVERLAP),
 ]

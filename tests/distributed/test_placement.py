@@ -60,6 +60,21 @@ CASES = {
             schedule="zb-v", virtual=2, recompute=True, moves=((6, vee(cut(2, 1, 5, 8))), (11, vee(cut(2, 3, 4, 7))))
         ),
     ),
+    "1 worker, dualpipe-v": (1, Scenario(schedule="dualpipe-v", virtual=2)),
+    "2 workers, dualpipe-v": (2, Scenario(schedule="dualpipe-v", virtual=2)),
+    "2 workers, dualpipe-v, moving, recompute": (
+        2,
+        Scenario(
+            schedule="dualpipe-v",
+            virtual=2,
+            recompute=True,
+            moves=((2, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 3, 9))), (11, vee(cut(2, 3, 4, 7)))),
+        ),
+    ),
+    "2 workers, dualpipe-v, uneven, bf16": (
+        2,
+        Scenario(schedule="dualpipe-v", virtual=2, precision="bf16", start=vee(cut(2, 7, 8, 9))),
+    ),
     "4 workers, 1f1b": (4, Scenario()),
     "4 workers, 1f1b, moving, an empty stage, recompute": (4, Scenario(moves=WANDER_4, recompute=True)),
     "4 workers, zero-bubble, moving": (4, Scenario(schedule="zero-bubble", moves=WANDER_4)),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..._common.document import MAX_MICROBATCHES, Problem
 from ..._common.errors import UsageError
+from ...formats.plan import V_SCHEDULES
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -80,8 +81,8 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
             "--virtual-stages-per-worker",
             f"is {virtual}; must be at least 2 with interleaved-1f1b; or use --schedule 1f1b",
         )
-    if parallel.schedule == "zb-v" and virtual != 2:
-        yield conflict("--virtual-stages-per-worker", f"is {virtual}; must be 2 with --schedule zb-v")
+    if parallel.schedule in V_SCHEDULES and virtual != 2:
+        yield conflict("--virtual-stages-per-worker", f"is {virtual}; must be 2 with --schedule {parallel.schedule}")
     if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
         yield conflict(
             "--virtual-stages-per-worker",
@@ -138,6 +139,13 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
                 flag,
                 f"is {size}, which makes {microbatches} microbatches; must make a multiple of {rounds} with"
                 f" {parallel.schedule} on {workers} pipeline ranks, such as {workers * rounds}",
+            )
+            return
+        if parallel.schedule == "dualpipe-v" and microbatches < 2 * workers:
+            yield conflict(
+                flag,
+                f"is {size}, which makes {microbatches} microbatches; must make at least {2 * workers} with dualpipe-v"
+                f" on {workers} pipeline ranks, one per stage; or use --schedule zb-v",
             )
             return
 

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from dynmo_balance.analysis.search import search, split_in_half
+from dynmo_balance.formats.plan import V_SCHEDULES
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_problem
 from dynmo_balance.inputs.profile_source import load
@@ -22,18 +23,18 @@ from tests.paths import CONTRACTS
 STEPS = CONTRACTS / "profile/valid/steps.jsonl"
 
 
-def random_split_problem(rng, chain_factory, problem_factory, **options):
+def random_split_problem(rng, chain_factory, problem_factory, least=1, **options):
     n, stages = rng.randint(4, 10), rng.randint(1, 4 // options.get("virtual_stages", 1))
     columns = [[rng.randint(1, 50) for _ in range(n)] for _ in range(3)]
     chain = chain_factory(columns[0], backward=columns[1], weight=columns[2])
-    return problem_factory(chain, min(stages, n), microbatches=rng.randint(1, 12), **options)
+    return problem_factory(chain, min(stages, n), microbatches=rng.randint(least, 12), **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bounds_are_below_every_partition(schedule, rng, chain_factory, problem_factory):
     for _ in range(40):
-        virtual = 2 if schedule == "zb-v" else 1
-        problem = random_split_problem(rng, chain_factory, problem_factory, schedule=schedule, virtual_stages=virtual)
+        options = {"virtual_stages": 2, "least": 4} if schedule in V_SCHEDULES else {}
+        problem = random_split_problem(rng, chain_factory, problem_factory, schedule=schedule, **options)
         n = len(problem.chain.items)
         bound = bounds_of(problem).step_ns
         for inner in combinations(range(1, n), problem.num_stages - 1):

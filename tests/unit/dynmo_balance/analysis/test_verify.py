@@ -9,6 +9,8 @@ import pytest
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.analysis.verify.bottleneck import BoundProblem, bound_of
 from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
+from dynmo_balance.costs.cost_window import SPLIT_SCHEDULES
+from dynmo_balance.formats.plan import V_SCHEDULES
 from dynmo_balance.partition.balance import solve_best
 from dynmo_balance.partition.problem import InfeasibleError
 from dynmo_balance.simulation.simulator import predict
@@ -37,12 +39,16 @@ def random_problem(rng, chain_factory, problem_factory, schedule, virtual):
     chain = chain_factory(
         [rng.randint(0, 30) for _ in range(n)],
         backward=backward,
-        weight=[rng.randint(0, 30) if time else 0 for time in backward] if schedule.startswith("z") else None,
+        weight=[rng.randint(0, 30) if time else 0 for time in backward] if schedule in SPLIT_SCHEDULES else None,
         activation=[rng.randint(0, 9) for _ in range(n)],
         sizes=[rng.randint(0, 12) for _ in range(n)],
         boundary=rng.randint(0, 50),
     )
-    options = {"microbatches": workers * rng.randint(1, 4), "virtual_stages": virtual, "min_units": rng.randint(0, 1)}
+    options = {
+        "microbatches": workers * rng.randint(2 if schedule == "dualpipe-v" else 1, 4),
+        "virtual_stages": virtual,
+        "min_units": rng.randint(0, 1),
+    }
     options["speeds"] = [rng.choice([700_000, 1_000_000, 1_300_000]) for _ in range(workers)]
     if rng.random() < 0.6:
         options["memory"] = [rng.choice([None, rng.randint(40, 160)]) for _ in range(workers)]
@@ -58,18 +64,26 @@ def question_of(problem, boundaries):
         cuts=problem.chain.cuts,
         min_units=problem.min_units,
         pins=problem.pins,
-        is_v=problem.schedule == "zb-v",
+        is_v=problem.schedule in V_SCHEDULES,
         own_order=False,
     )
 
 
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
-    [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 3)],
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("zero-bubble", 1),
+        ("interleaved-1f1b", 2),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+        ("gpipe", 3),
+    ],
 )
 def test_verify_measures_and_bounds_equal_the_planner(rng, chain_factory, problem_factory, schedule, virtual):
     solved = 0
-    for _ in range(25 if virtual > 1 and schedule != "zb-v" else 60):
+    for _ in range(25 if virtual > 1 and schedule not in V_SCHEDULES else 60):
         problem = random_problem(rng, chain_factory, problem_factory, schedule, virtual)
         try:
             solution = solve_best(problem)

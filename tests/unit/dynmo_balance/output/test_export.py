@@ -16,7 +16,7 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.cli.options import Target
-from dynmo_balance.formats.plan import Stage, position_of, read_plan
+from dynmo_balance.formats.plan import V_SCHEDULES, Stage, position_of, read_plan
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.output.export import TARGETS
 from dynmo_balance.output.timeline import as_svg, as_trace
@@ -126,16 +126,16 @@ def test_torchtitan_versions_without_the_names_are_refused(plan, header, version
 
 def planned_as(header, schedule, boundaries=(0, 3, 5, 7, 10)):
     """Four stages on two workers."""
-    plan = read_plan(CONTRACTS / f"plan/valid/{'zb-v' if schedule == 'zb-v' else 'interleaved'}.json")
+    plan = read_plan(CONTRACTS / f"plan/valid/{'zb-v' if schedule in V_SCHEDULES else 'interleaved'}.json")
     names = [item.name for item in header.items]
     return replace(plan, schedule=schedule, stages=stages_of(names, boundaries, [0, 1], schedule))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v", "custom"])
 def test_torchtitan_places_stages_as_the_plan_does(header, schedule):
     plan = planned_as(header, schedule)
     section = json.loads(TARGETS["torchtitan"](plan, header, 8, None))
-    is_v = section["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    is_v = section["pipeline_parallel_schedule"] in ("ZBVZeroBubble", "DualPipeV")
     ranks = ((0, 3), (1, 2)) if is_v else ((0, 2), (1, 3))  # as torchtitan's pipeline_module_split gives them out
     stage_items_of = [[stage.stage for stage in plan.stages if stage.worker == rank] for rank in (0, 1)]
     assert stage_items_of == [list(stages) for stages in ranks]
@@ -247,7 +247,7 @@ def test_vllm_export_stage_with_head_only_is_refused(plan, header):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_reads_the_schedule_table(plan, header, schedule):
     actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
-    virtual = 2 if schedule == "zb-v" else 1
+    virtual = 2 if schedule in V_SCHEDULES else 1
     text = TARGETS["torch-csv"](replace(plan, schedule=schedule, virtual_stages_per_worker=virtual), header, 4, None)
     for row, operations in zip(csv.reader(io.StringIO(text)), build_order(schedule, 2, virtual, 4), strict=True):
         read = [actions.from_str(cell) for cell in row]
@@ -256,7 +256,9 @@ def test_torch_reads_the_schedule_table(plan, header, schedule):
         ]
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("dualpipe-v", 2)]
+)
 def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, schedule, virtual):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     file = tmp_path / "schedule.csv"
@@ -274,7 +276,9 @@ def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, sch
             (op.stage, op.microbatch) for op in operations
         ]
     sends = [a for row in runtime.pipeline_order_with_comms.values() for a in row if "SEND_F" in str(a)]
-    apart = 2 * virtual - 1 - (1 if schedule == "zb-v" else 0)  # the two stages at the bottom of the V are neighbours
+    apart = (
+        2 * virtual - 1 - (1 if schedule in V_SCHEDULES else 0)
+    )  # the two stages at the bottom of the V are neighbours
     assert len(sends) == 4 * apart
 
 

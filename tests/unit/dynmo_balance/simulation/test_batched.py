@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo_balance.formats.plan import V_SCHEDULES
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.planning.local_search import minimize_step
 from dynmo_balance.schedules.registry import SCHEDULES
 from dynmo_balance.simulation.batched import step_times
 from dynmo_balance.simulation.simulator import predict
 
-CASES = [(name, virtual) for name in SCHEDULES for virtual in (1, 2, 3) if name != "zb-v" or virtual == 2]
+CASES = [(name, virtual) for name in SCHEDULES for virtual in (1, 2, 3) if name not in V_SCHEDULES or virtual == 2]
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), CASES)
@@ -25,7 +26,7 @@ def test_step_times_equal_the_simulator(schedule, virtual, rng, chain_factory, p
         chain = chain_factory(times[0], backward=times[1], weight=times[2], boundary=rng.randint(0, 50))
         options = {"virtual_stages": virtual, "link_bandwidth": 10**9, "link_latency_ns": rng.randint(0, 20)}
         speeds = [rng.choice([500_000, 1_000_000]) for _ in range(workers)]
-        microbatches = workers * rng.randint(1, 4)
+        microbatches = workers * rng.randint(2 if schedule == "dualpipe-v" else 1, 4)
         problem = problem_factory(chain, workers, schedule, microbatches, speeds=speeds, **options)
         candidates = [
             (0, *sorted(rng.randint(0, n) for _ in range(workers * virtual - 1)), n) for _ in range(rng.randint(1, 5))

@@ -7,6 +7,7 @@ import pytest
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.schedules.registry import Kind, Operation, build_order
 from dynmo_balance.simulation.simulator import StageCosts, memory_curves, predict, run
+from tests.paths import ROOT
 
 F, B, W = 7, 9, 5
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]
@@ -48,6 +49,32 @@ def test_run_interleaved_equals_closed_form(workers, microbatches, virtual):
 def test_run_zero_bubble_even_thirds_equals_closed_form(workers, microbatches):
     timeline = run(build_order("zero-bubble", workers, 1, microbatches), uniform(workers, 6, 6, 6))
     assert timeline.step_ns == microbatches * 18 + (workers - 1) * (6 + 6 - 6)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (2 * p, 3 * p, 32)])
+def test_run_v_even_thirds_equals_closed_form(schedule, workers, microbatches):
+    timeline = run(build_order(schedule, workers, 2, microbatches), uniform(2 * workers, 6, 6, 6))
+    assert timeline.step_ns == microbatches * 2 * 18 + (workers - 1) * 6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v"])
+def test_bubbles_of_the_pipeline_guide_are_those_of_the_simulator(schedule):
+    guide = (ROOT / "dynmo_train" / "pipeline" / "README.md").read_text(encoding="utf-8")
+    virtual = 1 if schedule in ("1f1b", "zero-bubble") else 2
+    cells = [f"`{schedule}`"]
+    for workers, microbatches in ((4, 8), (8, 32)):
+        order = build_order(schedule, workers, virtual, microbatches)
+        stages = workers * virtual
+        even, uneven = (
+            run(order, uniform(stages, 120 // virtual, *(part // virtual for part in backward))).bubble_fraction
+            for backward in ((120, 120), (180, 60))
+        )
+        cells.append(f"{even:.1%} ({uneven:.1%})".replace("%", " %"))
+    stored = [StageCosts(forward_ns=1, backward_input_ns=1, backward_weight_ns=1, activation_bytes=60 // virtual)]
+    order = build_order(schedule, 4, virtual, 8)
+    cells.append(f"{max(run(order, stored * (4 * virtual)).peak_memory_bytes) / 60:.1f}")
+    assert f"| {' | '.join(cells)} |" in guide
 
 
 def test_run_transfer_adds_once_per_stage():

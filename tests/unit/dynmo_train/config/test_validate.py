@@ -83,6 +83,11 @@ CASES = {
         {"family": "t5", "num_layers_per_virtual_pipeline_stage": 2, "world_size": 2, "global_batch_size": 4},
         "--num-layers-per-virtual-pipeline-stage",
     ),
+    "dual stages": (
+        {"global_batch_size": 16, "schedule": "dualpipe-v", "virtual_stages_per_worker": 1},
+        "--virtual-stages-per-worker",
+    ),
+    "dual short": ({"world_size": 2, "global_batch_size": 6, "schedule": "dualpipe-v"}, "--global-batch-size"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts sharded": (

@@ -1,4 +1,4 @@
-"""The profiler must not keep the graph of a step alive."""
+"""The profiler: it keeps no graph alive, merges ranks, and divides the backwards of a partly split schedule."""
 
 from __future__ import annotations
 
@@ -46,6 +46,31 @@ def test_saved_tensors_of_an_unused_branch_free_the_graph():
     del hidden, unused, loss, witness
     gc.collect()
     assert watched() is None
+
+
+class CountingClock(CpuClock):
+    """Time passes only when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.now = 0
+
+    def stamp(self) -> int:
+        return self.now
+
+
+def test_whole_backwards_are_divided_as_the_split_ones():
+    """DualPipeV: of four microbatches one is split; its parts divide the time of the others, and no time is lost."""
+    profiler = LayerProfiler(CountingClock())
+    profiler.begin_step(True, 1)
+    for took, full in ((100, True), (60, False), (96, True), (104, True)):
+        with profiler.backward(("a",), full=full):
+            profiler.clock.now += took
+    with profiler.weight("a"):
+        profiler.clock.now += 20
+    result = profiler.measurements().result(("a",), 4)
+    assert (result["backward_ns"], result["backward_weight_ns"]) == ([72], [23])
+    assert 72 + 23 == (60 + 20 + 300) / 4
 
 
 def test_cost_tables_merge_to_the_maximum_of_a_pipeline_rank():
