@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.tensor_parallel import TensorRegion, token_losses
+from ..parallel.tensor_parallel import TensorRegion
 from .cross_entropy import mean_linear_cross_entropy
 from .embedding_grad import PendingRows, look_up
 from .hashed_attention import HashedAttention
@@ -541,21 +541,6 @@ class Head(nn.Module):
             labels_BT: int64 ``[B, T]``, ids of the next tokens; of all tokens on every rank.
             counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
         """
-        features_BTD = self.features(x_BTD)
-        if self.region is not None:
-            losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
-            return mean_where_counted(losses, counts_BT)
-        return mean_linear_cross_entropy(features_BTD, self.weight, self.bias, labels_BT, counts_BT, self.vocabulary)
-
-
-def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
-    """Mean of the losses of tokens whose count is 1; 0 where none is.
-
-    Args:
-        losses: float32 ``[B * T]``.
-        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
-    """
-    if counts_BT is None:
-        return losses.mean()
-    counts = counts_BT.reshape(-1).to(losses.dtype)
-    return (losses * counts).sum() / counts.sum().clamp(min=1.0)
+        return mean_linear_cross_entropy(
+            self.features(x_BTD), self.weight, self.bias, labels_BT, counts_BT, self.vocabulary, self.region
+        )

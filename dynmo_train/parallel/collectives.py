@@ -27,6 +27,19 @@ def all_gather_rows(
     gather(out, local, group=group)
 
 
+def start_gather_rows(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start :func:`all_gather_rows`; returns the handle to wait for.
+
+    Args:
+        out: Result, ``[size * n, ...]``.
+        local: This rank's tensor, ``[n, ...]``.
+        group: Process group.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(out, local, group=group, async_op=True)
+    return work
+
+
 def reduce_scatter_rows(
     out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None, names: ModuleType = dist
 ) -> None:

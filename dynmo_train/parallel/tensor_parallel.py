@@ -1,4 +1,4 @@
-"""Tensor parallelism: the collectives of a region, and the vocabulary-parallel loss.
+"""Tensor parallelism: the collectives of a region.
 
 A region (Megatron's "tensor model parallel region") starts before a column-parallel product and ends after a
 row-parallel one (Shoeybi et al. 2019, arXiv:1909.08053, section 3)::
@@ -12,23 +12,40 @@ The second operations are those of sequence parallelism, where activations outsi
 tokens (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). Slices are plain tensors, not DTensors: masks, the CSR
 product, fused AdamW and migration work on plain storage, and DTensor's dispatch costs more than a small product on CPU.
 
-Shapes in names: B samples, T tokens, D width, N = B*T rows, V rows of the vocabulary on this rank.
+Shapes in names: B samples, T tokens, D width, V rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .collectives import all_gather_rows, reduce_scatter_rows
+from .collectives import all_gather_rows, reduce_scatter_rows, start_gather_rows
 from .process_groups import World
 from .seeding import default_generator, stable_seed
 
 TOKENS_DIM = 1
+
+
+class PendingGather(NamedTuple):
+    """A gather that runs while other work does.
+
+    Attributes:
+        result: Tensor that the gather writes.
+        work: Handle of the collective; None where there was none.
+    """
+
+    result: torch.Tensor
+    work: dist.Work | None
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; on CUDA the stream waits, and the host does not."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
 
 
 class TensorRegion:
@@ -144,6 +161,11 @@ class TensorRegion:
         dist.all_reduce(x, op=op, group=self.group)
         return x
 
+    def start_gather(self, x: torch.Tensor) -> PendingGather:
+        """Start to stack the ranks' tensors ``x`` ``[...]``, contiguous: ``[size, ...]`` once it is waited for."""
+        whole = x.new_empty((self.size, *x.shape))
+        return PendingGather(whole, start_gather_rows(whole.view(-1), x.view(-1), self.group))
+
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tokens ``x``: ``[B, T / size, ...]`` becomes ``[B, T, ...]``."""
         # The collectives concatenate along the first dimension, hence the transposition.
@@ -247,72 +269,3 @@ class _GatherColumns(torch.autograd.Function):
         region: TensorRegion = ctx.region
         part = grads[0].shape[-1] // region.size
         return grads[0].narrow(-1, region.rank * part, part).contiguous(), None
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """``-log softmax(logits)[label]`` of each row, with logits sharded along the vocabulary."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, first: int, region: TensorRegion
-    ) -> torch.Tensor:
-        """The losses, float32 ``[N]``; ``first`` is the token id of this rank's first column."""
-        # A rank that has only padding rows (no columns) takes part in the collectives without changing their results.
-        rows, columns = logits_NV.shape
-        largest_N = logits_NV.amax(dim=1) if columns else logits_NV.new_full((rows,), torch.finfo(logits_NV.dtype).min)
-        region.all_reduce(largest_N, dist.ReduceOp.MAX)
-        # Without the largest logit exp() overflows; it has to be that of all ranks, so that their sums add up.
-        softmax_NV = (logits_NV - largest_N[:, None]).exp_()
-        local_N = labels_N - first
-        here_N = (local_N >= 0) & (local_N < columns)
-        local_N = local_N.masked_fill(~here_N, 0)
-        # Denominators, and logits of the labels (zero on the ranks without the label's row), in one all-reduce.
-        sums_2N = logits_NV.new_zeros((2, rows))
-        sums_2N[0] = softmax_NV.sum(dim=1)
-        if columns:
-            picked_N = logits_NV.gather(1, local_N[:, None])[:, 0] - largest_N
-            sums_2N[1] = picked_N.masked_fill(~here_N, 0.0)
-        region.all_reduce(sums_2N)
-        softmax_NV.div_(sums_2N[0][:, None])
-        ctx.save_for_backward(softmax_NV, local_N, here_N)
-        return sums_2N[0].log() - sums_2N[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        # d(-log softmax[label]) / d logits = softmax - onehot(label); each rank has its own columns of it.
-        softmax_NV, local_N, here_N = ctx.saved_tensors
-        grad_NV = softmax_NV * grads[0][:, None]
-        if grad_NV.shape[1]:
-            minus_N1 = (-grads[0]).masked_fill(~here_N, 0.0)[:, None]
-            grad_NV.scatter_add_(1, local_N[:, None], minus_N1)
-        return grad_NV, None, None, None
-
-
-def token_losses(
-    x_BTD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    labels_BT: torch.Tensor,
-    vocabulary: int,
-    region: TensorRegion,
-) -> torch.Tensor:
-    """Return the cross-entropy of each token, float32 ``[B * T]``; no rank has the logits of the whole vocabulary.
-
-    Args:
-        x_BTD: Features, ``[B, T, D]``; with sequence parallelism this rank's tokens, ``[B, T / size, D]``.
-        weight_VD: This rank's rows of the output weight, ``[V, D]``; padding rows do not take part.
-        bias_V: This rank's rows of the bias, ``[V]``; None without bias.
-        labels_BT: Labels of all tokens, int64 ``[B, T]``.
-        vocabulary: Number of rows over all ranks without padding.
-        region: Tensor-parallel ranks.
-    """
-    first = region.rank * weight_VD.shape[0]
-    real = min(max(vocabulary - first, 0), weight_VD.shape[0])
-    x_BTD = region.enter(x_BTD)
-    logits_BTV = F.linear(x_BTD, weight_VD[:real], None if bias_V is None else bias_V[:real])
-    flat = logits_BTV.flatten(0, -2).float()
-    losses: torch.Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        flat, labels_BT.reshape(-1), first, region
-    )
-    return losses

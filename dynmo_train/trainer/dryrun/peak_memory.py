@@ -25,7 +25,7 @@ from ...models.layer_list import BoundaryShape, ModelFamily, live_before
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
-from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
+from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
 from ...pipeline.pipeline_stage import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES
 from .item_memory import (
@@ -113,6 +113,9 @@ class _SingleRankRegion(TensorRegion):
 
     def all_reduce(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
         return x
+
+    def start_gather(self, x: torch.Tensor) -> PendingGather:
+        return PendingGather(torch.stack([x] * self.size), None)
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.size, dim=TOKENS_DIM)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.models.cross_entropy import linear_cross_entropy, mean_linear_cross_entropy
-from dynmo_train.parallel.tensor_parallel import TensorRegion, token_losses
+from dynmo_train.parallel.tensor_parallel import PendingGather, TensorRegion
 
 N, D, V, R = 37, 16, 50, 64
 
@@ -107,23 +107,70 @@ def test_linear_cross_entropy_never_allocates_all_logits():
     assert largest == 100 * 500
 
 
-class LastOfTwo(TensorRegion):
-    """The second of two tensor ranks, with nobody to talk to."""
+class Alone(TensorRegion):
+    """One of two tensor ranks without a process group; ``other`` is what the other one would send."""
 
-    def __init__(self):
-        self.rank, self.size, self.sequence = 1, 2, False
+    def __init__(self, rank=1, other=None):
+        self.rank, self.size, self.sequence, self.other = rank, 2, False, other
+        self.gathers = 0
 
     def enter(self, x):
         return x
 
-    def all_reduce(self, x, op=None):
-        return x
+    def start_gather(self, x):
+        self.gathers += 1
+        other = torch.zeros_like(x) if self.other is None else self.other(x)
+        pair = [x, other] if self.rank == 0 else [other, x]
+        return PendingGather(torch.stack(pair), None)
 
 
-def test_token_losses_rank_with_only_padding_rows_takes_part():
+def test_linear_cross_entropy_rank_with_only_padding_rows():
     """Of a vocabulary of 8, padded to 16 for two ranks, the second one has no real row."""
-    x, weight = torch.randn(2, 3, D, requires_grad=True), torch.randn(8, D, requires_grad=True)
-    losses = token_losses(x, weight, None, torch.zeros(2, 3, dtype=torch.long), 8, LastOfTwo())
-    assert losses.shape == (6,)
-    losses.nan_to_num().sum().backward()
+    x, weight = torch.randn(6, D, requires_grad=True), torch.randn(8, D, requires_grad=True)
+
+    def other(statistics):
+        return torch.stack([torch.zeros(6), torch.full((6,), 8.0), torch.zeros(6)])
+
+    labels = torch.zeros(6, dtype=torch.long)
+    region = Alone(other=other)
+    loss = linear_cross_entropy(
+        x, weight, None, labels, torch.full((6,), 1 / 6), vocabulary=8, chunk_tokens=6, region=region
+    )
+    torch.testing.assert_close(loss, torch.tensor(8.0).log())
+    loss.backward()
     assert not weight.grad.any()
+    assert not x.grad.any()
+
+
+def test_linear_cross_entropy_sharded_memory_and_collectives():
+    """Two chunks of this rank's columns at most, one collective each, and no product of a chunk twice."""
+    largest, products = 0, 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, kinds, arguments=(), keywords=None):
+            nonlocal largest, products
+            result = function(*arguments, **(keywords or {}))
+            products += function._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    x = torch.randn(4000, 8, requires_grad=True)
+    weight = torch.randn(500, 8, requires_grad=True)
+    labels = torch.randint(0, 1000, (4000,))
+    region = Alone(rank=0)
+    with Watch():
+        linear_cross_entropy(
+            x, weight, None, labels, torch.rand(4000), vocabulary=1000, chunk_tokens=100, region=region
+        ).backward()
+    assert largest == 100 * 500
+    assert region.gathers == 40
+    assert products == 3 * 40
+
+
+def test_mean_linear_cross_entropy_usual_microbatch_is_one_collective():
+    region = Alone(rank=0)
+    mean_linear_cross_entropy(
+        torch.randn(1, 128, 8), torch.randn(32, 8), None, torch.zeros(1, 128).long(), None, 60, region
+    )
+    assert region.gathers == 1
