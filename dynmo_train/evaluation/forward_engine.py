@@ -34,6 +34,7 @@ from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
 from ..data.batch import Batch
 from ..formats.checkpoint import Checkpoint
+from ..models.blocks import join_gated_layers
 from ..models.early_exit import EXITED
 from ..models.layer_list import (
     HIDDEN,
@@ -268,6 +269,7 @@ class _ItemLoader:
         # ``assign``: parameters on the meta device have no memory to copy to, and tied weights must stay one tensor.
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
+        join_gated_layers(module)
         for name, layer in masks_of(item, module).items():
             if self.checkpoint.has(f"{name}.mask"):
                 mask = self._read(f"{name}.mask", torch.bool)

@@ -22,6 +22,7 @@ from torch import nn
 from ..parallel.tensor_parallel import TensorRegion
 from .cross_entropy import mean_linear_cross_entropy
 from .embedding_grad import PendingRows, look_up
+from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_rows
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
@@ -33,10 +34,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
-    "swiglu": F.silu,
-    "geglu": partial(F.gelu, approximate="tanh"),
 }
-GATED = ("swiglu", "geglu")
 
 
 class Embedding(nn.Module):
@@ -397,14 +395,14 @@ class FeedForward(nn.Module):
     Args:
         width: model width D.
         inner: width F inside the MLP.
-        activation: a key of ``ACTIVATIONS``.
+        activation: a key of ``ACTIVATIONS`` or ``GATED``.
         device: where the parameters are created.
         bias: whether the linear layers have biases.
     """
 
     def __init__(self, *, width: int, inner: int, activation: str, device: torch.device, bias: bool = True) -> None:
         super().__init__()
-        self._activation, self.gated = ACTIVATIONS[activation], activation in GATED
+        self.activation, self.gated = activation, activation in GATED
         if self.gated:
             self.gate = PrunableLinear(width, inner, device, bias=bias)
             self.up = PrunableLinear(width, inner, device, bias=bias)
@@ -420,12 +418,27 @@ class FeedForward(nn.Module):
             linear: applies a linear layer, by its name, to an input; None applies this module's own layers.
         """
         product = linear or self._own_linear
-        inner = (
-            self._activation(product("gate", x)) * product("up", x)
-            if self.gated
-            else self._activation(product("fc1", x))
-        )
-        return product("fc2", inner)
+        if not self.gated:
+            return product("fc2", ACTIVATIONS[self.activation](product("fc1", x)))
+        gate, up = self._gate_and_up(x) if linear is None else (linear("gate", x), linear("up", x))
+        return product("fc2", gated_activation(gate, up, self.activation))
+
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both products; where one product has both, they are concatenated in the first."""
+        gate, up = self.gate, self.up
+        if gate.enter is not None:
+            # Once for both: each entry costs a collective in the forward or the backward.
+            x = gate.enter(x)
+        # A compiled graph cannot ask for the storage of a weight.
+        is_plain = gate.is_dense and up.is_dense and not torch.compiler.is_compiling()
+        if not is_plain or not are_stacked(gate.weight, up.weight):
+            return gate.product(x), up.product(x)
+        bias = None
+        if gate.bias is not None and up.bias is not None:
+            if not are_stacked(gate.bias, up.bias):
+                return gate.product(x), up.product(x)
+            bias = stacked_rows(gate.bias, up.bias)
+        return F.linear(x, stacked_rows(gate.weight, up.weight), bias), None
 
     def linear_layers(self) -> list[PrunableLinear]:
         """The linear layers, in the order of their application."""
@@ -440,13 +453,21 @@ class FeedForward(nn.Module):
         return self.transform(x)
 
 
+def join_gated_layers(module: nn.Module) -> None:
+    """Lay out gate and up of an item's MLPs for one product (``gated.py``), in place; not those of routed experts."""
+    for path, child in module.named_modules():
+        # Grouped products want the gates of all experts in one storage instead.
+        if isinstance(child, FeedForward) and child.gated and "experts" not in path.split("."):
+            join_gated(child.gate, child.up)
+
+
 class Mlp(FeedForward):
     """``x + transform(norm(x))``.
 
     Args:
         width: model width D.
         inner: width F inside the MLP.
-        activation: a key of ``ACTIVATIONS``.
+        activation: a key of ``ACTIVATIONS`` or ``GATED``.
         norm: normalization before the sublayer.
         device: where the parameters are created.
         bias: whether the linear layers have biases.

@@ -209,10 +209,14 @@ class PrunableLinear(nn.Module):
         if self.enter is not None:
             x = self.enter(x)
         if self.leave is None:
-            return self._product(x, self.bias)
+            return self.product(x)
         # The bias is replicated: added before the sum over ranks, it would count once per rank.
         y = self.leave(self._product(x, None))
         return y if self.bias is None else y + self.bias
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to the last dimension of ``x``, ``[..., I]`` to ``[..., O]``, without entering or leaving a region."""
+        return self._product(x, self.bias)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.rows is not None or self.columns is not None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config.extensions import FamilySpec
 from .gpt import Gpt, GptShape
+from .norms import RmsNorm
 from .positions import Rotary
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Llama(Gpt[LlamaShape]):
 
     def norm(self, device: torch.device) -> nn.Module:
         """RMSNorm."""
-        return nn.RMSNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
+        return RmsNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:
         """No position table."""

@@ -273,7 +273,7 @@ class MoeMlp(nn.Module):
         moe: number of experts, routing and losses.
         width: model width D.
         inner: width inside each expert.
-        activation: a key of ``blocks.ACTIVATIONS``.
+        activation: a key of ``blocks.ACTIVATIONS`` or ``gated.GATED``.
         norm: normalization before the sublayer.
         device: where the parameters are created.
         bias: whether the experts' linear layers have biases; the router has none.

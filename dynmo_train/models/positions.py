@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.autograd.function import once_differentiable
 
 
 def rotary_frequencies(
@@ -135,13 +136,41 @@ class Rotary(nn.Module):
             k_BGTK: keys, ``[B, G, T, K]``.
             cos_sin: cosine and sine, broadcastable to ``[B, H, T, K]``.
         """
-        cosine, sine = cos_sin
+        if torch.compiler.is_compiling():
+            # A compiler fuses these operations.
+            return _rotated_out_of_place(q_BHTK, cos_sin), _rotated_out_of_place(k_BGTK, cos_sin)
+        rotated: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(q_BHTK, k_BGTK, *cos_sin)  # type: ignore[no-untyped-call]
+        return rotated
 
-        def rotate(x: torch.Tensor) -> torch.Tensor:
-            first, second = x.chunk(2, dim=-1)
-            return x * cosine + torch.cat([-second, first], dim=-1) * sine
 
-        return rotate(q_BHTK), rotate(k_BGTK)
+def _rotated_out_of_place(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos_sin[0] + torch.cat([-second, first], dim=-1) * cos_sin[1]
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, sign: int) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    # The halves of a table are equal.
+    sine = sine.narrow(-1, 0, half)
+    y = x * cosine
+    y.narrow(-1, 0, half).addcmul_(x.narrow(-1, half, half), sine, value=-sign)
+    y.narrow(-1, half, half).addcmul_(x.narrow(-1, 0, half), sine, value=sign)
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    """Queries and keys in three operations each, either way: the backward rotates by the negative angle."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Any:
+        ctx.save_for_backward(cosine, sine)
+        return _rotated(q, cosine, sine, 1), _rotated(k, cosine, sine, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        cosine, sine = ctx.saved_tensors
+        return *(_rotated(grad, cosine, sine, -1) for grad in grads), None, None
 
 
 def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *, causal: bool) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..config.extensions import FamilySpec
 from .blocks import CrossAttention, SelfAttention
 from .family import Builders, Family, ModelDims
 from .layer_list import LOSS, BoundaryShape, ItemSpec
+from .norms import RmsNorm
 from .positions import RelativeBias
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class T5(Family[T5Shape]):
     def norm(self, device: torch.device) -> nn.Module:
         """RMSNorm in T5's own arithmetic."""
         shape = self.shape
-        kind = nn.RMSNorm if shape.is_relative else nn.LayerNorm
+        kind = RmsNorm if shape.is_relative else nn.LayerNorm
         return kind(shape.hidden_size, eps=shape.layernorm_epsilon, device=device)
 
     def embedding_options(self, device: torch.device) -> dict[str, Any]:

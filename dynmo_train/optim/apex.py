@@ -81,7 +81,8 @@ def _fused_norms(load: Callable[[str], ModuleType]) -> dict[type[nn.Module], typ
 def fuse_norms(module: nn.Module, fused: Mapping[type[nn.Module], type[nn.Module]]) -> nn.Module:
     """Replace torch's normalizations of an item by ``fused`` ones, in place; returns the item."""
     for path, child in list(module.named_modules()):
-        kind = fused.get(type(child))
+        # Subclasses too: ``models.norms.RmsNorm``.
+        kind = next((other for plain, other in fused.items() if isinstance(child, plain)), None)
         if kind is None or not isinstance(child, nn.LayerNorm | nn.RMSNorm):
             continue
         other = kind(child.normalized_shape, eps=child.eps)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.blocks import Embedding
+from ..models.blocks import Embedding, join_gated_layers
 from ..models.embedding_grad import PendingRows, most_pending
 from ..models.layer_list import masks_of, parameters_of
 from ..models.linear import PrunableLinear
@@ -180,6 +180,8 @@ class ItemStore:
     def register(self, name: str, module: nn.Module) -> None:
         """Add ``module`` as the item ``name``."""
         sharding = self.sharding
+        if sharding.fsdp is None:
+            join_gated_layers(module)
         local = dict(module.named_parameters())
         self.builder.compile(module)
         # Gradients by token need the module's own lookup: FSDP2 and tensor parallelism replace its table, and a
@@ -306,6 +308,8 @@ class ItemStore:
                     parameter.data = state.tensors[name]
                 else:
                     parameter.copy_(state.tensors[name])
+            if owned and self.sharding.fsdp is None:
+                join_gated_layers(module)
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
                 self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
+from ..models.gated import are_stacked, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Precision:
 
 # The number of an expert in the name of a parameter.
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
+# The gate of a gated MLP; its up has the same name otherwise.
+_GATE = re.compile(r"(^|\.)gate\.")
 FLOAT32_PRECISION = Precision()
 
 
@@ -183,13 +186,16 @@ class ComputeCopies:
 
 
 def _cast_all(masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Cast parameters; those of a layer's experts are consecutive in one storage, as grouped products read them."""
+    """Cast parameters; those that one product reads are consecutive in one storage: a layer's experts, gate and up."""
     copies: dict[str, torch.Tensor] = {}
     stacks: dict[str, list[str]] = {}
     for name, master in masters.items():
+        partner = _GATE.sub(r"\1up.", name)
         if _EXPERT.search(name):
             stacks.setdefault(_EXPERT.sub("", name), []).append(name)
-        else:
+        elif partner != name and partner in masters and are_stacked(master, masters[partner]):
+            copies[name], copies[partner] = stack(master, masters[partner], dtype)
+        elif name not in copies:
             copies[name] = master.to(dtype)
     for names in stacks.values():
         first = masters[names[0]]

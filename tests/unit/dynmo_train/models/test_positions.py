@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,3 +41,25 @@ def test_bucket_table_of_a_dry_run_is_not_cached():
     with FakeTensorMode():
         RelativeBias(32, 2, 128, torch.device("cpu")).scores(27, 27, None, causal=False)
     assert type(bias.scores(27, 27, None, causal=False)) is torch.Tensor
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_apply_rotary_equals_the_formula_both_ways(by_position):
+    """Hugging Face's ``rotate_half``, on more queries than keys."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 6, 8, generator=generator, requires_grad=True)
+    k = torch.randn(2, 2, 6, 8, generator=generator, requires_grad=True)
+    rotary = Rotary(8, 10000.0)
+    past = torch.randint(0, 50, (2, 6), generator=generator) if by_position else 3
+    cosine, sine = rotary.cos_sin(past, 6, q.device, q.dtype)
+
+    def formula(x):
+        return x * cosine + torch.cat([-x[..., 4:], x[..., :4]], dim=-1) * sine
+
+    weights = [torch.randn(each.shape, generator=generator) for each in (q, k)]
+    results = []
+    for outputs in (rotary(q, k, past), (formula(q), formula(k))):
+        loss = sum((one * weight).sum() for one, weight in zip(outputs, weights, strict=True))
+        results.append([*outputs, *torch.autograd.grad(loss, [q, k])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
