@@ -27,8 +27,8 @@ COMMON = {
     "seed": 11,
 }
 EXPERTS = MoeShape(num_experts=4, top_k=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, capacity_factor=1.1)
-PADDED = replace(EXPERTS, pad_to_capacity=True, shared_ffn_size=24, shared_gate=True)
-DROPLESS = replace(EXPERTS, capacity_factor=None)
+PADDED = replace(EXPERTS, pad_to_capacity=True)
+DROPLESS = replace(EXPERTS, capacity_factor=None, shared_ffn_size=24, shared_gate=True)
 
 
 @dataclass(frozen=True)
