@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config.extensions import FamilySpec
+from ..parallel.random_stream import item_dropout
 from .bert import Bert, BertShape
 from .family import chain_items, initialise
 from .layer_list import ItemOutput, ItemSpec
@@ -57,7 +58,7 @@ class BertTaskHead(nn.Module):
         """
         # Token 0 is [CLS].
         pooled_RD = torch.tanh(self.pooler(self.norm(x_RTD[:, 0])))
-        pooled_RD = F.dropout(pooled_RD, self.dropout, self.training)
+        pooled_RD = item_dropout(pooled_RD, self.dropout, self.training)
         if self.multichoice is not None:
             scores_RC: torch.Tensor = self.multichoice(pooled_RD)
             return scores_RC.view(-1, self.choices)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.random_stream import item_dropout
 from ..parallel.tensor_parallel import TensorRegion
 from .cross_entropy import mean_linear_cross_entropy
 from .embedding_grad import PendingRows, look_up
@@ -93,7 +94,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
         """``embed`` from position 0, with dropout: ``ids_BT`` and ``types_BT``, int64 ``[B, T]``, to ``[B, T, D]``."""
-        return F.dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
+        return item_dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
 
 
 def _reads_grouped_keys(device: torch.device, mask: torch.Tensor | None, dropout: float) -> bool:
@@ -232,13 +233,13 @@ class SelfAttention(nn.Module):
             y_BHTK = self.sparse.attend(
                 q, k, v, key_mask_BS, causal=self.causal, dropout=dropout, training=self.training
             )
-            return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
+            return x_BTD + item_dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
         # scaled_dot_product_attention accepts a mask or ``is_causal``, so the bias contains the causal mask as well.
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
-        return x_BTD + F.dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
+        return x_BTD + item_dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
 
     def extend(
         self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
@@ -386,7 +387,7 @@ class CrossAttention(nn.Module):
             q_BHTK, k_BHSK, v_BHSK, attn_mask=key_mask_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
         )
         y_BTD = self.dense(y_BHTK.transpose(1, 2).flatten(2))
-        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
+        return x_BTD + item_dropout(y_BTD, self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -490,7 +491,7 @@ class Mlp(FeedForward):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``."""
-        return x_BTD + F.dropout(self.transform(self.norm(x_BTD)), self.dropout, self.training)
+        return x_BTD + item_dropout(self.transform(self.norm(x_BTD)), self.dropout, self.training)
 
 
 class Head(nn.Module):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
@@ -73,7 +74,7 @@ class PackedEmbedding(Embedding):
             ``[B, T, D]``.
         """
         x_BTD = self.embed(ids_BT, past=positions_in_documents(starts_BT))
-        return F.dropout(x_BTD, self.dropout, self.training)
+        return item_dropout(x_BTD, self.dropout, self.training)
 
 
 class PackedAttention(SelfAttention):
@@ -118,7 +119,7 @@ class PackedAttention(SelfAttention):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)
         else:
             y_BTD = self.attend(q, k, v, document_mask(starts_BT), False)
-        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
+        return x_BTD + item_dropout(y_BTD, self.dropout, self.training)
 
     def _has_kernel(self, q_BHTK: torch.Tensor) -> bool:
         drops = self.training and self.attention_dropout > 0

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..parallel.random_stream import normal
 from ..parallel.seeding import stable_seed
 
 
@@ -205,7 +206,7 @@ class HashedAttention:
         """
         shape = (heads, head_width, self.buckets // 2)
         if training:
-            return torch.randn(shape, device=device)
+            return normal(shape, device)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "buckets", self.name))
         # The axes of all heads are drawn on CPU, so that they do not depend on the tensor-parallel size.
         whole = torch.randn((heads * self.parts, *shape[1:]), generator=generator)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
+from ..parallel.random_stream import item_dropout
 from .blocks import FeedForward
 from .grouped_linear import can_group, grouped_linear
 from .layer_list import ItemOutput
@@ -372,7 +372,7 @@ class MoeMlp(nn.Module):
         if moe.z_loss_coeff:
             losses["z"] = moe.z_loss_coeff * routing.z
         return ItemOutput(
-            output=x_BTD + F.dropout(y_BTD, self.dropout, self.training),
+            output=x_BTD + item_dropout(y_BTD, self.dropout, self.training),
             metrics={
                 "load_balancing_loss": routing.load_balancing,
                 "z_loss": routing.z,

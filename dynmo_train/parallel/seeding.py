@@ -1,8 +1,8 @@
-"""Random numbers that depend on what is computed, never on where.
+"""Seeds of torch's generators that depend on what is computed, never on where.
 
-Before each item the device's default generator is saved and seeded with a stable hash of (seed, step, global microbatch
-index, item name); after the item it is restored. The default generator, because ``F.dropout`` and attention accept no
-other.
+Items draw from streams without a generator (``random_stream.py``). Where an item uses attention with dropout, or has
+modules of other packages, the device's default generator is saved and seeded with a stable hash of (seed, step, global
+microbatch index, item name) before it runs, and restored after it: attention accepts no other generator.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import all_gather_rows, reduce_scatter_rows, start_gather_rows
 from .process_groups import World
+from .random_stream import active_stream
 from .seeding import default_generator, stable_seed
 
 TOKENS_DIM = 1
@@ -139,7 +140,12 @@ class TensorRegion:
         return whole
 
     def seed_inside(self) -> None:
-        """Seed the default generator by rank, until :meth:`leave`."""
+        """Draw random numbers by rank, until :meth:`leave`."""
+        stream = active_stream()
+        if stream is not None:
+            stream.scope = 1 + self.rank
+            if not stream.seeds_generator:
+                return
         # ``initial_seed`` is the last seed that was set: equal to ``_inside`` where another product of this region has
         # already entered it. Seeding again would give both the same random numbers.
         generator = default_generator(self._device)
@@ -149,6 +155,11 @@ class TensorRegion:
             generator.manual_seed(self._inside)
 
     def _seed_outside(self) -> None:
+        stream = active_stream()
+        if stream is not None:
+            stream.scope = 1 + self.rank if self.sequence else 0
+            if not stream.seeds_generator:
+                return
         # A new seed, not the state before the region, which would repeat the numbers drawn there. It is derived from
         # the seed before the region, because the one inside differs by rank. A sliced embedding has no enter.
         generator = default_generator(self._device)

@@ -8,7 +8,7 @@ Two classes: :class:`StageModule` runs the items of one stage, and :class:`ItemS
 
 Invariants that keep the bits of a run the same on any partition:
 
-* Each item draws its own random numbers, seeded by (seed, step, microbatch, item).
+* Each item draws its own random numbers, a function of (seed, step, microbatch, item).
 * A frozen prefix of the layer list runs without gradient, and no gradient crosses a boundary behind which nothing
   trains, wherever the boundaries are.
 * Gradients accumulate per parameter in the order of the microbatches, whether or not a schedule splits the backward.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import ComputeCopies
 from ..parallel.fsdp import accumulate_sharded_grads
+from ..parallel.random_stream import ItemStream, StreamKeys, drawing_from, draws_from_generator
 from ..parallel.seeding import seeded
 from .frozen_cache import FrozenPrefixCache
 from .profiler import LayerProfiler
@@ -46,7 +47,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 class StageModule(nn.Module):
-    """Runs items in order: seeds their random numbers, marks their boundaries, measures their costs.
+    """Runs items in order: gives them their random numbers, marks their boundaries, measures their costs.
 
     Args:
         items: Name -> module, in list order; may be empty.
@@ -90,12 +91,23 @@ class StageModule(nn.Module):
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self.step, self.loss_scale = 0, 1.0
         self.profiler, self.device = profiler, device
+        self._keys = StreamKeys(seed, self.names, device)
+        # By name: an item that draws from torch's generator, which is seeded on the host before each of its runs.
+        self._seeds_generator = {name: draws_from_generator(layer) for name, layer in items.items()}
         self.metrics: dict[str, dict[str, list[torch.Tensor]]] = {}
         # Items that FSDP2 shards (ZeRO) cast their parameters themselves.
         casts = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
         self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if casts else []
 
-    def begin_step(self, inputs: Mapping[str, torch.Tensor], step: int, loss_scale: float, *, training: bool) -> None:
+    def begin_step(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        step: int,
+        loss_scale: float,
+        microbatches: range,
+        *,
+        training: bool,
+    ) -> None:
         """Prepare for the first microbatch of a step.
 
         Args:
@@ -103,6 +115,7 @@ class StageModule(nn.Module):
                 sizes from it that would otherwise have to be copied from the device.
             step: Optimizer step, from 1.
             loss_scale: Factor of a microbatch's loss in the backward.
+            microbatches: Global microbatch indices of this replica.
             training: False evaluates, without dropout.
         """
         self.train(training)
@@ -114,6 +127,7 @@ class StageModule(nn.Module):
                 prepare_batch(inputs)
         self.step, self.loss_scale = step, loss_scale
         self.metrics.clear()
+        self._keys.begin_step(step, microbatches)
         for copies in self._copies:
             copies.refresh()
 
@@ -172,8 +186,13 @@ class StageModule(nn.Module):
     def _run(
         self, name: str, module: Callable[..., Any], index: int, *arguments: torch.Tensor
     ) -> torch.Tensor | ItemOutput:
+        seeds_generator = self._seeds_generator[name]
+        key = self._keys.key(index, self.names.index(name))
+
         def run(*inputs: Any) -> torch.Tensor | ItemOutput:
-            with seeded(self.device, self.seed, self.step, index, name):
+            # A stream of each run: a recomputation draws the same numbers again.
+            generator = seeded(self.device, self.seed, self.step, index, name) if seeds_generator else nullcontext()
+            with drawing_from(ItemStream(key, seeds_generator=seeds_generator)), generator:
                 output: torch.Tensor | ItemOutput = module(*inputs)
             return output
 
@@ -182,7 +201,7 @@ class StageModule(nn.Module):
             return run(*arguments)
         if self.recompute:
             saved_bytes = [sum(each.nbytes for each in arguments)]
-            # The item seeds itself, so torch need not save and restore the generators.
+            # The item draws by its own key, so torch need not save and restore the generators.
             more: dict[str, Any] = {"context_fn": partial(save_products, saved_bytes)} if self.selective else {}
             recomputed: torch.Tensor | ItemOutput = checkpoint(
                 run, *arguments, use_reentrant=False, preserve_rng_state=False, **more

@@ -234,14 +234,16 @@ class Pipeline:
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         if self._codec is not None and training:
             self._codec.begin_step(self.loss_scale)
-        for module in self.modules:
-            module.begin_step(batch.inputs, batch.step, self.loss_scale / self._total_microbatches, training=training)
-        device = self.world.device
         first = batch.first_microbatch
+        microbatches = range(first, first + self.config.microbatches)
+        loss_scale = self.loss_scale / self._total_microbatches
+        for module in self.modules:
+            module.begin_step(batch.inputs, batch.step, loss_scale, microbatches, training=training)
+        device = self.world.device
         inputs = batch.inputs
         keywords: dict[str, Any] = {name: inputs[name].to(device, non_blocking=True) for name in self._batch_names}
         # torch splits every keyword along dimension 0, so that each microbatch gets its own global index.
-        keywords["microbatch"] = torch.arange(first, first + self.config.microbatches)
+        keywords["microbatch"] = torch.arange(microbatches.start, microbatches.stop)
         if training and any(module.cache is not None for module in self.modules):
             keywords[SAMPLES] = sample_hashes(inputs)
         # The head computes the loss from its inputs; torch requires a target where there is a loss function.

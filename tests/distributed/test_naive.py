@@ -10,6 +10,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 import dynmo_train.models.linear as linear_module
+import dynmo_train.parallel.random_stream as random_stream
 import dynmo_train.pipeline.pipeline_stage as stage_module
 import dynmo_train.trainer.engine as engine_module
 from dynmo_train.parallel.process_groups import World
@@ -34,20 +35,19 @@ def stateful_random_numbers(world: World, scenario: Scenario):
     from contextlib import nullcontext
 
     torch.manual_seed(5)
-    stage_module.seeded = lambda *_: nullcontext()
+    stage_module.seeded = stage_module.drawing_from = lambda *_: nullcontext()
     return play(world, scenario)
 
 
 def local_microbatch_numbers(world: World, scenario: Scenario):
-    """Seeds count what this process has run, not the global microbatch."""
+    """Keys count what this process has run, not the global microbatch."""
     calls = {"n": 0}
-    proper = stage_module.seeded
 
-    def counted(device, seed, step, index, name):
+    def counted(_keys, _microbatch, _position):
         calls["n"] += 1
-        return proper(device, seed, step, calls["n"], name)
+        return torch.full((2,), calls["n"])
 
-    stage_module.seeded = counted
+    random_stream.StreamKeys.key = counted
     return play(world, scenario)
 
 

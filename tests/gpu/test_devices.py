@@ -10,6 +10,7 @@ import torch
 
 from dynmo_train.parallel.device_clock import clock_for
 from dynmo_train.parallel.process_groups import destroy_world, init_world
+from dynmo_train.parallel.random_stream import ItemStream, StreamKeys, drawing_from, item_dropout
 from dynmo_train.parallel.seeding import default_generator, seeded
 from dynmo_train.pipeline.partition import Partition
 from tests.distributed.scenario import Scenario, digest, engine_of
@@ -87,6 +88,20 @@ def test_items_draw_their_own_numbers_and_leave_the_generator_alone():
         again = torch.rand(4, device=device)
     assert torch.equal(first, again)
     assert torch.equal(default_generator(device).get_state(), before)
+
+
+@one_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_items_has_the_mask_of_the_cpu(dtype):
+    """Integer operations only: also under torch.compile, which fuses them on a device."""
+    masks = []
+    for name in ("cpu", "cuda"):
+        keys = StreamKeys(1, ["layers.0.mlp"], torch.device(name))
+        keys.begin_step(3, range(4, 8))
+        for run in (item_dropout, torch.compile(item_dropout, fullgraph=True)):
+            with drawing_from(ItemStream(keys.key(5, 0))):
+                masks.append((run(torch.ones(257, 63, dtype=dtype, device=name), 0.3, True) != 0).cpu())
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
 @one_device

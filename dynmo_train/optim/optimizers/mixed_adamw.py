@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...parallel.random_stream import hashed_numbers
 from ...parallel.seeding import stable_seed
 from .torch_groups import TorchGroups, empty_groups
 
@@ -34,8 +35,7 @@ def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
     Returns:
         bfloat16 of the shape of ``values``.
     """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    noise = hashed_numbers(values.numel(), seed, values.device).view(values.shape).int().bitwise_and_((1 << 16) - 1)
     # A bfloat16 is the upper half of a float32: the carry out of the lower half rounds up.
     bits = noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(1 << 16))
     return bits.view(torch.float32).to(torch.bfloat16)

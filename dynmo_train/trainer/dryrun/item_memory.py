@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...models.layer_list import BoundaryShape, ItemSpec, output_of
 from ...optim.precision import cast_forward
+from ...parallel.random_stream import ItemStream, drawing_from
 
 ItemRunner = Callable[..., Any]
 
@@ -158,9 +159,16 @@ def _on_fake_tensors(
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
     batch = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
     # Parameters, gradients and what other items pass on belong to no item's activations.
-    live.ignore([*others, *read, *batch])
+    key = torch.zeros(2, dtype=torch.int64, device="cpu")
+    live.ignore([*others, *read, *batch, key])
+
+    def call(*arguments: torch.Tensor) -> Any:
+        # As a stage runs it: dropout then saves a mask of bytes.
+        with drawing_from(ItemStream(key)):
+            return functional_call(module, used, arguments)
+
     with live:
-        result = output_of(run(lambda *arguments: functional_call(module, used, arguments), *read, *batch))
+        result = output_of(run(call, *read, *batch))
         # ``result`` is still referenced: the saved bytes include the output.
         saved, forward = live.current, live.peak
         live.peak = live.current

@@ -15,6 +15,7 @@ from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
+from dynmo_train.parallel.random_stream import ItemStream, drawing_from
 from dynmo_train.pipeline.profiler import LayerProfiler
 from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, single_bytes, transient_bytes
 from dynmo_train.trainer.dryrun.peak_memory import item_memories, recompute_runner
@@ -47,7 +48,9 @@ def test_computed_activations_equal_profiled_ones(family_name):
         module = family.build(item.name, torch.device("cpu")).train()
         read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
         ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        with profiler.saved_tensors(item.name, lambda ignored=ignored: ignored):
+        # As a stage runs it: dropout saves a mask of bytes.
+        stream = ItemStream(torch.zeros(2, dtype=torch.int64))
+        with drawing_from(stream), profiler.saved_tensors(item.name, lambda ignored=ignored: ignored):
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
     measured = sum(profiler.measurements().result(names, 1)["activation_bytes"])
