@@ -27,6 +27,7 @@ from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_row
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
+from .varlen import attend_sequences, has_kernel, padded_offsets, whole_offsets
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -220,20 +221,27 @@ class SelfAttention(nn.Module):
 
         Args:
             x_BTD: the residual stream, ``[B, T, D]``.
-            key_mask_BS: bool ``[B, S]``, true for tokens that may be attended to; None means all.
+            key_mask_BS: bool ``[B, S]``, true for tokens that may be attended to; None means all. Without ``positions``
+                these are the first tokens of a sample, and the others padding.
             positions: int64 ``[B, T]``, where the tokens are a selection from longer sequences; None means 0, 1, 2, ...
 
         Returns:
             The residual stream after the sublayer, ``[B, T, D]``.
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        dropout = self.attention_dropout if self.training else 0.0
         if self.sparse is not None:
-            dropout = self.attention_dropout if self.training else 0.0
             k, v = self._for_each_head(k), self._for_each_head(v)
             y_BHTK = self.sparse.attend(
                 q, k, v, key_mask_BS, causal=self.causal, dropout=dropout, training=self.training
             )
             return x_BTD + item_dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        # Selected tokens have keys in any place; a bias, or a causal mask as well, needs the scores.
+        is_padded = positions is None and self.relative is None and not self.causal
+        if key_mask_BS is not None and is_padded and has_kernel(q, dropout):
+            offsets, tokens = padded_offsets(key_mask_BS), q.shape[2]
+            y_BTR = attend_sequences(q, k, v, (offsets, offsets), (tokens, tokens), scale=self.scale)
+            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
         # scaled_dot_product_attention accepts a mask or ``is_causal``, so the bias contains the causal mask as well.
@@ -374,7 +382,7 @@ class CrossAttention(nn.Module):
         Args:
             x_BTD: the residual stream, ``[B, T, D]``.
             memory_BSD: the encoder's output, ``[B, S, D]``.
-            key_mask_BS: bool ``[B, S]``, true for memory tokens that may be attended to.
+            key_mask_BS: bool ``[B, S]``, true for memory tokens that may be attended to, the first ones of a sample.
 
         Returns:
             The residual stream after the sublayer, ``[B, T, D]``.
@@ -383,6 +391,11 @@ class CrossAttention(nn.Module):
         keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
         k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
         dropout = self.attention_dropout if self.training else 0.0
+        if has_kernel(q_BHTK, dropout):
+            B, _, T, _ = q_BHTK.shape
+            offsets = whole_offsets(B, T, q_BHTK.device), padded_offsets(key_mask_BS)
+            y_BTR = attend_sequences(q_BHTK, k_BHSK, v_BHSK, offsets, (T, key_mask_BS.shape[1]), scale=self.scale)
+            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BHSK, v_BHSK, attn_mask=key_mask_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
         )

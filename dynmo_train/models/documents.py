@@ -15,9 +15,7 @@ Shapes in names: B samples, T tokens, N = B*T, D model width, H heads, G key-val
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 
 from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
+from .varlen import CAUSAL, attend_sequences, has_kernel
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
 STARTS = "document_starts"
@@ -115,41 +114,20 @@ class PackedAttention(SelfAttention):
         q, k, v = self.project(x_BTD, positions_in_documents(starts_BT) if self.reset_positions else 0)
         if not self.reset_mask:
             y_BTD = self.attend(q, k, v, None, True)
-        elif self._has_kernel(q):
+        elif self.most_documents and has_kernel(q, self.attention_dropout if self.training else 0.0):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)
         else:
             y_BTD = self.attend(q, k, v, document_mask(starts_BT), False)
         return x_BTD + item_dropout(y_BTD, self.dropout, self.training)
 
-    def _has_kernel(self, q_BHTK: torch.Tensor) -> bool:
-        drops = self.training and self.attention_dropout > 0
-        half = q_BHTK.dtype in (torch.bfloat16, torch.float16)
-        return q_BHTK.device.type in ("cuda", "meta") and half and not drops and self.most_documents > 0
-
     def _attend_varlen(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, starts_BT: torch.Tensor
     ) -> torch.Tensor:
         """See :meth:`attend`; the documents are sequences of their own."""
-        B, H, T, K = q_BHTK.shape
         offsets = document_offsets(starts_BT, self.most_documents)
-        q_NHK, k_NHK, v_NHK = (
-            each.transpose(1, 2).reshape(B * T, H, K)
-            for each in (q_BHTK, self._for_each_head(k_BGTK), self._for_each_head(v_BGTK))
-        )
         longest = self.longest_document
-        y_NHK = _varlen()(q_NHK, k_NHK, v_NHK, offsets, offsets, longest, longest, scale=self.scale, **_causal())
-        y_BTD: torch.Tensor = self.dense(y_NHK.view(B, T, H * K))
+        y_BTR = attend_sequences(
+            q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (longest, longest), window=CAUSAL, scale=self.scale
+        )
+        y_BTD: torch.Tensor = self.dense(y_BTR)
         return y_BTD
-
-
-def _varlen() -> Any:
-    from torch.nn.attention.varlen import varlen_attn  # a private kernel before torch 2.10
-
-    return varlen_attn
-
-
-@cache
-def _causal() -> dict[str, Any]:
-    """The causal mask as this torch spells it: a window without later tokens, or before 2.11 a flag."""
-    has_window = "window_size" in inspect.signature(_varlen()).parameters
-    return {"window_size": (-1, 0)} if has_window else {"is_causal": True}

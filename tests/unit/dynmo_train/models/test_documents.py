@@ -106,9 +106,9 @@ def test_packed_documents_without_one_flag_differ(flag):
 def test_packed_attention_on_a_device_reads_no_mask():
     """On CUDA in half precision the documents are sequences of variable length; meta tensors run the same path."""
     attention = PackedAttention(
-        width=16,
+        width=32,
         heads=4,
-        norm=torch.nn.LayerNorm(16, device="meta", dtype=torch.bfloat16),
+        norm=torch.nn.LayerNorm(32, device="meta", dtype=torch.bfloat16),
         device=torch.device("meta"),
         reset_positions=True,
         reset_mask=True,
@@ -116,7 +116,7 @@ def test_packed_attention_on_a_device_reads_no_mask():
     starts = document_starts(IDS, EOD)
     attention.prepare_batch({STARTS: starts})
     assert (attention.most_documents, attention.longest_document) == (3, 6)
-    x = torch.empty(2, 8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.empty(2, 8, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         output = attention(x, starts.to("meta"))
         output.sum().backward()

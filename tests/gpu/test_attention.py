@@ -1,0 +1,51 @@
+"""Attention over sequences of variable length on CUDA: near masks on the CPU, in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo_train.models.blocks import CrossAttention, SelfAttention
+from dynmo_train.models.documents import STARTS, PackedAttention
+from tests.unit.dynmo_train.models.test_varlen import MASK, D, H
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+STARTS_BT = torch.tensor([[0, 0, 0, 3, 3, 5], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+
+
+def results(module, tensors, where, device, dtype):
+    """Output and gradients, on the CPU in float32."""
+    module = module.to(device, dtype)
+    module.zero_grad()
+    moved = [each.to(device, dtype) if each.is_floating_point() else each.to(device) for each in tensors]
+    moved[0].requires_grad_()
+    y = module(*moved)
+    (y * where.to(device)[..., None]).float().square().sum().backward()
+    gradients = [moved[0].grad, *(parameter.grad for parameter in module.parameters())]
+    return [each.detach().float().cpu() for each in (y[where.to(device)], *gradients)]
+
+
+def module_of(kind, **options):
+    torch.manual_seed(0)
+    module = kind(width=D, heads=H, norm=nn.LayerNorm(D), device=torch.device("cpu"), **options)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+@pytest.mark.parametrize("case", ["padded", "cross", "documents"])
+def test_varlen_attention_is_near_a_mask_on_the_cpu(case):
+    x, where = torch.randn(3, 6, D), torch.ones(3, 6, dtype=torch.bool)
+    if case == "padded":
+        module, tensors, where = module_of(SelfAttention, causal=False), [x, MASK], MASK
+    elif case == "cross":
+        module, tensors = module_of(CrossAttention), [x, torch.randn(3, 6, D), MASK]
+    else:
+        module, tensors = module_of(PackedAttention, reset_positions=True, reset_mask=True), [x, STARTS_BT]
+        module.prepare_batch({STARTS: STARTS_BT})
+    expected = results(module, tensors, where, "cpu", torch.float32)
+    got = results(module, tensors, where, "cuda", torch.bfloat16)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1 * float(other.abs().max()))
