@@ -279,6 +279,12 @@ class ParallelConfig:
         minimum=1,
         maximum=MAX_LAYERS,
     )
+    vocabulary_parallel: int | None = option(
+        "Shards of the output layer, spread over the pipeline ranks.",
+        default=None,
+        minimum=1,
+        maximum=4096,
+    )
     schedule: Schedule = option(
         "Pipeline schedule; custom executes the operations in --plan.",
         derive=(

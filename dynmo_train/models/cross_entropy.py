@@ -239,6 +239,19 @@ def linear_cross_entropy(
     return loss
 
 
+def token_weights(labels_BT: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each token in the mean loss of a microbatch, float32 ``[N]``; all 0 where no token counts.
+
+    Args:
+        labels_BT: int64 token ids, ``[B, T]``.
+        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
+    """
+    if counts_BT is None:
+        return torch.full((labels_BT.numel(),), 1.0 / labels_BT.numel(), device=labels_BT.device)
+    counts_N = counts_BT.reshape(-1).float()
+    return counts_N / counts_N.sum().clamp(min=1.0)
+
+
 def mean_linear_cross_entropy(
     x_BTD: torch.Tensor,
     weight_RD: torch.Tensor,
@@ -265,11 +278,7 @@ def mean_linear_cross_entropy(
     if region is not None:
         x_BTD = region.enter(x_BTD)
     x_ND, labels_N = x_BTD.flatten(0, -2), labels_BT.reshape(-1)
-    if counts_BT is None:
-        weights_N = torch.full((len(labels_N),), 1.0 / len(labels_N), device=x_ND.device)
-    else:
-        counts_N = counts_BT.reshape(-1).float()
-        weights_N = counts_N / counts_N.sum().clamp(min=1.0)
+    weights_N = token_weights(labels_BT, counts_BT)
     chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
     if region is not None:
         # Two chunks of 1 / size of the columns are in memory; fewer chunks are fewer collectives.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layer_list import ModelFamily, parameters_of
+from .vocabulary_shards import shard_names
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:
@@ -16,10 +17,9 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
         active: experts of a token; less than chosen where a capacity drops some.
     """
     total = 0.0
-    for item in family.items:
-        if item.kind == "embedding":
-            continue
-        for name, parameter in parameters_of(item.name, family.build(item.name, torch.device("meta"))).items():
+    items = (item.name for item in family.items if item.kind != "embedding")
+    for item in (*items, *shard_names(family)):
+        for name, parameter in parameters_of(item, family.build(item, torch.device("meta"))).items():
             if parameter.dim() >= 2:
                 total += parameter.numel() * (active / experts if ".experts." in name else 1.0)
     return round(total)

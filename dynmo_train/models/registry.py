@@ -15,6 +15,7 @@ from typing import Any
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
 from .layer_list import BoundaryShape, ModelFamily
+from .vocabulary_shards import VocabularyShardedFamily
 
 CAUSAL = ("gpt", "llama")
 
@@ -25,7 +26,8 @@ def family_of(config: Config) -> ModelFamily:
     for spec in technique_specs().values():
         if spec.wrap_family is not None:
             family = spec.wrap_family(config, family)
-    return family
+    shards = config.parallel.vocabulary_parallel
+    return family if shards is None else VocabularyShardedFamily(family, shards)
 
 
 def family_of_manifest(model: Mapping[str, Any]) -> ModelFamily:

@@ -19,6 +19,7 @@ from torch import nn
 from ..models.compiled import compile_item
 from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_replicas, shard_experts
+from ..models.vocabulary_shards import StoredRows, VocabularyShard, stored_rows
 from ..parallel.collectives import ReplicaGather
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
@@ -68,13 +69,25 @@ class ItemSharding:
             stored: Global tensor of a checkpoint, ``[rows, ...]``. A tensor with vocabulary rows has the true number of
                 rows, or in older checkpoints a padded one; it is padded here to the number of rows of this run.
         """
-        if has_token_rows(tensor_name):
+        shard = self.stored_rows(tensor_name)
+        if shard is not None:
+            stored = stored[shard.begin : shard.end]
+        elif has_token_rows(tensor_name):
             # Zeros, as in training: padding gets no gradient, and zero rows stay zero under Adam.
             rows = vocabulary_rows(self.family)
             padded = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])
             padded[:rows] = stored[:rows]
             stored = padded
         return self.local_slice(tensor_name, stored)
+
+    def stored_rows(self, tensor_name: str) -> StoredRows | None:
+        """Return where a checkpoint has a tensor of a shard of the output layer; None for any other tensor."""
+        return stored_rows(self.family, tensor_name)
+
+    def stored_name(self, tensor_name: str) -> str:
+        """Return the name under which a checkpoint has a tensor: that of the output layer for its shards."""
+        rows = self.stored_rows(tensor_name)
+        return tensor_name if rows is None else rows.name
 
     def is_expert_local(self, tensor_name: str) -> bool:
         """Whether a tensor belongs to an expert that other replicas do not have."""
@@ -149,5 +162,6 @@ class ItemBuilder:
 
     def compile(self, module: nn.Module) -> None:
         """Compile an item in place, where this run compiles."""
-        if self.compile_backend is not None:
+        # A shard is a few large products and no chain of small operations.
+        if self.compile_backend is not None and not isinstance(module, VocabularyShard):
             compile_item(module, self.compile_backend)

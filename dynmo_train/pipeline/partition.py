@@ -14,9 +14,10 @@ any other                 of the plan            ``custom``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..models.layer_list import SUBLAYERS, ItemSpec
+from ..models.vocabulary_shards import ranks_of_shards
 
 Stages = tuple[tuple[str, ...], ...]
 
@@ -28,10 +29,13 @@ class Partition:
     Attributes:
         stages: Item names of each stage, at the finest granularity, in list order; a stage may be empty.
         stage_ranks: Pipeline rank of each stage.
+        shards: Names of the shards of the output layer (``--vocabulary-parallel``), which are on all pipeline ranks
+            that have a stage: neighboring shards in blocks, as even as possible.
     """
 
     stages: Stages
     stage_ranks: tuple[int, ...]
+    shards: tuple[str, ...] = ()
 
     @classmethod
     def looped(cls, stages: Stages, num_ranks: int) -> Partition:
@@ -60,17 +64,24 @@ class Partition:
         return [stage for stage, of_rank in enumerate(self.stage_ranks) if of_rank == rank]
 
     def items_of_rank(self, rank: int) -> tuple[str, ...]:
-        """Return the item names of a pipeline rank, in the order of its stages."""
-        return tuple(name for stage in self.stages_of_rank(rank) for name in self.stages[stage])
+        """Return the item names of a pipeline rank, in the order of its stages, and then its shards."""
+        shards = (name for name, at in self.shard_ranks().items() if at == rank)
+        return (*(name for stage in self.stages_of_rank(rank) for name in self.stages[stage]), *shards)
 
     def item_ranks(self) -> dict[str, int]:
-        """Return item name -> pipeline rank."""
-        return {name: rank for rank, names in zip(self.stage_ranks, self.stages, strict=True) for name in names}
+        """Return item or shard name -> pipeline rank."""
+        items = {name: rank for rank, names in zip(self.stage_ranks, self.stages, strict=True) for name in names}
+        return items | self.shard_ranks()
+
+    def shard_ranks(self) -> dict[str, int]:
+        """Return shard name -> pipeline rank."""
+        ranks = ranks_of_shards(len(self.shards), sorted(set(self.stage_ranks)))
+        return dict(zip(self.shards, ranks, strict=True))
 
     def renumbered(self) -> Partition:
         """Return the same partition on ranks 0, 1, ..., as the world counts after a release of ranks."""
         index = {rank: at for at, rank in enumerate(sorted(set(self.stage_ranks)))}
-        return Partition(stages=self.stages, stage_ranks=tuple(index[rank] for rank in self.stage_ranks))
+        return replace(self, stage_ranks=tuple(index[rank] for rank in self.stage_ranks))
 
 
 def uniform_partition(

@@ -41,6 +41,7 @@ from ..parallel.random_stream import ItemStream, StreamKeys, drawing_from, draws
 from ..parallel.seeding import seeded
 from .frozen_cache import FrozenPrefixCache
 from .profiler import LayerProfiler
+from .vocabulary import VocabularyPasses
 
 SAMPLES = "samples"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
@@ -296,6 +297,7 @@ class ItemStage(PipelineStage):
         on_gradients_final: Called with the name of each item whose gradients no backward of this step changes any more.
         codec: Compresses the gradients of the microbatches in :meth:`set_compressed`; None compresses none.
         can_split: Whether a backward may leave weight gradients to W.
+        vocabulary: Sharded output layer, which computes the loss of the last stage; None: its last item does.
     """
 
     def __init__(
@@ -312,6 +314,7 @@ class ItemStage(PipelineStage):
         on_gradients_final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
         can_split: bool = True,
+        vocabulary: VocabularyPasses | None = None,
     ) -> None:
         def metadata(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
@@ -337,6 +340,7 @@ class ItemStage(PipelineStage):
         self._no_gradients = (None,) * len(module.input_names)
         self._on_gradients_final = on_gradients_final
         self._split_cases: dict[int, BackwardCase] = {}
+        self._vocabulary = vocabulary if self.is_last else None
         self._codec = codec
         self._boundaries = ("", "")
         self._compressed_sends: frozenset[int] = frozenset()
@@ -440,9 +444,12 @@ class ItemStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of one microbatch, measured as busy time."""
+        """Run the forward of one microbatch, measured as busy time; send its output to the shards of the vocabulary."""
         with self.module.profiler.busy():
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(*args, **kwargs)
+        if self._vocabulary is not None:
+            self._vocabulary.send_features(args[0] if args else kwargs["fwd_chunk_id"], output)
+        return output
 
     def _backward_case(self, *, full_backward: bool) -> BackwardCase:
         if not self.has_backward:
@@ -471,6 +478,10 @@ class ItemStage(PipelineStage):
             full_backward: False at I, where weight gradients may be left to W.
             last_backward: Whether this is the last backward of the stage in the step.
         """
+        if self._vocabulary is not None and loss is not None:
+            # In an evaluation, too: its loss is known only now.
+            [stream], _ = self.fwd_cache[bwd_chunk_id]
+            loss = self._vocabulary.loss(bwd_chunk_id, stream, loss)
         case = self._backward_case(full_backward=full_backward)
         if case is BackwardCase.NONE:
             return

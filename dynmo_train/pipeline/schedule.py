@@ -29,13 +29,22 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     _Action,
+    _ComputationType,
     _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from .._common.errors import UsageError
+from .._common.vocabulary_order import (
+    SHARD_FORWARD,
+    SHARD_WEIGHT,
+    Operation,
+    gpipe_order,
+    one_f_one_b_order,
+    with_shard_passes,
+)
 from ..data.batch import Batch
-from ..models.layer_list import BoundaryShape, ItemSpec, live_before, train_before
+from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
 from ..parallel.process_groups import World
@@ -44,6 +53,7 @@ from .frozen_cache import FrozenPrefixCache, sample_hashes
 from .partition import Partition, frozen_prefix
 from .pipeline_stage import SAMPLES, ItemStage, StageModule, microbatch_loss
 from .profiler import LayerProfiler
+from .vocabulary import VocabularyGroups, VocabularyPasses, VocabularyShape
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED = {
@@ -108,6 +118,7 @@ class Pipeline:
         profiler: Measures the items.
         on_gradients_final: Called with the name of each item whose gradients no backward of a step changes any more.
         codec: Compresses gradients at stage boundaries; None compresses none.
+        vocabulary_groups: Process groups of a sharded output layer; None without shards.
 
     Attributes:
         loss_scale: Factor of the loss in the backward.
@@ -127,8 +138,11 @@ class Pipeline:
         profiler: LayerProfiler,
         on_gradients_final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
+        vocabulary_groups: VocabularyGroups | None = None,
     ) -> None:
         self.config, self.world, self._codec = config, world, codec
+        self._total_microbatches = config.microbatches * world.dims.data
+        self._vocabulary = self._vocabulary_passes(partition, items, profiler, vocabulary_groups)
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
@@ -168,16 +182,40 @@ class Pipeline:
                     on_gradients_final=on_gradients_final,
                     codec=codec,
                     can_split=config.compiled is None and not config.selective,
+                    vocabulary=self._vocabulary,
                 )
             )
             self.modules.append(module)
         self._batch_names = tuple(dict.fromkeys(name for module in self.modules for name in module.batch_names))
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0
-        self._total_microbatches = config.microbatches * world.dims.data
-        self._schedule = _schedule(config, stages, self._total_microbatches, lambda: self.loss_scale)
+        if self._vocabulary is None:
+            loss = microbatch_loss(self._total_microbatches, lambda: self.loss_scale)
+            self._schedule = _schedule(config, stages, loss)
+        else:
+            self._schedule = _schedule_with_shards(config, stages, partition, self._vocabulary)
         if codec is not None:
             self._set_compressed(stages, [spec.name for spec in specs], partition, codec)
+
+    def _vocabulary_passes(
+        self,
+        partition: Partition,
+        items: Mapping[str, nn.Module],
+        profiler: LayerProfiler,
+        groups: VocabularyGroups | None,
+    ) -> VocabularyPasses | None:
+        if groups is None or not partition.shards:
+            return None
+        shape = VocabularyShape(
+            count=len(partition.shards),
+            inputs=groups.loss_inputs,
+            stream=self.config.boundary.shapes[HIDDEN],
+            dtype=self.config.boundary.dtype,
+            microbatches=self.config.microbatches,
+            total_microbatches=self._total_microbatches,
+        )
+        shards = {name: items[name] for name in partition.shards if name in items}
+        return VocabularyPasses(shape, shards, partition, self.world, groups, profiler)
 
     def _set_compressed(
         self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec
@@ -239,6 +277,8 @@ class Pipeline:
         loss_scale = self.loss_scale / self._total_microbatches
         for module in self.modules:
             module.begin_step(batch.inputs, batch.step, loss_scale, microbatches, training=training)
+        if self._vocabulary is not None:
+            self._vocabulary.begin_step(batch.inputs, self.loss_scale, training=training)
         device = self.world.device
         inputs = batch.inputs
         keywords: dict[str, Any] = {name: inputs[name].to(device, non_blocking=True) for name in self._batch_names}
@@ -275,10 +315,9 @@ class Pipeline:
 
 
 def _schedule(
-    config: PipelineConfig, stages: list[ItemStage], total_microbatches: int, loss_scale: Callable[[], float]
+    config: PipelineConfig, stages: list[ItemStage], loss: Callable[..., torch.Tensor]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     # scale_grads=False: the loss is already divided by the number of microbatches of all replicas.
-    loss = microbatch_loss(total_microbatches, loss_scale)
     if config.schedule in SINGLE:
         # torch's 1F1B requires at least one microbatch per stage.
         is_short = config.microbatches < stages[0].num_stages
@@ -307,3 +346,86 @@ def _custom(
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UsageError(f"the plan's operations cannot run in this order: {error}") from error
     return schedule
+
+
+# torch's runtime knows no operations of its users. These two have no effect on a stage that is not an FSDP2 root, and
+# none of the schedules that torch makes gives them a microbatch.
+CARRIERS = {SHARD_FORWARD: _ComputationType.RESHARD, SHARD_WEIGHT: _ComputationType.UNSHARD}
+
+
+def _schedule_with_shards(
+    config: PipelineConfig, stages: list[ItemStage], partition: Partition, vocabulary: VocabularyPasses
+) -> PipelineScheduleMulti:
+    """Build torch's private runtime for the operations of a schedule with S and T between them."""
+
+    def placeholder(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a microbatch, which its backward sets."""
+        return torch.zeros((), dtype=torch.float32, device=output.device)
+
+    num_stages, rank = len(partition.stages), stages[0].group_rank
+    own_orders = {"gpipe": gpipe_order, "1f1b": one_f_one_b_order}
+    if config.schedule in own_orders:
+        order = own_orders[config.schedule](num_stages, config.microbatches)
+    else:
+        made = _schedule(config, stages, placeholder)
+        rows = getattr(made, "pipeline_order", {})
+        order = [_operations_of(row) for _, row in sorted(rows.items())]
+    table: dict[int, list[_Action | None]] = {
+        number: [_Action.from_str(f"{one.stage}{one.kind}{one.microbatch}") for one in row]
+        for number, row in enumerate(order)
+    }
+    schedule = _PipelineScheduleRuntime([*stages], config.microbatches, loss_fn=placeholder, scale_grads=False)
+    schedule._prepare_schedule_with_comms(table)
+    placed = with_shard_passes(order, num_stages)
+    lowered = schedule.pipeline_order_with_comms
+    lowered[rank] = _merge_passes(lowered[rank], placed[rank], stages[0].stage_index)
+    for kind, run in ((SHARD_FORWARD, vocabulary.run_shards), (SHARD_WEIGHT, vocabulary.add_gradients)):
+        schedule.register_custom_function(CARRIERS[kind], _Pass(run))
+    return schedule
+
+
+class _Pass:
+    """Calls ``run`` with the microbatch of an action, if it has one; torch calls it by these names of arguments."""
+
+    def __init__(self, run: Callable[[int], None]) -> None:
+        self._run = run
+
+    def __call__(self, action: _Action, ctx: object) -> None:
+        if action.microbatch_index is not None:
+            self._run(action.microbatch_index)
+
+
+def _operations_of(row: Sequence[_Action | None]) -> list[Operation]:
+    """Return the operations of a rank; pairs of a forward and a backward (DualPipeV) run one after the other."""
+    return [
+        Operation(one.stage_index, one.computation_type.value, one.microbatch_index or 0)
+        for each in row
+        if each
+        for one in each.sub_actions or (each,)
+    ]
+
+
+def _merge_passes(lowered: Sequence[_Action], placed: Sequence[Operation], stage: int) -> list[_Action]:
+    """Insert S and T into the operations with messages of a rank.
+
+    Args:
+        lowered: Operations and messages, as torch runs them.
+        placed: Operations, S and T.
+        stage: Any local stage, which carries S and T.
+    """
+    merged: list[_Action] = []
+    waiting = list(placed)
+
+    def insert_passes() -> None:
+        while waiting and waiting[0].kind in CARRIERS:
+            operation = waiting.pop(0)
+            merged.append(_Action(stage, CARRIERS[operation.kind], operation.microbatch))
+
+    for action in lowered:
+        # Only before operations: the messages that follow an operation leave before the next pass.
+        if action.is_compute_op:
+            insert_passes()
+            waiting.pop(0)
+        merged.append(action)
+    insert_passes()
+    return merged

@@ -45,7 +45,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ from ..data.batch import Batch
 from ..dynamics.technique import Event, TechniqueBuilder, Techniques
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
+from ..models.vocabulary_shards import shard_names
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
@@ -87,6 +88,7 @@ from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import CostGather, LayerProfiler
 from ..pipeline.schedule import Pipeline, PipelineConfig
+from ..pipeline.vocabulary import VocabularyGroups
 from .step_result import LaunchedStep, StepResult
 from .step_sums import StepSums
 
@@ -165,7 +167,8 @@ class Engine:
         profiler: LayerProfiler | None = None,
     ) -> None:
         self.family, self.settings, self.world = family, settings, world
-        self.partition = partition
+        self.partition = replace(partition, shards=shard_names(family))
+        self._vocabulary_groups = VocabularyGroups.create(world, family)
         region = tensor_region(world, sequence=settings.sequence_parallel)
         fsdp = None
         # With one replica there is nothing to shard over: every ZeRO stage is then plain training.
@@ -214,8 +217,8 @@ class Engine:
                 settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
             )
         self._presence = TiedPresence()
-        self._squares = ItemSquares(self._item_names, family.ties)
-        self._sums = StepSums(family.items, world, sharded=fsdp is not None)
+        self._squares = ItemSquares((*self._item_names, *self.partition.shards), family.ties)
+        self._sums = StepSums(family.items, world, sharded=fsdp is not None, shards=self.partition.shards)
         self._launched: LaunchedStep | None = None
         self._measured_from_ns = 0
         self._pipeline: Pipeline | None = None
@@ -306,6 +309,7 @@ class Engine:
                 self.profiler,
                 self.grad_reducer.item_is_final if self.grad_reducer.overlaps else None,
                 self._codec,
+                self._vocabulary_groups,
             )
         return self._pipeline
 
@@ -478,7 +482,7 @@ class Engine:
         peak = int(torch.cuda.max_memory_allocated(world.device)) if on_cuda else peak_memory_bytes()
         local = launched.measured.result(self.local_names, launched.microbatches) | {"peak_memory_bytes": peak}
         names = [self.partition.items_of_rank(rank) for rank in range(world.dims.pipeline)]
-        return CostGather(world, self._item_names, names, local)
+        return CostGather(world, (*self._item_names, *self.partition.shards), names, local)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over ``batches``, without gradients or dropout."""
@@ -570,6 +574,7 @@ class Engine:
         """
         if self._launched is not None:
             raise RuntimeError("a step was launched whose result was not collected")
+        after = replace(after, shards=self.partition.shards)
         # The partition changes only after the move has succeeded on all ranks; see ``MoveError``.
         report = move_items(self.item_store, self.partition, after, self.world)
         self.partition = after
@@ -581,6 +586,7 @@ class Engine:
         """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
         self.world = self._sums.world = world
         self.partition = self.partition.renumbered()
+        self._vocabulary_groups = VocabularyGroups.create(world, self.family)
         self._pipeline = None
         for technique in self.techniques:
             technique.set_world(world)

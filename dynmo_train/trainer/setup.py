@@ -58,7 +58,7 @@ from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_properties, require_same
-from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
+from .monitoring.profile_writer import RunLogger, describe_items, describe_shards, describe_workers, measure_links
 from .monitoring.scalar_writers import check_clients
 from .run_directory import RunDirectory, open_run_directory_on_rank0
 from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
@@ -353,6 +353,9 @@ def _write_header(config: Config, engine: Engine, logger: RunLogger, workers: Se
         measure_links(engine.world),
         workers,
         describe_items(
+            engine.family, engine.settings.pipeline.boundary, engine.settings.optimizer, engine.item_store.blueprint
+        ),
+        describe_shards(
             engine.family, engine.settings.pipeline.boundary, engine.settings.optimizer, engine.item_store.blueprint
         ),
     )

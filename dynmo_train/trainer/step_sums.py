@@ -44,10 +44,11 @@ class StepSums:
         items: The layer list.
         world: Processes of the run.
         sharded: Whether replicas have different parts of each gradient (ZeRO).
+        shards: Names of the shards of the output layer, which follow the items.
     """
 
-    def __init__(self, items: Sequence[ItemSpec], world: World, *, sharded: bool) -> None:
-        self._num_items = len(items)
+    def __init__(self, items: Sequence[ItemSpec], world: World, *, sharded: bool, shards: Sequence[str] = ()) -> None:
+        self._num_items = len(items) + len(shards)
         self._declared = [(item.name, name, length) for item in items for name, length in item.metrics]
         self._sharded = sharded
         self.world = world
@@ -63,7 +64,7 @@ class StepSums:
         Args:
             loss: This replica's part of the loss, a float64 scalar on the device; zero but on the last pipeline rank.
             metrics: Local item -> metric -> float64 values ``[n]``, means over the microbatches.
-            squares: Squares of the gradients by item, float64 ``[items]``; None in an evaluation.
+            squares: Squares of the gradients by item, then by shard, float64 ``[items]``; None in an evaluation.
 
         Returns:
             Float64 ``[1 + 1 + metrics]`` on the device: global norm, loss, metrics.

@@ -22,6 +22,7 @@ from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFami
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
+from dynmo_train.models.vocabulary_shards import VocabularyShardedFamily
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
@@ -87,6 +88,7 @@ class Scenario:
     compression: CompressionSettings = NO_COMPRESSION
     optimizer: OptimizerSettings = ADAMW
     decoupled_lr: float | None = None
+    shards: int | None = None  # of the output layer
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -106,7 +108,8 @@ class Scenario:
         shape = replace(
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
-        return self._changed(Gpt(shape))
+        family = self._changed(Gpt(shape))
+        return family if self.shards is None else VocabularyShardedFamily(family, self.shards)
 
     def _changed(self, plain: ModelFamily) -> ModelFamily:
         if self.dynamic is None:

@@ -171,6 +171,37 @@ def _reduction(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What the shards of the output layer do not combine with."""
+    parallel, model, shards = config.parallel, config.model, config.parallel.vocabulary_parallel
+    if shards is None:
+        return
+    flag = "--vocabulary-parallel"
+    if shards < parallel.pipeline_model_parallel_size or shards > model.vocab_size:
+        yield conflict(
+            flag,
+            f"is {shards}; must be at least --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} and"
+            f" at most the {model.vocab_size:,} tokens of the vocabulary",
+        )
+    elif model.base_family not in ("gpt", "llama"):
+        yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
+    elif model.base_family == "gpt" and not model.untie_embeddings_and_output_weights:
+        yield conflict(flag, "requires --untie-embeddings-and-output-weights: a tied output layer is the word table")
+    given = {
+        f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}": parallel.tensor_model_parallel_size > 1,
+        f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 0,
+        "--fp16; use --bf16": config.precision.fp16,
+        "--optimizer adafactor, whose state is not per row": config.optimizer.optimizer == "adafactor",
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--inter-grad-comp": config.compression.inter_grad_comp,
+        "--grad-comp": config.compression.grad_comp,
+        "--emulate": config.emulation.emulate is not None,
+    }
+    others = [name for name, is_given in given.items() if is_given]
+    if others:
+        yield unsupported(flag, f"cannot be combined with {', '.join(others)}; remove one")
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
     _reduction,
@@ -180,4 +211,5 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _virtual,
     _microbatches,
     _custom,
+    _vocabulary,
 )

@@ -190,7 +190,7 @@ class PendingSave:
         # Now, not when the files are written: the engine trains on in an asynchronous save.
         self._run_metadata = _run_metadata(engine, metadata, by_rank) if world.is_rank0 else None
         # Every parameter must be in a report: a rank that skips one would make an incomplete checkpoint.
-        self._members = [name for one in by_rank for group in ("decay", "no_decay") for name in one[group]]
+        self._members = list(dict.fromkeys(name for one in by_rank for group in GROUPS for name in one[group]))
         self._report: list[dict[str, Any]] = []
         self._thread: threading.Thread | None = None
         self._is_gathered = False
@@ -354,7 +354,10 @@ def _shard_files(
         vocabulary = vocabulary_rows(engine.family)
         for name, tensor in list(tensors.items()):
             shape, index = whole_shape(tensor.shape, store.sharding.split_dim(name), store.sharding.region)
-            if has_token_rows(name):
+            shard = store.sharding.stored_rows(name)
+            if shard is not None:
+                shape[0], index[0] = shard.total, [shard.begin, shard.end]
+            elif has_token_rows(name):
                 # Padding depends on the tensor-parallel size and is not stored: a rank that has only padding writes
                 # no shard of this tensor.
                 begin, end = (min(row, vocabulary) for row in index[0])
@@ -363,7 +366,8 @@ def _shard_files(
                 if begin == end:
                     del tensors[name]
                     continue
-            entry = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
+            stored = store.sharding.stored_name(name)
+            entry = {"name": stored, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
             entries.append({**entry, "file": file, "key": name, "index": index})
         if buffers is not None:
             tensors = {name: buffers.copy(name, tensor) for name, tensor in tensors.items()}
@@ -400,28 +404,28 @@ def _rank_in_stage(world: World) -> int:
 
 def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
     """What rank 0 needs from this rank: optimizer steps, parameters with weight decay, numbers of pruned weights."""
-    tied = engine.family.ties
+    tied, sharding = engine.family.ties, engine.item_store.sharding
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
         for name, layer in masks_of(item, engine.item_store.modules[item]).items():
-            if layer.mask is not None and engine.item_store.sharding.is_writer(name):
+            if layer.mask is not None and sharding.is_writer(name):
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
     # Tensor-parallel ranks have the same parameters and steps, but each its own slice of a mask.
     if engine.world.tensor_rank != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
+    # Shards of the output layer are one parameter of the checkpoint.
     named = [
-        (name, p)
+        (sharding.stored_name(name), name, p)
         for _, name, p in engine.item_store.parameters()
-        if name not in tied and engine.item_store.sharding.is_writer(name)
+        if name not in tied and sharding.is_writer(name)
     ]
-    parameters = [(name, p.dim() >= 2) for name, p in named]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
-        "steps": {name: steps[name] for name, _ in named if name in steps},
-        "decay": [name for name, decays in parameters if decays],
-        "no_decay": [name for name, decays in parameters if not decays],
+        "steps": {stored: steps[name] for stored, name, _ in named if name in steps},
+        "decay": [stored for stored, _, p in named if p.dim() >= 2],
+        "no_decay": [stored for stored, _, p in named if p.dim() < 2],
         "pruned": pruned,
     }
 
@@ -444,7 +448,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
             sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
     technique = engine.techniques.find(GradualPruning)
     pruning = {"sparsity": technique.sparsity, "sparsity_by_item": sparsity} if technique is not None else None
-    members = {name: [each for one in by_rank for each in one[name]] for name in ("decay", "no_decay")}
+    members = {name: list(dict.fromkeys(each for one in by_rank for each in one[name])) for name in GROUPS}
     rates = {"decay": engine.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
     decay = settings.optimizer.weight_decay
@@ -496,6 +500,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
     )
 
 
+GROUPS = ("decay", "no_decay")
 # Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
 # Keys that affect the training of experts and not their output: another run may change them.
@@ -578,13 +583,15 @@ def state_reader(
         names = list(parameters)
         to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
-        trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
+        stored_as = store.sharding.stored_name
+        trained = {name: steps[key] for name in names if (key := checkpoint.stored_name(stored_as(name))) in steps}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         to_load += [f"{name}.{key}" for name in trained for key in store.optimizers.state_shapes(name, shapes[name])]
         # One tensor at a time, so that only one full tensor is in host memory next to the local shards.
         tensors = {
-            name: store.sharding.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device)
+            name: store.sharding.local_from_checkpoint(name, checkpoint.load([stored])[stored]).to(device)
             for name in to_load
+            for stored in (stored_as(name),)
         }
         for name in (name for name in memories if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from ...data.registry import zero_microbatch
 from ...models.bert import BertHead
 from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
-from ...models.layer_list import BoundaryShape, ModelFamily, live_before
+from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item
+from ...models.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
 from ...pipeline.pipeline_stage import save_products
@@ -170,6 +171,25 @@ class _ParameterCounts:
     shared_state_bytes: int
 
 
+SHARD_FIELDS = ("param_count", "param_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+
+
+def shard_share(header: Mapping[str, Any], worker: int, workers: int) -> dict[str, int]:
+    """The sizes of a worker's shards of the output layer, as ``x_vocabulary`` of a profile header names them.
+
+    Args:
+        header: profile header.
+        worker: index of the worker.
+        workers: number of workers.
+    """
+    vocabulary = header.get("x_vocabulary")
+    if vocabulary is None:
+        return dict.fromkeys(SHARD_FIELDS, 0)
+    count = vocabulary["shards"]
+    local = ranks_of_shards(count, range(workers)).count(worker)
+    return {field: vocabulary[field] * local // count for field in SHARD_FIELDS}
+
+
 def _counts(
     config: Config, items: Sequence[str], family: ModelFamily, infos: Mapping[str, Mapping[str, Any]]
 ) -> _ParameterCounts:
@@ -259,6 +279,12 @@ def worker_peaks(
             infos[name][field] for name in items for field in ("param_bytes", "gradient_bytes", "optimizer_bytes")
         )
         counts = _counts(config, items, family, infos)
+        shards_here = shard_share(header, worker, len(simulation["peak_memory_bytes"]))
+        counts = replace(
+            counts,
+            total=counts.total + shards_here["param_count"],
+            state_bytes=counts.state_bytes + shards_here["optimizer_bytes"],
+        )
         model, gradients = _model_bytes(config, boundary, counts)
         shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]
@@ -272,6 +298,9 @@ def worker_peaks(
             peak = model + gradients - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
             peak += _reducing_bytes(config, boundary, counts)
             peak += _buffers(family, boundary, stages, len(simulation["stages"]), microbatches)
+            if "x_vocabulary" in header:
+                is_last = any(stage["stage"] == len(simulation["stages"]) - 1 for stage in stages)
+                peak += _message_bytes(boundary, len(simulation["peak_memory_bytes"]), is_last=is_last)
         # At the end of a step all gradients exist, and no activations.
         peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:
@@ -279,6 +308,20 @@ def worker_peaks(
             peak = max(peak, model + 2 * gradients)
         peaks.append(peak)
     return peaks
+
+
+def _message_bytes(boundary: BoundaryShape, workers: int, *, is_last: bool) -> int:
+    """Bytes of the messages of a sharded output layer for the two microbatches on their way.
+
+    Args:
+        boundary: shapes and dtype at stage boundaries.
+        workers: number of workers.
+        is_last: whether the worker has the last stage, which receives the parts of all others.
+    """
+    batch, tokens, width = boundary.shapes[HIDDEN]
+    stream = batch * tokens * width * boundary.dtype.itemsize
+    part = stream + batch * tokens * (width + 3) * FLOAT_BYTES
+    return 2 * (stream + part * (workers - 1 if is_last else 1))
 
 
 def _buffers(

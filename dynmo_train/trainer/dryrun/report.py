@@ -29,10 +29,10 @@ from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
 from ...models.registry import family_of
 from ...optim.optimizers.registry import optimizer_settings
-from ..monitoring.profile_writer import describe_items
+from ..monitoring.profile_writer import describe_items, describe_shards
 from ..settings_from_config import engine_settings, flops_counter
 from .item_memory import ItemMemory
-from .peak_memory import item_memories, worker_peaks
+from .peak_memory import item_memories, shard_share, worker_peaks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,10 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             _sharded_builder(family, parallel.tensor_model_parallel_size),
         ),
     )
+    build = _sharded_builder(family, parallel.tensor_model_parallel_size)
+    shards = describe_shards(family, boundary, optimizer_settings(config.optimizer), build)
+    if shards is not None:
+        record["x_vocabulary"] = shards
     # With these the cost model needs no estimate of its own.
     record["model"]["x_num_attention_heads"] = config.model.num_attention_heads
     for item in record["items"]:
@@ -172,7 +176,9 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         counts = parameters_of(item.name, family.build(item.name, torch.device("meta")))
         total += sum(parameter.numel() for name, parameter in counts.items() if name not in family.ties)
         local_counts[item.name] = next(each["param_count"] for each in header["items"] if each["name"] == item.name)
-    by_worker: dict[int, int] = {}
+    workers = parallel.pipeline_model_parallel_size
+    total += shard_share(header, 0, 1)["param_count"]
+    by_worker = {worker: shard_share(header, worker, workers)["param_count"] for worker in range(workers)}
     for stage in simulation.get("stages", []):
         count = sum(local_counts[name] for name in stage["items"])
         by_worker[stage["worker"]] = by_worker.get(stage["worker"], 0) + count
@@ -184,9 +190,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
-        processes=parallel.pipeline_model_parallel_size
-        * parallel.tensor_model_parallel_size
-        * parallel.data_parallel_size,
+        processes=workers * parallel.tensor_model_parallel_size * parallel.data_parallel_size,
     )
 
 

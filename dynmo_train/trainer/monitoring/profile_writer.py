@@ -44,7 +44,8 @@ from ...formats.profile import (
     step_record,
 )
 from ...formats.run_lines import append_event
-from ...models.layer_list import BoundaryShape, ModelFamily, live_before, parameters_of
+from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
+from ...models.vocabulary_shards import SHARD, shard_activation_bytes, shard_names
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
@@ -94,6 +95,39 @@ def describe_items(
             )
         )
     return infos
+
+
+def describe_shards(
+    family: ModelFamily, boundary: BoundaryShape, optimizer: OptimizerSettings, build: Callable[[str], nn.Module]
+) -> dict[str, int] | None:
+    """The ``x_vocabulary`` of a profile header: number and sizes of the shards of the output layer; None without.
+
+    Args:
+        family: the model as a layer list.
+        boundary: shapes and dtype at stage boundaries.
+        optimizer: optimizer of the run.
+        build: returns a shard by its name, on the meta device.
+
+    Returns:
+        Sums over all shards, in bytes; ``activation_bytes`` is of a microbatch.
+    """
+    names = shard_names(family)
+    if not names:
+        return None
+    parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
+    shapes = {full: tuple(each.shape) for name in names for full, each in parameters_of(name, build(name)).items()}
+    tokens = math.prod(boundary.shapes[HIDDEN][:2])
+    count = sum(math.prod(shape) for shape in shapes.values())
+    return {
+        "shards": len(names),
+        "param_count": count,
+        "param_bytes": count * parameter_bytes,
+        "gradient_bytes": count * FLOAT_BYTES,
+        "optimizer_bytes": state_bytes(optimizer, shapes),
+        "activation_bytes": sum(
+            shard_activation_bytes(rows, width, tokens, boundary.dtype.itemsize) for rows, width in shapes.values()
+        ),
+    }
 
 
 def describe_workers(world: World) -> list[WorkerInfo]:
@@ -197,6 +231,7 @@ class RunLogger:
     def __init__(self, run: RunDirectory, world: World) -> None:
         self.run, self._writes = run, world.is_rank0
         self._names: list[str] = []
+        self._num_shards = 0
         self._workers: tuple[WorkerInfo, ...] = ()
         # Makes a header for some workers; a release writes the header again without the released ones.
         self._header: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
@@ -234,6 +269,7 @@ class RunLogger:
         links: tuple[LinkInfo | None, LinkInfo | None],
         workers: Sequence[WorkerInfo],
         items: Sequence[ItemInfo],
+        shards: Mapping[str, int] | None = None,
     ) -> None:
         """Start a segment of the profile.
 
@@ -244,19 +280,25 @@ class RunLogger:
             links: link between pipeline ranks, and link between replicas.
             workers: pipeline ranks, in order.
             items: items of the layer list, in order.
+            shards: shards of the output layer, see :func:`describe_shards`.
         """
         link, replica_link = links
+        self._num_shards = 0 if shards is None else shards["shards"]
+        vocabulary = {} if shards is None else {"x_vocabulary": dict(shards)}
         self._names = [item.name for item in items]
         self._workers = tuple(workers)
-        self._header = lambda remaining: header_record(
-            run_id=run_id,
-            segment=next_segment(self.run.profile),
-            model=model,
-            layout=layout,
-            link=link if len(remaining) > 1 else None,
-            replica_link=replica_link,
-            workers=remaining,
-            items=items,
+        self._header = lambda remaining: (
+            header_record(
+                run_id=run_id,
+                segment=next_segment(self.run.profile),
+                model=model,
+                layout=layout,
+                link=link if len(remaining) > 1 else None,
+                replica_link=replica_link,
+                workers=remaining,
+                items=items,
+            )
+            | vocabulary
         )
         self.log_profile_record(self._header(self._workers))
 
@@ -298,7 +340,7 @@ class RunLogger:
         if not self._writes:
             return
 
-        def by_item(field: str) -> list[int | None]:
+        def by_name(field: str, names: Sequence[str]) -> list[int | None]:
             merged = {
                 name: value
                 for one in costs
@@ -306,7 +348,10 @@ class RunLogger:
                 for name, value in zip(one["items"], one[field], strict=True)
             }
             # 0 for an item that no rank reports: it did not run. A null in ``one[field]`` is "not sampled".
-            return [merged.get(name, 0) for name in self._names]
+            return [merged.get(name, 0) for name in names]
+
+        def by_item(field: str) -> list[int | None]:
+            return by_name(field, self._names)
 
         # Only a schedule with separate operations for the weight gradients (zero bubble) measures both parts.
         split = any(one["backward_weight_ns"] is not None for one in costs)
@@ -326,6 +371,11 @@ class RunLogger:
             peak_memory_bytes=[one["peak_memory_bytes"] for one in costs],
             **backward,
         )
+        if self._num_shards:
+            names = [f"{SHARD}.{index}" for index in range(self._num_shards)]
+            record["x_vocabulary"] = {
+                field: by_name(field, names) for field in ("forward_ns", "backward_ns", "activation_bytes")
+            }
         self.log_profile_record(record | ({"x_counts": counts} if counts else {}))
 
     def log_technique_event(self, event: Event) -> None:

@@ -18,6 +18,7 @@ def problems(world_size=1, **values):
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
 CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
+UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
@@ -271,6 +272,14 @@ CASES = {
     "towers of a gpt": ({"query_in_block_prob": 0.5}, "--query-in-block-prob"),
     "evaluating nothing": ({"skip_train": True, "load": "a", "eval_iters": 0}, "--skip-train"),
     "evaluating nobody": ({"skip_train": True}, "--skip-train"),
+    "too few shards": (
+        {"vocabulary_parallel": 1, "world_size": 2, "global_batch_size": 4, **UNTIED},
+        "--vocabulary-parallel",
+    ),
+    "more shards than tokens": ({"vocabulary_parallel": 4096, "vocab_size": 97, **UNTIED}, "--vocabulary-parallel"),
+    "shards of a tied layer": ({"vocabulary_parallel": 2}, "--vocabulary-parallel"),
+    "shards of a bert": ({"vocabulary_parallel": 2, "family": "bert"}, "--vocabulary-parallel"),
+    "shards with half precision": ({"vocabulary_parallel": 2, "fp16": True, **UNTIED}, "--vocabulary-parallel"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

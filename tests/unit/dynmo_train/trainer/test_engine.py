@@ -73,6 +73,7 @@ PLAIN = {"prune": False, "freeze": ()}
         Scenario(precision="bf16", **PLAIN),
         Scenario(recompute=True, **PLAIN),
         Scenario(tied=False, schedule="gpipe", freeze=((1, 1),), prune=False),
+        Scenario(tied=False, shards=3, precision="bf16", schedule="1f1b", **PLAIN),
     ],
     ids=lambda scenario: f"{scenario.model}-{scenario.precision}-{scenario.schedule}-{scenario.recompute}",
 )

@@ -1,0 +1,161 @@
+"""Where the passes of a sharded output layer stand in the order of a pipeline schedule. Pure functions.
+
+Two passes per microbatch and pipeline rank join the forwards F and backwards B (Yeung et al., arXiv 2411.05288,
+algorithm 2, one barrier)::
+
+    last stage's rank   F(m), stream to all ranks        parts of m merged, B(m), log-sums to all
+    every rank                            S(m): logits, parts to that rank         T(m): gradient of its shards
+
+B(m) of the last stage needs S(m) of all ranks. 1F1B therefore runs one more forward ahead, during which the others
+finish S: a rank holds one more microbatch in flight.
+
+Every rank computes the same order for all ranks, from the same numbers. It is the order of a simulated step, so that it
+can run whatever the real times are: no cycle of ranks that wait for one another exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .errors import UsageError
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+SHARD_FORWARD, SHARD_WEIGHT = "S", "T"
+# Ratios of times; only their order matters. A backward takes as long as two forwards.
+UNITS = {FORWARD: 2, BACKWARD: 4, INPUT: 2, WEIGHT: 2, SHARD_FORWARD: 2, SHARD_WEIGHT: 1}
+# Microbatches whose exponentials a rank keeps from S to T before it prefers T to its stage.
+MAX_PENDING = 2
+
+
+class Operation(NamedTuple):
+    """One operation of a rank; ``stage`` is -1 for S and T."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+Order = Sequence[Sequence[Operation]]
+
+
+def gpipe_order(num_stages: int, microbatches: int) -> list[list[Operation]]:
+    """All forwards, then all backwards, of ``microbatches`` on each of ``num_stages`` ranks with one stage."""
+    return [
+        [Operation(stage, kind, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches)]
+        for stage in range(num_stages)
+    ]
+
+
+def one_f_one_b_order(num_stages: int, microbatches: int) -> list[list[Operation]]:
+    """1F1B with one more forward ahead: stage ``s`` of ``P`` runs ``P - s + 1`` forwards before its first backward.
+
+    Example: the last stage runs F0 F1 B0 F2 B1 F3 B2 B3 for 4 microbatches.
+
+    Args:
+        num_stages: number of stages, one per rank.
+        microbatches: of one step.
+    """
+    order = []
+    for stage in range(num_stages):
+        ahead = min(microbatches, num_stages - stage + 1)
+        operations = [Operation(stage, FORWARD, m) for m in range(ahead)]
+        for m in range(microbatches):
+            operations.append(Operation(stage, BACKWARD, m))
+            if ahead + m < microbatches:
+                operations.append(Operation(stage, FORWARD, ahead + m))
+        order.append(operations)
+    return order
+
+
+class _Step:
+    """A simulated step in which S and T are placed between the operations of each rank."""
+
+    def __init__(self, order: Order, num_stages: int) -> None:
+        self.order, self.last = order, num_stages - 1
+        self.placed: list[list[Operation]] = [[] for _ in order]
+        self.next = [0] * len(order)
+        self.free = [0] * len(order)
+        # (stage, kind, microbatch) -> end; I and B of a stage share one entry. For S: one entry per rank.
+        self.ends: dict[tuple[int, str, int], int] = {}
+        self.shard_ends: dict[int, list[int]] = {}
+        self.shards = [0] * len(order)
+        self.weights = [0] * len(order)
+
+    def ready(self, operation: Operation) -> int | None:
+        """The time at which the inputs of an operation are there; None if not known yet."""
+        stage, kind, m = operation
+        if kind == FORWARD:
+            return 0 if stage == 0 else self.ends.get((stage - 1, FORWARD, m))
+        if kind == WEIGHT:
+            return self.ends.get((stage, BACKWARD, m))
+        own = self.ends.get((stage, FORWARD, m))
+        if stage == self.last:
+            parts = self.shard_ends.get(m, [])
+            above = max(parts) if len(parts) == len(self.order) else None
+        else:
+            above = self.ends.get((stage + 1, BACKWARD, m))
+        return None if own is None or above is None else max(own, above)
+
+    def candidate(self, rank: int) -> tuple[int, int, Operation] | None:
+        """The operation that a rank starts next: (start, precedence, operation); None if it has to wait."""
+        found: list[tuple[int, int, Operation]] = []
+
+        def add(ready: int | None, precedence: int, operation: Operation) -> None:
+            if ready is not None:
+                found.append((max(self.free[rank], ready), precedence, operation))
+
+        # All ranks wait for the slowest S: it comes before the rank's own stage.
+        m = self.shards[rank]
+        add(self.ends.get((self.last, FORWARD, m)), 0, Operation(-1, SHARD_FORWARD, m))
+        m = self.weights[rank]
+        is_late = self.shards[rank] - m >= MAX_PENDING
+        if m < self.shards[rank]:
+            # The log-sums are known once the last stage has started its backward.
+            add(self.ends.get((self.last, BACKWARD, m)), 1 if is_late else 3, Operation(-1, SHARD_WEIGHT, m))
+        if self.next[rank] < len(self.order[rank]):
+            operation = self.order[rank][self.next[rank]]
+            add(self.ready(operation), 2, operation)
+        return min(found, default=None)
+
+    def run(self, rank: int, start: int, operation: Operation) -> None:
+        """Run an operation of a rank."""
+        stage, kind, m = operation
+        end = self.free[rank] = start + UNITS[kind]
+        self.placed[rank].append(operation)
+        if kind == SHARD_FORWARD:
+            self.shards[rank] += 1
+            self.shard_ends.setdefault(m, []).append(end)
+            return
+        if kind == SHARD_WEIGHT:
+            self.weights[rank] += 1
+            return
+        self.next[rank] += 1
+        self.ends[stage, BACKWARD if kind == INPUT else kind, m] = end
+
+
+def with_shard_passes(order: Order, num_stages: int) -> list[list[Operation]]:
+    """Place S and T of every microbatch in the order of each pipeline rank.
+
+    Args:
+        order: F and B, or F, I and W, of each pipeline rank, all with the same microbatches.
+        num_stages: number of stages.
+
+    Raises:
+        UsageError: the order cannot run, with or without S and T.
+    """
+    step = _Step(order, num_stages)
+    microbatches = 1 + max(operation.microbatch for operations in order for operation in operations)
+    total = sum(len(operations) for operations in order) + 2 * microbatches * len(order)
+    for _ in range(total):
+        candidates = [(found, rank) for rank in range(len(order)) if (found := step.candidate(rank)) is not None]
+        if not candidates:
+            waiting = [operations[at] for operations, at in zip(order, step.next, strict=True) if at < len(operations)]
+            raise UsageError(
+                "the operations of the schedule cannot run with --vocabulary-parallel:"
+                f" {', '.join(f'{one.stage}{one.kind}{one.microbatch}' for one in waiting)} wait for one another;"
+                " use --schedule 1f1b"
+            )
+        (start, _, operation), rank = min(candidates)
+        step.run(rank, start, operation)
+    return step.placed

@@ -1,0 +1,414 @@
+"""The output layer as a fixed number of shards that are items of their own: vocabulary parallelism over stages.
+
+Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, MLSys 2025 (arXiv 2411.05288), section 4.
+Shard ``k`` of ``n`` has the rows ``[k V / n, (k + 1) V / n)`` of the output layer. For each token it computes from the
+normalized stream, without knowing the other shards (algorithm 2):
+
+    z = W_k x,  m = max z,  s = sum exp(z - m),  c = z[label] or 0,  U = exp(z - m) W_k,  Q = W_k[label] or 0
+
+Two neighboring parts merge to one: ``m = max(m_a, m_b)``, ``s = s_a exp(m_a - m) + s_b exp(m_b - m)``, ``U`` as ``s``,
+``c`` and ``Q`` by addition. Of all shards together
+
+    loss = log s + m - c,   gradient of x = (U / s - Q) w,   gradient of W_k = (exp(z - log s - m) - one-hot)^T (w x)
+
+with ``w`` the weight of the token's loss. The merges follow one binary tree over the shards, which depends on their
+number alone: the sums have the same bits wherever the shards are.
+
+Shapes in names: B samples, T tokens, N = B*T, D model width, V rows of a shard, P tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from .blocks import Head
+from .cross_entropy import CHUNK_TOKENS
+from .layer_list import HIDDEN, ItemSpec, ModelFamily, vocabulary_rows
+
+SHARD = "vocabulary"
+OUTPUT = "head.weight"
+_NAME = re.compile(rf"{SHARD}\.(\d+)(\.|$)")
+
+
+def shard_index(name: str) -> int | None:
+    """The index of the shard that an item, or an item's tensor, is or belongs to, by its name; None: not a shard."""
+    found = _NAME.match(name)
+    return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyPart:
+    """What one or more neighboring shards contribute to loss and gradient of each token.
+
+    Attributes:
+        stats_N3: float32 ``[N, 3]``: largest logit m, sum of the exponentials s, logit of the label c (0 elsewhere).
+        weighted_ND: float32 ``[N, D]``: sum of the rows, weighted by the exponentials (U).
+        label_ND: row of the label (Q), ``[N, D]`` in the compute dtype; 0 where another shard has it.
+    """
+
+    stats_N3: torch.Tensor
+    weighted_ND: torch.Tensor
+    label_ND: torch.Tensor
+
+    @classmethod
+    def empty(cls, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> VocabularyPart:
+        """Buffers for a part.
+
+        Args:
+            tokens: tokens of a microbatch.
+            width: model width D.
+            dtype: compute dtype.
+            device: where they are allocated.
+        """
+        return cls(
+            stats_N3=torch.empty(tokens, 3, device=device),
+            weighted_ND=torch.empty(tokens, width, device=device),
+            label_ND=torch.empty(tokens, width, dtype=dtype, device=device),
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors, in the order in which they are sent."""
+        return self.stats_N3, self.weighted_ND, self.label_ND
+
+    def merged(self, other: VocabularyPart) -> VocabularyPart:
+        """This part and the one of the next shards as one."""
+        m_a, s_a, c_a = self.stats_N3.unbind(1)
+        m_b, s_b, c_b = other.stats_N3.unbind(1)
+        m = torch.maximum(m_a, m_b)
+        scale_a, scale_b = (m_a - m).exp(), (m_b - m).exp()
+        # Not addcmul: a fused product rounds once, and must round alike for every shape.
+        return VocabularyPart(
+            stats_N3=torch.stack((m, s_a * scale_a + s_b * scale_b, c_a + c_b), dim=1),
+            weighted_ND=self.weighted_ND * scale_a[:, None] + other.weighted_ND * scale_b[:, None],
+            # One of the two is zero, so that the sum is exact.
+            label_ND=self.label_ND + other.label_ND,
+        )
+
+    def log_sum(self) -> torch.Tensor:
+        """The logarithm of the sum of all exponentials, float32 ``[N]``, of a part of all shards."""
+        return self.stats_N3[:, 0] + self.stats_N3[:, 1].log()
+
+    def loss(self, weights_N: torch.Tensor) -> torch.Tensor:
+        """The weighted loss, a float32 scalar, of a part of all shards.
+
+        Args:
+            weights_N: float32 weight of each token's loss, ``[N]``.
+        """
+        return ((self.log_sum() - self.stats_N3[:, 2]) * weights_N).sum()
+
+    def input_gradient(self, weights_N: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss by the output layer's input, float32 ``[N, D]``, of a part of all shards.
+
+        Args:
+            weights_N: float32 weight of each token's loss, ``[N]``.
+        """
+        mean_ND = self.weighted_ND / self.stats_N3[:, 1:2]
+        return (mean_ND - self.label_ND.float()) * weights_N[:, None]
+
+
+def subtrees(begin: int, end: int, count: int) -> list[tuple[int, int]]:
+    """The largest ranges of the tree over ``count`` shards that cover the shards ``begin`` to ``end``, in order.
+
+    A node ``[a, b)`` of the tree has the children ``[a, m)`` and ``[m, b)`` with ``m = (a + b) // 2``.
+    Example: of 8 shards, ``[2, 8)`` is covered by ``[2, 4)`` and ``[4, 8)``.
+    """
+    found: list[tuple[int, int]] = []
+
+    def visit(a: int, b: int) -> None:
+        if b <= begin or end <= a:
+            return
+        if begin <= a and b <= end:
+            found.append((a, b))
+            return
+        middle = (a + b) // 2
+        visit(a, middle)
+        visit(middle, b)
+
+    visit(0, count)
+    return found
+
+
+def merge_tree(begin: int, end: int, parts: Mapping[tuple[int, int], VocabularyPart]) -> VocabularyPart:
+    """Merge the node ``[begin, end)`` of the tree from those of its nodes that are known.
+
+    Args:
+        begin: first shard of the node.
+        end: last shard of the node, exclusive.
+        parts: nodes of the tree that together cover it.
+    """
+    known = parts.get((begin, end))
+    if known is not None:
+        return known
+    middle = (begin + end) // 2
+    return merge_tree(begin, middle, parts).merged(merge_tree(middle, end, parts))
+
+
+class _ShardedOutput(torch.autograd.Function):
+    """A shard's part of the loss; its backward takes what all shards together have found, and gives the weight's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight_VD: torch.Tensor, x_ND: torch.Tensor, labels_N: torch.Tensor, chunk_tokens: int
+    ) -> tuple[torch.Tensor, ...]:
+        rows, width = weight_VD.shape
+        part = VocabularyPart.empty(len(x_ND), width, x_ND.dtype, x_ND.device)
+        # Kept for the weight's gradient, as in the paper; a second product of all logits would take its place.
+        powers_NV = x_ND.new_empty(len(x_ND), rows)
+        elsewhere_N = (labels_N < 0) | (labels_N >= rows)
+        local_N = labels_N.masked_fill(elsewhere_N, 0)
+        for begin in range(0, len(x_ND), chunk_tokens):
+            chunk = slice(begin, begin + chunk_tokens)
+            logits_PV = torch.mm(x_ND[chunk], weight_VD.t()).float()
+            top_P1 = logits_PV.amax(-1, keepdim=True)
+            chosen_P1 = logits_PV.gather(1, local_N[chunk, None])
+            logits_PV.sub_(top_P1).exp_()
+            part.stats_N3[chunk] = torch.cat((top_P1, logits_PV.sum(-1, keepdim=True), chosen_P1), dim=1)
+            powers_NV[chunk] = logits_PV
+            part.weighted_ND[chunk] = torch.mm(powers_NV[chunk], weight_VD)
+        part.stats_N3[:, 2].masked_fill_(elsewhere_N, 0.0)
+        torch.index_select(weight_VD, 0, local_N, out=part.label_ND)
+        part.label_ND.masked_fill_(elsewhere_N[:, None], 0.0)
+        ctx.save_for_backward(powers_NV, x_ND, local_N, elsewhere_N, part.stats_N3[:, 0].clone())
+        ctx.chunk_tokens, ctx.dtype, ctx.rows = chunk_tokens, weight_VD.dtype, rows
+        # What takes part in the backward: see ``backward``.
+        handle_N = torch.zeros(len(x_ND), device=x_ND.device)
+        ctx.mark_non_differentiable(*part.tensors)
+        ctx.set_materialize_grads(False)
+        return handle_N, handle_N.clone(), *part.tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Not gradients: the log-sum of all shards, and the token's weight. They are known after the forward only.
+        log_sums_N, weights_N = grads[:2]
+        powers_NV, x_ND, local_N, elsewhere_N, top_N = ctx.saved_tensors
+        scale_N = (top_N - log_sums_N).exp() * weights_N
+        label_N = torch.where(elsewhere_N, 0.0, -weights_N)
+        weight_VD = torch.zeros(ctx.rows, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
+        for begin in range(0, len(x_ND), ctx.chunk_tokens):
+            chunk = slice(begin, begin + ctx.chunk_tokens)
+            logits_PV = powers_NV[chunk].float() * scale_N[chunk, None]
+            logits_PV.scatter_add_(1, local_N[chunk, None], label_N[chunk, None])
+            low_PV = logits_PV.to(x_ND.dtype)
+            if x_ND.dtype == torch.float32:
+                weight_VD.addmm_(low_PV.t(), x_ND[chunk])
+            else:
+                weight_VD += low_PV.t() @ x_ND[chunk]
+        return weight_VD.to(ctx.dtype), None, None, None
+
+
+def shard_activation_bytes(rows: int, width: int, tokens: int, itemsize: int) -> int:
+    """Bytes that a shard keeps of a microbatch until its weight's gradient: exponentials, and its part.
+
+    Args:
+        rows: rows of the shard.
+        width: model width D.
+        tokens: tokens of the microbatch.
+        itemsize: bytes of an element in the compute dtype.
+    """
+    return tokens * ((rows + width) * itemsize + (width + 3) * 4)
+
+
+class OutputRows(nn.Module):
+    """Rows of the output layer.
+
+    Args:
+        weight_VD: the rows, ``[V, D]``.
+    """
+
+    def __init__(self, weight_VD: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_VD)
+
+
+class VocabularyShard(nn.Module):
+    """One shard of the output layer.
+
+    Args:
+        weight_VD: its rows, ``[V, D]``.
+        first: token id of the first row.
+    """
+
+    def __init__(self, weight_VD: torch.Tensor, first: int) -> None:
+        super().__init__()
+        self.head, self.first = OutputRows(weight_VD), first
+
+    def forward(
+        self, x_ND: torch.Tensor, labels_N: torch.Tensor
+    ) -> tuple[VocabularyPart, Callable[[torch.Tensor, torch.Tensor], None]]:
+        """Compute the shard's part, and what computes the gradient of its rows afterwards.
+
+        Args:
+            x_ND: normalized stream, ``[N, D]``, without gradient.
+            labels_N: int64 token ids, ``[N]``.
+
+        Returns:
+            The part, and a function of the tokens' log-sums over all shards and of the weights of their losses,
+            float32 ``[N]`` each, that adds to the gradient of the rows.
+        """
+        chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
+        first, second, *tensors = _ShardedOutput.apply(  # type: ignore[no-untyped-call]
+            self.head.weight, x_ND, labels_N - self.first, chunk_tokens
+        )
+        stats_N3, weighted_ND, label_ND = tensors
+
+        def add_gradient(log_sums_N: torch.Tensor, weights_N: torch.Tensor) -> None:
+            torch.autograd.backward((first, second), (log_sums_N, weights_N))
+
+        return VocabularyPart(stats_N3=stats_N3, weighted_ND=weighted_ND, label_ND=label_ND), add_gradient
+
+
+class FinalNorm(nn.Module):
+    """The head without its projection: normalization of the stream.
+
+    Args:
+        head: the whole head, whose normalization it takes.
+    """
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.norm, self.scale = head.norm, head.scale
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The input of the output layer, ``[B, T, D]``, from the residual stream ``x_BTD`` ``[B, T, D]``."""
+        x_BTD = self.norm(x_BTD)
+        return x_BTD if self.scale == 1.0 else x_BTD * self.scale
+
+
+class InjectLoss(torch.autograd.Function):
+    """A loss whose value and gradient are known: ties them to the stream that they were computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: torch.Tensor, loss: torch.Tensor, gradient_BTD: torch.Tensor) -> torch.Tensor:
+        """``loss``, a scalar, whose gradient by ``x_BTD`` ``[B, T, D]`` is ``gradient_BTD``."""
+        ctx.save_for_backward(gradient_BTD)
+        ctx.dtype = x_BTD.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Scale the gradient by that of the loss."""
+        [gradient_BTD] = ctx.saved_tensors
+        return (gradient_BTD * grads[0]).to(ctx.dtype), None, None
+
+
+class VocabularyShardedFamily:
+    """A model family whose output layer is split into shards; satisfies ``layer_list.ModelFamily``.
+
+    The layer list stays, except that ``head`` only normalizes. The shards are further items, which have no place in the
+    list: ``vocabulary.0``, ``vocabulary.1``, ...
+
+    Args:
+        base: family with one residual stream, an untied output layer without bias, and a ``Head``.
+        count: number of shards.
+    """
+
+    def __init__(self, base: ModelFamily, count: int) -> None:
+        self.base, self.count = base, count
+
+    @cached_property
+    def items(self) -> tuple[ItemSpec, ...]:
+        """The layer list of the family; the head writes the normalized stream."""
+        *before, head = self.base.items
+        return (*before, replace(head, writes=HIDDEN, inputs=()))
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """Names of the batch tensors that the loss reads: labels and, where it has one, the mask."""
+        return self.base.items[-1].inputs
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Names of the shards, in the order of the vocabulary."""
+        return tuple(f"{SHARD}.{index}" for index in range(self.count))
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """None."""
+        return self.base.ties
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """First and last row, exclusive, of the shard ``index``."""
+        vocabulary = vocabulary_rows(self.base)
+        return index * vocabulary // self.count, (index + 1) * vocabulary // self.count
+
+    def build(self, name: str, device: torch.device) -> nn.Module:
+        """Build one item or shard with its initial weights, those of the family's output layer.
+
+        Raises:
+            TypeError: the family's head is not a ``Head``.
+        """
+        index = shard_index(name)
+        if index is None and name != self.base.items[-1].name:
+            return self.base.build(name, device)
+        is_meta = device.type == "meta"
+        # Drawn as a whole, on the CPU: the initial weights do not depend on the number of shards.
+        whole = self.base.build(self.base.items[-1].name, device if is_meta else torch.device("cpu"))
+        if not isinstance(whole, Head):
+            raise TypeError(f"{type(whole).__name__} has no form without its projection")
+        if index is None:
+            return FinalNorm(whole).to(device)
+        begin, end = self.rows(index)
+        return VocabularyShard(whole.weight.detach()[begin:end].to(device, copy=True), begin)
+
+    def split_dim(self, parameter: str) -> int | None:
+        """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""
+        return self.base.split_dim(parameter)
+
+    def manifest(self) -> dict[str, object]:
+        """The ``model`` object of a checkpoint's manifest: that of the family, since shards are stored as one layer."""
+        return self.base.manifest()
+
+
+def shard_names(family: ModelFamily) -> tuple[str, ...]:
+    """Names of the shards of the output layer; empty for a family that has it whole."""
+    return family.shards if isinstance(family, VocabularyShardedFamily) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """Where a checkpoint has a tensor of a shard.
+
+    Attributes:
+        name: name of the stored tensor.
+        begin: first row.
+        end: last row, exclusive.
+        total: rows of the stored tensor.
+    """
+
+    name: str
+    begin: int
+    end: int
+    total: int
+
+
+def stored_rows(family: ModelFamily, tensor_name: str) -> StoredRows | None:
+    """Where a checkpoint has a tensor of a shard, by its name; None where it is stored as it is."""
+    index = shard_index(tensor_name)
+    if index is None or not isinstance(family, VocabularyShardedFamily):
+        return None
+    begin, end = family.rows(index)
+    name = tensor_name.removeprefix(f"{SHARD}.{index}.")
+    return StoredRows(name=name, begin=begin, end=end, total=vocabulary_rows(family))
+
+
+def ranks_of_shards(count: int, ranks: Sequence[int]) -> list[int]:
+    """The pipeline rank of each shard: neighboring shards in blocks, as even as possible.
+
+    Example: 6 shards on ranks 0 to 3 are on 0, 0, 1, 2, 2, 3.
+
+    Args:
+        count: number of shards.
+        ranks: pipeline ranks, in order.
+    """
+    return [ranks[index * len(ranks) // count] for index in range(count)]

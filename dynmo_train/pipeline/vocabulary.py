@@ -1,0 +1,291 @@
+"""The sharded output layer of a pipeline: passes S and T of the local shards, and the messages between ranks.
+
+One microbatch, with the operations of ``_common/vocabulary_order.py``::
+
+    last stage's rank                                             every rank
+    F: send_features    -- normalized stream, compute dtype -->   S: run_shards
+    B: loss             <-- nodes of the tree of parts --------
+                        -- log-sums of all shards, float32 --->   T: add_gradients
+
+Nothing waits but what needs a message: S for the stream, B of the last stage for the parts, T for the log-sums. Each
+kind of message has a process group of its own, in which both ends use the order of the microbatches. Receives are
+posted one microbatch ahead, so that a message travels while the rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..models.cross_entropy import token_weights
+from ..models.layer_list import ModelFamily
+from ..models.vocabulary_shards import (
+    InjectLoss,
+    VocabularyPart,
+    VocabularyShard,
+    VocabularyShardedFamily,
+    merge_tree,
+    ranks_of_shards,
+    shard_activation_bytes,
+    shard_index,
+    subtrees,
+)
+from ..optim.precision import ComputeCopies
+from ..parallel.process_groups import World
+from .partition import Partition
+from .profiler import LayerProfiler
+
+Node = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyGroups:
+    """Process groups of the messages between the ranks of a pipeline, one per kind of message.
+
+    Attributes:
+        loss_inputs: Names of the batch tensors that the loss reads: labels and, where there is one, the mask.
+        features: Normalized streams.
+        parts: Parts of the shards.
+        sums: Log-sums.
+    """
+
+    loss_inputs: tuple[str, ...]
+    features: dist.ProcessGroup
+    parts: dist.ProcessGroup
+    sums: dist.ProcessGroup
+
+    @classmethod
+    def create(cls, world: World, family: ModelFamily) -> VocabularyGroups | None:
+        """Create the groups for the processes of the run; every process of a pipeline calls this.
+
+        Returns:
+            The groups; None for a family whose output layer is whole.
+        """
+        if not isinstance(family, VocabularyShardedFamily):
+            return None
+        ranks = [world.global_rank(world.peer(rank)) for rank in range(world.dims.pipeline)]
+        made = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(3)]
+        return cls(loss_inputs=family.loss_inputs, features=made[0], parts=made[1], sums=made[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShape:
+    """What the passes of a sharded output layer are built for.
+
+    Attributes:
+        count: Number of shards.
+        inputs: Names of the batch tensors of the loss: labels and, where there is one, the mask.
+        stream: Shape of the normalized stream of a microbatch, ``(B, T, D)``.
+        dtype: dtype of the arithmetic.
+        microbatches: Microbatches of a step on this replica.
+        total_microbatches: Microbatches of a step on all replicas.
+    """
+
+    count: int
+    inputs: tuple[str, ...]
+    stream: tuple[int, ...]
+    dtype: torch.dtype
+    microbatches: int
+    total_microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.stream[0] * self.stream[1]
+
+
+class VocabularyPasses:
+    """Runs S and T of the local shards, and merges the parts on the rank of the last stage.
+
+    Args:
+        shape: Sizes.
+        shards: Name -> module of the local shards, in order.
+        partition: The active partition.
+        world: Processes of the run.
+        groups: Process groups of the messages.
+        profiler: Measures the shards.
+    """
+
+    def __init__(
+        self,
+        shape: VocabularyShape,
+        shards: Mapping[str, nn.Module],
+        partition: Partition,
+        world: World,
+        groups: VocabularyGroups,
+        profiler: LayerProfiler,
+    ) -> None:
+        self.shape, self._groups, self._profiler, self._world = shape, groups, profiler, world
+        self._modules = {name: module for name, module in shards.items() if isinstance(module, VocabularyShard)}
+        casts = shape.dtype != torch.float32
+        self._copies = {name: ComputeCopies(module, shape.dtype) for name, module in self._modules.items() if casts}
+        self._run: dict[str, Callable[..., tuple[VocabularyPart, Callable[..., None]]]] = {
+            name: self._copies.get(name, module) for name, module in self._modules.items()
+        }
+        last = partition.stage_ranks[-1]
+        self.is_last = world.pipeline_rank == last
+        ranks = sorted(set(partition.stage_ranks))
+        self._source = world.global_rank(world.peer(last))
+        self._others = {rank: world.global_rank(world.peer(rank)) for rank in ranks if rank != last}
+        placed = ranks_of_shards(shape.count, ranks)
+        self._nodes = {
+            rank: subtrees(placed.index(rank), placed.index(rank) + placed.count(rank), shape.count)
+            for rank in ranks
+            if rank in placed
+        }
+        self._reset()
+
+    def _reset(self) -> None:
+        self._training, self._factor = False, 1.0
+        self._labels: tuple[torch.Tensor, ...] = ()
+        self._weights: list[torch.Tensor] = []
+        self._features: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
+        self._parts: dict[int, dict[Node, VocabularyPart]] = {}
+        self._arriving: dict[int, list[dist.Work]] = {}
+        self._add: dict[int, dict[str, Callable[..., None]]] = {}
+        self._sent: dict[int, list[tuple[dist.Work | None, torch.Tensor]]] = {}
+
+    def begin_step(self, inputs: Mapping[str, torch.Tensor], loss_scale: float, *, training: bool) -> None:
+        """Prepare for the first microbatch of a step.
+
+        Args:
+            inputs: Batch of the step, tensors ``[samples, ...]``.
+            loss_scale: Factor of the loss in the backward.
+            training: False evaluates.
+        """
+        self._reset()
+        for copies in self._copies.values():
+            copies.refresh()
+        self._training = training
+        self._factor = loss_scale / self.shape.total_microbatches
+        device = self._world.device
+        label_name, *mask_name = self.shape.inputs
+        labels = inputs[label_name].to(device, non_blocking=True)
+        self._labels = torch.tensor_split(labels, self.shape.microbatches)
+        masks: Sequence[torch.Tensor | None] = [None] * self.shape.microbatches
+        if mask_name:
+            masks = torch.tensor_split(inputs[mask_name[0]].to(device, non_blocking=True), self.shape.microbatches)
+        self._weights = [token_weights(of_labels, mask) for of_labels, mask in zip(self._labels, masks, strict=True)]
+        self._expect_features(0)
+
+    def _expect_features(self, microbatch: int) -> None:
+        """Post the receive of a microbatch's stream."""
+        if self.is_last or microbatch in self._features or microbatch >= self.shape.microbatches:
+            return
+        buffer = torch.empty(self.shape.stream, dtype=self.shape.dtype, device=self._world.device)
+        self._features[microbatch] = buffer, dist.irecv(buffer, self._source, group=self._groups.features)
+
+    def _send(self, microbatch: int, tensor: torch.Tensor, target: int, group: dist.ProcessGroup) -> None:
+        # Kept until T of the microbatch: a send reads its tensor until it has completed.
+        self._sent.setdefault(microbatch, []).append((dist.isend(tensor, target, group=group), tensor))
+
+    def send_features(self, microbatch: int, stream: torch.Tensor) -> None:
+        """At F of the last stage: send the stream to the other ranks, and post the receives of their parts.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+            stream: Normalized stream, ``[B, T, D]``.
+        """
+        x_BTD = stream.detach().contiguous()
+        self._features[microbatch] = x_BTD, None
+        arriving: list[dist.Work] = []
+        parts = self._parts.setdefault(microbatch, {})
+        for rank, target in self._others.items():
+            self._send(microbatch, x_BTD, target, self._groups.features)
+            for node in self._nodes.get(rank, ()):
+                part = parts[node] = VocabularyPart.empty(
+                    self.shape.tokens, self.shape.stream[-1], self.shape.dtype, x_BTD.device
+                )
+                works = [dist.irecv(tensor, target, group=self._groups.parts) for tensor in part.tensors]
+                arriving += [work for work in works if work is not None]
+        self._arriving[microbatch] = arriving
+
+    def run_shards(self, microbatch: int) -> None:
+        """S: compute the parts of the local shards, and send them to the rank of the last stage.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+        """
+        self._expect_features(microbatch)
+        x_BTD, work = self._features.pop(microbatch)
+        self._expect_features(microbatch + 1)
+        if work is not None:
+            work.wait()
+        labels_N = self._labels[microbatch].reshape(-1)
+        x_ND = x_BTD.flatten(0, -2)
+        parts: dict[Node, VocabularyPart] = {}
+        add = self._add.setdefault(microbatch, {})
+        with self._profiler.busy(), torch.set_grad_enabled(self._training):
+            for name, run in self._run.items():
+                index = shard_index(name) or 0
+                with self._profiler.forward(name):
+                    parts[index, index + 1], add[name] = run(x_ND, labels_N)
+                rows, width = self._modules[name].head.weight.shape
+                self._profiler.set_activation_bytes(
+                    name, shard_activation_bytes(rows, width, self.shape.tokens, x_ND.element_size())
+                )
+            nodes = {node: merge_tree(*node, parts) for node in self._nodes.get(self._world.pipeline_rank, ())}
+        if self.is_last:
+            self._parts.setdefault(microbatch, {}).update(nodes)
+            return
+        for part in nodes.values():
+            for tensor in part.tensors:
+                self._send(microbatch, tensor.detach(), self._source, self._groups.parts)
+        if self._training:
+            buffer = torch.empty(self.shape.tokens, device=x_ND.device)
+            self._sums[microbatch] = buffer, dist.irecv(buffer, self._source, group=self._groups.sums)
+
+    def loss(self, microbatch: int, stream: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
+        """At B of the last stage: merge the parts of all shards, and send the log-sums to the other ranks.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+            stream: The stream of :meth:`send_features`, with its graph.
+            placeholder: The loss of the microbatch, a float32 scalar that is set here.
+
+        Returns:
+            The loss with the gradient of the stream, a float32 scalar.
+        """
+        for work in self._arriving.pop(microbatch):
+            work.wait()
+        weights_N = self._weights[microbatch]
+        with torch.no_grad():
+            whole = merge_tree(0, self.shape.count, self._parts.pop(microbatch))
+            loss = whole.loss(weights_N) * self._factor
+            placeholder.copy_(loss)
+            if not self._training:
+                return placeholder
+            log_sums_N = whole.log_sum()
+            gradient_ND = whole.input_gradient(weights_N * self._factor)
+        for target in self._others.values():
+            self._send(microbatch, log_sums_N, target, self._groups.sums)
+        self._sums[microbatch] = log_sums_N, None
+        injected: torch.Tensor = InjectLoss.apply(stream, loss, gradient_ND.view_as(stream))  # type: ignore[no-untyped-call]
+        return injected
+
+    def add_gradients(self, microbatch: int) -> None:
+        """T: add the gradients of the local shards, in training, and free the messages of the microbatch.
+
+        Args:
+            microbatch: Microbatch of the step, from 0.
+        """
+        # All receives of these messages were posted before B of the last stage, which T follows.
+        for sent, _ in self._sent.pop(microbatch, ()):
+            if sent is not None:
+                sent.wait()
+        add = self._add.pop(microbatch)
+        if not self._training:
+            return
+        log_sums_N, work = self._sums.pop(microbatch)
+        if work is not None:
+            work.wait()
+        weights_N = self._weights[microbatch] * self._factor
+        with self._profiler.busy():
+            for name, add_gradient in add.items():
+                with self._profiler.backward((name,)):
+                    add_gradient(log_sums_N, weights_N)

@@ -1,0 +1,122 @@
+"""Shards of the output layer on all pipeline ranks: the bits depend on their number only, near those without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynmo_train.formats.checkpoint import open_checkpoint
+from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.test_placement import WANDER, WANDER_4, cut, vee
+from tests.distributed.whole_runs import figures, lines, train, write_data
+from tests.distributed.workers import run_workers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SHARDED = Scenario(tied=False, shards=4)
+CASES = {
+    "1 worker, 1f1b": (1, SHARDED),
+    "2 workers, gpipe": (2, replace(SHARDED, schedule="gpipe")),
+    "2 workers, 1f1b, moving": (2, replace(SHARDED, moves=WANDER)),
+    "2 workers, zero-bubble, recompute": (2, replace(SHARDED, schedule="zero-bubble", recompute=True)),
+    "2 workers, interleaved, moving": (
+        2,
+        replace(
+            SHARDED,
+            schedule="interleaved-1f1b",
+            virtual=2,
+            moves=((6, cut(2, 1, 5, 8)), (11, cut(2, 3, 4, 7))),
+        ),
+    ),
+    "2 workers, zb-v, moving": (
+        2,
+        replace(SHARDED, schedule="zb-v", virtual=2, moves=((6, vee(cut(2, 1, 5, 8))), (11, vee(cut(2, 3, 4, 7))))),
+    ),
+    "2 workers, dualpipe-v": (2, replace(SHARDED, schedule="dualpipe-v", virtual=2)),
+    "3 workers, 1f1b": (3, SHARDED),
+    "4 workers, 1f1b, moving, an empty stage": (4, replace(SHARDED, moves=WANDER_4)),
+    "4 workers, zero-bubble": (4, replace(SHARDED, schedule="zero-bubble")),
+    "2 workers, 1f1b, bf16": (2, replace(SHARDED, precision="bf16")),
+}
+
+
+@cache
+def reference(scenario: Scenario) -> dict:
+    """The scenario on one worker, GPipe."""
+    plain = replace(scenario, schedule="gpipe", virtual=1, recompute=False, moves=(), start=None)
+    return run_workers(play, 1, plain)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASES)
+def test_shards_anywhere_have_the_same_bits(case):
+    workers, scenario = CASES[case]
+    expected = reference(scenario)
+    found = merged(run_workers(play, workers, scenario))
+    assert found["losses"] == expected["losses"]
+    assert found["norms"] == expected["norms"]
+    assert found["eval_loss"] == expected["eval_loss"]
+    assert found["weights"] == expected["weights"]
+
+
+def plain_values(scenario: Scenario) -> dict:
+    return run_workers(play, 1, replace(scenario, shards=None))[0]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_shards_are_near_the_whole_output_layer(workers):
+    scenario = replace(SHARDED, prune=False, freeze=())
+    whole = plain_values(scenario)
+    found = merged(run_workers(play, workers, scenario))
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("vocabulary") / "data")
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def test_run_with_shards_moves_and_resumes_on_other_workers(data, tmp_path):
+    """Pruned and frozen on the way; the second half is resumed on other workers, and moves layers."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    shards = {"vocabulary_parallel": "6"}
+    train(data, whole, 1, UNTIED, **shards)
+    train(data, run, 2, UNTIED, exit_interval="11", **shards)
+    train(data, run, 3, UNTIED, "--balance-lockstep", load=str(run), balance="online", profile_interval="1", **shards)
+    assert figures(run) == figures(whole)
+    assert stored(run, 24) == stored(whole, 24)
+    plans = [line for line in lines(run / "profile.jsonl") if line["record"] == "plan_result"]
+    assert plans, "the planner was never asked"
+
+
+def stored(run: Path, step: int) -> dict[str, bytes]:
+    """Tensor name -> bytes in the checkpoint of a step, however it is sharded."""
+    found = open_checkpoint(run / "checkpoints" / f"step-{step:08d}")
+    names = [name for role in ("parameter", "mask", "optimizer") for name in found.names(role)]
+    return {name: found.load([name])[name].view(torch.uint8).numpy().tobytes() for name in names}
+
+
+def test_checkpoint_has_the_whole_output_layer(data, tmp_path):
+    """A run without shards loads it and has the same loss."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    train(data, run, 2, UNTIED, exit_interval="8", vocabulary_parallel="4")
+    manifest = json.loads((run / "checkpoints" / "step-00000008" / "manifest.json").read_text())
+    entry = manifest["tensors"]["head.weight"]
+    assert entry["shape"] == [97, 32]
+    assert [shard["index"][0] for shard in entry["shards"]] == [[0, 24], [24, 48], [48, 72], [72, 97]]
+    assert not [name for name in manifest["tensors"] if name.startswith("vocabulary")]
+    shutil.copytree(run, plain)
+    train(data, plain, 1, UNTIED, load=str(plain))
+    train(data, run, 4, UNTIED, load=str(run), vocabulary_parallel="4")
+    for step in range(9, 25):
+        assert figures(run)[step] == pytest.approx(figures(plain)[step], rel=1e-4)

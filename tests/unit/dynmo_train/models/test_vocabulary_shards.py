@@ -1,0 +1,162 @@
+"""Shards of the output layer: their merged parts are the whole layer's loss and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from dynmo_train.models.blocks import Head
+from dynmo_train.models.cross_entropy import mean_linear_cross_entropy, token_weights
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.vocabulary_shards import (
+    FinalNorm,
+    VocabularyShard,
+    VocabularyShardedFamily,
+    merge_tree,
+    ranks_of_shards,
+    shard_index,
+    stored_rows,
+    subtrees,
+)
+
+V, D, B, T = 97, 16, 3, 50
+CPU = torch.device("cpu")
+
+
+def problem(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V, D, generator=generator)
+    x = torch.randn(B, T, D, generator=generator) * 3
+    labels = torch.randint(0, V, (B, T), generator=generator)
+    counts = (torch.rand(B, T, generator=generator) < 0.7).long()
+    return weight, x, labels, counts
+
+
+def sharded(weight, x, labels, counts, count):
+    """Loss, gradients of input and weight with ``count`` shards, and the merged part."""
+    bounds = [k * V // count for k in range(count + 1)]
+    shards = [VocabularyShard(weight[a:b].clone(), a) for a, b in itertools.pairwise(bounds)]
+    outputs = [shard(x.flatten(0, 1), labels.reshape(-1)) for shard in shards]
+    whole = merge_tree(0, count, {(k, k + 1): part for k, (part, _) in enumerate(outputs)})
+    weights = token_weights(labels, counts)
+    for _, add_gradient in outputs:
+        add_gradient(whole.log_sum(), weights)
+    gradient = torch.cat([shard.head.weight.grad for shard in shards])
+    return whole.loss(weights), whole.input_gradient(weights), gradient
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, V])
+def test_merged_shards_are_the_loss_of_the_whole_layer(count, masked):
+    weight, x, labels, counts = problem()
+    counts = counts if masked else None
+    weight.requires_grad_()
+    x.requires_grad_()
+    expected = mean_linear_cross_entropy(x, weight, None, labels, counts, V)
+    expected.backward()
+    loss, x_gradient, weight_gradient = sharded(weight.detach(), x.detach(), labels, counts, count)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(x_gradient.view_as(x), x.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weight_gradient, weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_large_logits_neither_overflow_nor_vanish():
+    weight, x, labels, _ = problem()
+    loss, gradient, _ = sharded(weight * 100, x, labels, None, 4)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    expected = torch.nn.functional.cross_entropy(x.flatten(0, 1) @ (weight * 100).t(), labels.reshape(-1))
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_merging_by_rank_first_has_the_same_bits(count, ranks):
+    """Each rank merges the nodes of its block; the last rank merges these."""
+    weight, x, labels, _ = problem(1)
+    parts = {}
+    for k in range(count):
+        begin, end = k * V // count, (k + 1) * V // count
+        parts[k, k + 1], _ = VocabularyShard(weight[begin:end].clone(), begin)(x.flatten(0, 1), labels.reshape(-1))
+    expected = merge_tree(0, count, parts)
+    placed = ranks_of_shards(count, range(ranks))
+    nodes = [
+        node
+        for rank in set(placed)
+        for node in subtrees(placed.index(rank), placed.index(rank) + placed.count(rank), count)
+    ]
+    found = merge_tree(0, count, {node: merge_tree(*node, parts) for node in nodes})
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_subtrees_cover_a_block_with_few_nodes():
+    assert subtrees(0, 8, 8) == [(0, 8)]
+    assert subtrees(2, 8, 8) == [(2, 4), (4, 8)]
+    assert subtrees(3, 6, 12) == [(3, 6)]
+    assert subtrees(1, 2, 4) == [(1, 2)]
+
+
+def test_shards_are_placed_in_even_blocks():
+    assert ranks_of_shards(6, range(4)) == [0, 0, 1, 2, 2, 3]
+    assert ranks_of_shards(8, [0, 2]) == [0, 0, 0, 0, 2, 2, 2, 2]
+
+
+FAMILY = Gpt(
+    GptShape(
+        num_layers=2,
+        hidden_size=D,
+        ffn_hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=T,
+        vocab_size=V,
+        padded_vocab_size=128,
+        tied_embeddings=False,
+        seed=3,
+    )
+)
+
+
+def test_family_shards_have_the_initial_weights_of_the_whole_layer():
+    family = VocabularyShardedFamily(FAMILY, 3)
+    whole = FAMILY.build("head", CPU)
+    assert isinstance(whole, Head)
+    shards = [family.build(name, CPU) for name in family.shards]
+    assert torch.equal(torch.cat([shard.head.weight for shard in shards]), whole.weight[:V])
+    assert [shard.first for shard in shards] == [0, 32, 64]
+    norm = family.build("head", CPU)
+    assert isinstance(norm, FinalNorm)
+    assert [name for name, _ in norm.named_parameters()] == ["norm.weight", "norm.bias"]
+
+
+def test_family_has_the_items_and_the_manifest_of_its_base():
+    family = VocabularyShardedFamily(FAMILY, 3)
+    assert [item.name for item in family.items] == [item.name for item in FAMILY.items]
+    assert family.items[-1].writes == "hidden"
+    assert family.loss_inputs == ("labels",)
+    assert family.manifest() == FAMILY.manifest()
+
+
+def test_stored_rows_name_the_rows_of_the_whole_layer():
+    family = VocabularyShardedFamily(FAMILY, 3)
+    rows = stored_rows(family, "vocabulary.2.head.weight.exp_avg")
+    assert rows is not None
+    assert (rows.name, rows.begin, rows.end, rows.total) == ("head.weight.exp_avg", 64, 97, 97)
+    assert stored_rows(family, "head.norm.weight") is None
+    assert stored_rows(FAMILY, "vocabulary.2.head.weight") is None
+    assert shard_index("vocabulary.12.head.weight") == 12
+    assert shard_index("layers.1.mlp") is None
+
+
+def test_family_refuses_a_head_of_another_kind():
+    class Other:
+        items = FAMILY.items
+        manifest = FAMILY.manifest
+
+        def build(self, name, device):
+            return torch.nn.Identity()
+
+    with pytest.raises(TypeError, match="Identity has no form without its projection"):
+        VocabularyShardedFamily(Other(), 2).build("head", CPU)
