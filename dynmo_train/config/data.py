@@ -59,6 +59,18 @@ class DataConfig:
     )
     test_data_path: str | None = option("Test data, as --data-path.", default=None, refers_to="data")
     mock_data: bool = option("Random tokens instead of a dataset, made from the seed.", default=False)
+    hf_dataset: str | None = option(
+        "Hugging Face dataset to stream: hub name, folder or files (gpt, llama).", default=None, common=True
+    )
+    hf_dataset_name: str | None = option("Configuration of --hf-dataset; none: its default.", default=None)
+    hf_dataset_split: str = option("Training split of --hf-dataset.", default="train")
+    hf_dataset_revision: str | None = option("Branch, tag or commit of --hf-dataset; none: the latest.", default=None)
+    hf_text_field: str = option("Field of --hf-dataset with the text.", default="text")
+    hf_shuffle_buffer: int = option(
+        "Documents of --hf-dataset shuffled together; 0 keeps their order.", default=0, minimum=0
+    )
+    hf_valid_split: str | None = option("Validation split of --hf-valid-dataset, else of --hf-dataset.", default=None)
+    hf_valid_dataset: str | None = option("Validation data, as --hf-dataset.", default=None)
     reset_position_ids: bool = option("Restart positions after each end-of-document token (gpt, llama).", default=False)
     reset_attention_mask: bool = option(
         "Attend within documents only, which end with the end-of-document token (gpt, llama).", default=False
@@ -135,4 +147,4 @@ class DataConfig:
     @property
     def name(self) -> str:
         """The name of the dataset in logs and checkpoints."""
-        return "mock" if self.mock_data else self.data_path or self.train_data_path or ""
+        return "mock" if self.mock_data else self.hf_dataset or self.data_path or self.train_data_path or ""

@@ -29,7 +29,7 @@ ALIASES = {
     "retriever_seq_length": "seq_length",
 }
 # Options of which one is required.
-ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path", "mock_data"))
+ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path", "mock_data", "hf_dataset"))
 
 # Defaults of required options in a dry run, which does not train.
 DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1_000_000, "lr": 1e-4, "micro_batch_size": 1}

@@ -19,8 +19,8 @@ _SCHEDULES = {
     "DualPipeV": "dualpipe-v",
 }
 _TOKENIZER = "use --tokenizer-model with its tokenizer.json or tokenizer.model"
-_DATASET = "data sets are not downloaded: write one with dynmo-prep binarize and use --data-path"
-_VALIDATION = "write a data set with dynmo-prep binarize and use --valid-data-path"
+_DATASET = "use --hf-dataset with the name on the hub or a path: --hf-dataset allenai/c4 --hf-dataset-name en for c4"
+_VALIDATION = "use --hf-valid-split, or --hf-valid-dataset with the name on the hub or a path"
 _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
 _FP8 = "fp8 is not supported: use --bf16"
 _EXPORT = "not supported: use dynmo-ckpt convert after the run"
@@ -101,7 +101,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "training.compile": becomes("--torch-compile"),
     "training.deterministic": ignored("runs are always deterministic"),
     "training.dataset": refused(_DATASET, 1),
-    "training.dataset_path": refused(_DATASET, 1),
+    "training.dataset_path": becomes("--hf-dataset", values=1),
     "training.dataloader.num_workers": becomes("--num-workers", values=1),
     "training.dataloader.persistent_workers": ignored("workers run until the end"),
     "training.dataloader.pin_memory": ignored("no effect on results"),
@@ -178,7 +178,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     # Validation
     "validation.enable": ignored("--eval-iters 0 turns it off"),
     "validation.dataset": refused(_VALIDATION, 1),
-    "validation.dataset_path": refused(_VALIDATION, 1),
+    "validation.dataset_path": becomes("--hf-valid-dataset", values=1),
     "validation.freq": becomes("--eval-interval", values=1),
     "validation.steps": becomes("--eval-iters", values=1),
     "validation.local_batch_size": ignored("validation has the batch size of training", 1),

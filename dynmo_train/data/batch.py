@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class Batch:
         tokens: tokens per sample, where sequence-length warm-up changes them; None where all samples are equally long.
         replica: data-parallel rank of the replica whose samples these are; None for those of all replicas.
         problem: why these samples cannot be used; only this replica knows, and all ranks end together after the step.
+        position: where a stream of documents continues after these samples, for a checkpoint; None for indexed data.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -30,6 +32,7 @@ class Batch:
     tokens: int | None = None
     replica: int | None = None
     problem: str | None = None
+    position: Mapping[str, Any] | None = None
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, from which a GPU copies asynchronously."""

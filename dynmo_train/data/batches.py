@@ -9,13 +9,15 @@ continues with the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
+from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
 from ..config.data import Blend
@@ -23,10 +25,10 @@ from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from . import mock
 from .batch import Batch
 from .blend import BlendedDataset, samples_per_dataset
-from .gpt_dataset import TokenError
+from .hf_stream import HfDataset, open_hf_dataset
 from .provenance import check_vocabulary
 from .registry import sample_format
-from .sample_format import SPLITS, Dataset, Int64Array, Split, SplitBuilder, SplitRequest
+from .sample_format import SPLITS, Dataset, Int64Array, SampleError, Split, SplitBuilder, SplitRequest
 
 ALL_DOCUMENTS = (1.0, 0.0, 0.0)
 OpenSource = Callable[[str], IndexedDataset]
@@ -53,23 +55,28 @@ class RunData:
     def train_shard(self, consumed: int, step: int, replica: int) -> Batch:
         """One replica's shard of the batch of training step ``step``, after ``consumed`` samples.
 
-        With several replicas a token id outside of the vocabulary does not raise, since the others would wait for this
-        replica: the batch has a ``problem`` then, and samples of the first id.
+        With several replicas, or in a worker process, samples that cannot be used do not raise, since the others would
+        wait for this replica: the batch has a ``problem`` then, and samples of the first id.
 
         Raises:
-            TokenError: such an id, with one replica.
+            SampleError: the samples cannot be used, with one replica.
         """
         replicas, curriculum = self.config.parallel.data_parallel_size, self.config.curriculum
         share = self.config.batch_sizes.at(consumed) // replicas
         begin, tokens = consumed + replica * share, curriculum.at(step) if curriculum is not None else None
         try:
             shard = self._batch(self.train, begin, share, step, tokens, replicas=1)
-        except TokenError as error:
-            if replicas == 1:
+        except SampleError as error:
+            if replicas == 1 and get_worker_info() is None:
                 raise
             rows_NC = np.zeros((share, sample_format(self.config).num_columns(self.config)), dtype=np.int64)
             shard = replace(self._batch_of_rows(rows_NC, begin, step, tokens, replicas=1), problem=str(error))
-        return replace(shard, replica=replica)
+        position = self.train.position() if isinstance(self.train, HfDataset) else None
+        return replace(shard, replica=replica, position=position)
+
+    def eval_positions(self) -> dict[str, Any]:
+        """Where the next evaluation reads, for a checkpoint: split -> position; empty for indexed data sets."""
+        return {"valid": self.valid.position()} if isinstance(self.valid, HfDataset) else {}
 
     def token_ranges(self, consumed: int) -> list[list[dict[str, Any]]]:
         """Where each sample of the batch after ``consumed`` samples comes from; see ``Dataset.token_ranges``."""
@@ -219,17 +226,34 @@ def _open_test(
         return None, str(error)
 
 
-def open_run_data(config: Config, step: int = 0, consumed: int = 0) -> RunData:
+def _open_stream_data(config: Config, consumed: int, positions: Mapping[str, Any]) -> RunData:
+    train = open_hf_dataset(config, "train", positions.get("train"))
+    if train is None:
+        raise UsageError("no training data; give --hf-dataset")
+    if consumed and train.first_sample == 0:
+        print_message(
+            f"the checkpoint has no position of this stream: the first {consumed:,} samples are read again and left out"
+        )
+    valid = open_hf_dataset(config, "valid", positions.get("valid")) if config.training.eval_iters else None
+    return RunData(config=config, train=train, valid=valid, test=None)
+
+
+def open_run_data(
+    config: Config, step: int = 0, consumed: int = 0, positions: Mapping[str, Any] | None = None
+) -> RunData:
     """Open the data sets of a run.
 
     Args:
         config: the run's options.
         step: step to resume after.
         consumed: samples consumed up to that step.
+        positions: ``x_data_position`` of the checkpoint; None without one.
 
     Raises:
         UsageError: a data set cannot be used, or has too few samples.
     """
+    if config.data.hf_dataset is not None:
+        return _open_stream_data(config, consumed, positions or {})
     # Splits share a data set, which is memory-mapped once.
     opened: dict[str, IndexedDataset] = {}
 

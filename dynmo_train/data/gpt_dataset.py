@@ -22,13 +22,13 @@ from .._common.errors import UsageError
 from ..config import Config
 from ..formats.dataset import read_sidecar
 from ..formats.indexed import IndexedDataset, prefix_of
-from .sample_format import Dataset, Int64Array, SampleFormat, SplitBuilder, SplitRequest
+from .sample_format import Dataset, Int64Array, SampleError, SampleFormat, SplitBuilder, SplitRequest
 from .sample_index import SampleIndex, SampleIndexSpec, build_sample_index, count_tokens
 from .tokenizer import TokenizerFiles, open_tokenizer
 
 
-class TokenError(UsageError):
-    """A token id outside the vocabulary; all ranks raise it in the same step."""
+class TokenError(SampleError):
+    """A token id outside the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -77,8 +77,8 @@ class BatchLoader:
         """The batch of ``step``, after ``consumed`` samples.
 
         Raises:
-            TokenError: a single replica's data has a token id outside of the vocabulary; several replicas raise it
-                together after the step, see ``Batch.problem``.
+            SampleError: a single replica's samples cannot be used, without workers; else all ranks raise it together
+                after the step, see ``Batch.problem``.
         """
         if not self._num_workers:
             batch = self._shard(consumed, step)

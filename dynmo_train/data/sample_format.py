@@ -17,12 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .._common.errors import UsageError
 from ..config import Config
 from ..formats.indexed import IndexedDataset
 
 Int64Array = npt.NDArray[np.int64]
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+class SampleError(UsageError):
+    """Samples cannot be read or used; all ranks raise it in the same step."""
 
 
 class Dataset(Protocol):

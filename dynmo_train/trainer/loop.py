@@ -34,15 +34,15 @@ import math
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .._common.console import print_message
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from ..config import Config
-from ..data.gpt_dataset import TokenError
 from ..data.loader import BatchLoader
-from ..data.sample_format import Split
+from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
@@ -86,7 +86,7 @@ def run_pretrain(config: Config) -> int:
             trainer.close(exit_code)
         return exit_code
     # All ranks raise this in the same step: one of them reports it.
-    except TokenError:
+    except SampleError:
         if is_reporting_rank(first=world.is_rank0):
             raise
         return EXIT_USAGE
@@ -221,7 +221,7 @@ class Trainer:
         """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code.
 
         Raises:
-            TokenError: on every rank, if the data has a token id outside of the vocabulary.
+            SampleError: on every rank, if samples cannot be read or have a token id outside of the vocabulary.
             DynmoError: on every rank, if the last checkpoint could not be written.
         """
         training = self.config.training
@@ -321,12 +321,14 @@ class Trainer:
     def _batch_loader(self) -> BatchLoader:
         data, replica = self.data, self.engine.world.data_rank
         on_cuda, num_workers = self.engine.world.device.type == "cuda", self.config.data.num_workers
+        # On CPU the workers would take cores from the training.
+        workers = (2 if on_cuda else 0) if num_workers is None else num_workers
+        # A stream is read in order: each of several workers would read and tokenize all of it.
         return BatchLoader(
             lambda consumed, step: data.train_shard(consumed, step, replica),
             self.config.batch_sizes.at,
             self.config.training.train_iters,
-            # On CPU the workers would take cores from the training.
-            num_workers=(2 if on_cuda else 0) if num_workers is None else num_workers,
+            num_workers=min(workers, 1) if self.config.data.hf_dataset is not None else workers,
             pin_memory=on_cuda,
         )
 
@@ -476,6 +478,7 @@ class Trainer:
             step=self.step,
             consumed_train_samples=self.consumed_samples,
             consumed_valid_samples=self.consumed_valid_samples,
+            data_position=self._data_position(),
             source=self._source,
             data={
                 "seed": config.training.seed,
@@ -488,6 +491,11 @@ class Trainer:
             moments=not config.run.no_save_optim,
         )
         self._checkpointer.save(metadata)
+
+    def _data_position(self) -> dict[str, Any]:
+        """Where a resumed run continues to read streams of documents: split -> position; empty for indexed data."""
+        position = self._batch.position
+        return ({} if position is None else {"train": position}) | self.data.eval_positions()
 
     def _log_not_saved(self, step: int, problem: str) -> None:
         message = f"{problem}; training continues, and the next save retries"
@@ -520,11 +528,11 @@ def raise_together(world: World, problem: str | None) -> None:
     """Raise on every rank if any rank has a problem with its data. Every rank calls this.
 
     Raises:
-        TokenError: with the problem of the first rank that has one.
+        SampleError: with the problem of the first rank that has one.
     """
     problems = [each for each in all_gather_objects(world, problem) if each is not None]
     if problems:
-        raise TokenError(problems[0])
+        raise SampleError(problems[0])
 
 
 def _compression_choice(config: Config, start: InitialState) -> CompressionChoice | None:

@@ -128,7 +128,8 @@ def setup_run(config: Config, world: World) -> InitialState:
     config = _with_steps_left(config, step, consumed, world)
     # Rank 0 copies these files into every checkpoint: without them the first save would fail, and each one after it.
     run_on_all_ranks(world, lambda: _check_tokenizer(config) if world.is_rank0 else True)
-    data = rank0_first(world, lambda: open_run_data(config, step, consumed))
+    positions = checkpoint.manifest.get("x_data_position") if checkpoint is not None and step else None
+    data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions))
     # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(

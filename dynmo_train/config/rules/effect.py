@@ -102,7 +102,28 @@ EFFECTS: tuple[EffectRule, ...] = (
         when=lambda c: c.model.base_family in ("bert", "t5"),
         without="for families other than bert and t5",
     ),
-    EffectRule(options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path"),
+    EffectRule(
+        options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path or --hf-dataset"
+    ),
+    EffectRule(
+        options=(
+            "hf_dataset_name",
+            "hf_dataset_split",
+            "hf_dataset_revision",
+            "hf_text_field",
+            "hf_shuffle_buffer",
+            "hf_valid_split",
+            "hf_valid_dataset",
+        ),
+        when=lambda c: c.data.hf_dataset is not None,
+        without="without --hf-dataset",
+        refuse=True,
+    ),
+    EffectRule(
+        options=("data_impl", "sample_order", "data_cache_path"),
+        when=lambda c: c.data.hf_dataset is None,
+        without="with --hf-dataset",
+    ),
     EffectRule(
         options=("zero_gradient_sync",), when=lambda c: c.parallel.zero_stage > 0, without="without --zero-stage"
     ),

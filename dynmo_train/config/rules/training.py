@@ -172,9 +172,33 @@ def _data(config: Config, _world_size: int) -> Iterator[Problem]:
         )
     elif blend and not shares[0]:
         yield conflict("--split", f"is {data.split!r}; the weight of the training split must be above 0")
+    if data.hf_dataset is not None:
+        yield from _stream(config)
     if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
         yield conflict(
             "--tokenizer-type", "NullTokenizer reads no files; remove --tokenizer-model, --vocab-file and --merge-file"
+        )
+
+
+def _stream(config: Config) -> Iterator[Problem]:
+    """Rules over ``--hf-dataset``."""
+    data = config.data
+    if config.model.base_family not in ("gpt", "llama"):
+        yield unsupported(
+            "--hf-dataset",
+            f"is for gpt and llama; for {config.model.family} write the documents with dynmo-prep binarize"
+            " --split-sentences, and use --data-path",
+        )
+    if data.data_path or any(data.part_blends) or data.mock_data:
+        yield conflict(
+            "--hf-dataset", "cannot be combined with --data-path, --train-data-path, ... or --mock-data; remove one"
+        )
+    if not (data.tokenizer_model or data.vocab_file):
+        yield conflict("--hf-dataset", "is text, and needs a tokenizer; give --tokenizer-model or --vocab-file")
+    if config.training.eval_iters and not (data.hf_valid_split or data.hf_valid_dataset):
+        yield conflict(
+            "--hf-dataset",
+            "needs data for validation; give --hf-valid-split or --hf-valid-dataset, or --eval-iters 0",
         )
 
 

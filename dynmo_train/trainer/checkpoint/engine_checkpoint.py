@@ -24,7 +24,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class CheckpointMetadata:
         tokenizer: tokenizer files to copy: name in the checkpoint -> source path.
         keep: maximum number of checkpoints to keep; None keeps all.
         consumed_valid_samples: number of consumed validation samples.
+        data_position: where streams of documents continue: split -> position; empty for indexed data.
         source: origin of the model, from the manifest of the loaded checkpoint; None without one.
         class_names: class names of a classifier, in the order of its logits.
         moments: whether the optimizer state is stored.
@@ -83,6 +84,7 @@ class CheckpointMetadata:
     tokenizer: Mapping[str, Path]
     keep: int | None
     consumed_valid_samples: int = 0
+    data_position: Mapping[str, Any] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
     class_names: tuple[str, ...] = ()
     moments: bool = True
@@ -487,7 +489,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
         # ``dynmo-ckpt`` converts these fields to and from Megatron's training state.
         extra={
             "x_consumed_valid_samples": metadata.consumed_valid_samples,
-            **({"x_class_names": list(metadata.class_names)} if metadata.class_names else {}),
+            **{f"x_{name}": value for name in ("data_position", "class_names") if (value := getattr(metadata, name))},
             **_adam_fields(settings.optimizer),
             SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced_samples),
             "x_progress": {
@@ -568,10 +570,8 @@ def state_reader(
     """
     device, topology = world.device, checkpoint.manifest["topology"]
     # An error-feedback memory is what one rank has not sent yet: it has no meaning for ranks of another layout.
-    has_same_ranks = (topology["data_parallel_size"], topology["tensor_parallel_size"]) == (
-        world.dims.data,
-        world.dims.tensor,
-    )
+    sizes = topology["data_parallel_size"], topology["tensor_parallel_size"]
+    has_same_ranks = sizes == (world.dims.data, world.dims.tensor)
     memories = checkpoint.names("buffer") if moments and has_same_ranks else []
     rank = _rank_in_stage(world)
     optimizer = checkpoint.manifest["optimizer"] if moments else None

@@ -222,6 +222,19 @@ CASES = {
     "split empty": ({"split": "0,1,0"}, "--split"),
     "blend form": ({"data_path": "0.3 a b"}, "--data-path"),
     "two kinds of data": ({"train_data_path": "a"}, "--data-path"),
+    "two kinds of data, one streamed": (
+        {"hf_dataset": "a", "eval_iters": 0, "tokenizer_model": "t.json"},
+        "--hf-dataset",
+    ),
+    "streamed text without a tokenizer": ({"hf_dataset": "a", "data_path": None, "eval_iters": 0}, "--hf-dataset"),
+    "streamed text without validation": (
+        {"hf_dataset": "a", "data_path": None, "tokenizer_model": "t.json"},
+        "--hf-dataset",
+    ),
+    "streamed sentences": (
+        {"hf_dataset": "a", "data_path": None, "eval_iters": 0, "tokenizer_model": "t.json", "family": "bert"},
+        "--hf-dataset",
+    ),
     "null with files": (
         {"tokenizer_type": "NullTokenizer", "tokenizer_model": "t.json"},
         "--tokenizer-type",

@@ -152,6 +152,7 @@ seed = 1
 warmup_steps = 200
 compile = true
 dataloader.num_workers = 2
+dataset_path = "allenai/c4"
 [parallelism]
 tensor_parallel_degree = 1
 pipeline_parallel_degree = 2
@@ -171,6 +172,7 @@ mode = "selective"
 enable = true
 backend = "inductor"
 [validation]
+dataset_path = "allenai/c4"
 freq = 10
 steps = 4
 """
@@ -203,7 +205,7 @@ def test_torchtitan_file_is_refused_with_our_keys():
         parse_config_file(text, "titan.toml")
     messages = {problem.path: problem.message for problem in caught.value.problems}
     assert messages["training.seq_len"] == "unknown option; a key of torchtitan: use seq_length"
-    assert "dynmo-prep binarize" in messages["training.dataset"]
+    assert "--hf-dataset allenai/c4 --hf-dataset-name en" in messages["training.dataset"]
     assert messages["parallelism.tensor_parallel_degree"].endswith("use tensor_model_parallel_size")
     assert messages["compile.enable"].endswith("use torch_compile")
 

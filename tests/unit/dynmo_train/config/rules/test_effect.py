@@ -18,6 +18,10 @@ WITHOUT = {
     "relative_attention_num_buckets": {"family": "t5"},
     "relative_attention_max_distance": {"family": "t5"},
     "split": {"data_path": None, "train_data_path": "a", "valid_data_path": "b"},
+    **{
+        name: {"data_path": None, "hf_dataset": "a", "tokenizer_model": "t", "eval_iters": 0}
+        for name in ("data_impl", "sample_order", "data_cache_path")
+    },
     "eval_interval": {"eval_iters": 0},
     "pack_to": {"balance": "online"},
     "min_throughput_fraction": {"balance": "online"},
