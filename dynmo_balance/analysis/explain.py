@@ -36,6 +36,7 @@ def explain_plan(
         _bottleneck(problem, solution),
         _certificate(problem, solution, is_best=best is None),
         *([] if best is None or solution.objective != "simulated" else [_gap(timeline, best)]),
+        *_shards(problem),
         _bubble(problem, solution, timeline),
         *_remedies(header, problem, solution, timeline),
     ]
@@ -56,6 +57,21 @@ def _bottleneck(problem: PartitionProblem, solution: Solution) -> str:
         f"Worker {problem.slots[slowest].worker} ({' and '.join(contents[slowest])}) is the slowest:"
         f" {times[slowest] / 1e6:.3f} ms per microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
     )
+
+
+def _shards(problem: PartitionProblem) -> list[str]:
+    """Where the vocabulary is, if its output layer is in shards on all workers."""
+    shards, workers = problem.chain.vocabulary, len(problem.slots)
+    if shards is None:
+        return []
+    times = [
+        slot.time_ns(shards.share(shards.forward_ns + shards.weight_ns, at, workers))
+        for at, slot in enumerate(problem.slots)
+    ]
+    return [
+        f"The output layer is outside of the stages: its {shards.count} shards are on all workers and add up to"
+        f" {max(times) / 1e6:.3f} ms per microbatch to each."
+    ]
 
 
 def _certificate(problem: PartitionProblem, solution: Solution, *, is_best: bool) -> str:

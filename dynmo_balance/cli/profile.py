@@ -51,6 +51,10 @@ class RunOptions:
     ] = False
     data_parallel: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Data-parallel replicas.")] = 1
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE
+    vocabulary_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Shards of the output layer, on all workers. Default: one layer."),
+    ] = None
     fused_attention: FusedOption = True
 
 

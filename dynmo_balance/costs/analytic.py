@@ -30,6 +30,7 @@ from .._common.errors import UsageError
 from ..formats.profile import Header, Item
 from .cost_window import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
+from .vocabulary import ShardTimes
 
 RECOMPUTE = ("none", "selective", "full")
 STREAM = (5.5, 8.5)
@@ -172,6 +173,12 @@ def work_of_item(
     )
 
 
+def norm_work(shape: MicrobatchShape) -> ItemWork:
+    """The work of a head whose output layer is in shards on all workers: a normalization, without a product."""
+    stream = shape.tokens * shape.hidden * BYTES_PER_NUMBER[shape.dtype]
+    return ItemWork(weights=(), stream_bytes=(2 * stream, 3 * stream), activation_bytes=2 * stream)
+
+
 def _activation_bytes(kind: str, shape: MicrobatchShape, score_bytes: float, wider: float = 1.0) -> int:
     """Stored activations of a part of a block, after Korthikanti et al.; half of a block for attention and MLP.
 
@@ -246,6 +253,9 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
     for item in header.items:
         stated = item.x_active_param_count
         used = item.param_count if stated is None else whole(stated, f"{item.name}.active_param_count")
+        if item.kind == "head" and header.x_vocabulary is not None:
+            works.append(norm_work(shape))
+            continue
         # A tied head may be listed without parameters of its own, but it multiplies by the whole table.
         if item.kind == "head":
             used = max(used, params.get(item.tied_to or "", 0))
@@ -278,6 +288,9 @@ def costs_of_header(
         fused_attention=fused_attention,
     )
     costs = costs_of(header_works(header, shape), shape, device)
+    if header.x_vocabulary is not None:
+        stated = whole(header.x_vocabulary.get("param_count"), "vocabulary.param_count")
+        costs = replace(costs, vocabulary=shard_times(stated, shape, device))
     pairs = zip(costs.activation_bytes, header.items, strict=True)
     return replace(
         costs,
@@ -288,10 +301,28 @@ def costs_of_header(
     )
 
 
+def shard_times(weights: int, shape: MicrobatchShape, device: Device) -> ShardTimes:
+    """The times of all shards of an output layer in one microbatch: two products in S, one in T.
+
+    Args:
+        weights: of all shards.
+        shape: the microbatch.
+        device: rates in operations, bytes and ns.
+    """
+    logits = 4 * shape.tokens * max(1, weights // max(1, shape.hidden))
+    work = ItemWork(weights=(weights,), stream_bytes=(LOGITS[0] * logits, LOGITS[1] * logits))
+    forward, backward_input, backward_weight = item_times(work, replace(shape, recompute="none"), device)
+    # The gradient of the input follows the logits in S; that of the logits is computed in T.
+    moved = round(device.touch_ns(work.stream_bytes[1]))
+    return ShardTimes(forward_ns=forward + backward_input - moved, weight_ns=backward_weight + moved)
+
+
 def step_flops(header: Header, works: Sequence[ItemWork], shape: MicrobatchShape) -> float:
     """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward.
 
     Recomputation does not count, as in the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B).
     """
     forward = sum(2 * shape.tokens * sum(work.weights) + work.score_flops for work in works)
+    if header.x_vocabulary is not None:
+        forward += 2 * shape.tokens * whole(header.x_vocabulary.get("param_count"), "vocabulary.param_count")
     return 3.0 * forward * header.microbatches * header.tensor_parallel_size

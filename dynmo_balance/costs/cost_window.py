@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..formats.profile import Header, Samples, Step
+from .vocabulary import ShardTimes, measured_times
 
 SPEED_UNIT = 1_000_000
 """Speeds are integers in parts per million of the normal speed, so that solvers are exact."""
@@ -35,6 +36,7 @@ class ItemCosts:
         split: whether the backward pass is split.
         records: number of step records; 0 for computed costs.
         from_step, to_step: the steps of the records.
+        vocabulary: times of the shards of an output layer that is on all workers; None without.
     """
 
     forward_ns: tuple[int, ...]
@@ -45,6 +47,7 @@ class ItemCosts:
     records: int
     from_step: int
     to_step: int
+    vocabulary: ShardTimes | None = None
 
     @property
     def total_ns(self) -> tuple[int, ...]:
@@ -180,6 +183,7 @@ class CostWindow:
             records=len(records),
             from_step=records[0].step,
             to_step=records[-1].step,
+            vocabulary=measured_times(records),
         )
 
 

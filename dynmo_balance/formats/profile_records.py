@@ -85,6 +85,7 @@ class Header:
     workers: tuple[Worker, ...]
     items: tuple[Item, ...]
     x_replica_link: Mapping[str, Any] | None = None
+    x_vocabulary: Mapping[str, Any] | None = None
 
     @property
     def replica_bandwidth(self) -> int | None:
@@ -107,6 +108,7 @@ class Step:
     activation_bytes: Samples
     busy_ns: Samples
     peak_memory_bytes: Samples
+    x_vocabulary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

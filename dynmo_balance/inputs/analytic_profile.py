@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import __version__
 from .._common.document import envelope
 from .._common.errors import UsageError
-from ..costs.analytic import ItemWork, MicrobatchShape, costs_of, work_of_item
+from ..costs.analytic import ItemWork, MicrobatchShape, costs_of, norm_work, shard_times, work_of_item
 from ..costs.cost_window import ItemCosts
 from ..costs.devices import BYTES_PER_NUMBER, Device
 from ..costs.model_spec import ModelSpec
@@ -65,6 +65,7 @@ class BuildOptions:
     granularity: str = "layer"
     gradient_bytes_per_param: int = 4
     optimizer_bytes_per_param: int | None = None
+    vocabulary_parallel: int | None = None
 
     @property
     def state_bytes_per_param(self) -> int:
@@ -148,6 +149,8 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
     else:
         first = "embedding"
         items = [item(first, first, "embedding", embedding), *stack("", spec.layers, cross=False)]
+    if options.vocabulary_parallel is not None:
+        return [*items, item("head", "head", "head", extra)]
     if spec.tied:
         return [*items, _tied(spec, item("head", "head", "head", extra), first, options)]
     return [*items, item("head", "head", "head", extra + spec.table_params // t)]
@@ -157,8 +160,11 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
     """The header line of the profile.
 
     Raises:
-        UsageError: the tensor-parallel ranks do not divide the heads.
+        UsageError: the tensor-parallel ranks do not divide the heads, or the output layer cannot be split into shards.
     """
+    shards = options.vocabulary_parallel
+    if shards is not None:
+        _check_shards(spec, options, shards)
     if options.tensor_parallel < 1 or spec.heads % options.tensor_parallel:
         raise UsageError(
             f"{spec.heads} heads do not divide into {options.tensor_parallel} tensor-parallel ranks; choose a divisor"
@@ -202,13 +208,53 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
             for worker in range(options.workers)
         ],
         "items": _items(spec, options, boundary),
+        **({} if shards is None else {"x_vocabulary": _shards(spec, options, shards, sequence)}),
+    }
+
+
+def _check_shards(spec: ModelSpec, options: BuildOptions, shards: int) -> None:
+    """Check that the trainer can split the output layer of a model into shards.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    flag = f"--vocabulary-parallel {shards}"
+    if spec.tied:
+        raise UsageError(
+            f"{flag}: the output layer of this model is tied to its word table; untie it in its config.json"
+        )
+    if options.tensor_parallel > 1:
+        raise UsageError(f"{flag}: cannot be combined with --tensor-parallel {options.tensor_parallel}; remove one")
+    if not options.workers <= shards <= spec.vocabulary:
+        raise UsageError(
+            f"{flag}: must be at least the {options.workers} workers and at most the {spec.vocabulary:,} tokens of the"
+            " vocabulary"
+        )
+
+
+def _shards(spec: ModelSpec, options: BuildOptions, shards: int, sequence: int) -> dict[str, int]:
+    """The ``x_vocabulary`` of a header: the sizes of all shards of the output layer together."""
+    table, number = spec.table_params, BYTES_PER_NUMBER[options.dtype]
+    tokens = options.micro_batch_size * sequence
+    return {
+        "shards": shards,
+        "param_count": table,
+        "param_bytes": table * number,
+        "gradient_bytes": table * options.gradient_bytes_per_param,
+        "optimizer_bytes": table * options.state_bytes_per_param,
+        # The exponentials of all logits, and for each shard its part of every token.
+        "activation_bytes": tokens
+        * (table // spec.hidden * number + shards * (spec.hidden * number + (spec.hidden + 3) * 4)),
     }
 
 
 def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildOptions) -> ItemCosts:
     """The static costs of the items; with experts, a token costs those that it is routed to."""
     shape = shape_of(spec, header, options)
-    return costs_of(works_of(spec, header, shape), shape, device)
+    costs = costs_of(works_of(spec, header, shape), shape, device)
+    if options.vocabulary_parallel is None:
+        return costs
+    return replace(costs, vocabulary=shard_times(spec.table_params, shape, device))
 
 
 def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> MicrobatchShape:
@@ -239,6 +285,8 @@ def works_of(spec: ModelSpec, header: Header, shape: MicrobatchShape) -> list[It
         return (*transform, spec.table_params // t)
 
     def work(item: Item) -> ItemWork:
+        if item.kind == "head" and header.x_vocabulary is not None:
+            return norm_work(shape)
         if item.kind not in ("attention", "cross_attention", "mlp"):
             return work_of_item(item, shape, spec.heads, weights(item))
         number = _number_of(item.layer)
@@ -260,6 +308,16 @@ def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
     """A step line as measured under the static uniform partition."""
     problem = problem_of_run(header, costs)
     timeline = predict(problem, uniform.boundaries(problem))
+    shards, times = header.x_vocabulary, costs.vocabulary
+    passes = {}
+    if shards is not None and times is not None:
+        count = shards["shards"]
+        fields = {
+            "forward_ns": times.forward_ns,
+            "backward_ns": times.weight_ns,
+            "activation_bytes": shards["activation_bytes"],
+        }
+        passes = {"x_vocabulary": {name: [total // count] * count for name, total in fields.items()}}
     return {
         "record": "step",
         "step": step,
@@ -271,6 +329,7 @@ def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
         "activation_bytes": list(costs.activation_bytes),
         "busy_ns": list(timeline.busy_ns),
         "peak_memory_bytes": list(timeline.peak_memory_bytes),
+        **passes,
     }
 
 

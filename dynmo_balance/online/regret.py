@@ -143,6 +143,11 @@ def step_times(problem: PartitionProblem, works: Works, boundaries: Sequence[int
     workers = np.zeros((len(works), len(problem.slots)))
     for stage, at in enumerate(problem.positions):
         workers[:, at] += stages[:, stage] / speeds[stage]
+    shards, count = problem.chain.vocabulary, len(problem.slots)
+    if shards is not None:
+        passes_ns = shards.forward_ns + shards.weight_ns
+        for at, slot in enumerate(problem.slots):
+            workers[:, at] += slot.time_ns(shards.share(passes_ns, at, count))
     return np.asarray(workers.sum(axis=1) + (problem.microbatches - 1) * workers.max(axis=1))
 
 

@@ -14,6 +14,7 @@ from ..formats.plan import Plan
 from ..inputs.problem_from_options import problem_under_plan
 from ..inputs.run_history import PlanHistory, RunHistory
 from ..partition.problem import PartitionProblem
+from ..schedules.operations import SHARD_KINDS
 from ..schedules.registry import Kind
 from ..simulation.simulator import Span, Timeline, predict
 
@@ -23,8 +24,15 @@ MAX_OPERATIONS = 8000
 """Operations of a timeline on the page; a longer step ends earlier."""
 QUANTA = 100_000
 """Times of a timeline are written in parts of the step."""
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-NAMES = ("forward", "backward", "input gradient", "weight gradient")
+KINDS = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Kind.SHARD_FORWARD,
+    Kind.SHARD_WEIGHT,
+)
+NAMES = ("forward", "backward", "input gradient", "weight gradient", "output shards", "their gradient")
 
 
 def _plan_row(each: PlanHistory, data: RunData) -> list[str]:
@@ -124,12 +132,14 @@ def _flat(spans: Sequence[Span], quantum: float) -> list[int]:
 
 def _timeline_table(timeline: Timeline, workers: Sequence[int]) -> Table:
     rows = []
+    occurring = {span.kind for spans in timeline.spans for span in spans}
+    shown = [kind for kind in KINDS if kind not in SHARD_KINDS or kind in occurring]
     for worker, spans, busy in zip(workers, timeline.spans, timeline.busy_ns, strict=True):
-        times = [sum(span.end_ns - span.start_ns for span in spans if span.kind is kind) for kind in KINDS]
+        times = [sum(span.end_ns - span.start_ns for span in spans if span.kind is kind) for kind in shown]
         idle = timeline.step_ns - busy
         rows.append([f"worker {worker}", *(time_text(ns) if ns else NONE for ns in times), time_text(idle)])
     caption = f"Time of each worker in a step of {time_text(timeline.step_ns)}"
-    return Table(columns=["", *NAMES, "idle"], rows=rows, caption=caption)
+    return Table(columns=["", *(NAMES[KINDS.index(kind)] for kind in shown), "idle"], rows=rows, caption=caption)
 
 
 def simulated_steps(history: RunHistory, problem: PartitionProblem) -> list[tuple[str, str, Plan, Timeline]]:

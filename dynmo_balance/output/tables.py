@@ -40,7 +40,8 @@ def print_stages(problem: PartitionProblem, boundaries: Sequence[int], timeline:
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         slot = problem.slot(stage)
         at = problem.positions[stage]
-        cap = "-" if slot.memory_bytes is None else human_bytes(slot.memory_bytes)
+        limit = problem.slots[at].memory_bytes
+        cap = "-" if limit is None else human_bytes(limit)
         rows.append(
             [
                 str(stage),
@@ -54,6 +55,24 @@ def print_stages(problem: PartitionProblem, boundaries: Sequence[int], timeline:
         )
     columns = ["stage", "worker", "items", "ms/microbatch", "busy", "memory", "limit"]
     emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
+    sentence = shards_sentence(problem)
+    if sentence is not None:
+        emit(sentence)
+
+
+def shards_sentence(problem: PartitionProblem) -> str | None:
+    """Where the shards of the output layer are, and their costs; None where the output layer is whole."""
+    shards = problem.chain.vocabulary
+    if shards is None:
+        return None
+    local = [shards.count_on(worker, len(problem.slots)) for worker in range(len(problem.slots))]
+    least, most = min(local), max(local)
+    each = str(most) if least == most else f"{least} to {most}"
+    forward, weight = (milliseconds(total * most // shards.count) for total in (shards.forward_ns, shards.weight_ns))
+    return (
+        f"output layer: {shards.count} shards, {each} on each worker, on which they add {forward} ms (S) and"
+        f" {weight} ms (T) to a microbatch"
+    )
 
 
 def certificate(

@@ -11,11 +11,20 @@ from .._common.report.units import time_text
 from ..schedules.registry import Kind
 from ..simulation.simulator import Timeline
 
-LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "b", Kind.BACKWARD_WEIGHT: "w"}
+LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "b",
+    Kind.BACKWARD_WEIGHT: "w",
+    Kind.SHARD_FORWARD: "S",
+    Kind.SHARD_WEIGHT: "T",
+}
 
 
 def as_text(timeline: Timeline, width: int = 100) -> list[str]:
     """One string per worker: F forward, B full backward, b input gradient, w weight gradient, a dot is idle.
+
+    S and T are the passes of a sharded output layer: its part of the loss, and its weight gradient.
 
     Each of the ``width`` characters shows what takes most of its slice of the step.
     """
@@ -47,12 +56,16 @@ COLORS = {
     Kind.BACKWARD: "#d55e00",
     Kind.BACKWARD_INPUT: "#d55e00",
     Kind.BACKWARD_WEIGHT: "#00805f",
+    Kind.SHARD_FORWARD: "#cc79a7",
+    Kind.SHARD_WEIGHT: "#8a5a00",
 }
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.SHARD_FORWARD: "output shards",
+    Kind.SHARD_WEIGHT: "weight gradient of output shards",
 }
 ROW, LEFT, TOP, RIGHT = 26, 90, 30, 40
 CHARACTER = 7.5

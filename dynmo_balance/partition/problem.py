@@ -28,6 +28,7 @@ from itertools import accumulate
 
 from .._common.errors import DynmoError, UsageError
 from ..costs.cost_window import SPEED_UNIT, ItemCosts, speed_ppm
+from ..costs.vocabulary import ShardCosts
 from ..formats.plan import V_SCHEDULES, position_of
 from ..formats.profile import Header, Item
 from ..schedules.registry import (
@@ -39,6 +40,7 @@ from ..schedules.registry import (
     in_flight_sets,
     in_flight_sets_of,
 )
+from ..schedules.vocabulary import peak_pending, sharded_order, with_shards
 
 EXIT_INFEASIBLE = 3
 
@@ -89,12 +91,14 @@ class Chain:
         cuts: the item positions where a stage may begin or end, from 0 to the number of items. The items between two
             neighboring cuts form a unit.
         granularity: ``layer`` or ``sublayer``, the granularity that permits these cuts.
+        vocabulary: costs of an output layer in shards on all workers, outside of the items; None without.
     """
 
     items: tuple[Item, ...]
     costs: ItemCosts
     cuts: tuple[int, ...]
     granularity: str = "layer"
+    vocabulary: ShardCosts | None = None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -236,26 +240,43 @@ class PartitionProblem:
     def operations(self) -> Order:
         """The operations of each worker, in execution order."""
         if self.order is not None:
-            return self.order
-        return build_order(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
+            return self.order if self.chain.vocabulary is None else with_shards(self.order)
+        build = build_order if self.chain.vocabulary is None else sharded_order
+        return build(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The maximum number of microbatches in flight on each stage."""
-        if self.order is not None:
-            return count_in_flight(self.order)
+        if self.order is not None or self.chain.vocabulary is not None:
+            return count_in_flight(self.operations)
         return in_flight(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight_sets(self) -> InFlightSets:
         """Per worker, the combinations of microbatches in flight on its stages, see ``schedules``."""
-        if self.order is not None:
-            return in_flight_sets_of(self.order)
+        if self.order is not None or self.chain.vocabulary is not None:
+            return in_flight_sets_of(self.operations)
         return in_flight_sets(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     def slot(self, stage: int) -> WorkerSlot:
-        """The worker of a stage."""
-        return self.slots[self.positions[stage]]
+        """The worker of a stage; its memory is what the shards of the output layer leave."""
+        at = self.positions[stage]
+        slot = self.slots[at]
+        if self.chain.vocabulary is None or slot.memory_bytes is None:
+            return slot
+        return replace(slot, memory_bytes=max(0, slot.memory_bytes - self.shard_bytes[at]))
+
+    @cached_property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """For each worker the memory of its shards of the output layer, with the microbatches between S and T."""
+        shards, workers = self.chain.vocabulary, len(self.slots)
+        if shards is None:
+            return (0,) * workers
+        return tuple(
+            shards.share(shards.static_bytes, at, workers)
+            + pending * shards.share(shards.activation_bytes, at, workers)
+            for at, pending in enumerate(peak_pending(self.operations))
+        )
 
     def transfer_ns(self, size_bytes: int) -> int:
         """The time in ns that a tensor of ``size_bytes`` takes between two workers, rounded up."""

@@ -23,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from ..costs.cost_window import ItemCosts
+from ..costs.vocabulary import shard_costs
 from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
 from ..formats.profile import Header
 from ..partition.balance import balance
@@ -50,7 +52,13 @@ def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -
     """The chain of a profile's items with these costs; the granularity is the profile's by default."""
     granularity = granularity or header.granularity
     cuts = permitted_cuts(header.items, granularity)
-    return Chain(items=header.items, costs=costs, cuts=cuts, granularity=granularity)
+    return Chain(
+        items=header.items,
+        costs=costs,
+        cuts=cuts,
+        granularity=granularity,
+        vocabulary=shard_costs(header, costs.vocabulary),
+    )
 
 
 def problem_of_run(header: Header, costs: ItemCosts, granularity: str | None = None) -> PartitionProblem:
@@ -226,8 +234,16 @@ def to_plan(
         granularity=problem.chain.granularity,
         constraints=constraints_of(problem),
         operations=None if problem.order is None else tuple(" ".join(map(str, row)) for row in problem.order),
-        extra={RECORDS_KEY: problem.chain.costs.records},
+        extra={RECORDS_KEY: problem.chain.costs.records, **_shards(problem)},
     )
+
+
+def _shards(problem: PartitionProblem) -> dict[str, Any]:
+    """The ``x_vocabulary`` of a plan: the number of shards of the output layer on each worker; empty without."""
+    shards, workers = problem.chain.vocabulary, len(problem.slots)
+    if shards is None:
+        return {}
+    return {"x_vocabulary": {"shards_per_worker": [shards.count_on(at, workers) for at in range(workers)]}}
 
 
 def constraints_of(problem: PartitionProblem) -> Constraints:

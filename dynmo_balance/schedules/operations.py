@@ -18,6 +18,12 @@ class Kind(StrEnum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    SHARD_FORWARD = "S"
+    SHARD_WEIGHT = "T"
+
+
+SHARD_KINDS = (Kind.SHARD_FORWARD, Kind.SHARD_WEIGHT)
+"""Passes of a sharded output layer; their operations have the first stage of their worker."""
 
 
 class Operation(NamedTuple):

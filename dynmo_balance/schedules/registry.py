@@ -111,7 +111,7 @@ def in_flight_sets_of(order: Order) -> InFlightSets:
             if kind is Kind.FORWARD:
                 now[stage] += 1
                 counts.add(tuple(now[at] for at in stages))
-            elif kind is not Kind.BACKWARD_INPUT:
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 now[stage] -= 1
         result.append(tuple(sorted(one for one in counts if not _exceeded(one, counts))))
     return tuple(result)
@@ -130,6 +130,6 @@ def count_in_flight(order: Order) -> tuple[int, ...]:
             if kind is Kind.FORWARD:
                 now[stage] += 1
                 peak[stage] = max(peak[stage], now[stage])
-            elif kind is not Kind.BACKWARD_INPUT:
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 now[stage] -= 1
     return tuple(peak)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ..costs.cost_window import SPEED_UNIT
 from ..partition.problem import PartitionProblem
 from ..schedules.registry import Kind, Order, build_order
+from .simulator import predict
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Array = npt.NDArray[np.int64]
@@ -239,6 +240,9 @@ def step_times(
     Returns:
         The step in ns of each candidate.
     """
+    if problem.chain.vocabulary is not None:
+        # The last stage waits for all workers here, not for one operation: the levels have no form for it.
+        return [predict(problem, [int(at) for at in each], overhead_ns).step_ns for each in candidates]
     found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
     return [int(value) for value in found]
 

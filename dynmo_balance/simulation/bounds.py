@@ -59,8 +59,10 @@ def bounds_of(problem: PartitionProblem) -> Bounds:
         + max(0, back[at] - microbatches * (weights[at + 1] - weights[at]))
         for at in range(len(work) - 1)
     )
+    shards = chain.vocabulary
+    passes = 0 if shards is None else shards.forward_ns + shards.weight_ns
     return Bounds(
-        work_ns=at_least(microbatches * work[-1], speed),
+        work_ns=at_least(microbatches * (work[-1] + passes), speed),
         # A partition may put any unit on any worker, so only the fastest speed is certain.
         unit_ns=at_least(units, fastest),
         path_ns=at_least(forward[-1] + back[-1], fastest),

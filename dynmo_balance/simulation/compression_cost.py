@@ -18,6 +18,7 @@ from ..costs.devices import Device
 from ..formats.profile import Header, Item
 from ..partition.problem import PartitionProblem
 from ..schedules.registry import Kind, Order
+from .shard_passes import shards_of_workers
 from .simulator import Communication, StageCosts, Timeline, run, stage_costs
 
 FACTOR_BYTES = 4
@@ -189,4 +190,4 @@ def predict_compressed(
         UsageError: the factors are not smaller than the gradient.
     """
     costs = compressed_costs(problem, boundaries, stage_costs(problem, boundaries), compression)
-    return run(problem.operations, costs, overhead_ns, communication)
+    return run(problem.operations, costs, overhead_ns, communication, shards_of_workers(problem))

@@ -16,6 +16,7 @@ inputs have arrived::
   continue, but a link carries one tensor at a time in each direction. ``blocking``: the sender waits until the tensor
   is sent, and the receiver executes nothing while it arrives.
 * Stages entirely in the frozen front have no backward pass and receive no gradient.
+* An output layer in shards on all workers adds the passes S and T, see ``shard_passes``.
 * Compressed gradients have their own transfer time, and add time to the backward passes that compress and decompress.
 
 All times are integer nanoseconds, so that closed forms of step times hold exactly (tests compare them). ``batched``
@@ -32,7 +33,9 @@ from typing import NamedTuple
 
 from .._common.errors import UsageError
 from ..partition.problem import PartitionProblem
+from ..schedules.operations import SHARD_KINDS
 from ..schedules.registry import Kind, Operation, Order
+from .shard_passes import ShardPasses, WorkerShards, shards_of_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +231,7 @@ def run(
     stages: Sequence[StageCosts],
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,
+    shards: Sequence[WorkerShards] | None = None,
 ) -> Timeline:
     """Simulate one step.
 
@@ -237,6 +241,7 @@ def run(
         overhead_ns: time added to every operation: what the framework takes beyond the arithmetic. ``calibrate`` fits
             it; torch with gloo on four processes had 775 us (``tests/benchmarks/plan_quality.md``).
         communication: what transfers block.
+        shards: shards of the output layer of each worker; None where it is whole, and the order has no S and T.
 
     Raises:
         UsageError: the order of operations deadlocks.
@@ -244,6 +249,7 @@ def run(
     microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
     arrivals = _Arrivals(stages, microbatches, worker_of, communication)
+    passes, last = ShardPasses(shards), len(stages) - 1
     done = [0] * len(order)
     clock = [0] * len(order)
     spans: list[list[Span]] = [[] for _ in order]
@@ -253,15 +259,28 @@ def run(
         operations = order[worker]
         while done[worker] < len(operations):
             stage, kind, microbatch = operations[done[worker]]
+            if kind in SHARD_KINDS:
+                ready = passes.ready_ns(worker, kind, microbatch)
+                if ready < 0:
+                    break
+                start = max(clock[worker], ready)
+                clock[worker] = start + overhead_ns + passes.duration_ns(worker, kind)
+                done[worker] += 1
+                spans[worker].append(Span(stage, kind, microbatch, start, clock[worker]))
+                if kind is Kind.SHARD_FORWARD:
+                    passes.finish_part(worker, microbatch, clock[worker])
+                    waiting.append(worker_of[last])
+                continue
             cost = stages[stage]
             # Orders are built without costs, so they have backward operations of the frozen front, which do not run.
             if kind is not Kind.FORWARD and not cost.has_backward:
                 done[worker] += 1
                 continue
             ready = arrivals.ready(stage, kind, microbatch)
-            if ready < 0:
+            barrier = 0 if stage < last or kind is Kind.FORWARD else passes.barrier_ns(microbatch)
+            if ready < 0 or barrier < 0:
                 break
-            start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind, microbatch)
+            start = max(clock[worker], ready, barrier) + arrivals.receive_ns(stage, kind, microbatch)
             end = start + overhead_ns + _duration(cost, kind) + _compression_ns(stages, stage, kind, microbatch)
             clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
@@ -270,6 +289,8 @@ def run(
             other = worker_of.get(stage + 1 if kind is Kind.FORWARD else stage - 1, worker)
             if other != worker:
                 waiting.append(other)
+            if stage == last and passes.finish_last(kind, microbatch, start, end):
+                waiting.extend(range(len(order)))
     stuck = [worker for worker, operations in enumerate(order) if done[worker] < len(operations)]
     if stuck:
         operation = order[stuck[0]][done[stuck[0]]]
@@ -280,7 +301,7 @@ def run(
         step_ns=max((row[-1].end_ns for row in spans if row), default=0),
         busy_ns=tuple(sum(span.end_ns - span.start_ns for span in row) for row in spans),
         peak_memory_bytes=tuple(
-            max((memory for _, memory in curve), default=0) for curve in memory_curves(order, stages)
+            max((memory for _, memory in curve), default=0) for curve in memory_curves(order, stages, shards)
         ),
         spans=tuple(tuple(row) for row in spans),
     )
@@ -306,24 +327,34 @@ def _compression_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microb
     return added
 
 
-def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tuple[Operation, int], ...], ...]:
+def memory_curves(
+    order: Order, stages: Sequence[StageCosts], shards: Sequence[WorkerShards] | None = None
+) -> tuple[tuple[tuple[Operation, int], ...], ...]:
     """For each worker the memory in bytes during each of its operations; it follows from the order alone.
 
-    The memory is static memory plus the activations between their forward and their last backward operation. A stage
-    without a backward pass stores none.
+    The memory is static memory plus the activations between their forward and their last backward operation, and for
+    shards of the output layer between S and T. A stage without a backward pass stores none.
+
+    Args:
+        order: the operations of each worker.
+        stages: the costs of each stage.
+        shards: shards of the output layer of each worker; None where it is whole.
     """
     result = []
-    for operations in order:
+    for worker, operations in enumerate(order):
         memory = sum(stages[stage].static_bytes for stage in {op.stage for op in operations})
+        memory += shards[worker].static_bytes if shards else 0
         curve = []
         for operation in operations:
             stage, kind, _ = operation
             # The weight gradient needs the activations too, so an input gradient alone frees nothing.
             stored = stages[stage].activation_bytes if stages[stage].has_backward else 0
-            if kind is Kind.FORWARD:
+            if shards and kind in SHARD_KINDS:
+                stored = shards[worker].activation_bytes
+            if kind in (Kind.FORWARD, Kind.SHARD_FORWARD):
                 memory += stored
             curve.append((operation, memory))
-            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.SHARD_WEIGHT):
                 memory -= stored
         result.append(tuple(curve))
     return tuple(result)
@@ -343,4 +374,5 @@ def predict(
         overhead_ns: time in ns added to every operation.
         communication: what transfers block.
     """
-    return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)
+    costs = stage_costs(problem, boundaries)
+    return run(problem.operations, costs, overhead_ns, communication, shards_of_workers(problem))

@@ -66,7 +66,7 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
     """
     count = len(problem.slots)
     items = problem.chain.items
-    gradient, touched = [0] * count, [0] * count
+    gradient, touched = _shard_bytes(problem, options)
     worker_of: dict[str, int] = {}
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         for item in items[begin:end]:
@@ -110,6 +110,21 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
         pairs = zip(ends, touched, strict=True)
         ends = [end + size * 10**9 // options.memory_bandwidth for end, size in pairs]
     return Tail(reduced_ns=reduced, tied_ns=tied, step_ns=max(ends))
+
+
+def _shard_bytes(problem: PartitionProblem, options: TailOptions) -> tuple[list[int], list[int]]:
+    """For each worker the bytes of its shards of the output layer that replicas reduce and the optimizer touches.
+
+    Shards are on all workers, whatever the partition of the items is.
+    """
+    shards, count = problem.chain.vocabulary, len(problem.slots)
+    if shards is None:
+        return [0] * count, [0] * count
+    reduced = shards.gradient_bytes if options.data_parallel > 1 else 0
+    return (
+        [shards.share(reduced, worker, count) for worker in range(count)],
+        [shards.share(shards.static_bytes, worker, count) for worker in range(count)],
+    )
 
 
 def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:

@@ -24,13 +24,24 @@ from itertools import pairwise
 from ..._common.document import Problem as Fault
 from ..._common.errors import DynmoError, UsageError
 from ...costs.cost_window import costs_for, speed_ppm
+from ...costs.vocabulary import shard_costs
 from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
 from ...formats.profile import Header, Item, PlanRequest, PlanResult, Step
 from ...planning.migration import BASE_PAUSE_NS
 from ...schedules.registry import Kind, Operation, Order, build_order
+from ...schedules.vocabulary import sharded_order, with_shards
 from .bottleneck import Bound, BoundProblem, bound_of
 from .inputs import VerifyInputs
-from .step import Pipeline, PlanWorker, StepMetrics, is_v_placement, measure, spans_of, workers_of_stages
+from .step import (
+    Pipeline,
+    PlanWorker,
+    StepMetrics,
+    bytes_of_shards,
+    is_v_placement,
+    measure,
+    spans_of,
+    workers_of_stages,
+)
 
 ROUNDING = Fraction(51, 100_000_000)
 """Fractions are written with six digits."""
@@ -78,10 +89,11 @@ def _is_added_worker(fault: Fault, plan: Plan, header: Header) -> bool:
     return match is not None and plan.stages[int(match[1])].worker in _added_workers(plan, header)
 
 
-def _operations(plan: Plan, microbatches: int) -> Order:
-    """The plan's own operations, or those of its schedule."""
+def _operations(plan: Plan, microbatches: int, *, has_shards: bool) -> Order:
+    """The plan's own operations, or those of its schedule; with ``has_shards`` the passes of the output layer too."""
     if plan.operations is None:
-        return build_order(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
+        build = sharded_order if has_shards else build_order
+        return build(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     rows = []
     for line in plan.operations:
         parts = [re.split(r"([FBIW])", each) for each in line.split()]
@@ -89,7 +101,7 @@ def _operations(plan: Plan, microbatches: int) -> Order:
     found = 1 + max((one.microbatch for row in rows for one in row), default=-1)
     if found != microbatches:
         raise UsageError(f"the plan's operations are for {found} microbatches, not {microbatches}")
-    return tuple(rows)
+    return with_shards(tuple(rows)) if has_shards else tuple(rows)
 
 
 def _pipeline(plan: Plan, inputs: VerifyInputs, follower: Plan | None = None) -> Pipeline:
@@ -98,18 +110,27 @@ def _pipeline(plan: Plan, inputs: VerifyInputs, follower: Plan | None = None) ->
     speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
     limits = inputs.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
     costs = inputs.costs if follower is None else costs_for(follower.schedule, inputs.costs)
+    vocabulary = shard_costs(header, costs.vocabulary)
+    order = _operations(plan, inputs.constraints.microbatches, has_shards=vocabulary is not None)
     return Pipeline(
         items=header.items,
         costs=costs_for(plan.schedule, costs),
         spans=spans_of(plan),
         plan_workers=tuple(
-            PlanWorker(worker=worker, speed_ppm=speeds.get(worker, 1_000_000), memory_bytes=memory)
-            for worker, memory in zip(plan.workers, limits, strict=True)
+            PlanWorker(
+                worker=worker,
+                speed_ppm=speeds.get(worker, 1_000_000),
+                memory_bytes=None
+                if memory is None
+                else max(0, memory - bytes_of_shards(vocabulary, at, order[at], len(plan.workers))),
+            )
+            for at, (worker, memory) in enumerate(zip(plan.workers, limits, strict=True))
         ),
         worker_of_stage=workers_of_stages(plan),
-        order=_operations(plan, inputs.constraints.microbatches),
+        order=order,
         bandwidth=None if header.link is None else header.link.bandwidth_bytes_per_s,
         latency_ns=0 if header.link is None else header.link.latency_ns,
+        vocabulary=vocabulary,
     )
 
 

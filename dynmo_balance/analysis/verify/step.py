@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ...costs.cost_window import SPEED_UNIT, ItemCosts
+from ...costs.vocabulary import ShardCosts
 from ...formats.plan import V_SCHEDULES, Plan
 from ...formats.profile import Item
+from ...schedules.operations import SHARD_KINDS
 from ...schedules.registry import Kind, Operation, Order
 
 
@@ -48,6 +50,7 @@ class Pipeline:
         order: the operations of each worker.
         bandwidth: bytes per second between workers; None if unknown.
         latency_ns: of a transfer.
+        vocabulary: costs of an output layer in shards on all workers; None without.
     """
 
     items: tuple[Item, ...]
@@ -58,6 +61,7 @@ class Pipeline:
     order: Order
     bandwidth: int | None = None
     latency_ns: int = 0
+    vocabulary: ShardCosts | None = None
 
     @property
     def frozen(self) -> int:
@@ -78,8 +82,20 @@ class Pipeline:
         if stage + 1 >= len(self.spans) or self.worker_of_stage[stage] == self.worker_of_stage[stage + 1]:
             return 0
         end = self.spans[stage][1]
-        size = self.items[end - 1].boundary_bytes if end else 0
+        return self.sending_ns(self.items[end - 1].boundary_bytes if end else 0)
+
+    def sending_ns(self, size: int) -> int:
+        """The time in ns that ``size`` bytes take between two workers."""
         return self.latency_ns + (0 if not self.bandwidth else _up(size * 10**9, self.bandwidth))
+
+    def of_shards(self, worker: int, total: int) -> int:
+        """The part of a ``worker`` in ``total``, a sum over all shards of the output layer."""
+        if self.vocabulary is None:
+            return 0
+        count, workers = self.vocabulary.count, len(self.plan_workers)
+        # Shard k of n is on worker k * workers // n: the first of worker w is the first with k * workers >= w * n.
+        first, behind = (_up(at * count, workers) for at in (worker, worker + 1))
+        return total * (behind - first) // count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +147,10 @@ def _length(pipeline: Pipeline, stage: int, kind: Kind) -> int:
     """The time in ns of an operation."""
     first, last = pipeline.spans[stage]
     plan_worker, costs = pipeline.plan_worker(stage), pipeline.costs
+    if kind in SHARD_KINDS and pipeline.vocabulary is not None:
+        shards = pipeline.vocabulary
+        total = shards.forward_ns if kind is Kind.SHARD_FORWARD else shards.weight_ns
+        return plan_worker.time_ns(pipeline.of_shards(pipeline.worker_of_stage[stage], total))
     if kind is Kind.FORWARD:
         return plan_worker.time_ns(sum(costs.forward_ns[first:last]))
     inputs = plan_worker.time_ns(sum(costs.backward_input_ns[first:last]))
@@ -143,6 +163,8 @@ def _edges(pipeline: Pipeline, rows: Sequence[Sequence[Operation]]) -> list[tupl
     of: dict[tuple[int, int], dict[str, Operation]] = defaultdict(dict)
     for row in rows:
         for one in row:
+            if one.kind in SHARD_KINDS:
+                continue
             part = {Kind.FORWARD: "forward", Kind.BACKWARD_WEIGHT: "weight"}.get(one.kind, "gradient")
             of[one.stage, one.microbatch][part] = one
     edges = [(row[at], row[at + 1], 0) for row in rows for at in range(len(row) - 1)]
@@ -156,7 +178,28 @@ def _edges(pipeline: Pipeline, rows: Sequence[Sequence[Operation]]) -> list[tupl
             (parts.get("gradient"), parts.get("weight"), 0),
         ]
         edges += [(first, then, ns) for first, then, ns in pairs if first is not None and then is not None]
+    last = len(pipeline.spans) - 1
+    for one in (one for row in rows for one in row if one.kind in SHARD_KINDS):
+        edges += _shard_edges(pipeline, one, of[last, one.microbatch])
     return edges
+
+
+def _shard_edges(
+    pipeline: Pipeline, one: Operation, last: Mapping[str, Operation]
+) -> list[tuple[Operation, Operation, int]]:
+    """The edges between S or T of a worker (``one``) and the operations of the ``last`` stage for its microbatch."""
+    shards, forward, backward = pipeline.vocabulary, last["forward"], last["gradient"]
+    if shards is None:
+        return []
+    is_away = pipeline.worker_of_stage[one.stage] != pipeline.worker_of_stage[backward.stage]
+    stream, part, sums = (
+        pipeline.sending_ns(size) if is_away else 0
+        for size in (shards.stream_bytes, shards.part_bytes, shards.sums_bytes)
+    )
+    if one.kind is Kind.SHARD_FORWARD:
+        return [(forward, one, stream), (one, backward, part)]
+    # The log-sums leave at the start of the backward: its own length is taken off the edge.
+    return [(backward, one, sums - _length(pipeline, backward.stage, backward.kind))]
 
 
 def _ends(
@@ -185,7 +228,10 @@ def _ends(
 
 def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
     """The peak memory of a worker in bytes: the state of its items, and activations until their last backward."""
-    state, stored = 0, {}
+    shards = pipeline.vocabulary
+    state = 0 if shards is None else pipeline.of_shards(worker, shards.static_bytes)
+    pending, of_pending = 0, 0 if shards is None else pipeline.of_shards(worker, shards.activation_bytes)
+    stored = {}
     for stage, (first, last) in enumerate(pipeline.spans):
         if pipeline.worker_of_stage[stage] == worker and any(one.stage == stage for one in row):
             for item in pipeline.items[first:last]:
@@ -196,7 +242,9 @@ def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
     peak = 0
     for stage, kind, _ in row:
         alive[stage] += kind is Kind.FORWARD
-        peak = max(peak, state + sum(alive[one] * stored[one] for one in alive))
+        pending += kind is Kind.SHARD_FORWARD
+        peak = max(peak, state + sum(alive[one] * stored[one] for one in alive) + pending * of_pending)
+        pending -= kind is Kind.SHARD_WEIGHT
         alive[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     return peak
 
@@ -210,15 +258,38 @@ def in_flight(row: Sequence[Operation], stages: Sequence[int]) -> set[tuple[int,
         if kind is Kind.FORWARD:
             alive[stage] += 1
             found.add(tuple(alive.values()))
-        elif kind is not Kind.BACKWARD_INPUT:
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             alive[stage] -= 1
     return found
+
+
+def bytes_of_shards(vocabulary: ShardCosts | None, worker: int, row: Sequence[Operation], workers: int) -> int:
+    """The memory of the shards of a worker in bytes, with the microbatches between S and T.
+
+    Args:
+        vocabulary: costs of the shards; None without.
+        worker: index of the worker.
+        row: operations of the worker.
+        workers: number of workers.
+    """
+    if vocabulary is None:
+        return 0
+    pending = peak = 0
+    for one in row:
+        pending += (one.kind is Kind.SHARD_FORWARD) - (one.kind is Kind.SHARD_WEIGHT)
+        peak = max(peak, pending)
+    first, behind = (_up(at * vocabulary.count, workers) for at in (worker, worker + 1))
+    local = behind - first
+    return vocabulary.static_bytes * local // vocabulary.count + peak * (
+        vocabulary.activation_bytes * local // vocabulary.count
+    )
 
 
 def measure(pipeline: Pipeline) -> StepMetrics | None:
     """The step of a pipeline; None if its operations deadlock."""
     rows = [
-        [one for one in row if one.kind is Kind.FORWARD or pipeline.is_trained(one.stage)] for row in pipeline.order
+        [one for one in row if one.kind is Kind.FORWARD or one.kind in SHARD_KINDS or pipeline.is_trained(one.stage)]
+        for row in pipeline.order
     ]
     lengths = {(stage, kind): 0 for row in rows for stage, kind, _ in row}
     lengths = {(stage, kind): _length(pipeline, stage, kind) for stage, kind in lengths}

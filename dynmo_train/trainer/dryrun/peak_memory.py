@@ -280,6 +280,7 @@ def worker_peaks(
         )
         counts = _counts(config, items, family, infos)
         shards_here = shard_share(header, worker, len(simulation["peak_memory_bytes"]))
+        static += sum(shards_here[field] for field in ("param_bytes", "gradient_bytes", "optimizer_bytes"))
         counts = replace(
             counts,
             total=counts.total + shards_here["param_count"],

@@ -554,8 +554,8 @@
 
   // ---- timeline --------------------------------------------------------------------------------------------------
 
-  const KINDS = ["forward", "backward", "input gradient", "weight gradient"];
-  const KIND_COLORS = [0, 1, 1, 2];
+  const KINDS = ["forward", "backward", "input gradient", "weight gradient", "output shards", "their gradient"];
+  const KIND_COLORS = [0, 1, 1, 2, 3, 2];
 
   // A row is [gap, duration, kind, microbatch, stage] times the number of operations; gaps are from the previous end.
   function spansOf(spec) {
