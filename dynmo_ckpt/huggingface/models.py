@@ -64,7 +64,10 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     if family == "llama":
         if model.get("moe_shared_ffn_size"):
             raise UnsupportedError("transformers' Mixtral has no shared experts; use --to native")
-        return ("mixtral" if model.get("num_experts") else "llama"), LLAMA
+        dense = "mistral" if model.get("sliding_window") else "llama"
+        return ("mixtral" if model.get("num_experts") else dense), LLAMA
+    if model.get("sliding_window"):
+        raise UnsupportedError(f"transformers has no {family} with a sliding window; use --to native")
     if model.get("num_experts"):
         raise UnsupportedError(f"transformers has no {family} with experts; use --to native")
     if family == "t5" and model.get("position_embedding") == "relative":
@@ -186,8 +189,10 @@ def _llama_config(model: Config) -> dict[str, Any]:
         if model.get(field, value) != value:
             raise UnsupportedError(f"a Llama implements {field} = {value} only; the model has {model[field]}")
     base, scaling = float(model.get("rotary_base", 10000.0)), model.get("rotary_scaling")
+    window = model.get("sliding_window")
+    dense = "MistralForCausalLM" if window else "LlamaForCausalLM"
     config = {
-        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
+        "architectures": ["MixtralForCausalLM" if experts else dense],
         "hidden_act": "silu",
         "hidden_size": model["hidden_size"],
         "intermediate_size": model["ffn_hidden_size"],
@@ -206,7 +211,9 @@ def _llama_config(model: Config) -> dict[str, Any]:
     }
     if experts:
         config |= {"num_local_experts": experts, "num_experts_per_tok": model.get("moe_top_k", 2)}
-        config |= {"sliding_window": None, "router_aux_loss_coef": model.get("moe_aux_loss_coeff", 0.0)}
+        config |= {"router_aux_loss_coef": model.get("moe_aux_loss_coeff", 0.0)}
+    if experts or window:
+        config["sliding_window"] = window
     return config
 
 
@@ -214,8 +221,7 @@ def _llama_model(config: Config) -> Model:
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
     positions = size(config, "max_position_embeddings")
-    # Mistral is a Llama with a window, which has no effect where it covers all positions.
-    _refuse_window(config, positions)
+    window = _window(config, positions)
     base, scaling = _rotary(config, positions)
     model = {
         "family": "llama",
@@ -234,6 +240,8 @@ def _llama_model(config: Config) -> Model:
         "rotary_scaling": scaling,
         "tied_embeddings": config["tie_word_embeddings"],
     }
+    if window is not None:
+        model["sliding_window"] = window
     if "num_local_experts" in config:
         model |= {
             "num_experts": size(config, "num_local_experts"),
@@ -244,15 +252,27 @@ def _llama_model(config: Config) -> Model:
     return model
 
 
-def _refuse_window(config: Config, positions: int) -> None:
-    """Raise ``UnsupportedError`` where a layer has an attention window shorter than the longest sequence."""
-    kinds, window = config.get("layer_types"), config.get("sliding_window")
-    if kinds is not None and set(map(str, kinds if isinstance(kinds, list) else [kinds])) != {"full_attention"}:
-        raise UnsupportedError(f"layer_types = {short_repr(kinds)}: DynMo implements full_attention only")
-    if window is not None and kinds is None and not (isinstance(window, int) and window >= positions):
+def _window(config: Config, positions: int) -> int | None:
+    """The sliding window of all layers, in tokens; None where a token attends to all earlier ones.
+
+    Raises:
+        CorruptError: an invalid size.
+        UnsupportedError: the layers differ.
+    """
+    kinds = config.get("layer_types")
+    if config.get("sliding_window") is None and kinds is None:
+        return None
+    found = {"sliding_attention"} if kinds is None else set(map(str, kinds if isinstance(kinds, list) else [kinds]))
+    if found == {"full_attention"}:
+        return None
+    if found != {"sliding_attention"} or "sliding_window" not in config:
         raise UnsupportedError(
-            f"sliding_window = {short_repr(window)}: DynMo attends to all of up to {positions} positions"
+            f"layer_types = {short_repr(kinds)}: DynMo implements full_attention, or Mistral's sliding_attention, in"
+            " all layers"
         )
+    window = size(config, "sliding_window")
+    # A window that covers all positions has no effect.
+    return window if window < positions else None
 
 
 def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:

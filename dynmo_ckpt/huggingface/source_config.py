@@ -124,6 +124,7 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
         "position_embedding": "rotary" if llama else "learned",
         "rotary_base": 10000.0,
         "rotary_scaling": None,
+        "sliding_window": None,
         "relative_buckets": 32,
         "relative_max_distance": 128,
         "num_tokentypes": 0,

@@ -204,8 +204,12 @@ def legacy_args(
         split_rank: the first pipeline rank of a T5's decoder; None elsewhere.
 
     Raises:
-        UnsupportedError: a rotary scaling that a legacy checkpoint cannot store.
+        UnsupportedError: a rotary scaling or a sliding window, which a legacy checkpoint cannot store.
     """
+    if model.get("sliding_window"):
+        raise UnsupportedError(
+            f"sliding_window {model['sliding_window']}: a legacy checkpoint cannot store it; use --to hf or native"
+        )
     size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
     heads = model["num_attention_heads"]
     args = {

@@ -164,7 +164,10 @@ class _Model:
         q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
         k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
         bias_NTS = self.relative_bias(name, len(x_TD), causal=causal) if self.relative else None
-        return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS))
+        window = self.model.get("sliding_window")
+        return self.linear(
+            f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS, window=window)
+        )
 
     def relative_bias(self, name: str, tokens: int, *, causal: bool) -> Array:
         """The relative position bias ``[N, T, T]`` of the attention scores (T5, arXiv:1910.10683, section 2.1).
@@ -253,12 +256,23 @@ class _Model:
         return result
 
 
-def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool, bias_NTS: Array | None = None) -> Array:
-    """Attention ``[T, N x H]``; with ``bias_NTS``, as in T5, the bias is added to unscaled scores."""
+def _attend(
+    q_NTH: Array,
+    k_NSH: Array,
+    v_NSH: Array,
+    *,
+    causal: bool,
+    bias_NTS: Array | None = None,
+    window: int | None = None,
+) -> Array:
+    """Attention ``[T, N x H]``, causal to the last ``window`` keys; a bias, as in T5, is added to unscaled scores."""
     scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1)
     scores_NTS = scores_NTS / np.float32(math.sqrt(q_NTH.shape[-1])) if bias_NTS is None else scores_NTS + bias_NTS
     if causal:
-        scores_NTS = np.where(np.tri(q_NTH.shape[1], dtype=bool), scores_NTS, -np.inf)
+        causal_TT = np.tri(q_NTH.shape[1], dtype=bool)
+        if window is not None:
+            causal_TT &= ~np.tri(q_NTH.shape[1], k=-window, dtype=bool)
+        scores_NTS = np.where(causal_TT, scores_NTS, -np.inf)
     weights_NTS = np.exp(scores_NTS - scores_NTS.max(-1, keepdims=True))
     weights_NTS /= weights_NTS.sum(-1, keepdims=True)
     mixed: Array = (weights_NTS @ v_NSH).transpose(1, 0, 2).reshape(q_NTH.shape[1], -1)

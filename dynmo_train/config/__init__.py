@@ -29,7 +29,8 @@ from .resolve import (
     resolve,
     with_deepspeed,
 )
-from .schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from .run import RunConfig
+from .schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 

@@ -221,10 +221,10 @@ FLAGS: Mapping[str, CompatFlag] = {
             "--glu-linear-offset",
             "--rotary-seq-len-interpolation-factor",
             "--window-attn-skip-freq",
-            "--window-size",
         ),
         refused(_MODEL, 1),
     ),
+    "--window-size": refused("use --attention-window N: --window-size N-1,0", 1),
     "--softmax-type": refused(_MODEL, 1, neutral="vanilla"),
     "--rope-type": refused("YaRN is not supported: use --use-rope-scaling", 1, neutral="rope"),
     **dict.fromkeys(

@@ -32,6 +32,7 @@ from .optimizer import OptimizerConfig
 from .options import DefaultContext, Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
+from .run import RunConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .tracking import TrackingConfig
 
@@ -44,7 +45,6 @@ TWO_STAGE_SCHEDULES = ("interleaved-1f1b", *V_SCHEDULES)
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
 ZeroGradientSync = Literal["microbatch", "step"]
-ReportFormat = Literal["text", "json"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "dualpipe-v", "custom"]
 Options = TypeVar("Options")
 
@@ -127,6 +127,11 @@ class ModelConfig:
     rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
     use_rope_scaling: bool = option("Scale rotary frequencies as Llama 3.1 does (llama).", default=False)
     rope_scaling_factor: float = option("Scaling factor of --use-rope-scaling.", default=8.0, above=0)
+    attention_window: int | None = option(
+        "Sliding window of attention in tokens, itself included (gpt, llama).",
+        default=None,
+        minimum=1,
+    )
     relative_attention_num_buckets: int = option("Number of relative-position buckets (t5).", default=32, minimum=4)
     relative_attention_max_distance: int = option(
         "Distance in tokens of the last relative-position bucket (t5).", default=128, minimum=4
@@ -412,79 +417,6 @@ class TrainingConfig:
     )
     device: Device = option(
         "Device type; auto: cuda if available, else cpu.", default="auto", common=True, panel=panels.PARALLELISM
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Run directory, checkpoints and dry run."""
-
-    PANEL: ClassVar[str] = panels.CHECKPOINTS
-
-    deepspeed_config: str | None = option(
-        "DeepSpeed JSON file: batch, precision, ZeRO, optimizer, clipping, curriculum.",
-        default=None,
-        refers_to="place",
-        common=True,
-        panel=panels.CONFIGURATION,
-    )
-    dry_run: bool = option(
-        "Print parameters, FLOPs and memory per rank; do not train.", default=False, common=True, panel=panels.DRY_RUN
-    )
-    dry_run_device: str = option(
-        "Device of --dry-run: h200, h100, a100, cpu, or a TOML file.", default="h200", common=True, panel=panels.DRY_RUN
-    )
-    dry_run_processes: int | None = option(
-        "World size of --dry-run; none: tensor x pipeline size.",
-        default=None,
-        minimum=1,
-        maximum=MAX_RANKS,
-        common=True,
-        panel=panels.DRY_RUN,
-    )
-    dry_run_format: ReportFormat = option("Output format of --dry-run.", default="text", panel=panels.DRY_RUN)
-    run_dir: str | None = option(
-        "Run directory; none: --save, else runs/UTC-model.", default=None, refers_to="place", common=True
-    )
-    save: str | None = option("Alias of --run-dir.", default=None, refers_to="place")
-    load: str | None = option(
-        "Checkpoint or run to load: native, Megatron, DeepSpeed or Hugging Face.",
-        default=None,
-        refers_to="place",
-        common=True,
-    )
-    exit_on_missing_checkpoint: bool | None = option(
-        "Exit if --load has no checkpoint; none: if any was saved.", default=None
-    )
-    cache_dir: str | None = option(
-        "Folder of converted checkpoints; none: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
-        default=None,
-        refers_to="place",
-    )
-    tensorboard_dir: str | None = option(
-        "Folder of TensorBoard event files; none: not written.",
-        default=None,
-        refers_to="place",
-        common=True,
-        panel=panels.LOGGING,
-    )
-    finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
-    no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
-    no_load_rng: bool = option(
-        "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
-    )
-    no_save_optim: bool = option("Do not save the optimizer state.", default=False)
-    no_save_rng: bool = option(
-        "Accepted for compatibility and ignored; checkpoints have no generator state.", default=False
-    )
-    async_save: bool = option(
-        "Write checkpoints asynchronously from a copy in host memory.", default=False, common=True
-    )
-    save_interval: int | None = option(
-        "Steps between checkpoints; none: only at the end.", default=None, minimum=1, common=True
-    )
-    keep_checkpoints: int | None = option(
-        "Number of checkpoints to keep; none: all.", default=None, minimum=1, common=True
     )
 
 

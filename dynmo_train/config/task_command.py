@@ -25,7 +25,12 @@ from .resolve import built_in_specs
 
 MODEL_KEY = "dynmo.model"
 # Model options with another name in the manifest of a checkpoint.
-MANIFEST_NAMES = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "moe_router_topk": "moe_top_k"}
+MANIFEST_NAMES = {
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "moe_router_topk": "moe_top_k",
+    "attention_window": "sliding_window",
+}
 
 _TRAINING_ONLY = "no effect without training"
 TASK_FLAGS: Mapping[str, CompatFlag] = {

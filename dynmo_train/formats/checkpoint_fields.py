@@ -41,6 +41,7 @@ MODEL = obj(
         "normalization": string("layernorm", "rmsnorm"),
         "position_embedding": string("learned", "rotary", "relative"),
         "rotary_base": number(1),
+        "sliding_window": integer(1, 2_147_483_648),
         "rotary_scaling": nullable(mapping(scalar())),
         "relative_buckets": integer(1, 2_147_483_648),
         "relative_max_distance": integer(1, 2_147_483_648),

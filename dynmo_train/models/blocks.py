@@ -25,11 +25,11 @@ from .cross_entropy import mean_linear_cross_entropy
 from .embedding_grad import PendingRows, look_up
 from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_rows
 from .hashed_attention import HashedAttention
+from .key_values import KeysValues, KVCache
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
-from .varlen import attend_sequences, has_kernel, padded_offsets, whole_offsets
+from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, whole_offsets, window_mask
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]
 CosSin = tuple[torch.Tensor, torch.Tensor]
 Linear = Callable[[str, torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -125,6 +125,7 @@ class SelfAttention(nn.Module):
         attention_dropout: dropout probability of the attention weights.
         rotary: rotates queries and keys by their position.
         relative: bias added to the scores by distance; scores are then not scaled (Raffel et al. 2020, section 2.1).
+        window: keys that a token of a causal model attends to, itself included; None means all.
     """
 
     def __init__(
@@ -142,8 +143,10 @@ class SelfAttention(nn.Module):
         attention_dropout: float = 0.0,
         rotary: Rotary | None = None,
         relative: RelativeBias | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window = window
         self.head_width = head_width or width // heads
         groups = groups or heads
         self.queries_per_group = heads // groups
@@ -242,12 +245,30 @@ class SelfAttention(nn.Module):
             offsets, tokens = padded_offsets(key_mask_BS), q.shape[2]
             y_BTR = attend_sequences(q, k, v, (offsets, offsets), (tokens, tokens), scale=self.scale)
             return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
+        if self.window is not None:
+            return x_BTD + item_dropout(self._attend_window(q, k, v, self.window), self.dropout, self.training)
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
         causal = self.causal
         # scaled_dot_product_attention accepts a mask or ``is_causal``, so the bias contains the causal mask as well.
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
         return x_BTD + item_dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
+
+    def _attend_window(
+        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """See :meth:`attend`; each token attends to the last ``window`` tokens up to itself."""
+        B, _, T, _ = q_BHTK.shape
+        if window >= T:
+            return self.attend(q_BHTK, k_BGTK, v_BGTK, None, True)
+        if not has_kernel(q_BHTK, self.attention_dropout if self.training else 0.0):
+            return self.attend(q_BHTK, k_BGTK, v_BGTK, window_mask(T, T, window, q_BHTK.device), False)
+        offsets = sample_offsets(B, T, q_BHTK.device)
+        y_BTR = attend_sequences(
+            q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (T, T), window=(window - 1, 0), scale=self.scale
+        )
+        y_BTD: torch.Tensor = self.dense(y_BTR)
+        return y_BTD
 
     def extend(
         self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
@@ -268,7 +289,7 @@ class SelfAttention(nn.Module):
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         tokens = q.shape[2]
         # Not ``is_causal``: torch aligns its causal mask to the first key, and here the last query is the last key.
-        mask_TS = torch.ones(tokens, before + tokens, dtype=torch.bool, device=x_BTD.device).tril(before)
+        mask_TS = window_mask(tokens, before + tokens, self.window or before + tokens, x_BTD.device)
         return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
 
     def extend_into(
@@ -290,6 +311,15 @@ class SelfAttention(nn.Module):
         B, H, T, K = q.shape
         causal = mask is None and T > 1
         k_BGSK, v_BGSK = kv_cache.extend(k, v)
+        keys = k_BGSK.shape[2]
+        if self.window is not None and keys > self.window:
+            if T == 1:
+                # One query attends to the last keys: no mask.
+                k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
+                mask = None if mask is None else mask[..., -self.window :]
+            else:
+                band_TS = window_mask(T, keys, self.window, q.device)
+                mask, causal = band_TS if mask is None else mask & band_TS, False
         groups = k.shape[1]
         if groups < H and T == 1:
             # The queries of a group take the token dimension, so that no key is repeated for each of them.
@@ -299,43 +329,6 @@ class SelfAttention(nn.Module):
             y_BTD: torch.Tensor = self.dense(y_BGPK.reshape(B, 1, H * K))
             return x_BTD + y_BTD
         return x_BTD + self.attend(q, k_BGSK, v_BGSK, mask, causal)
-
-
-class KVCache:
-    """Keys and values ``[B, G, S, K]`` of up to ``tokens`` tokens; the memory is allocated once.
-
-    Concatenation would copy all earlier keys and values for each new token.
-
-    Args:
-        tokens: maximum number of tokens of a sequence.
-
-    Attributes:
-        used: number of tokens so far, S.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens, self.used = tokens, 0
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
-
-    def extend(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> KeysValues:
-        """Append keys and values of new tokens.
-
-        Args:
-            k_BGTK: keys of the new tokens, ``[B, G, T, K]``.
-            v_BGTK: values of the new tokens, ``[B, G, T, K]``.
-
-        Returns:
-            Keys and values of all tokens, ``[B, G, S, K]`` each; views, which the next call does not change.
-        """
-        if self._keys is None or self._values is None:
-            B, groups, _, K = k_BGTK.shape
-            self._keys = k_BGTK.new_empty(B, groups, self._tokens, K)
-            self._values = torch.empty_like(self._keys)
-        begin, self.used = self.used, self.used + k_BGTK.shape[2]
-        self._keys[:, :, begin : self.used] = k_BGTK
-        self._values[:, :, begin : self.used] = v_BGTK
-        return self._keys[:, :, : self.used], self._values[:, :, : self.used]
 
 
 class CrossAttention(nn.Module):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
-from .varlen import CAUSAL, attend_sequences, has_kernel
+from .varlen import CAUSAL, attend_sequences, has_kernel, window_mask
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
 STARTS = "document_starts"
@@ -113,11 +113,14 @@ class PackedAttention(SelfAttention):
         """
         q, k, v = self.project(x_BTD, positions_in_documents(starts_BT) if self.reset_positions else 0)
         if not self.reset_mask:
-            y_BTD = self.attend(q, k, v, None, True)
+            y_BTD = self._attend_window(q, k, v, self.window or q.shape[2])
         elif self.most_documents and has_kernel(q, self.attention_dropout if self.training else 0.0):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)
         else:
-            y_BTD = self.attend(q, k, v, document_mask(starts_BT), False)
+            mask = document_mask(starts_BT)
+            if self.window is not None:
+                mask = mask & window_mask(q.shape[2], q.shape[2], self.window, q.device)
+            y_BTD = self.attend(q, k, v, mask, False)
         return x_BTD + item_dropout(y_BTD, self.dropout, self.training)
 
     def _attend_varlen(
@@ -126,8 +129,9 @@ class PackedAttention(SelfAttention):
         """See :meth:`attend`; the documents are sequences of their own."""
         offsets = document_offsets(starts_BT, self.most_documents)
         longest = self.longest_document
+        window = CAUSAL if self.window is None else (self.window - 1, 0)
         y_BTR = attend_sequences(
-            q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (longest, longest), window=CAUSAL, scale=self.scale
+            q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (longest, longest), window=window, scale=self.scale
         )
         y_BTD: torch.Tensor = self.dense(y_BTR)
         return y_BTD

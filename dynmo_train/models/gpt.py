@@ -27,6 +27,7 @@ class GptShape(ModelDims):
     num_layers: int
     activation: str = "gelu_tanh"
     tied_embeddings: bool = True
+    sliding_window: int | None = None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -38,6 +39,7 @@ class GptShape(ModelDims):
         data = config.data
         return super().from_config(
             config,
+            sliding_window=config.model.attention_window,
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
@@ -100,14 +102,20 @@ class Gpt(Family[Shape]):
         """All blocks form one stack."""
         return self.shape.num_layers
 
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Adds the sliding window."""
+        return {**super().attention_options(device), "window": self.shape.sliding_window}
+
     def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
         """The MLP of a block, or its experts."""
         return super().mlp(device, moe or self.shape.moe)
 
     def own_manifest(self) -> dict[str, object]:
-        """Number of blocks, and the experts."""
+        """Number of blocks, the sliding window, and the experts."""
         shape = self.shape
-        return {"num_layers": shape.num_layers, **(shape.moe.manifest() if shape.moe else {})}
+        # Readers of versions without windows must not read such a model.
+        window = {} if shape.sliding_window is None else {"sliding_window": shape.sliding_window}
+        return {"num_layers": shape.num_layers, **window, **(shape.moe.manifest() if shape.moe else {})}
 
 
 FAMILY = FamilySpec(

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import CosSin, Embedding, Head, KVCache, SelfAttention
+from .blocks import CosSin, Embedding, Head, SelfAttention
 from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
+from .key_values import KVCache
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock

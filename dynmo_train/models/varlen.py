@@ -63,6 +63,31 @@ def whole_offsets(samples: int, tokens: int, device: torch.device) -> torch.Tens
     return _offsets(begins_B, begins_B + tokens, samples * tokens)
 
 
+def sample_offsets(samples: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Where each sample begins, for samples without padding, int32 ``[B + 1]``.
+
+    Args:
+        samples: B.
+        tokens: T.
+        device: of the result.
+    """
+    return torch.arange(0, (samples + 1) * tokens, tokens, device=device, dtype=torch.int32)
+
+
+def window_mask(tokens: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Causal mask of a sliding window, bool ``[T, S]``; the last query is the last key.
+
+    Args:
+        tokens: T.
+        keys: S.
+        window: keys that a query attends to, itself included.
+        device: of the result.
+    """
+    return (
+        torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens).triu(keys - tokens - window + 1)
+    )
+
+
 def _offsets(begins_B: torch.Tensor, ends_B: torch.Tensor, end: int) -> torch.Tensor:
     return F.pad(torch.stack([begins_B, ends_B], dim=1).flatten(), (0, 1), value=end).int()
 

@@ -1,4 +1,4 @@
-"""Whole runs on samples of several documents, and on mock data: the same on any placement and after a resume."""
+"""Whole runs on packed samples with a sliding window, on mock data: the same on any placement and after a resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import pytest
 
 from tests.distributed.whole_runs import figures, tensors, train
 
-PACKED = ("--mock-data", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+PACKED = (
+    "--mock-data",
+    "--reset-position-ids",
+    "--reset-attention-mask",
+    "--eod-mask-loss",
+    "--attention-window",
+    "16",
+)
 OPTIONS = {
     "train_iters": "8",
     "eval_interval": "4",

@@ -1,4 +1,4 @@
-"""Our Llama against transformers' Llama and Mixtral: logits, loss and gradients from the same weights."""
+"""Our Llama against transformers' Llama, Mistral and Mixtral: logits, loss and gradients from the same weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
@@ -39,6 +46,7 @@ CASES = {
     "every head its own keys": replace(SHAPE, num_key_value_heads=6),
     "llama 3": replace(SHAPE, rotary_base=500.0, rotary_scaling=SCALING),
     "another head width, tied": replace(SHAPE, head_dim=12, tied_embeddings=True),
+    "mistral": replace(SHAPE, sliding_window=7),
     "mixtral": replace(SHAPE, moe=MoeShape(num_experts=4, top_k=2)),
 }
 
@@ -57,6 +65,8 @@ def hugging_face(shape: LlamaShape):
         "tie_word_embeddings": shape.tied_embeddings,
     }
     rope = {"rope_theta": shape.rotary_base, **(shape.rotary_scaling or {"rope_type": "default"})}
+    if shape.sliding_window is not None:
+        return MistralForCausalLM(MistralConfig(**common, rope_parameters=rope, sliding_window=shape.sliding_window))
     if shape.moe is None:
         return LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
     experts = {"num_local_experts": shape.moe.num_experts, "num_experts_per_tok": shape.moe.top_k}
@@ -118,7 +128,7 @@ def test_llama_logits_loss_and_gradients_equal_transformers(name):
     assert_same_gradients(theirs, renamed(gradients(family, modules), shape))
 
 
-@pytest.mark.parametrize("name", ["llama 3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama 3", "mixtral", "mistral"])
 def test_llama_decoding_logits_equal_whole_sequence(name):
     family = Llama(CASES[name])
     modules = build_all(family)

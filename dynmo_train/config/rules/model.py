@@ -24,6 +24,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "rotary_base": ("llama",),
     "use_rope_scaling": ("llama",),
     "rope_scaling_factor": ("llama",),
+    "attention_window": ("gpt", "llama"),
     "bert_no_binary_head": ("bert",),
     "untie_embeddings_and_output_weights": ("gpt", "llama"),
     "num_experts": MOE_FAMILIES,

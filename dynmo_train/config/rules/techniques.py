@@ -118,7 +118,7 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
-    """Techniques that select tokens do not read where documents begin."""
+    """Techniques that select tokens do not read where documents begin, and have no sliding windows."""
     data = config.data
     flags = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
     given = [flag for flag, on in flags.items() if on]
@@ -130,6 +130,8 @@ def _packing(config: Config, _world_size: int) -> Iterator[Problem]:
     for technique in [name for name, on in techniques.items() if on]:
         if given:
             yield unsupported(given[0], f"is given with {technique}; remove one")
+        if config.model.attention_window is not None:
+            yield unsupported("--attention-window", f"is given with {technique}; remove one")
         if data.eod_mask_loss and technique == "--early-exit-layers":
             yield unsupported(
                 "--eod-mask-loss", f"is given with {technique}, whose exits count every token; remove one"

@@ -212,13 +212,13 @@ READ = {
     "llama-7b": LLAMA_1,
     "Llama-2-7b": LLAMA_2 | {"_name_or_path": "meta-llama/Llama-2-7b-hf"},
     "Llama-3.1-8B": LLAMA_3,
+    "Mistral-7B-v0.1": MISTRAL,
     "Mistral-7B-v0.3": MISTRAL | {"sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32768},
     "Mixtral-8x7B": MIXTRAL,
 }
 FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 8, "num_layers": 8}
 REFUSED = {
     "flan-t5-small": (T5_SMALL | FLAN, "tie_word_embeddings = False"),
-    "Mistral-7B-v0.1": (MISTRAL, "sliding_window = 4096"),
     "bert-base-uncased": (MEGATRON_BERT | {"model_type": "bert"}, "model_type 'bert': must be one of"),
 }
 

@@ -8,7 +8,7 @@ from dynmo_ckpt.converters.legacy_megatron import stage_layer_counts
 from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.io.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, llama_args
+from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, legacy_args, llama_args
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage
 from dynmo_ckpt.operations.reference_model import load_array
@@ -113,6 +113,12 @@ def test_t5_stages_are_split_between_encoder_and_decoder():
     assert split_stage(m, [1, 1, 2, 1]) == 2
     with pytest.raises(UsageError, match="a stage boundary between them"):
         split_stage(m, [1, 2, 2])
+
+
+def test_legacy_args_sliding_window_is_refused():
+    model = families.llama(sliding_window=4)
+    with pytest.raises(UnsupportedError, match="sliding_window 4: a legacy checkpoint"):
+        legacy_args(model, 1, 1, 3.0, None)
 
 
 def test_legacy_args_other_rotary_scaling_is_refused():

@@ -184,6 +184,8 @@ CASES = {
         {"reset_attention_mask": True, "mod_capacity": 0.5},
         "--reset-attention-mask",
     ),
+    "window with routed blocks": ({"attention_window": 8, "mod_capacity": 0.5}, "--attention-window"),
+    "window of a bert": ({"attention_window": 8, "family": "bert"}, "--attention-window"),
     "loss of exits at ends of documents": ({"eod_mask_loss": True, "early_exit_layers": "1"}, "--eod-mask-loss"),
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),

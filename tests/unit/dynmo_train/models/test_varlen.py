@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,12 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dynmo_train.models import blocks, varlen
+from dynmo_train.models import blocks, documents, varlen
 from dynmo_train.models.blocks import CrossAttention, SelfAttention
+from dynmo_train.models.documents import STARTS, PackedAttention
+from dynmo_train.models.kv_cache import Decoder, DecodingCache
+from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.positions import RelativeBias
 from dynmo_train.models.varlen import FULL, attend_sequences, has_kernel, padded_offsets, whole_offsets
 
 D, H = 32, 4
+LLAMA = LlamaShape(
+    num_layers=2,
+    hidden_size=D,
+    ffn_hidden_size=48,
+    num_attention_heads=H,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    vocab_size=31,
+    padded_vocab_size=32,
+    sliding_window=4,
+)
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]]).bool()
 
 
@@ -136,3 +152,79 @@ def test_padded_attention_keeps_its_mask_where_scores_are_needed(monkeypatch):
 )
 def test_has_kernel_by_device_type_head_and_dropout(device, dtype, width, dropout, expected):
     assert has_kernel(torch.empty(1, 1, 1, width, device=device, dtype=dtype), dropout) == expected
+
+
+def by_keys(x, window):
+    """Which inputs each token's output depends on, bool ``[T, T]``: from the gradients."""
+    tokens = x.shape[1]
+    return [[max(0, t - window + 1) <= s <= t for s in range(tokens)] for t in range(tokens)]
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 9])
+@pytest.mark.parametrize("path", ["mask", "kernel"])
+def test_window_attends_to_the_last_tokens_up_to_itself(on_cpu, window, path):
+    attention, x = made(SelfAttention, window=window), torch.randn(1, 6, D, requires_grad=True)
+    if path == "kernel":
+        on_cpu()
+    y = attention(x)
+    reads = []
+    for token in range(6):
+        [gradient] = torch.autograd.grad(y[0, token].sum(), x, retain_graph=True)
+        reads.append((gradient[0].abs().sum(1) > 1e-6).tolist())
+    assert reads == by_keys(x, window)
+
+
+def test_window_of_documents_ends_where_they_begin(on_cpu, monkeypatch):
+    starts = torch.tensor([[0, 0, 0, 0, 4, 4]])
+    attention = made(PackedAttention, reset_positions=True, reset_mask=True, window=2)
+    x = torch.randn(1, 6, D)
+    masked = attention(x, starts)
+    attention.prepare_batch({STARTS: starts})
+    monkeypatch.setattr(documents, "has_kernel", lambda *_: True)
+    torch.testing.assert_close(attention(x, starts), masked)
+    first = made(SelfAttention, window=2)(x[:, :4])
+    torch.testing.assert_close(masked[:, :4], first)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_window_decoding_equals_the_whole_sequence(padded):
+    """A prompt longer than the window, several tokens after it, then one after another; with padding at the start."""
+    family = Llama(LLAMA)
+    modules = {item.name: family.build(item.name, torch.device("cpu")) for item in family.items}
+    for module in modules.values():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(0, 31, (1, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits(count):
+        x = ids[:, :count]
+        for item in family.items[:-1]:
+            x = modules[item.name](x)
+        return modules["head"].logits(x)[:, -1]
+
+    decoder = Decoder(family, modules, 20)
+    cache = DecodingCache(padding=torch.tensor([2]) if padded else None)
+    prompt = F.pad(ids[:, :6], (2, 0)) if padded else ids[:, :6]
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.read(prompt, cache), logits(6), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoder.read(ids[:, 6:9], cache), logits(9), rtol=1e-4, atol=1e-4)
+        for at in range(9, 12):
+            torch.testing.assert_close(decoder.read(ids[:, at : at + 1], cache), logits(at + 1), rtol=1e-4, atol=1e-4)
+
+
+def test_window_on_a_device_reads_no_mask():
+    meta = torch.device("meta")
+    norm = nn.LayerNorm(D, device=meta)
+    attention = SelfAttention(width=D, heads=H, norm=norm, device=meta, window=3).to(torch.bfloat16)
+    x = torch.empty(3, 6, D, device=meta, dtype=torch.bfloat16, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(x).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert any("varlen" in name for name in names)
+    assert not any("scaled_dot_product" in name for name in names)
+
+
+def test_window_is_in_the_manifest_of_a_model_that_has_one():
+    assert Llama(LLAMA).own_manifest()["sliding_window"] == 4
+    assert "sliding_window" not in Llama(replace(LLAMA, sliding_window=None)).own_manifest()
