@@ -10,7 +10,7 @@ The *scope* decides whether all tensor-parallel ranks draw the same numbers, or 
 
 Nothing is read from the device, no state is advanced on the host, and a key is data: a captured CUDA graph draws other
 numbers with another key. A recomputed item activates the same stream again, and draws the same numbers. On CPU,
-dropout takes half of the time of ``F.dropout`` (``tests/benchmarks/train_dropout.md``).
+the forward takes half of the time of ``F.dropout`` (``tests/benchmarks/train_dropout.md``).
 """
 
 from __future__ import annotations
