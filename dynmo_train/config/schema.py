@@ -368,6 +368,7 @@ class TrainingConfig:
         common=True,
         panel=panels.PRECISION,
     )
+    cuda_graph: bool = option("Launch attention and MLP blocks as CUDA graphs.", default=False, panel=panels.PRECISION)
     torch_compile_backend: str = option("Backend of --torch-compile.", default="inductor", panel=panels.PRECISION)
     skip_train: bool = option("Evaluate the --load model on validation and test data; do not train.", default=False)
     eval_interval: int = option(

@@ -7,6 +7,7 @@ from .extensions import installed_techniques, package_techniques
 from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES
+from .rules.graphs import GRAPH_RULES
 from .rules.ict import ICT_RULES
 from .rules.model import MODEL_RULES
 from .rules.parallel import PARALLEL_RULES
@@ -23,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *TECHNIQUES_RULES,
     *COMPRESSION_RULES,
     *COMPILING_RULES,
+    *GRAPH_RULES,
     *EFFECT_RULES,
 )
 

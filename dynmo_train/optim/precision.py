@@ -165,24 +165,33 @@ class ComputeCopies:
     Args:
         module: Item; its parameters are the masters.
         dtype: dtype of the copies.
+        is_static: Whether the copies stay in the same memory, as CUDA graphs require.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.module, self.dtype = module, dtype
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, is_static: bool = False) -> None:
+        self.module, self.dtype, self._is_static = module, dtype, is_static
         self._copies: dict[str, torch.Tensor] = {}
 
     def refresh(self) -> None:
-        """Drop the copies, because the masters may have changed."""
-        self._copies.clear()
+        """Renew the copies, at once or at their next use, because the masters may have changed."""
+        if not self._is_static:
+            self._copies.clear()
+        elif self._copies:
+            masters = dict(self.module.named_parameters())
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._copies.values()), [masters[name] for name in self._copies])
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the item on the copies."""
+        return functional_call(self.module, self.parameters(), arguments, keywords)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the copies, whose gradients go to the masters."""
         # One cast per step, but a new autograd node per call, because each microbatch has its own graph.
         masters = dict(self.module.named_parameters())
         if not self._copies:
             self._copies = _cast_all({name: master.detach() for name, master in masters.items()}, self.dtype)
-        used = {name: cast_forward(master, self._copies[name]) for name, master in masters.items()}
-        return functional_call(self.module, used, arguments, keywords)
+        return {name: cast_forward(master, self._copies[name]) for name, master in masters.items()}
 
 
 def _cast_all(masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

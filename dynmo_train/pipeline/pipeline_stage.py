@@ -40,6 +40,7 @@ from ..parallel.fsdp import accumulate_sharded_grads
 from ..parallel.random_stream import ItemStream, StreamKeys, drawing_from, draws_from_generator
 from ..parallel.seeding import seeded
 from .frozen_cache import FrozenPrefixCache
+from .graphed_items import StageGraphs
 from .profiler import LayerProfiler
 from .vocabulary import VocabularyPasses
 
@@ -64,6 +65,10 @@ class StageModule(nn.Module):
         dtype: dtype of the arithmetic.
         number: Index of the stage.
         cache: Cache of the outputs of the frozen items, which then run without dropout.
+        captures_graphs: Whether items are captured in CUDA graphs where that is possible.
+
+    Attributes:
+        graphs: CUDA graphs of the items.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class StageModule(nn.Module):
         dtype: torch.dtype,
         number: int = 0,
         cache: FrozenPrefixCache | None = None,
+        captures_graphs: bool = False,
     ) -> None:
         super().__init__()
         self.number, self.cache = number, cache if frozen else None
@@ -98,7 +104,9 @@ class StageModule(nn.Module):
         self.metrics: dict[str, dict[str, list[torch.Tensor]]] = {}
         # Items that FSDP2 shards (ZeRO) cast their parameters themselves.
         casts = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
-        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if casts else []
+        self._copies = [ComputeCopies(each, dtype, is_static=captures_graphs) for each in self.layers] if casts else []
+        copied = [copies.parameters for copies in self._copies] or None
+        self.graphs = StageGraphs(specs, list(self.layers), frozen, device, copied, is_on=captures_graphs)
 
     def begin_step(
         self,
@@ -127,6 +135,7 @@ class StageModule(nn.Module):
             if (prepare_batch := getattr(layer, "prepare_batch", None)) is not None:
                 prepare_batch(inputs)
         self.step, self.loss_scale = step, loss_scale
+        self.graphs.first_microbatch = microbatches.start
         self.metrics.clear()
         self._keys.begin_step(step, microbatches)
         for copies in self._copies:
@@ -191,7 +200,6 @@ class StageModule(nn.Module):
         key = self._keys.key(index, self.names.index(name))
 
         def run(*inputs: Any) -> torch.Tensor | ItemOutput:
-            # A stream of each run: a recomputation draws the same numbers again.
             generator = seeded(self.device, self.seed, self.step, index, name) if seeds_generator else nullcontext()
             with drawing_from(ItemStream(key, seeds_generator=seeds_generator)), generator:
                 output: torch.Tensor | ItemOutput = module(*inputs)
@@ -200,6 +208,9 @@ class StageModule(nn.Module):
         # No graph is recorded (frozen prefix, evaluation): nothing is saved that could be recomputed or counted.
         if not torch.is_grad_enabled():
             return run(*arguments)
+        if self.training and name in self.graphs:
+            self.profiler.set_activation_bytes(name, self.graphs.activation_bytes(name))
+            return self.graphs.run(name, index, key, *arguments)
         if self.recompute:
             saved_bytes = [sum(each.nbytes for each in arguments)]
             # The item draws by its own key, so torch need not save and restore the generators.
@@ -501,6 +512,7 @@ class ItemStage(PipelineStage):
                     self.module.profiler.backward(self.module.names, full=full),
                 ):
                     super().backward_one_chunk(bwd_chunk_id, loss, full, last_backward)
+                self.module.graphs.release(bwd_chunk_id)
 
     def _defer_backward(self, bwd_chunk_id: int, loss: torch.Tensor | None) -> None:
         """Keep what the full backward at W needs, and leave the previous stage without gradients."""
@@ -524,6 +536,7 @@ class ItemStage(PipelineStage):
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
                 with self._announcing_final(last_backward), self.module.profiler.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
+                self.module.graphs.release(bwd_chunk_id)
                 return
             if case is BackwardCase.SPLIT:
                 # What torch's own backward_one_chunk has stored: (inputs, parameter groups, outputs, output grads).

@@ -50,6 +50,7 @@ from ..optim.precision import float32_matmuls
 from ..parallel.process_groups import World
 from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
 from .frozen_cache import FrozenPrefixCache, sample_hashes
+from .graphed_items import most_in_flight
 from .partition import Partition, frozen_prefix
 from .pipeline_stage import SAMPLES, ItemStage, StageModule, microbatch_loss
 from .profiler import LayerProfiler
@@ -82,6 +83,7 @@ class PipelineConfig:
         operations: With ``custom``: the operations of each pipeline rank in a step, as in a plan: ``0F0 1F0 1I0 ...``.
         token_parts: Tensor-parallel ranks that share the tokens (sequence parallelism); ``boundary`` has one part.
         compiled: Backend of torch.compile; None does not compile.
+        cuda_graphs: Capture items in CUDA graphs where that is possible.
     """
 
     schedule: str
@@ -94,6 +96,7 @@ class PipelineConfig:
     operations: tuple[str, ...] | None = None
     token_parts: int = 1
     compiled: str | None = None
+    cuda_graphs: bool = False
 
     def for_batch(self, batch: Batch) -> PipelineConfig:
         """Return the configuration for a batch; ``self`` where it already fits."""
@@ -168,6 +171,7 @@ class Pipeline:
                 dtype=config.boundary.dtype,
                 number=number,
                 cache=cache,
+                captures_graphs=config.cuda_graphs,
             )
             stages.append(
                 ItemStage(
@@ -181,7 +185,7 @@ class Pipeline:
                     group=world.groups.pipeline,
                     on_gradients_final=on_gradients_final,
                     codec=codec,
-                    can_split=config.compiled is None and not config.selective,
+                    can_split=config.compiled is None and not config.selective and not config.cuda_graphs,
                     vocabulary=self._vocabulary,
                 )
             )
@@ -194,6 +198,9 @@ class Pipeline:
             self._schedule = _schedule(config, stages, loss)
         else:
             self._schedule = _schedule_with_shards(config, stages, partition, self._vocabulary)
+        self._slots: list[int] = []
+        if config.cuda_graphs:
+            self._slots = [self._in_flight(stage.stage_index, len(partition.stages)) for stage in stages]
         if codec is not None:
             self._set_compressed(stages, [spec.name for spec in specs], partition, codec)
 
@@ -241,17 +248,23 @@ class Pipeline:
             return None
         if not isinstance(self._schedule, PipelineScheduleMulti):
             return one_f_one_b_epilogue(stages, self.config.microbatches)
-        order = [
-            [
-                (one.stage_index, one.computation_type.value, one.microbatch_index or 0)
-                for each in row
-                if each
-                # DualPipeV's pairs of a forward and a backward run one after the other.
-                for one in each.sub_actions or (each,)
-            ]
-            for row in self._schedule.pipeline_order.values()
-        ]
+        order = [_operations_of(row) for row in self._schedule.pipeline_order.values()]
         return epilogue_backwards(order)
+
+    def _in_flight(self, stage: int, stages: int) -> int:
+        """Return the maximum number of microbatches between forward and backward on a local stage."""
+        if isinstance(self._schedule, ScheduleGPipe):
+            return self.config.microbatches
+        if not isinstance(self._schedule, PipelineScheduleMulti):
+            return min(self.config.microbatches, stages - stage)
+        # With the transfers: the operations of a plan are in this table only.
+        rows = getattr(self._schedule, "pipeline_order_with_comms", {})
+        return max(most_in_flight(_operations_of(row), stage) for row in rows.values())
+
+    @property
+    def graph_obstacles(self) -> dict[str, str]:
+        """Local item -> why it is not captured in a CUDA graph; empty where none is wanted."""
+        return {name: reason for module in self.modules for name, reason in module.graphs.obstacles.items()}
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
@@ -291,6 +304,10 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
         with float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None):
+            if training and self.config.cuda_graphs:
+                one = {name: tensor[: len(tensor) // self.config.microbatches] for name, tensor in inputs.items()}
+                for module, slots in zip(self.modules, self._slots, strict=True):
+                    module.graphs.capture(self.config.boundary, one, slots)
             run(target=target, losses=losses, return_outputs=False, **keywords)
         # On the device: reading a loss here would wait for it. The sum is in float64, in the order of the microbatches.
         if not self.has_last:

@@ -53,7 +53,7 @@ from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
 from .monitoring.scalar_writers import scalar_writers_on_rank0
-from .monitoring.training_log import TrainingLog, complete_line, stop_line
+from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
 from .rebalance.compression_choice import CompressionChoice
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess
@@ -228,6 +228,8 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        if training.cuda_graph:
+            self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
         self._warn_without_test_data()
         self._start_planner()
         minutes = training.exit_duration_in_mins

@@ -164,6 +164,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
             operations=_operations(config),
             token_parts=parts,
             compiled=training.torch_compile_backend if training.torch_compile else None,
+            cuda_graphs=training.cuda_graph,
         ),
         optimizer=optimizer_settings(config.optimizer),
         rate=learning_rate(config),

@@ -53,6 +53,7 @@ from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
 from ..pipeline.emulation_trace import read_trace
+from ..pipeline.graphed_items import check_graph_device
 from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
@@ -106,6 +107,8 @@ def setup_run(config: Config, world: World) -> InitialState:
         run_on_all_ranks(
             world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
         )
+    if config.training.cuda_graph:
+        run_on_all_ranks(world, lambda: check_graph_device(world.device.type))
     # Before anything that takes time; rank 0 alone needs the clients.
     run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
     apex = find_apex()

@@ -76,6 +76,8 @@ class Scenario:
     clip: float = 0.2
     tied: bool = True
     dropout: float = 0.1
+    attention_dropout: float | None = None  # as ``dropout``
+    cuda_graphs: bool = False
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
     model: str = "gpt"
@@ -101,12 +103,13 @@ class Scenario:
         return replace(again, inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
 
     def family(self) -> ModelFamily:
+        attention = self.dropout if self.attention_dropout is None else self.attention_dropout
         if self.model != "gpt":
             family = SAMPLES[self.model].family
-            shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
+            shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=attention)
             return self._changed(type(family)(shape))
         shape = replace(
-            SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+            SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=attention
         )
         family = self._changed(Gpt(shape))
         return family if self.shards is None else VocabularyShardedFamily(family, self.shards)
@@ -145,6 +148,7 @@ class Scenario:
                 frozen_cache_bytes=self.cache_bytes,
                 operations=self.operations,
                 compiled=self.compiled,
+                cuda_graphs=self.cuda_graphs,
             ),
             optimizer=self.optimizer,
             rate=rate,

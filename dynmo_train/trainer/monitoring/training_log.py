@@ -392,6 +392,21 @@ def stop_line(run: Path, step: int, load: str | None, last_saved: str | None) ->
     return f"{stopped}; the last checkpoint is {last_saved}; to resume from it, {command}"
 
 
+def graphs_line(items: Sequence[str], obstacles: Mapping[str, str]) -> str:
+    """The line on which items of this worker are captured in CUDA graphs, and why others are not.
+
+    Args:
+        items: items of this worker.
+        obstacles: item -> why it is not captured.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name, reason in obstacles.items():
+        reasons.setdefault(reason, []).append(name)
+    others = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    captured = f" CUDA graphs: {len(items) - len(obstacles)} of {len(items)} items of worker 0 are captured"
+    return f"{captured} | {others}" if others else captured
+
+
 def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:
     """The lines before training starts, in Megatron's order."""
     precision = "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"

@@ -19,6 +19,7 @@ from dynmo_train.trainer.monitoring.training_log import (
     argument_lines,
     batch_line,
     evaluation_line,
+    graphs_line,
     iteration_line,
     parameter_lines,
     startup_lines,
@@ -328,3 +329,9 @@ def test_flops_of_a_step_equal_a_written_sum(tied, matrices):
     assert matrix_parameters(family) == matrices
     flops = step_flops(family, width=64, samples=2, tokens=32)
     assert flops == 2 * 32 * (6 * matrices + 12 * 4 * 32 * 64)
+
+
+def test_graphs_line_groups_items_by_reason():
+    line = graphs_line(("embedding", "a", "b", "head"), {"embedding": "first", "head": "first", "b": "second"})
+    assert line == " CUDA graphs: 1 of 4 items of worker 0 are captured | embedding, head: first; b: second"
+    assert graphs_line(("a", "b"), {}) == " CUDA graphs: 2 of 2 items of worker 0 are captured"
