@@ -18,7 +18,7 @@ def results(module, tensors, where, device, dtype):
     """Output and gradients, on the CPU in float32."""
     module = module.to(device, dtype)
     module.zero_grad()
-    moved = [each.to(device, dtype) if each.is_floating_point() else each.to(device) for each in tensors]
+    moved = [each.detach().to(device, dtype if each.is_floating_point() else None) for each in tensors]
     moved[0].requires_grad_()
     y = module(*moved)
     (y * where.to(device)[..., None]).float().square().sum().backward()
@@ -35,15 +35,19 @@ def module_of(kind, **options):
     return module
 
 
-@pytest.mark.parametrize("case", ["padded", "cross", "documents"])
+@pytest.mark.parametrize("case", ["padded", "cross", "documents", "window", "window of documents"])
 def test_varlen_attention_is_near_a_mask_on_the_cpu(case):
     x, where = torch.randn(3, 6, D), torch.ones(3, 6, dtype=torch.bool)
     if case == "padded":
         module, tensors, where = module_of(SelfAttention, causal=False), [x, MASK], MASK
     elif case == "cross":
         module, tensors = module_of(CrossAttention), [x, torch.randn(3, 6, D), MASK]
+    elif case == "window":
+        module, tensors = module_of(SelfAttention, window=3), [x]
     else:
-        module, tensors = module_of(PackedAttention, reset_positions=True, reset_mask=True), [x, STARTS_BT]
+        window = 2 if case == "window of documents" else None
+        module = module_of(PackedAttention, reset_positions=True, reset_mask=True, window=window)
+        tensors = [x, STARTS_BT]
         module.prepare_batch({STARTS: STARTS_BT})
     expected = results(module, tensors, where, "cpu", torch.float32)
     got = results(module, tensors, where, "cuda", torch.bfloat16)
