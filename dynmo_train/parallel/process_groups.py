@@ -44,6 +44,7 @@ class Groups:
         model: Ranks of one replica (pipeline and tensor).
         expert: Ranks that share the experts of a layer.
         expert_data: Ranks that have the same experts as this one.
+        vocabulary: Ranks of ``pipeline``, once for each kind of message of a sharded output layer; empty without.
     """
 
     world: dist.ProcessGroup | None = None
@@ -53,6 +54,7 @@ class Groups:
     model: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     expert_data: dist.ProcessGroup | None = None
+    vocabulary: tuple[dist.ProcessGroup, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,27 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
         model=group(dims.ranks(data=own.data)),
         expert=group(experts),
         expert_data=group(same_experts),
+    )
+
+
+VOCABULARY_MESSAGES = 3
+
+
+def with_vocabulary_groups(world: World) -> World:
+    """Return the world with the groups of a sharded output layer; every process of a pipeline calls this."""
+    ranks = [world.global_rank(world.peer(rank)) for rank in range(world.dims.pipeline)]
+    return replace(world, groups=replace(world.groups, vocabulary=vocabulary_groups(ranks)))
+
+
+def vocabulary_groups(ranks: Sequence[int], timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, ...]:
+    """Create one group of these global ranks for each kind of message of a sharded output layer.
+
+    Args:
+        ranks: Global ranks, which all call this.
+        timeout: Timeout of the messages; None is torch's.
+    """
+    return tuple(
+        dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True) for _ in range(VOCABULARY_MESSAGES)
     )
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .process_groups import Groups, World, group_factory
+from .process_groups import Groups, World, group_factory, vocabulary_groups
 
 
 def without_workers(world: World, leaving: Collection[int], timeout_s: float = 600.0) -> World | None:
@@ -52,11 +52,14 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         return make([left.global_rank(rank) for rank in ranks], alone=alone)
 
     own = left.coordinates
+    pipeline = [left.global_rank(rank) for rank in dims.ranks(data=own.data, tensor=own.tensor)]
+    # All groups are made before any is destroyed: torch names a group by its ranks and the number of groups.
     groups = replace(
         before,
         world=among(range(left.size), alone=True),
         pipeline=among(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
         model=among(dims.ranks(data=own.data)),
+        vocabulary=vocabulary_groups(pipeline, timedelta(seconds=timeout_s)) if before.vocabulary else (),
     )
     _forget(before, groups)
     return replace(left, groups=groups)
@@ -65,6 +68,6 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
 def _forget(before: Groups, now: Groups) -> None:
     """Destroy the groups that lost members; torch's default group stays."""
     in_use = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.world, dist.group.WORLD}
-    for group in {before.world, before.pipeline, before.model} - in_use:
+    for group in {before.world, before.pipeline, before.model, *before.vocabulary} - in_use:
         if group is not None:
             dist.destroy_process_group(group)

@@ -35,7 +35,7 @@ from ..models.vocabulary_shards import (
     subtrees,
 )
 from ..optim.precision import ComputeCopies
-from ..parallel.process_groups import World
+from ..parallel.process_groups import World, with_vocabulary_groups
 from .partition import Partition
 from .profiler import LayerProfiler
 
@@ -58,18 +58,18 @@ class VocabularyGroups:
     parts: dist.ProcessGroup
     sums: dist.ProcessGroup
 
-    @classmethod
-    def create(cls, world: World, family: ModelFamily) -> VocabularyGroups | None:
-        """Create the groups for the processes of the run; every process of a pipeline calls this.
+    @staticmethod
+    def prepare(world: World, family: ModelFamily) -> World:
+        """Return the world with the groups that a family needs; every process of a pipeline calls this."""
+        return with_vocabulary_groups(world) if isinstance(family, VocabularyShardedFamily) else world
 
-        Returns:
-            The groups; None for a family whose output layer is whole.
-        """
+    @classmethod
+    def of(cls, world: World, family: ModelFamily) -> VocabularyGroups | None:
+        """Return the groups of the processes of a run; None for a family whose output layer is whole."""
         if not isinstance(family, VocabularyShardedFamily):
             return None
-        ranks = [world.global_rank(world.peer(rank)) for rank in range(world.dims.pipeline)]
-        made = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(3)]
-        return cls(loss_inputs=family.loss_inputs, features=made[0], parts=made[1], sums=made[2])
+        features, parts, sums = world.groups.vocabulary
+        return cls(loss_inputs=family.loss_inputs, features=features, parts=parts, sums=sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,6 @@ class VocabularyPasses:
         """
         self._expect_features(microbatch)
         x_BTD, work = self._features.pop(microbatch)
-        self._expect_features(microbatch + 1)
         if work is not None:
             work.wait()
         labels_N = self._labels[microbatch].reshape(-1)
@@ -229,6 +228,8 @@ class VocabularyPasses:
                 self._profiler.set_activation_bytes(
                     name, shard_activation_bytes(rows, width, self.shape.tokens, x_ND.element_size())
                 )
+            # Behind the products: with NCCL a receive is a kernel that occupies the device until its message is there.
+            self._expect_features(microbatch + 1)
             nodes = {node: merge_tree(*node, parts) for node in self._nodes.get(self._world.pipeline_rank, ())}
         if self.is_last:
             self._parts.setdefault(microbatch, {}).update(nodes)

@@ -166,9 +166,9 @@ class Engine:
         world: World,
         profiler: LayerProfiler | None = None,
     ) -> None:
+        world = VocabularyGroups.prepare(world, family)
         self.family, self.settings, self.world = family, settings, world
         self.partition = replace(partition, shards=shard_names(family))
-        self._vocabulary_groups = VocabularyGroups.create(world, family)
         region = tensor_region(world, sequence=settings.sequence_parallel)
         fsdp = None
         # With one replica there is nothing to shard over: every ZeRO stage is then plain training.
@@ -309,7 +309,7 @@ class Engine:
                 self.profiler,
                 self.grad_reducer.item_is_final if self.grad_reducer.overlaps else None,
                 self._codec,
-                self._vocabulary_groups,
+                VocabularyGroups.of(self.world, self.family),
             )
         return self._pipeline
 
@@ -586,7 +586,6 @@ class Engine:
         """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
         self.world = self._sums.world = world
         self.partition = self.partition.renumbered()
-        self._vocabulary_groups = VocabularyGroups.create(world, self.family)
         self._pipeline = None
         for technique in self.techniques:
             technique.set_world(world)

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from dynmo_train.formats.checkpoint import open_checkpoint
+from dynmo_train.parallel.dims import ParallelDims
+from tests.distributed.layouts import Layout, play_layouts
 from tests.distributed.scenario import Scenario, merged, play
 from tests.distributed.test_placement import WANDER, WANDER_4, cut, vee
+from tests.distributed.test_release import Release
+from tests.distributed.test_release import play as play_release
 from tests.distributed.whole_runs import figures, lines, train, write_data
 from tests.distributed.workers import run_workers
 
@@ -120,3 +124,47 @@ def test_checkpoint_has_the_whole_output_layer(data, tmp_path):
     train(data, run, 4, UNTIED, load=str(run), vocabulary_parallel="4")
     for step in range(9, 25):
         assert figures(run)[step] == pytest.approx(figures(plain)[step], rel=1e-4)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_shards_of_replicas_have_the_same_bits_on_any_pipeline(pipeline):
+    """Two replicas, reduced while the backward runs."""
+    layout = Layout(
+        dims=ParallelDims(pipeline=pipeline, data=2), scenario=SHARDED, settings={"overlap_reduction": pipeline == 2}
+    )
+    assert run_workers(play_layouts, 2 * pipeline, [layout])[0] == replicas()
+
+
+@cache
+def replicas() -> list:
+    layout = Layout(dims=ParallelDims(data=2), scenario=replace(SHARDED, schedule="gpipe"))
+    return run_workers(play_layouts, 2, [layout])[0]
+
+
+def test_shards_move_when_workers_are_released():
+    """Twice, down to one worker."""
+    releases = [
+        Release(step=2, released=(1,), stages=cut(3, 2, 6)),
+        Release(step=4, released=(0, 2), stages=cut(1)),
+    ]
+    scenario = replace(SHARDED, shards=6)
+    dims = ParallelDims(pipeline=4)
+    found = [each for each in run_workers(play_release, 4, Layout(dims=dims, scenario=scenario), releases) if each]
+    [alone] = run_workers(play_release, 1, Layout(dims=ParallelDims(), scenario=scenario), [])
+    assert [each["losses"] for each in found] == [alone["losses"]]
+    assert found[0]["eval_loss"] == alone["eval_loss"]
+    assert found[0]["weights"] == alone["weights"]
+
+
+def test_many_microbatches_of_uneven_ranks_run(data, tmp_path):
+    """64 microbatches on 4 workers with 6 shards, with masked tokens and in bf16; twice the same."""
+    options = {
+        "vocabulary_parallel": "6",
+        "global_batch_size": "128",
+        "train_iters": "3",
+        "freeze_schedule": None,
+        "schedule": "zero-bubble",
+    }
+    for name, workers in (("one", 1), ("four", 4)):
+        train(data, tmp_path / name, workers, UNTIED, "--eod-mask-loss", "--bf16", "--mock-data", **options)
+    assert figures(tmp_path / "four") == figures(tmp_path / "one")

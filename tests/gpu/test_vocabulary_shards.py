@@ -1,0 +1,42 @@
+"""Shards of the output layer on CUDA: near the same shards on the CPU, without a read of the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynmo_train.models.cross_entropy import token_weights
+from dynmo_train.models.vocabulary_shards import VocabularyShard, merge_tree
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+V, D, B, T, SHARDS = 1000, 64, 2, 300, 4
+
+
+def results(device, dtype):
+    """Loss, gradients of input and weight, in float32 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, D, generator=generator).to(device, dtype)
+    x_ND = torch.randn(B * T, D, generator=generator).to(device, dtype)
+    labels = torch.randint(0, V, (B, T), generator=generator).to(device)
+    bounds = [(k * V // SHARDS, (k + 1) * V // SHARDS) for k in range(SHARDS)]
+    shards = [VocabularyShard(weight[begin:end].clone(), begin) for begin, end in bounds]
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [shard(x_ND, labels.reshape(-1)) for shard in shards]
+        whole = merge_tree(0, SHARDS, {(k, k + 1): part for k, (part, _) in enumerate(outputs)})
+        weights = token_weights(labels, None)
+        for _, add_gradient in outputs:
+            add_gradient(whole.log_sum(), weights)
+        found = [whole.loss(weights), whole.input_gradient(weights)]
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    gradient = torch.cat([shard.head.weight.grad for shard in shards])
+    return [each.float().cpu() for each in (*found, gradient)]
+
+
+def test_shards_on_cuda_are_near_those_on_the_cpu():
+    for one, other in zip(results("cuda", torch.bfloat16), results("cpu", torch.float32), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
