@@ -147,8 +147,8 @@ class _Gated(torch.autograd.Function):
 def _halves(whole: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if other is not None:
         return whole, other
-    width = whole.shape[-1] // 2
-    return whole.narrow(-1, 0, width), whole.narrow(-1, width, width)
+    first, second = whole.chunk(2, dim=-1)
+    return first, second
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:

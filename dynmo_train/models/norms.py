@@ -7,7 +7,7 @@
 
 torch composes the norm of seven operations on CPU, whose backward has 17 and saves ``n`` as well.
 
-Shapes in names: N rows, D width.
+Shapes in names: N rows, D width; ``x``, ``r`` and ``n`` have any number of dimensions before D.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from torch.autograd.function import once_differentiable
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        width = x_ND.shape[-1]
-        r_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_ND, weight_D, r_N1)
-        y_ND: torch.Tensor = (x_ND * r_N1).mul_(weight_D)
-        return y_ND
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x`` is ``[..., D]``."""
+        width = x.shape[-1]
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, r)
+        y: torch.Tensor = (x * r).mul_(weight_D)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        x_ND, weight_D, r_N1 = ctx.saved_tensors
-        n_ND = x_ND * r_N1
-        of_weight_ND = grads[0] * n_ND
+        x, weight_D, r = ctx.saved_tensors
+        n = x * r
+        of_weight_ND = (grads[0] * n).reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            mean_N1 = (of_weight_ND @ weight_D)[:, None].mul_(-1.0 / x_ND.shape[-1])
-            grad_x = torch.mul(grads[0], weight_D).addcmul_(n_ND, mean_N1).mul_(r_N1)
+            mean = (of_weight_ND @ weight_D).view(r.shape).mul_(-1.0 / x.shape[-1])
+            grad_x = torch.mul(grads[0], weight_D).addcmul_(n, mean).mul_(r)
         if ctx.needs_input_grad[1]:
             grad_weight = of_weight_ND.sum(0)
         return grad_x, grad_weight, None
@@ -54,5 +55,5 @@ class RmsNorm(nn.RMSNorm):
         if not own or torch.compiler.is_compiling():
             return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        y_ND: torch.Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps)  # type: ignore[no-untyped-call]
-        return y_ND.view(x.shape)
+        y: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return y

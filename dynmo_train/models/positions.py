@@ -148,13 +148,11 @@ def _rotated_out_of_place(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Te
     return x * cos_sin[0] + torch.cat([-second, first], dim=-1) * cos_sin[1]
 
 
-def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, sign: int) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    # The halves of a table are equal.
-    sine = sine.narrow(-1, 0, half)
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, half_sine: torch.Tensor, sign: int) -> torch.Tensor:
     y = x * cosine
-    y.narrow(-1, 0, half).addcmul_(x.narrow(-1, half, half), sine, value=-sign)
-    y.narrow(-1, half, half).addcmul_(x.narrow(-1, 0, half), sine, value=sign)
+    (first, second), (first_y, second_y) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    first_y.addcmul_(second, half_sine, value=-sign)
+    second_y.addcmul_(first, half_sine, value=sign)
     return y
 
 
@@ -163,14 +161,16 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> Any:
-        ctx.save_for_backward(cosine, sine)
-        return _rotated(q, cosine, sine, 1), _rotated(k, cosine, sine, 1)
+        # The halves of a table are equal.
+        half_sine = sine.narrow(-1, 0, sine.shape[-1] // 2)
+        ctx.save_for_backward(cosine, half_sine)
+        return _rotated(q, cosine, half_sine, 1), _rotated(k, cosine, half_sine, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        cosine, sine = ctx.saved_tensors
-        return *(_rotated(grad, cosine, sine, -1) for grad in grads), None, None
+        cosine, half_sine = ctx.saved_tensors
+        return *(_rotated(grad, cosine, half_sine, -1) for grad in grads), None, None
 
 
 def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *, causal: bool) -> torch.Tensor:

@@ -128,7 +128,7 @@ class StreamKeys:
         words = [word for name in names for word in _two_words(seed, name)]
         self._items = torch.tensor(words, dtype=torch.int64).view(1, len(names), 2)
         self._device, self._first = device, 0
-        self._keys = self._items.expand(0, -1, -1)
+        self._keys: Sequence[torch.Tensor] = ()
 
     def begin_step(self, step: int, microbatches: range) -> None:
         """Make the keys of a step: one copy to the device, which waits for nothing.
@@ -143,11 +143,13 @@ class StreamKeys:
         keys = hash_words(self._items + counters.view(-1, 1, 1))
         if self._device.type == "cuda":
             keys = keys.pin_memory()
-        self._keys, self._first = keys.to(self._device, non_blocking=True), microbatches.start
+        # All views in one operation; an index would be two for each run of an item.
+        self._keys = keys.to(self._device, non_blocking=True).view(-1, 2).unbind()
+        self._first = microbatches.start
 
     def key(self, microbatch: int, position: int) -> torch.Tensor:
         """Return the key of the item at ``position`` for a global microbatch index: int64 ``[2]`` on the device."""
-        return self._keys[microbatch - self._first, position]
+        return self._keys[(microbatch - self._first) * self._items.shape[1] + position]
 
 
 def _two_words(seed: int, name: str) -> tuple[int, int]:

@@ -85,7 +85,7 @@ def test_keys_do_not_depend_on_other_items_or_microbatches():
 
 def test_keys_of_many_items_microbatches_and_steps_are_distinct():
     names = [f"layers.{number}.mlp" for number in range(64)]
-    found = [keys(step=step, microbatches=range(64), names=names)._keys.view(-1, 2) for step in range(1, 9)]
+    found = [torch.stack(keys(step=step, microbatches=range(64), names=names)._keys) for step in range(1, 9)]
     whole = torch.cat(found)
     assert len(torch.unique(whole[:, 0])) == len(torch.unique(whole[:, 1])) == len(whole) == 64 * 64 * 8
 
