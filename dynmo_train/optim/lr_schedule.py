@@ -13,6 +13,11 @@ import math
 from dataclasses import dataclass
 
 
+def rate_at(schedule: LearningRate | None, step: int) -> float | None:
+    """Return the learning rate of the update after ``step`` steps; None without a schedule."""
+    return None if schedule is None else schedule.at(step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Linear warm-up from ``initial`` to ``peak``, then decay to ``floor`` at ``decay_steps``, warm-up included.

@@ -74,7 +74,7 @@ from ..optim.gradients import (
 from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore, OptimizerStates
-from ..optim.lr_schedule import LearningRate, WeightDecay
+from ..optim.lr_schedule import LearningRate, WeightDecay, rate_at
 from ..optim.optimizers.protocol import OptimizerSettings, Update
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
@@ -368,22 +368,20 @@ class Engine:
         # The result of the last step decides the learning rate of this one.
         result = result or self.collect()
         # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
-        rate = self.settings.rate.at(self.advanced_samples)
-        self.item_store.step(
-            Update(
-                lr=rate,
-                weight_decay=self.weight_decay,
-                decoupled_lr=(self.settings.decoupled_rate or self.settings.rate).at(self.advanced_samples),
-                divisor=clip_divisor(sums[0], self.settings.clip),
-                skip=sums[:2].isfinite().all().logical_not().float(),
-            )
+        update = Update(
+            lr=self.settings.rate.at(self.advanced_samples),
+            weight_decay=self.weight_decay,
+            decoupled_lr=rate_at(self.settings.decoupled_rate, self.advanced_samples),
+            divisor=clip_divisor(sums[0], self.settings.clip),
+            skip=sums[:2].isfinite().all().logical_not().float(),
         )
+        self.item_store.step(update)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
             microbatches=self.pipeline_config.microbatches,
             advance=advance,
-            rate=rate,
+            rates=(update.lr, update.decoupled_lr),
         )
         self.is_warm = True
         return result
@@ -409,8 +407,10 @@ class Engine:
         return StepResult(
             loss=sums.loss,
             grad_norm=sums.norm,
-            rate=launched.rate,
+            rate=launched.rates[0],
+            decoupled_rate=launched.rates[1],
             next_rate=self.settings.rate.at(self.advanced_samples),
+            next_decoupled_rate=rate_at(self.settings.decoupled_rate, self.advanced_samples),
             loss_scale=self.scaler.scale,
             updated=updated,
             is_scale_search=is_scale_search,

@@ -419,6 +419,7 @@ class Trainer:
             **result.counts,
             grad_norm=result.grad_norm,
             learning_rate=result.rate,
+            **({} if result.decoupled_rate is None else {"decoupled_learning_rate": result.decoupled_rate}),
             loss_scale=result.loss_scale,
             updated=result.updated,
             step_ns=result.step_ns,

@@ -20,6 +20,8 @@ class StepResult:
         grad_norm: global L2 norm before clipping.
         rate: learning rate of this step's update.
         next_rate: learning rate of the next update; Megatron's log line shows this one.
+        decoupled_rate: learning rate of word embeddings and output layer in this update; None where it is ``rate``.
+        next_decoupled_rate: the same of the next update.
         loss_scale: loss scale of the next step.
         updated: False where the loss or a gradient was not finite; weights and schedules are then unchanged.
         step_ns: wall time on this rank, in nanoseconds: from the launch of the step, or from the result of the step
@@ -38,6 +40,8 @@ class StepResult:
     loss_scale: float
     updated: bool
     step_ns: int
+    decoupled_rate: float | None = None
+    next_decoupled_rate: float | None = None
     gathered_costs: CostGather | None = None
     is_scale_search: bool = False
     metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
@@ -82,11 +86,11 @@ class LaunchedStep:
         measured: what the profiler has measured; None where the step was not profiled.
         microbatches: number of microbatches.
         advance: samples by which the learning-rate schedule advances after an update.
-        rate: learning rate of the update.
+        rates: learning rate of the update, and that of word embeddings and output layer; None where it is the same.
     """
 
     sums: HostCopy
     measured: Measurements | None
     microbatches: int
     advance: int
-    rate: float
+    rates: tuple[float, float | None]

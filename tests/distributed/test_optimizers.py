@@ -19,7 +19,7 @@ from dynmo_train.parallel.process_groups import set_parallel_dims
 from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.scenario import Scenario, merged, play
 from tests.distributed.test_placement import WANDER
-from tests.distributed.whole_runs import arguments, figures, run_command, tensors, train, write_data
+from tests.distributed.whole_runs import arguments, figures, lines, run_command, tensors, train, write_data
 from tests.distributed.workers import run_workers
 from tests.unit.dynmo_train.config.small_config import SMALL
 
@@ -156,3 +156,13 @@ def test_resume_with_another_optimizer_is_refused_with_remedy(data, tmp_path):
     code, message = run_command([*words, "--no-load-optim"])
     assert code == 0, message
     assert set(figures(tmp_path / "other")) == {5, 6}
+
+
+def test_decoupled_learning_rate_is_in_the_metrics(tmp_path):
+    options = {"decoupled_lr": "1e-4", "lr_warmup_iters": "2", "train_iters": "4", "freeze_schedule": None}
+    pruning = dict.fromkeys(("pruning_start_iter", "pruning_end_iter", "pruning_freq"))
+    train(None, tmp_path / "run", 1, "--mock-data", **options, **pruning)
+    rates = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if "lm_loss" in line]
+    for line in rates:
+        assert line["decoupled_learning_rate"] == pytest.approx(line["learning_rate"] * 1e-4 / 2e-3)
+    assert {line["learning_rate"] for line in rates} > {0.0, 1e-3}

@@ -43,6 +43,7 @@ class IterationStats:
         skipped: number of steps without an update since the last line.
         nan: number of steps with a loss that was not finite since the last line.
         tflops: throughput per device in TFLOP/s; None without ``--log-throughput``.
+        decoupled_learning_rate: learning rate of word embeddings and output layer; None without ``--decoupled-lr``.
         loss_name: printed name of the loss.
         others: further losses by name, printed after ``lm_loss``.
     """
@@ -59,6 +60,7 @@ class IterationStats:
     skipped: int
     nan: int
     tflops: float | None = None
+    decoupled_learning_rate: float | None = None
     loss_name: str = "lm loss"
     others: Mapping[str, float] = field(default_factory=dict)
 
@@ -72,7 +74,10 @@ def iteration_line(stats: IterationStats) -> str:
     ]
     if stats.tflops is not None:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {stats.tflops:.1f}")
-    parts += [f"learning rate: {stats.learning_rate:.3E}", f"global batch size: {stats.global_batch_size:5d}"]
+    parts.append(f"learning rate: {stats.learning_rate:.3E}")
+    if stats.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {stats.decoupled_learning_rate:.3E}")
+    parts.append(f"global batch size: {stats.global_batch_size:5d}")
     if stats.lm_loss is not None:
         parts.append(f"{stats.loss_name}: {stats.lm_loss:.6E}")
     parts += [f"{printed_name(name)}: {value:.6E}" for name, value in stats.others.items()]
@@ -90,6 +95,7 @@ def tensorboard_scalars(stats: IterationStats) -> dict[str, float]:
     """The values of an iteration line under Megatron's tags."""
     scalars = {
         "learning-rate": stats.learning_rate,
+        "decoupled-learning-rate": stats.decoupled_learning_rate,
         "batch-size": stats.global_batch_size,
         stats.loss_name: stats.lm_loss,
         "loss-scale": stats.loss_scale,
@@ -235,6 +241,7 @@ class TrainingLog:
             consumed_samples=consumed,
             elapsed_ms=window_s / len(self._window) * 1e3,
             learning_rate=result.next_rate,
+            decoupled_learning_rate=result.next_decoupled_rate,
             global_batch_size=global_batch_size,
             lm_loss=means.pop("lm_loss", None),
             others=means,

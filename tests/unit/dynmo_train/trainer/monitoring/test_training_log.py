@@ -64,6 +64,13 @@ def test_iteration_line_equals_megatrons():
     )
 
 
+def test_decoupled_learning_rate_is_in_the_line_and_the_scalars():
+    stats = IterationStats(**FIGURES, decoupled_learning_rate=2.5e-4)
+    assert " | learning rate: 1.638E-08 | decoupled learning rate: 2.500E-04 | global" in iteration_line(stats)
+    assert tensorboard_scalars(stats)["decoupled-learning-rate"] == 2.5e-4
+    assert "decoupled-learning-rate" not in tensorboard_scalars(IterationStats(**FIGURES))
+
+
 def test_skipped_iteration_has_no_loss_and_no_norm():
     figures = FIGURES | {
         "iteration": 1,
@@ -146,7 +153,14 @@ def test_every_writer_gets_the_scalars_of_steps_and_evaluations(capsys):
     log = TrainingLog(config, world, lambda _samples, _tokens: 0, [first, second])
     for step, loss in ((1, 3.0), (2, 2.0)):
         losses = {"lm_loss": loss}
-        fields = {"step_ns": 10**9, "updated": True, "losses": losses, "loss": loss, "next_rate": 0.5}
+        fields = {
+            "step_ns": 10**9,
+            "updated": True,
+            "losses": losses,
+            "loss": loss,
+            "next_rate": 0.5,
+            "next_decoupled_rate": None,
+        }
         more = {"loss_scale": 1.0, "grad_norm": 4.0, "compression": None}
         log.log_step(step, 0, 2, 32, SimpleNamespace(**fields, **more))
     log.log_evaluation(2, {"lm_loss": 0.0, "top5_acc": 50.0}, "iteration 2", "test")
