@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .blocks import Head
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
@@ -84,15 +85,17 @@ class Exit(nn.Module):
         loss = after_BCD.new_zeros((), dtype=torch.float32)
         # Detached: which tokens exit is a decision, which has no gradient.
         confidence_BC = F.cosine_similarity(before_BCD.detach().float(), after_BCD.detach().float(), dim=-1)
-        if wants_loss or self.settings.measure == "softmax":
+        if self.settings.measure == "softmax":
             logits_BCV = self.head.logits(after_BCD).float()  # type: ignore[operator]
-            if self.settings.measure == "softmax":
-                top_BC2 = logits_BCV.detach().softmax(-1).topk(2, dim=-1).values
-                confidence_BC = top_BC2[..., 0] - top_BC2[..., 1]
+            top_BC2 = logits_BCV.detach().softmax(-1).topk(2, dim=-1).values
+            confidence_BC = top_BC2[..., 0] - top_BC2[..., 1]
             if wants_loss and labels_BC is not None:
                 losses = F.cross_entropy(logits_BCV.flatten(0, 1), labels_BC.reshape(-1), reduction="none")
                 real = real_BC.reshape(-1).to(losses.dtype)
                 loss = (losses * real).sum() / real.sum().clamp(min=1.0)
+        elif wants_loss and labels_BC is not None:
+            # In chunks of tokens: nothing else reads the logits. Not the forward of a head with a second loss.
+            loss = Head.forward(self.head, after_BCD, labels_BC, real_BC)  # type: ignore[arg-type] # a copy of a head
         return (confidence_BC >= self.settings.threshold) & real_BC, loss
 
 

@@ -268,3 +268,18 @@ def test_decoding_with_routed_blocks_equals_whole_sequence(exits):
         whole, outputs = run(model, modules, ids, ids)
     assert 0 < float(list(outputs.values())[-1].side[EXITED].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("measure", ["softmax", "saturation"])
+def test_exit_loss_by_saturation_computes_no_logits_of_all_tokens(measure, monkeypatch):
+    """The softmax response reads the logits; saturation needs the loss alone, in chunks of tokens."""
+    model = family(measure=measure)
+    exit_ = built(model)["layers.0.mlp"].train().exit
+    calls = []
+    logits = exit_.head.logits
+    monkeypatch.setattr(exit_.head, "logits", lambda x: calls.append(x.shape) or logits(x))
+    x = torch.randn(2, 6, 16)
+    labels, real = torch.randint(0, 20, (2, 6)), torch.rand(2, 6) > 0.3
+    _, loss = exit_(x, x, labels, real)
+    assert len(calls) == (measure == "softmax")
+    torch.testing.assert_close(loss, F.cross_entropy(logits(x)[real], labels[real]))
