@@ -303,7 +303,9 @@ class Pipeline:
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        with float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None):
+        matmuls = float32_matmuls(device, self.config.boundary.dtype, compiled=self.config.compiled is not None)
+        # torch's ``eval`` runs no backward, but records one, and keeps what all microbatches would need for it.
+        with matmuls, torch.set_grad_enabled(training):
             if training and self.config.cuda_graphs:
                 one = {name: tensor[: len(tensor) // self.config.microbatches] for name, tensor in inputs.items()}
                 for module, slots in zip(self.modules, self._slots, strict=True):

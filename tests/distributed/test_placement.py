@@ -7,9 +7,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
+from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
-from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, engine_of, merged, play
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -133,3 +135,21 @@ def test_uniform_partition_equals_megatrons():
     items = Scenario().family().items
     assert uniform_partition(items, 2).stages == (NAMES[:5], NAMES[5:])
     assert uniform_partition(items, 3).stages == (NAMES[:5], NAMES[5:7], NAMES[7:])
+
+
+def grad_modes(world: World, scenario: Scenario) -> list[bool]:
+    """Whether autograd records each call of the first layer: in a step, then in an evaluation."""
+    engine = engine_of(scenario, world)
+    enabled: list[bool] = []
+    if "embedding" in engine.item_store.modules:
+        module = engine.item_store.modules["embedding"]
+        module.register_forward_hook(lambda *_: enabled.append(torch.is_grad_enabled()))
+    engine.train_step(batch_of(1), sampled=False)
+    engine.evaluate([batch_of(1)])
+    return enabled
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "1f1b"}, {"schedule": "zb-v", "virtual": 2}])
+def test_evaluation_records_no_backward(changes):
+    first, _ = run_workers(grad_modes, 2, Scenario(freeze=(), prune=False, **changes))
+    assert first == [True] * MICROBATCHES + [False] * MICROBATCHES
