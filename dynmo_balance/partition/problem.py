@@ -27,9 +27,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from .._common.errors import DynmoError, UsageError
+from .._common.vocabulary_order import MAX_PENDING
 from ..costs.cost_window import SPEED_UNIT, ItemCosts, speed_ppm
 from ..costs.vocabulary import ShardCosts
-from ..formats.plan import V_SCHEDULES, position_of
+from ..formats.plan import CUSTOM, V_SCHEDULES, position_of
 from ..formats.profile import Header, Item
 from ..schedules.registry import (
     InFlightSets,
@@ -272,10 +273,12 @@ class PartitionProblem:
         shards, workers = self.chain.vocabulary, len(self.slots)
         if shards is None:
             return (0,) * workers
+        # A search for orders has limits before it has an order.
+        is_open = self.schedule == CUSTOM and self.order is None
+        pending = (MAX_PENDING + 1,) * workers if is_open else peak_pending(self.operations)
         return tuple(
-            shards.share(shards.static_bytes, at, workers)
-            + pending * shards.share(shards.activation_bytes, at, workers)
-            for at, pending in enumerate(peak_pending(self.operations))
+            shards.share(shards.static_bytes, at, workers) + count * shards.share(shards.activation_bytes, at, workers)
+            for at, count in enumerate(pending)
         )
 
     def transfer_ns(self, size_bytes: int) -> int:

@@ -386,9 +386,10 @@ def _schedule_with_shards(
     if config.schedule in own_orders:
         order = own_orders[config.schedule](num_stages, config.microbatches)
     else:
-        made = _schedule(config, stages, placeholder)
-        rows = getattr(made, "pipeline_order", {})
-        order = [_operations_of(row) for _, row in sorted(rows.items())]
+        # It also refuses an order that cannot run. That of a plan is in ``operations`` only.
+        rows = getattr(_schedule(config, stages, placeholder), "pipeline_order", {})
+        planned = [[_Action.from_str(word) for word in line.split()] for line in config.operations or ()]
+        order = [_operations_of(row) for row in planned or [rows[at] for at in sorted(rows)]]
     table: dict[int, list[_Action | None]] = {
         number: [_Action.from_str(f"{one.stage}{one.kind}{one.microbatch}") for one in row]
         for number, row in enumerate(order)

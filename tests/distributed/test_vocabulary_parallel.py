@@ -46,6 +46,17 @@ CASES = {
     "3 workers, 1f1b": (3, SHARDED),
     "4 workers, 1f1b, moving, an empty stage": (4, replace(SHARDED, moves=WANDER_4)),
     "4 workers, zero-bubble": (4, replace(SHARDED, schedule="zero-bubble")),
+    "2 workers, operations of a plan": (
+        2,
+        replace(
+            SHARDED,
+            schedule="custom",
+            operations=(
+                "0F0 0F1 0I0 0F2 0W0 0I1 0F3 0W1 0I2 0W2 0I3 0W3",
+                "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3",
+            ),
+        ),
+    ),
     "2 workers, 1f1b, bf16": (2, replace(SHARDED, precision="bf16")),
 }
 
@@ -99,8 +110,15 @@ def test_run_with_shards_moves_and_resumes_on_other_workers(data, tmp_path):
     train(data, run, 3, UNTIED, "--balance-lockstep", load=str(run), balance="online", profile_interval="1", **shards)
     assert figures(run) == figures(whole)
     assert stored(run, 24) == stored(whole, 24)
-    plans = [line for line in lines(run / "profile.jsonl") if line["record"] == "plan_result"]
-    assert plans, "the planner was never asked"
+    profile = lines(run / "profile.jsonl")
+    assert [line for line in profile if line["record"] == "plan_result"], "the planner was never asked"
+    headers = [line["x_vocabulary"] for line in profile if line["record"] == "header"]
+    assert {(each["shards"], each["param_count"]) for each in headers} == {(6, 97 * 32)}
+    costs = [line["x_vocabulary"] for line in profile if line["record"] == "step"]
+    assert costs
+    assert all(len(each["forward_ns"]) == 6 and min(each["backward_ns"]) > 0 for each in costs)
+    plan = json.loads(sorted((run / "plans").glob("*.json"))[-1].read_text())
+    assert "x_vocabulary" in plan or plan["action"] == "keep" or plan["balancer"] == "initial"
 
 
 def stored(run: Path, step: int) -> dict[str, bytes]:

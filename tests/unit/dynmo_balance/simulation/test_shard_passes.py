@@ -12,6 +12,7 @@ import pytest
 from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
 from dynmo_balance.costs.vocabulary import ShardCosts
 from dynmo_balance.partition.balance import solve_best
+from dynmo_balance.planning.custom_schedule import search_custom_schedules
 from dynmo_balance.schedules.operations import Kind
 from dynmo_balance.schedules.vocabulary import peak_pending
 from dynmo_balance.simulation.batched import step_times
@@ -147,3 +148,12 @@ def test_large_output_layer_is_faster_in_shards():
     chain = replace(chain, vocabulary=costs_of_shards(forward=1200, weight=600))
     shards = make_problem(chain, 4, microbatches=32)
     assert best > 1.25 * predict(shards, solve_best(shards).boundaries).step_ns
+
+
+def test_orders_made_for_the_costs_have_the_passes():
+    problem = sharded(2, "zero-bubble", memory=[20_000] * 2)
+    [first, *_] = search_custom_schedules(problem, 2)
+    timeline = predict(first.problem, first.solution.boundaries)
+    for row in timeline.spans:
+        assert [span.microbatch for span in row if span.kind is Kind.SHARD_FORWARD] == list(range(12))
+    assert max(timeline.peak_memory_bytes) <= 20_000
