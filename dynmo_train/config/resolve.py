@@ -46,6 +46,8 @@ def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any
     values = {**DRY_RUN_VALUES, **({} if has_vocab else {"vocab_size": PUBLISHED_VOCABULARIES[base_family(family)]})}
     if flags.get("train_samples") or file.get("train_samples"):
         del values["train_iters"]
+    if flags.get("hf_dataset") or file.get("hf_dataset"):
+        del values["data_path"]
     return values
 
 

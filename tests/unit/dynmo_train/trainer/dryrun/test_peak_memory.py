@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dynmo_train.cli import app
 from dynmo_train.config import DefaultContext, config_of
-from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
+from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes, dry_run_values
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
@@ -144,6 +144,12 @@ def test_header_describes_one_tensor_parallel_rank():
     # and the bias of dense (64) are replicated.
     assert whole["layers.0.attention"] == 64 * 192 + 192 + 64 * 64 + 64 + 128
     assert half["layers.0.attention"] == (64 * 192 + 192 + 64 * 64) // 2 + 64 + 128
+
+
+def test_dry_run_of_streamed_text_needs_no_other_data():
+    assert "data_path" in dry_run_values("gpt", {}, {})
+    for flags, file in (({"hf_dataset": "a"}, {}), ({}, {"hf_dataset": "a"})):
+        assert "data_path" not in dry_run_values("gpt", flags, file)
 
 
 def test_dry_run_processes_follow_from_the_parallel_sizes():
