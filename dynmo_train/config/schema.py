@@ -363,7 +363,7 @@ class TrainingConfig:
         panel=panels.PRECISION,
     )
     torch_compile: bool = option(
-        "Compile embeddings, attention and MLPs with torch.compile, layer by layer.",
+        "Compile each layer with torch.compile.",
         default=False,
         common=True,
         panel=panels.PRECISION,

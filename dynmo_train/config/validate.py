@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .._common.document import DocumentError, Problem
 from .extensions import installed_techniques, package_techniques
-from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES
 from .rules.graphs import GRAPH_RULES
@@ -23,7 +22,6 @@ RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *TECHNIQUES_RULES,
     *COMPRESSION_RULES,
-    *COMPILING_RULES,
     *GRAPH_RULES,
     *EFFECT_RULES,
 )

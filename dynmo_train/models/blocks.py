@@ -238,13 +238,13 @@ class SelfAttention(nn.Module):
             y_BHTK = self.sparse.attend(
                 q, k, v, key_mask_BS, causal=self.causal, dropout=dropout, training=self.training
             )
-            return x_BTD + item_dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
+            return self.finish(x_BTD, y_BHTK.transpose(1, 2).flatten(2))
         # Selected tokens have keys in any place; a bias, or a causal mask as well, needs the scores.
         is_padded = positions is None and self.relative is None and not self.causal
         if key_mask_BS is not None and is_padded and has_kernel(q, dropout):
             offsets, tokens = padded_offsets(key_mask_BS), q.shape[2]
             y_BTR = attend_sequences(q, k, v, (offsets, offsets), (tokens, tokens), scale=self.scale)
-            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
+            return self.finish(x_BTD, y_BTR)
         if self.window is not None:
             return x_BTD + item_dropout(self._attend_window(q, k, v, self.window), self.dropout, self.training)
         mask = None if key_mask_BS is None else key_mask_BS[:, None, None, :]
@@ -269,6 +269,10 @@ class SelfAttention(nn.Module):
         )
         y_BTD: torch.Tensor = self.dense(y_BTR)
         return y_BTD
+
+    def finish(self, x_BTD: torch.Tensor, heads_BTR: torch.Tensor) -> torch.Tensor:
+        """The stream ``x_BTD`` ``[B, T, D]`` with the update by the heads' outputs ``heads_BTR`` ``[B, T, H*K]``."""
+        return x_BTD + item_dropout(self.dense(heads_BTR), self.dropout, self.training)
 
     def extend(
         self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None

@@ -13,6 +13,7 @@ Shapes in names: B samples, T tokens, C active tokens, D model width, V vocabula
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,7 +118,17 @@ class ActiveTokens(nn.Module):
 
     def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | ItemOutput:
         """The item's own forward, on the given tokens ``x_BTD`` ``[B, T, D]``; ``given`` are its batch tensors."""
-        result: torch.Tensor | ItemOutput = super().forward(x_BTD, *given)
+        return self.on_tokens(x_BTD, *given)
+
+    def on_tokens(self, x_BCD: torch.Tensor, *given: torch.Tensor, **extra: Any) -> torch.Tensor | ItemOutput:
+        """The item's own forward, on ``x_BCD`` ``[B, C, D]``.
+
+        Args:
+            x_BCD: the stream of the active tokens.
+            *given: its batch tensors, ``[B, C]``.
+            **extra: its keyword arguments.
+        """
+        result: torch.Tensor | ItemOutput = super().forward(x_BCD, *given, **extra)
         return result
 
     def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> ItemOutput:
@@ -146,7 +157,7 @@ class ActiveTokens(nn.Module):
             extra["positions"] = selected.index_BC
         elif selected is not None and issubclass(type(self), RoutedBlock):
             extra = {"positions": selected.index_BC, "real": selected.real_BC}
-        result = super().forward(x_BCD, *given.values(), **extra)
+        result = self.on_tokens(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
         output = y_BCD if selected is None else selected.put(x_BTD, y_BCD)
         inner = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
@@ -169,14 +180,19 @@ class ActiveTokens(nn.Module):
         )
 
 
+@functools.cache
+def _active_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """One class for all items of a kind: a compiler would compile each class again."""
+    return type(f"Active{kind.__name__}", (ActiveTokens, kind), {})
+
+
 def run_on_active_tokens(module: nn.Module, spec: ItemSpec) -> None:
     """Mix ``ActiveTokens`` into the module of an item that reads or writes which tokens have exited.
 
     The class is changed in place, because a wrapping module would rename the parameters and hide the class from
     ``isinstance`` checks.
     """
-    kind = type(module)
-    module.__class__ = type(f"Active{kind.__name__}", (ActiveTokens, kind), {})
+    module.__class__ = _active_class(type(module))  # type: ignore[arg-type] # functools wants a hash of the class itself
     module.reads_exited = EXITED in spec.reads  # type: ignore[assignment]
     module.active_inputs = spec.inputs  # type: ignore[assignment]
     for child in module.modules():

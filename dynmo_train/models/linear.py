@@ -14,6 +14,8 @@ Shapes in names: N = B*T input rows, O output features, I input features.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,7 @@ class CsrPattern:
         rows_t: row pointers of the transpose, int32 ``[I + 1]``.
         columns_t: column of each nonzero of the transpose, int32 ``[nnz]``.
         order_t: position in ``flat`` of each nonzero of the transpose, int64 ``[nnz]``.
+        shape: O and I.
     """
 
     rows: torch.Tensor
@@ -47,6 +50,7 @@ class CsrPattern:
     rows_t: torch.Tensor
     columns_t: torch.Tensor
     order_t: torch.Tensor
+    shape: tuple[int, int]
 
 
 def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
@@ -65,6 +69,7 @@ def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
         rows_t=pointers(mask_OI.sum(0)),
         columns_t=row[order_t].to(torch.int32),
         order_t=order_t,
+        shape=(mask_OI.shape[0], mask_OI.shape[1]),
     )
 
 
@@ -75,37 +80,44 @@ class _CsrLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, values: torch.Tensor, pattern: CsrPattern
     ) -> torch.Tensor:
-        ctx.pattern, ctx.shape = pattern, weight_OI.shape
+        ctx.pattern = pattern
         ctx.save_for_backward(x_NI, values)
-        csr = torch.sparse_csr_tensor(
-            pattern.rows, pattern.columns, values, weight_OI.shape, check_invariants=False, requires_grad=False
-        )
         # Copied to row-major: the following operations lose more time on a transposed layout than the copy takes.
-        return (csr @ x_NI.t()).t().contiguous()
+        return (_csr_weight(values, pattern) @ x_NI.t()).t().contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_NI, values = ctx.saved_tensors
         pattern: CsrPattern = ctx.pattern
-        outputs, inputs = ctx.shape
-        grad_x = grad_weight = None
-        grad_ON = grad_NO.t()
-        if ctx.needs_input_grad[0]:
-            transposed = torch.sparse_csr_tensor(
-                pattern.rows_t, pattern.columns_t, values[pattern.order_t], (inputs, outputs), check_invariants=False
-            )
-            grad_x = (transposed @ grad_ON).t().contiguous()
-        if ctx.needs_input_grad[1]:
-            # Only the nonzeros of the product are computed; the gradient is dense, as the optimizer expects it.
-            places = torch.sparse_csr_tensor(
-                pattern.rows, pattern.columns, torch.zeros_like(values), ctx.shape, check_invariants=False
-            )
-            sampled = torch.sparse.sampled_addmm(places, grad_ON.contiguous(), x_NI.contiguous(), beta=0.0)
-            grad_weight = torch.zeros(outputs * inputs, dtype=values.dtype, device=values.device)
-            grad_weight[pattern.flat] = sampled.values()
-            grad_weight = grad_weight.view(outputs, inputs)
+        grad_x = _csr_input_gradient(grad_NO, values, pattern) if ctx.needs_input_grad[0] else None
+        grad_weight = _csr_weight_gradient(grad_NO, x_NI, values, pattern) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None
+
+
+def _csr_weight(values: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
+    return torch.sparse_csr_tensor(
+        pattern.rows, pattern.columns, values, pattern.shape, check_invariants=False, requires_grad=False
+    )
+
+
+def _csr_input_gradient(grad_NO: torch.Tensor, values: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
+    transposed = torch.sparse_csr_tensor(
+        pattern.rows_t, pattern.columns_t, values[pattern.order_t], pattern.shape[::-1], check_invariants=False
+    )
+    return (transposed @ grad_NO.t()).t().contiguous()
+
+
+def _csr_weight_gradient(
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, values: torch.Tensor, pattern: CsrPattern
+) -> torch.Tensor:
+    # Only the nonzeros of the product are computed; the gradient is dense, as the optimizer expects it.
+    places = _csr_weight(torch.zeros_like(values), pattern)
+    sampled = torch.sparse.sampled_addmm(places, grad_NO.t().contiguous(), x_NI.contiguous(), beta=0.0)
+    outputs, inputs = pattern.shape
+    grad_weight = torch.zeros(outputs * inputs, dtype=values.dtype, device=values.device)
+    grad_weight[pattern.flat] = sampled.values()
+    return grad_weight.view(outputs, inputs)
 
 
 class _MaskedLinear(torch.autograd.Function):
@@ -125,6 +137,67 @@ class _MaskedLinear(torch.autograd.Function):
         grad_x = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
         grad_weight = (grad_NO.t() @ x_NI) * mask_OI if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None
+
+
+# Layers by the number in their ``handle``: operations in a compiled graph have tensors as arguments, not layers.
+_SPARSE_LAYERS: weakref.WeakValueDictionary[int, PrunableLinear] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+@torch.library.custom_op("dynmo_train::sparse_product", mutates_args=())
+def sparse_product(x_NI: torch.Tensor, weight_OI: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """The product of a layer in a sparse format within a compiled graph, ``[N, O]``.
+
+    Args:
+        x_NI: input rows, ``[N, I]``; float32 for CSR.
+        weight_OI: weight, ``[O, I]``, of which the layer has the nonzeros.
+        handle: int64 scalar on the CPU, number of the layer.
+    """
+    layer = _SPARSE_LAYERS[int(handle)]
+    return (layer.sparse_weight() @ x_NI.t()).t().contiguous()
+
+
+@sparse_product.register_fake
+def _(x_NI: torch.Tensor, weight_OI: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return x_NI.new_empty((x_NI.shape[0], weight_OI.shape[0]))
+
+
+@torch.library.custom_op("dynmo_train::sparse_gradients", mutates_args=())
+def sparse_gradients(
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor, handle: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of :func:`sparse_product`: ``[N, I]`` and ``[O, I]``, zero at pruned weights.
+
+    Args:
+        grad_NO: gradient of the result, ``[N, O]``.
+        x_NI: input rows, ``[N, I]``.
+        weight_OI: weight, ``[O, I]``.
+        handle: int64 scalar on the CPU, number of the layer.
+    """
+    layer = _SPARSE_LAYERS[int(handle)]
+    if layer.pattern is None or layer.values is None:
+        mask = torch.ones_like(weight_OI) if layer.mask is None else layer.mask
+        return grad_NO @ weight_OI, (grad_NO.t() @ x_NI) * mask
+    pattern, values = layer.pattern, layer.values
+    return _csr_input_gradient(grad_NO, values, pattern), _csr_weight_gradient(grad_NO, x_NI, values, pattern)
+
+
+@sparse_gradients.register_fake
+def _(
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor, handle: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x_NI), torch.empty_like(weight_OI)
+
+
+def _save_operands(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _sparse_backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *sparse_gradients(grad_NO, *ctx.saved_tensors), None
+
+
+sparse_product.register_autograd(_sparse_backward, setup_context=_save_operands)
 
 
 def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
@@ -168,8 +241,9 @@ class PrunableLinear(nn.Module):
         self.enter: StreamEnd | None = None
         self.leave: StreamEnd | None = None
         self.pattern: CsrPattern | None = None
-        self._values: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self._sparse: torch.Tensor | None = None
+        self._handle: torch.Tensor | None = None
 
     @property
     def sparsity(self) -> float:
@@ -196,13 +270,40 @@ class PrunableLinear(nn.Module):
         self.weights_changed()
         if table.structured:
             self.rows, self.columns = unpruned_lines(mask_OI)
+            for lines in (self.rows, self.columns):
+                if lines is not None:
+                    # A compiled graph is then one for any number of remaining lines.
+                    torch._dynamo.maybe_mark_dynamic(lines, 0)
             return
         self.form = table.form(mask_OI, self.weight.device.type)
         self.pattern = csr_pattern(mask_OI) if self.form == CSR else None
 
     def weights_changed(self) -> None:
         """Discard what was derived from the weight; call this after each write to it."""
-        self._values = self._sparse = None
+        self.values = self._sparse = None
+
+    def prepare(self) -> None:
+        """Derive what a sparse product reads of the weight, before a compiled graph runs it."""
+        if self.pattern is None and self.form not in (BLOCK, SEMI_STRUCTURED):
+            return
+        if self._handle is None or _SPARSE_LAYERS.get(int(self._handle)) is not self:
+            number = next(_NUMBERS)
+            self._handle, _SPARSE_LAYERS[number] = torch.tensor(number), self
+        self.sparse_weight()
+
+    def sparse_weight(self) -> torch.Tensor:
+        """The weight ``[O, I]`` in its sparse format; its values are copied once after each change of the weight."""
+        if self.pattern is not None:
+            return _csr_weight(self._csr_values(self.pattern), self.pattern)
+        if self._sparse is None:
+            self._sparse = sparse_copy(self.weight.detach(), self.form)
+        return self._sparse
+
+    def _csr_values(self, pattern: CsrPattern) -> torch.Tensor:
+        # Gathered once a step, for all microbatches and for recomputation; ``weights_changed`` discards it.
+        if self.values is None:
+            self.values = self.weight.detach().view(-1)[pattern.flat].float()
+        return self.values
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
@@ -227,10 +328,11 @@ class PrunableLinear(nn.Module):
         if self.pattern is not None:
             y_NO = self._csr(x.reshape(-1, x.shape[-1]), self.pattern)
         elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:
-            if self._sparse is None:
-                self._sparse = sparse_copy(self.weight.detach(), self.form)
             x_NI = x.reshape(-1, x.shape[-1])
-            y_NO = _MaskedLinear.apply(x_NI, self.weight, self._sparse, self.mask)  # type: ignore[no-untyped-call]
+            if torch.compiler.is_compiling():
+                y_NO = sparse_product(x_NI, self.weight, self._handle)
+            else:
+                y_NO = _MaskedLinear.apply(x_NI, self.weight, self.sparse_weight(), self.mask)  # type: ignore[no-untyped-call]
         else:
             return F.linear(x, self.weight, bias)
         return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)
@@ -244,11 +346,12 @@ class PrunableLinear(nn.Module):
         return F.linear(x, weight, bias)
 
     def _csr(self, x_NI: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
-        # Gathered once a step, for all microbatches and for recomputation; ``weights_changed`` discards it.
-        if self._values is None:
-            self._values = self.weight.detach().view(-1)[pattern.flat].float()
         # CSR products exist in float32 only; the casts do nothing there.
-        y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
-            x_NI.float(), self.weight.float(), self._values, pattern
-        )
+        y_NO: torch.Tensor
+        if torch.compiler.is_compiling():
+            y_NO = sparse_product(x_NI.float(), self.weight.float(), self._handle)
+        else:
+            y_NO = _CsrLinear.apply(  # type: ignore[no-untyped-call]
+                x_NI.float(), self.weight.float(), self._csr_values(pattern), pattern
+            )
         return y_NO

@@ -63,7 +63,6 @@ def _angles(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@functools.lru_cache(maxsize=CACHED_TABLES)
 def _rotary_table(
     first: int,
     tokens: int,
@@ -73,11 +72,17 @@ def _rotary_table(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[T, K]`` of consecutive positions, shared by all layers and microbatches."""
+    """Cosine and sine ``[T, K]`` of consecutive positions."""
+    positions = torch.arange(first, first + tokens, device=device, dtype=torch.float32)
+    return _angles(positions, head_width, base, None if scaling is None else dict(scaling), dtype)
+
+
+@functools.lru_cache(maxsize=CACHED_TABLES)
+def _cached_rotary_table(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`_rotary_table`, shared by all layers and microbatches."""
     # A table that an evaluation computes is read by the backward of later steps.
     with torch.inference_mode(mode=False):
-        positions = torch.arange(first, first + tokens, device=device, dtype=torch.float32)
-        return _angles(positions, head_width, base, None if scaling is None else dict(scaling), dtype)
+        return _rotary_table(*arguments)
 
 
 class Rotary(nn.Module):
@@ -121,7 +126,7 @@ class Rotary(nn.Module):
         """
         if isinstance(past, torch.Tensor):
             return _angles(past[:, None].to(torch.float32), self.head_width, self.base, self.scaling, dtype)
-        table = _rotary_table.__wrapped__ if _is_traced() else _rotary_table
+        table = _rotary_table if _is_traced() else _cached_rotary_table
         scaling = None if self.scaling is None else tuple(self.scaling.items())
         return table(past, tokens, self.head_width, self.base, scaling, device, dtype)
 
@@ -201,13 +206,18 @@ def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *,
     return offset + torch.where(distance < exact, distance, far)
 
 
-@functools.lru_cache(maxsize=CACHED_TABLES)
 def _bucket_table(
     tokens: int, keys: int, buckets: int, max_distance: int, causal: bool, device: torch.device
 ) -> torch.Tensor:
     """:func:`relative_buckets` on ``device``; computed on the CPU, so that no logarithm is rounded in another way."""
+    return relative_buckets(tokens, keys, buckets, max_distance, causal=causal).to(device)
+
+
+@functools.lru_cache(maxsize=CACHED_TABLES)
+def _cached_bucket_table(*arguments: Any) -> torch.Tensor:
+    """:func:`_bucket_table`, shared by all layers and microbatches."""
     with torch.inference_mode(mode=False):
-        return relative_buckets(tokens, keys, buckets, max_distance, causal=causal).to(device)
+        return _bucket_table(*arguments)
 
 
 class RelativeBias(nn.Module):
@@ -234,7 +244,7 @@ class RelativeBias(nn.Module):
             key_mask: bool, broadcastable to ``[B, H, T, S]``, true for keys that may be attended to; None means all.
             causal: whether later keys are masked as well.
         """
-        table = _bucket_table.__wrapped__ if _is_traced() else _bucket_table
+        table = _bucket_table if _is_traced() else _cached_bucket_table
         buckets_TS = table(tokens, keys, self.weight.shape[0], self.max_distance, causal, self.weight.device)
         bias = self.weight[buckets_TS].permute(2, 0, 1)[None]
         if causal:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..models.compiled import compile_item
+from ..models.compiled import CompileSettings, compile_item
 from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_replicas, shard_experts
-from ..models.vocabulary_shards import StoredRows, VocabularyShard, stored_rows
+from ..models.vocabulary_shards import StoredRows, stored_rows
 from ..parallel.collectives import ReplicaGather
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
@@ -139,14 +139,14 @@ class ItemBuilder:
         device: Device of the items.
         replicas: Gathers the inputs of losses over all replicas; None with one replica.
         fused_norms: torch's normalization -> class that replaces it (apex).
-        compile_backend: Backend of torch.compile; None does not compile.
+        compiling: Settings of torch.compile; None does not compile.
     """
 
     sharding: ItemSharding
     device: torch.device
     replicas: ReplicaGather | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
-    compile_backend: str | None = None
+    compiling: CompileSettings | None = None
 
     def build(self, name: str, device: torch.device | None = None) -> nn.Module:
         """Build this process's part of an item with its initial weights."""
@@ -162,6 +162,5 @@ class ItemBuilder:
 
     def compile(self, module: nn.Module) -> None:
         """Compile an item in place, where this run compiles."""
-        # A shard is a few large products and no chain of small operations.
-        if self.compile_backend is not None and not isinstance(module, VocabularyShard):
-            compile_item(module, self.compile_backend)
+        if self.compiling is not None:
+            compile_item(module, self.compiling)

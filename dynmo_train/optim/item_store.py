@@ -186,7 +186,7 @@ class ItemStore:
         self.builder.compile(module)
         # Gradients by token need the module's own lookup: FSDP2 and tensor parallelism replace its table, and a
         # compiler traces it.
-        plain = self.builder.compile_backend is None and sharding.fsdp is None and sharding.region is None
+        plain = self.builder.compiling is None and sharding.fsdp is None and sharding.region is None
         if plain and isinstance(module, Embedding):
             module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))
         num_rows = {f"{name}.{child}": parameter.shape[0] for child, parameter in local.items() if parameter.dim()}

@@ -88,7 +88,9 @@ class ItemStream:
         begin = ((self.scope << DRAW_BITS) + self.draws) << POSITION_BITS
         self.draws += 1
         positions = torch.arange(begin, begin + count, dtype=torch.int64, device=self.key.device)
-        return hash_words(positions.mul_(INCREMENT).add_(self.key[0]), self.key[1])
+        # Inductor computes products of positions and constants as integers without bounds, before it makes code.
+        increment = (self.key[0] & 0) | INCREMENT if torch.compiler.is_compiling() else INCREMENT
+        return hash_words(positions.mul_(increment).add_(self.key[0]), self.key[1])
 
 
 class _Active:

@@ -32,7 +32,7 @@ from .collectives import (
 )
 from .process_groups import World
 from .random_stream import active_stream
-from .seeding import default_generator, stable_seed
+from .region_seeds import region_seeds, seed_region
 
 TOKENS_DIM = 1
 SAMPLE_BYTES = 1 << 20
@@ -74,7 +74,6 @@ class TensorRegion:
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device, *, sequence: bool) -> None:
         self.group, self.rank, self.size, self.sequence = group, rank, size, sequence
         self._device = device
-        self._outside = self._inside = -1
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Enter a region: return the input of a column-parallel product, ``[B, T, ...]`` with all tokens.
@@ -83,7 +82,7 @@ class TensorRegion:
             x: ``[B, T, ...]``, equal on all ranks; with sequence parallelism this rank's tokens,
                 ``[B, T / size, ...]``.
         """
-        self.seed_inside()
+        x = self._seed(x, inside=True)
         entered: torch.Tensor = _EnterRegion.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
@@ -97,8 +96,7 @@ class TensorRegion:
             ``[B, T, ...]``, equal on all ranks; with sequence parallelism this rank's tokens, ``[B, T / size, ...]``.
         """
         left: torch.Tensor = _LeaveRegion.apply(partial, self)  # type: ignore[no-untyped-call]
-        self._seed_outside()
-        return left
+        return self._seed(left, inside=False)
 
     def local_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """With sequence parallelism: return this rank's tokens of ``x`` ``[..., T, D]``, as a view; else ``x``."""
@@ -149,31 +147,31 @@ class TensorRegion:
 
     def seed_inside(self) -> None:
         """Draw random numbers by rank, until :meth:`leave`."""
+        if self._set_scope(inside=True):
+            region_seeds(self.rank, self.sequence, self._device).enter()
+
+    def _set_scope(self, *, inside: bool) -> bool:
+        """Set whose random numbers the item draws; return whether it also draws from the default generator."""
         stream = active_stream()
-        if stream is not None:
-            stream.scope = 1 + self.rank
-            if not stream.seeds_generator:
-                return
-        # ``initial_seed`` is the last seed that was set: equal to ``_inside`` where another product of this region has
-        # already entered it. Seeding again would give both the same random numbers.
-        generator = default_generator(self._device)
-        now = generator.initial_seed()
-        if now != self._inside:
-            self._outside, self._inside = now, stable_seed(now, "inside", self.rank)
-            generator.manual_seed(self._inside)
+        if stream is None:
+            return True
+        stream.scope = 1 + self.rank if inside or self.sequence else 0
+        return stream.seeds_generator
+
+    def _seed(self, x: torch.Tensor, *, inside: bool) -> torch.Tensor:
+        """Seed what draws random numbers of this region, or behind it; return ``x``."""
+        if torch.compiler.is_compiling():
+            # In a graph only data orders operations: what draws from the generator must depend on the seeding.
+            return seed_region(x, self.rank, self.sequence, inside) if self._set_scope(inside=inside) else x
+        if inside:
+            self.seed_inside()
+        else:
+            self._seed_outside()
+        return x
 
     def _seed_outside(self) -> None:
-        stream = active_stream()
-        if stream is not None:
-            stream.scope = 1 + self.rank if self.sequence else 0
-            if not stream.seeds_generator:
-                return
-        # A new seed, not the state before the region, which would repeat the numbers drawn there. It is derived from
-        # the seed before the region, because the one inside differs by rank. A sliced embedding has no enter.
-        generator = default_generator(self._device)
-        now = generator.initial_seed()
-        before = self._outside if now == self._inside else now
-        generator.manual_seed(stable_seed(before, "outside", self.rank if self.sequence else 0))
+        if self._set_scope(inside=False):
+            region_seeds(self.rank, self.sequence, self._device).leave()
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce the ranks' tensors in place and return the result; ``x`` is contiguous, of any shape."""

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..models.aux_loss import with_losses
+from ..models.compiled import PRODUCTS, is_compiled
 from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import ComputeCopies
@@ -45,7 +46,6 @@ from .profiler import LayerProfiler
 from .vocabulary import VocabularyPasses
 
 SAMPLES = "samples"
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
 
 
 class StageModule(nn.Module):
@@ -96,6 +96,7 @@ class StageModule(nn.Module):
         self.input_names, self.output_names = input_names, output_names
         self.batch_names = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
+        self._recomputing_graphs = {name for name, layer in items.items() if selective and is_compiled(layer)}
         self.step, self.loss_scale = 0, 1.0
         self.profiler, self.device = profiler, device
         self._keys = StreamKeys(seed, self.names, device)
@@ -211,7 +212,7 @@ class StageModule(nn.Module):
         if self.training and name in self.graphs:
             self.profiler.set_activation_bytes(name, self.graphs.activation_bytes(name))
             return self.graphs.run(name, index, key, *arguments)
-        if self.recompute:
+        if self.recompute and name not in self._recomputing_graphs:
             saved_bytes = [sum(each.nbytes for each in arguments)]
             # The item draws by its own key, so torch need not save and restore the generators.
             more: dict[str, Any] = {"context_fn": partial(save_products, saved_bytes)} if self.selective else {}
@@ -559,8 +560,7 @@ class ItemStage(PipelineStage):
         # time is counted for the first of them.
         groups_of_item = Counter(positions[0] for positions in positions_of)
         for group, positions in zip(groups, positions_of, strict=True):
-            first = positions[0]
-            with self.module.profiler.weight(self.module.names[first], 1 / groups_of_item[first]):
+            with self.module.profiler.weight(self.module.names[positions[0]], 1 / groups_of_item[positions[0]]):
                 parameters = [p for at in positions for p in self.module.layers[at].parameters()]
                 stage_backward_weight(iter(parameters), [group])
 

@@ -44,6 +44,7 @@ from .._common.vocabulary_order import (
     with_shard_passes,
 )
 from ..data.batch import Batch
+from ..models.compiled import CompileSettings
 from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
@@ -82,7 +83,7 @@ class PipelineConfig:
         frozen_cache_bytes: Size of the cache of the frozen prefix's outputs; None has no cache.
         operations: With ``custom``: the operations of each pipeline rank in a step, as in a plan: ``0F0 1F0 1I0 ...``.
         token_parts: Tensor-parallel ranks that share the tokens (sequence parallelism); ``boundary`` has one part.
-        compiled: Backend of torch.compile; None does not compile.
+        compiled: Settings of torch.compile; None does not compile.
         cuda_graphs: Capture items in CUDA graphs where that is possible.
     """
 
@@ -95,7 +96,7 @@ class PipelineConfig:
     frozen_cache_bytes: int | None = None
     operations: tuple[str, ...] | None = None
     token_parts: int = 1
-    compiled: str | None = None
+    compiled: CompileSettings | None = None
     cuda_graphs: bool = False
 
     def for_batch(self, batch: Batch) -> PipelineConfig:

@@ -185,7 +185,7 @@ class Engine:
             device=world.device,
             replicas=replica_gather(world),
             fused_norms=settings.fused_norms,
-            compile_backend=settings.pipeline.compiled,
+            compiling=settings.pipeline.compiled,
         )
         self.item_store = ItemStore(
             builder, OptimizerStates(settings.optimizer, settings.fused_adam, builder.sharding), settings.sparse
@@ -398,9 +398,8 @@ class Engine:
             self.advanced_samples += launched.advance
         else:
             # Error feedback would add the infinities of this step to the gradients of the next one.
-            for codec in (self._codec, self.replica_codec):
-                if codec is not None:
-                    codec.drop_nonfinite()
+            for codec in (each for each in (self._codec, self.replica_codec) if each is not None):
+                codec.drop_nonfinite()
         self.scaler.update(finite=updated)
         now = time.perf_counter_ns()
         step_ns, self._measured_from_ns = now - self._measured_from_ns, now
@@ -417,6 +416,7 @@ class Engine:
             step_ns=step_ns,
             gathered_costs=self._gather_costs(launched),
             metrics=sums.metrics,
+            compiled_graphs=sums.compiled_graphs,
             compression=self._compression(),
         )
 

@@ -173,6 +173,7 @@ class Trainer:
         self._loader = self._batch_loader()
         self.defers_results = self.engine.world.device.type == "cuda"
         self._waiting: deque[_LaunchedStep] = deque()
+        self._compiled_graphs = 0
         self._profiled: tuple[_LaunchedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
@@ -428,8 +429,19 @@ class Trainer:
             global_batch_size=size,
             plan_id=launched.plan_id,
             **({"compression": result.compression} if result.compression else {}),
+            **({"compiled_graphs": result.compiled_graphs} if self.config.training.torch_compile else {}),
         )
+        self._log_compilation(step, result)
         self._log.log_step(step, consumed, size, launched.tokens, result)
+
+    def _log_compilation(self, step: int, result: StepResult) -> None:
+        """Log the graphs that were compiled since the last result: many steps with some waste time on shapes."""
+        total = result.compiled_graphs
+        if self.config.training.torch_compile and total > self._compiled_graphs:
+            new, self._compiled_graphs = total - self._compiled_graphs, total
+            message = f"torch.compile: compiled {new:,} graph{'s'[: new != 1]}; {total:,} so far"
+            self.logger.log_event("compiled", message, step=step, graphs=new, total=total)
+            self._log.line(f" {message} at iteration {step}")
 
     def _choose_compression(self, plan: AppliedPlan | None) -> None:
         """Let ``dynmo-plan`` choose the number of pipeline ranks that compress between replicas."""

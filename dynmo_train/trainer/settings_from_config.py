@@ -17,6 +17,7 @@ from ..config.validate import validate
 from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
+from ..models.compiled import CompileSettings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
@@ -163,7 +164,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
             frozen_cache_bytes=None if cache is None else cache << 20,
             operations=_operations(config),
             token_parts=parts,
-            compiled=training.torch_compile_backend if training.torch_compile else None,
+            compiled=_compiling(config),
             cuda_graphs=training.cuda_graph,
         ),
         optimizer=optimizer_settings(config.optimizer),
@@ -184,6 +185,19 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32,
         precision=precision,
         compression=compression_settings(config),
+    )
+
+
+def _compiling(config: Config) -> CompileSettings | None:
+    """The settings of ``--torch-compile``; None without it."""
+    training = config.training
+    if not training.torch_compile:
+        return None
+    return CompileSettings(
+        backend=training.torch_compile_backend,
+        any_length=training.curriculum_shortest is not None,
+        selective=training.recompute_granularity == "selective",
+        sharded=config.parallel.tensor_model_parallel_size > 1,
     )
 
 

@@ -31,6 +31,7 @@ class StepResult:
         metrics: item -> metric -> one or more values, means over the microbatches, in list order. These are
             auxiliary losses and counts such as routed tokens.
         compression: measurements of the compression; empty where none are requested.
+        compiled_graphs: graphs that the pipeline ranks of a replica have compiled since the engine was built.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class StepResult:
     is_scale_search: bool = False
     metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
     compression: Mapping[str, Any] = field(default_factory=dict)
+    compiled_graphs: int = 0
 
     @cached_property
     def costs(self) -> list[dict[str, Any]] | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..models.compiled import num_compiled_graphs
 from ..models.layer_list import ItemSpec
 from ..parallel.process_groups import World, gather_over, sum_over_pipeline
 
@@ -30,11 +31,13 @@ class Sums:
         loss: Mean loss over the tokens of the step.
         norm: Global L2 norm of the gradients before clipping; 0 without gradients.
         metrics: Item -> metric -> values, means over microbatches and replicas, in list order.
+        compiled_graphs: Graphs that the pipeline ranks of a replica have compiled since the engine was built.
     """
 
     loss: float
     norm: float = 0.0
     metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+    compiled_graphs: int = 0
 
 
 class StepSums:
@@ -51,6 +54,7 @@ class StepSums:
         self._num_items = len(items) + len(shards)
         self._declared = [(item.name, name, length) for item in items for name, length in item.metrics]
         self._sharded = sharded
+        self._graphs_before = num_compiled_graphs()
         self.world = world
 
     def add(
@@ -67,7 +71,7 @@ class StepSums:
             squares: Squares of the gradients by item, then by shard, float64 ``[items]``; None in an evaluation.
 
         Returns:
-            Float64 ``[1 + 1 + metrics]`` on the device: global norm, loss, metrics.
+            Float64 ``[1 + 1 + metrics]`` on the device: global norm, loss, metrics, and the number of compiled graphs.
         """
         device = loss.device
         # Without ZeRO the replicas have the same gradients: the first group that shares experts counts.
@@ -78,6 +82,7 @@ class StepSums:
         for item, name, length in self._declared:
             here = metrics.get(item, {}).get(name)
             values.append(torch.zeros(length, dtype=torch.float64, device=device) if here is None else here)
+        values.append(loss.new_full((1,), num_compiled_graphs() - self._graphs_before))
         reported = torch.cat([value.reshape(-1) for value in values])
         # Tensor-parallel ranks have computed the same loss and metrics.
         if self.world.tensor_rank:
@@ -100,4 +105,4 @@ class StepSums:
         for item, name, length in self._declared:
             metrics.setdefault(item, {})[name] = list(values[begin : begin + length])
             begin += length
-        return Sums(norm=values[0], loss=values[1], metrics=metrics)
+        return Sums(norm=values[0], loss=values[1], metrics=metrics, compiled_graphs=round(values[begin]))

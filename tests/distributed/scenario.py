@@ -16,6 +16,7 @@ from dynmo_train.dynamics.pruning import CubicSchedule, GradualPruning
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.dynamics.technique import TechniqueBuilder
 from dynmo_train.formats.plan import V_SCHEDULES
+from dynmo_train.models.compiled import CompileSettings
 from dynmo_train.models.early_exit import EXITED
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
@@ -68,6 +69,8 @@ class Scenario:
     recompute: bool = False
     selective: bool = False
     compiled: str | None = None
+    sharded: bool = False  # tensor-parallel slices, for the compiler
+    any_length: bool = False  # one graph for all numbers of tokens
     moves: tuple[tuple[int, Partition], ...] = ()
     start: Partition | None = None
     prune: bool = True
@@ -147,7 +150,14 @@ class Scenario:
                 selective=self.selective,
                 frozen_cache_bytes=self.cache_bytes,
                 operations=self.operations,
-                compiled=self.compiled,
+                compiled=None
+                if self.compiled is None
+                else CompileSettings(
+                    backend=self.compiled,
+                    selective=self.selective,
+                    sharded=self.sharded,
+                    any_length=self.any_length,
+                ),
                 cuda_graphs=self.cuda_graphs,
             ),
             optimizer=self.optimizer,

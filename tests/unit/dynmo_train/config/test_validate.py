@@ -49,12 +49,6 @@ CASES = {
     "long curriculum": ({"curriculum_shortest": 33}, "--curriculum-shortest"),
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
-    "compiled by choice": (
-        {"torch_compile": True, "recompute_granularity": "selective"},
-        "--torch-compile",
-    ),
-    "compiled and pruned": ({"torch_compile": True, "sparsify": True}, "--torch-compile"),
-    "compiled and cut": ({"torch_compile": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--torch-compile"),
     "graph on cpu": ({"cuda_graph": True, "device": "cpu"}, "--cuda-graph"),
     "graph compiled": ({"cuda_graph": True, "torch_compile": True}, "--cuda-graph"),
     "graph recomputing": ({"cuda_graph": True, "recompute_granularity": "full"}, "--cuda-graph"),
@@ -62,7 +56,6 @@ CASES = {
     "graph cut": ({"cuda_graph": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--cuda-graph"),
     "graph sharded": ({"cuda_graph": True, "zero_stage": 2, "world_size": 2}, "--cuda-graph"),
     "graph lengths": ({"cuda_graph": True, "curriculum_shortest": 8}, "--cuda-graph"),
-    "compiled lengths": ({"torch_compile": True, "curriculum_shortest": 8}, "--torch-compile"),
     "virtual alone": ({"num_layers_per_virtual_pipeline_stage": 2}, "--num-layers-per-virtual-pipeline-stage"),
     "virtual and uneven": (
         {"num_layers_per_virtual_pipeline_stage": 3, "world_size": 2, "global_batch_size": 4},
