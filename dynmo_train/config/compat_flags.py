@@ -25,7 +25,7 @@ _ROUTER = "routing is a softmax over the selected experts: leave it out, or see 
 _KERNEL = "device and dtype choose the implementation of the experts"
 _FSDP = "not supported: use --zero-stage 1, 2 or 3"
 _OFFLOAD = "offloading is not supported: leave it out; --zero-stage shards parameters and optimizer state"
-_CONTEXT = "context parallelism is not supported: use --sequence-parallel with --tensor-model-parallel-size"
+_CONTEXT = "not supported: use --context-parallel-size"
 _TOKENS = "not supported: divide by --seq-length and use the option that ends in -samples"
 _ANALYSIS = "data analysis is not supported: use a curriculum in --deepspeed_config"
 _DISTILL = "distillation is not supported: leave it out"
@@ -306,7 +306,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     # Parallelism and placement
     "--enable-zbh1-pipeline": becomes("--schedule", "zero-bubble"),
     "--enable-zbh1-exact-semantics": ignored("steps are always exact"),
-    "--context-parallel-size": refused(_CONTEXT, 1, neutral="1"),
+    "--cp-comm-type": refused("keys and values are gathered: give all_gather, or remove it", 1, neutral="all_gather"),
     "--ds-sequence-parallel-size": refused(_CONTEXT, 1, neutral="1"),
     "--force-ds-sequence-parallel": refused(_CONTEXT),
     "--ds-sequence-parallel-fpdt": refused(_CONTEXT),

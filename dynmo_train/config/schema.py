@@ -214,12 +214,14 @@ class ModelConfig:
 
 def _implies_replicas(values: Mapping[str, Any], context: DefaultContext) -> bool:
     """Whether the given options imply a pipeline size of 1, as in Megatron."""
-    return bool(values["zero_stage"] or context.given & {"tensor_model_parallel_size", "DDP_impl"})
+    return bool(
+        values["zero_stage"] or context.given & {"tensor_model_parallel_size", "context_parallel_size", "DDP_impl"}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Tensor, pipeline, data and expert parallelism."""
+    """Tensor, context, pipeline, data and expert parallelism."""
 
     PANEL: ClassVar[str] = panels.PARALLELISM
 
@@ -229,12 +231,20 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         "Shard activations along the sequence dimension across tensor-parallel ranks.", default=False, common=True
     )
+    context_parallel_size: int = option(
+        "Context-parallel size: ranks that share the tokens of each sample.",
+        default=1,
+        minimum=1,
+        maximum=MAX_RANKS,
+        common=True,
+    )
     pipeline_model_parallel_size: int = option(
         "Pipeline-parallel size in ranks.",
         minimum=1,
         maximum=MAX_RANKS,
         derive=(
-            "world size; 1 as in Megatron if --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
+            "world size; 1 as in Megatron if --tensor-model-parallel-size, --context-parallel-size,"
+            " --zero-stage or --DDP-impl is given",
             lambda v, context: 1 if _implies_replicas(v, context) else max(1, context.world_size),
         ),
         common=True,
@@ -244,9 +254,11 @@ class ParallelConfig:
         minimum=1,
         flag=False,
         derive=(
-            "world size / (tensor x pipeline)",
+            "world size / (tensor x context x pipeline)",
             lambda v, context: max(
-                1, context.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
+                1,
+                context.world_size
+                // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"] * v["context_parallel_size"]),
             ),
         ),
     )
@@ -312,6 +324,11 @@ class ParallelConfig:
         ),
         common=True,
     )
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which gradients are reduced and ZeRO shards: replicas times context-parallel ranks."""
+        return self.data_parallel_size * self.context_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ _RECOMPUTE = "--recompute-granularity covers whole layers, or all but matrix pro
 _COMM = "collectives end after 10 minutes and are not traced"
 _FAULTS = "not supported: use --max-restarts of dynmo-train launch"
 _DEGREE = "the number of replicas follows from the number of processes: leave it out; --zero-stage shards them"
-_CONTEXT = "context parallelism is not supported: use --sequence-parallel with --tensor-model-parallel-size"
 
 TORCHTITAN: Mapping[str, CompatFlag] = {
     # Run
@@ -137,9 +136,9 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "parallelism.module_fqns_per_model_part": refused(
         "write the partition with dynmo-plan partition and use --balance offline --plan FILE", None
     ),
-    "parallelism.context_parallel_degree": refused(_CONTEXT, 1, neutral="1"),
-    "parallelism.context_parallel_load_balancer": ignored("there is no context parallelism", 1),
-    "parallelism.context_parallel_rotate_method": ignored("there is no context parallelism", 1),
+    "parallelism.context_parallel_degree": becomes("--context-parallel-size", values=1),
+    "parallelism.context_parallel_load_balancer": ignored("each rank has a chunk from either end of a sample", 1),
+    "parallelism.context_parallel_rotate_method": ignored("keys and values are always gathered", 1),
     "parallelism.expert_parallel_degree": becomes("--expert-model-parallel-size", values=1),
     "parallelism.expert_tensor_parallel_degree": refused(
         "use --tensor-model-parallel-size and --expert-model-parallel-size", 1, neutral="1"

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from ..parallel.context_parallel import cut_chunks
+from ..parallel.process_groups import World
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -20,7 +23,7 @@ class Batch:
         step: step of the run; it seeds random numbers.
         microbatches: microbatches per replica; None where all steps of the run have the same number.
         tokens: tokens per sample, where sequence-length warm-up changes them; None where all samples are equally long.
-        replica: data-parallel rank of the replica whose samples these are; None for those of all replicas.
+        replica: number of the replica whose samples these are; None for those of all replicas.
         problem: why these samples cannot be used; only this replica knows, and all ranks end together after the step.
         position: where a stream of documents continues after these samples, for a checkpoint; None for indexed data.
     """
@@ -54,3 +57,25 @@ class Batch:
             first_microbatch=self.first_microbatch + replica * microbatches,
             replica=replica,
         )
+
+    def of_context(self, rank: int, size: int) -> Batch:
+        """The tokens of one context-parallel rank; all inputs are ``[samples, T]``.
+
+        Args:
+            rank: context-parallel rank.
+            size: number of context-parallel ranks; 1 changes nothing.
+        """
+        if size == 1:
+            return self
+        cut = replace(self, inputs={name: cut_chunks(each, 1, rank, size) for name, each in self.inputs.items()})
+        return cut.pin_memory() if any(each.is_pinned() for each in self.inputs.values()) else cut
+
+    def of_process(self, world: World, microbatches: int) -> Batch:
+        """The part of one process: its replica's samples, and its context-parallel rank's tokens.
+
+        Args:
+            world: processes of the run.
+            microbatches: microbatches of a replica.
+        """
+        local = self.of_replica(world.replica, world.dims.replicas, microbatches)
+        return local.of_context(world.context_rank, world.dims.context)

@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
 from ..parallel.tensor_parallel import TensorRegion
+from .context_attention import attend_context
 from .cross_entropy import mean_linear_cross_entropy
 from .embedding_grad import PendingRows, look_up
 from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_rows
@@ -68,6 +70,7 @@ class Embedding(nn.Module):
         self.dropout = dropout
         # Set by the item store: where gradients of the word table are collected by token.
         self.pending: PendingRows | None = None
+        self.context: ContextRegion | None = None  # set by ``join_context``
 
     def embed(
         self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int | torch.Tensor = 0
@@ -86,7 +89,9 @@ class Embedding(nn.Module):
             # A dense gradient of the table in every microbatch would be mostly zeros; see ``embedding_grad``.
             x_BTD = look_up(self.word.weight, ids_BT, self.pending)
         if self.position is not None:
-            if not isinstance(past, torch.Tensor):
+            if self.context is not None:
+                past = self.context.positions(ids_BT.shape[1], ids_BT.device)
+            elif not isinstance(past, torch.Tensor):
                 past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
             x_BTD = x_BTD + self.position(past)
         if self.tokentype is not None and types_BT is not None:
@@ -158,6 +163,7 @@ class SelfAttention(nn.Module):
         self.scale = None if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
         self.sparse: HashedAttention | None = None
+        self.context: ContextRegion | None = None  # set by ``join_context``
 
     def project(
         self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0, cos_sin: CosSin | None = None
@@ -181,6 +187,9 @@ class SelfAttention(nn.Module):
             q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
             k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
         if self.rotary is not None:
+            if self.context is not None:
+                cosine, sine = self.rotary.cos_sin(0, T * self.context.size, q.device, q.dtype)
+                cos_sin = self.context.cut(cosine, 0), self.context.cut(sine, 0)
             q, k = self.rotary(q, k, past) if cos_sin is None else self.rotary.apply_rotary(q, k, cos_sin)
         return q, k, v
 
@@ -196,12 +205,26 @@ class SelfAttention(nn.Module):
             mask: bool or additive float, broadcastable to ``[B, H, T, S]``; true where a key is attended to.
             causal: whether to apply the causal mask; ``mask`` must then be None.
         """
+        y_BHTK = self.weighted_values(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)
+        y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def weighted_values(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSK: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """The attention of :meth:`attend` before the output layer, ``[B, H, T, K]``."""
         dropout = self.attention_dropout if self.training else 0.0
         grouped = self.queries_per_group > 1 and _reads_grouped_keys(q_BHTK.device, mask, dropout)
         if not grouped:
             k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         # torch's product, and no kernel of our own: it selects flash attention where the device has it.
-        y_BHTK = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q_BHTK,
             k_BGSK,
             v_BGSK,
@@ -211,8 +234,6 @@ class SelfAttention(nn.Module):
             scale=self.scale,
             enable_gqa=grouped,
         )
-        y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
-        return y_BTD
 
     def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:
         return x_BGSK if self.queries_per_group == 1 else x_BGSK.repeat_interleave(self.queries_per_group, dim=1)
@@ -232,6 +253,9 @@ class SelfAttention(nn.Module):
             The residual stream after the sublayer, ``[B, T, D]``.
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        if self.context is not None:
+            y_BTR = attend_context(q, k, v, self.context, self)
+            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
         dropout = self.attention_dropout if self.training else 0.0
         if self.sparse is not None:
             k, v = self._for_each_head(k), self._for_each_head(v)

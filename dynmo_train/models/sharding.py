@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.collectives import ReplicaGather
+from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.tensor_parallel import TensorRegion
 from .bert import BertHead
-from .blocks import Head, SelfAttention
+from .blocks import Embedding, Head, SelfAttention
 from .early_exit import ActiveTokens
 from .ict import RetrievalHead
 from .layer_list import ItemOutput
@@ -139,6 +140,14 @@ def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Modul
     for child in module.modules():
         if isinstance(child, RetrievalHead):
             child.replicas = replicas
+    return module
+
+
+def join_context(module: nn.Module, region: ContextRegion | None) -> nn.Module:
+    """Give embeddings and attention the ranks that share the tokens of a sample, in place; returns the item."""
+    for child in module.modules():
+        if region is not None and isinstance(child, (Embedding, SelfAttention)):
+            child.context = region
     return module
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from ..models.compiled import CompileSettings, compile_item
 from ..models.layer_list import ModelFamily, vocabulary_rows
-from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_replicas, shard_experts
+from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_context, join_replicas, shard_experts
 from ..models.vocabulary_shards import StoredRows, stored_rows
 from ..parallel.collectives import ReplicaGather
+from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.tensor_parallel import TensorRegion
@@ -138,6 +139,7 @@ class ItemBuilder:
         sharding: The part of each tensor that this process has.
         device: Device of the items.
         replicas: Gathers the inputs of losses over all replicas; None with one replica.
+        context: Ranks that share the tokens of a sample; None with one.
         fused_norms: torch's normalization -> class that replaces it (apex).
         compiling: Settings of torch.compile; None does not compile.
     """
@@ -145,6 +147,7 @@ class ItemBuilder:
     sharding: ItemSharding
     device: torch.device
     replicas: ReplicaGather | None = None
+    context: ContextRegion | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     compiling: CompileSettings | None = None
 
@@ -154,7 +157,7 @@ class ItemBuilder:
         # Cut after the whole item is initialized: a weight does not depend on the tensor- or expert-parallel size.
         module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
-        return join_replicas(shard_experts(module, sharding.dispatcher), self.replicas)
+        return join_context(join_replicas(shard_experts(module, sharding.dispatcher), self.replicas), self.context)
 
     def blueprint(self, name: str) -> nn.Module:
         """Build this process's part of an item on the meta device."""

@@ -1,4 +1,4 @@
-"""The parallel dimensions of a run: pipeline, tensor, data and expert. Pure values."""
+"""The parallel dimensions of a run: pipeline, tensor, context, data and expert. Pure values."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ class ParallelDims:
     Attributes:
         pipeline: Number of pipeline ranks.
         tensor: Number of ranks that share each matrix product.
-        data: Number of replicas of the model.
+        data: Number of data-parallel ranks over which gradients are reduced: replicas times ``context``.
+        context: Number of neighboring data-parallel ranks that share the tokens of a replica's samples; divides
+            ``data``.
         expert: Number of neighboring data-parallel ranks that share the experts of a layer; divides ``data``.
     """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
+    context: int = 1
     expert: int = 1
 
     @property
     def size(self) -> int:
         """Number of processes."""
         return self.pipeline * self.tensor * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, each of which reads samples of its own."""
+        return self.data // self.context
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank. Of 2 x 2 x 2, rank 5 is tensor 1, data 0, pipeline 1."""
@@ -59,11 +67,18 @@ class ParallelDims:
             for t in _along(self.tensor, tensor)
         )
 
+    def context_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share the samples of ``rank``: ``context`` neighbors on its data axis."""
+        return self._neighbors(rank, self.context)
+
     def expert_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share the experts of ``rank``: ``expert`` neighbors on its data axis."""
+        return self._neighbors(rank, self.expert)
+
+    def _neighbors(self, rank: int, size: int) -> tuple[int, ...]:
         own = self.coordinates(rank)
-        first = own.data // self.expert * self.expert
-        places = range(first, first + self.expert)
+        first = own.data // size * size
+        places = range(first, first + size)
         return tuple(self.rank_of(pipeline=own.pipeline, data=d, tensor=own.tensor) for d in places)
 
 

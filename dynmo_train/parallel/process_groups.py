@@ -42,6 +42,7 @@ class Groups:
         tensor: Ranks that differ from this one in the tensor axis only.
         data: Ranks that differ from this one in the data axis only.
         model: Ranks of one replica (pipeline and tensor).
+        context: Ranks that share the tokens of a sample.
         expert: Ranks that share the experts of a layer.
         expert_data: Ranks that have the same experts as this one.
         vocabulary: Ranks of ``pipeline``, once for each kind of message of a sharded output layer; empty without.
@@ -52,6 +53,7 @@ class Groups:
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     expert_data: dist.ProcessGroup | None = None
     vocabulary: tuple[dist.ProcessGroup, ...] = ()
@@ -98,8 +100,18 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel rank of this process: its replica."""
+        """Data-parallel rank of this process, context-parallel ranks counted."""
         return self.coordinates.data
+
+    @property
+    def replica(self) -> int:
+        """Replica of this process: whose samples it reads."""
+        return self.data_rank // self.dims.context
+
+    @property
+    def context_rank(self) -> int:
+        """Context-parallel rank of this process: which tokens of the samples it has."""
+        return self.data_rank % self.dims.context
 
     @property
     def tensor_rank(self) -> int:
@@ -201,6 +213,7 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
         tensor=group(dims.ranks(pipeline=own.pipeline, data=own.data)),
         data=group(dims.ranks(pipeline=own.pipeline, tensor=own.tensor)),
         model=group(dims.ranks(data=own.data)),
+        context=group(dims.context_ranks(rank)),
         expert=group(experts),
         expert_data=group(same_experts),
     )

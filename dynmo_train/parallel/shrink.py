@@ -67,7 +67,17 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
 
 def _forget(before: Groups, now: Groups) -> None:
     """Destroy the groups that lost members; torch's default group stays."""
-    in_use = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.world, dist.group.WORLD}
+    in_use = {
+        now.tensor,
+        now.data,
+        now.context,
+        now.expert,
+        now.expert_data,
+        now.model,
+        now.pipeline,
+        now.world,
+        dist.group.WORLD,
+    }
     for group in {before.world, before.pipeline, before.model, *before.vocabulary} - in_use:
         if group is not None:
             dist.destroy_process_group(group)

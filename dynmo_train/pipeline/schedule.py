@@ -49,6 +49,7 @@ from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, tr
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
 from ..parallel.process_groups import World
+from ..parallel.seeding import stable_seed
 from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
 from .frozen_cache import FrozenPrefixCache, sample_hashes
 from .graphed_items import most_in_flight
@@ -82,7 +83,7 @@ class PipelineConfig:
         selective: With ``recompute``: save the results of matrix products.
         frozen_cache_bytes: Size of the cache of the frozen prefix's outputs; None has no cache.
         operations: With ``custom``: the operations of each pipeline rank in a step, as in a plan: ``0F0 1F0 1I0 ...``.
-        token_parts: Tensor-parallel ranks that share the tokens (sequence parallelism); ``boundary`` has one part.
+        token_parts: Ranks that share the tokens (context and sequence parallelism); ``boundary`` has one part.
         compiled: Settings of torch.compile; None does not compile.
         cuda_graphs: Capture items in CUDA graphs where that is possible.
     """
@@ -150,6 +151,9 @@ class Pipeline:
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
+        # Context-parallel ranks have other tokens of the same microbatch.
+        rank = world.context_rank
+        seed = config.seed if rank == 0 else stable_seed(config.seed, "context", rank)
         cache = None if config.frozen_cache_bytes is None else FrozenPrefixCache(config.frozen_cache_bytes)
         # The marks announce which gradients are final, also in steps that are not measured.
         profiler.always_marks = profiler.always_marks or on_gradients_final is not None
@@ -164,7 +168,7 @@ class Pipeline:
                 input_names=live_before(specs, begin) if number else (),
                 output_names=live_before(specs, end),
                 frozen=prefixes[number],
-                seed=config.seed,
+                seed=seed,
                 recompute=config.recompute,
                 selective=config.selective,
                 profiler=profiler,

@@ -78,6 +78,7 @@ from ..optim.lr_schedule import LearningRate, WeightDecay, rate_at
 from ..optim.optimizers.protocol import OptimizerSettings, Update
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
+from ..parallel.context_parallel import context_region
 from ..parallel.device_clock import clock_for
 from ..parallel.expert_parallel import token_dispatcher
 from ..parallel.fsdp import FsdpSharding
@@ -114,8 +115,7 @@ class EngineSettings:
         sequence_parallel: whether activations between tensor-parallel regions are sharded along the tokens; the
             boundary's shape is then that of a shard.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
-        zero_sync_microbatches: whether ZeRO reduces and shards the gradients of every microbatch; False does so once
-            per step.
+        zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
         compression: compression of the gradients that are sent to other processes.
     """
 
@@ -184,6 +184,7 @@ class Engine:
             sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=token_dispatcher(world)),
             device=world.device,
             replicas=replica_gather(world),
+            context=context_region(world),
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
         )
@@ -437,7 +438,7 @@ class Engine:
         return merge_stats(all_gather_objects(self.world, local))
 
     def _local_batch(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.data_rank, self.world.dims.data, self.pipeline_config.microbatches)
+        return batch.of_process(self.world, self.pipeline_config.microbatches)
 
     def prepare_gradients(self, step: int) -> torch.Tensor:
         """Reduce, mask and unscale the gradients in place; their squares by item. Every rank calls this.

@@ -322,7 +322,7 @@ class Trainer:
         return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
     def _batch_loader(self) -> BatchLoader:
-        data, replica = self.data, self.engine.world.data_rank
+        data, replica = self.data, self.engine.world.replica
         on_cuda, num_workers = self.engine.world.device.type == "cuda", self.config.data.num_workers
         # On CPU the workers would take cores from the training.
         workers = (2 if on_cuda else 0) if num_workers is None else num_workers

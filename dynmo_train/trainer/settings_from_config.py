@@ -39,7 +39,8 @@ def parallel_dims(config: Config) -> ParallelDims:
     return ParallelDims(
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
-        data=parallel.data_parallel_size,
+        data=parallel.data_ranks,
+        context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
     )
 
@@ -149,7 +150,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         DocumentError: the plan of ``--plan`` is invalid, or has another number of microbatches than the run.
     """
     boundary, parallel = boundary_of(config), config.parallel
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    parts = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     training = config.training
     precision = precision_settings(config)
     cache = config.freezing.freeze_cache_activations

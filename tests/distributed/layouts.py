@@ -34,7 +34,8 @@ def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[En
     boundary = settings.pipeline.boundary
     if layout.settings.get("sequence_parallel"):
         boundary = boundary.cut_along_tokens(world.dims.tensor)
-    pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
+    boundary = boundary.cut_along_tokens(world.dims.context)
+    pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.replicas, boundary=boundary)
     start = scenario.start or uniform_partition(
         family.items, world.dims.pipeline, scenario.virtual, v_shaped=scenario.schedule in V_SCHEDULES
     )

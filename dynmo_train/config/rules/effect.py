@@ -50,7 +50,7 @@ def _several(config: Config) -> bool:
 
 
 def _replicas(config: Config) -> bool:
-    return config.parallel.data_parallel_size > 1
+    return config.parallel.data_ranks > 1
 
 
 def _has_capacity(config: Config) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..._common.document import MAX_MICROBATCHES, Problem
@@ -14,11 +15,14 @@ from .problem import Rule, conflict, unsupported
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tensor * pipeline):
+    context = parallel.context_parallel_size
+    if world_size % (tensor * context * pipeline):
+        others = f"--tensor-model-parallel-size {tensor}"
+        others += f" and --context-parallel-size {context}" if context > 1 else ""
         yield conflict(
             "--pipeline-model-parallel-size",
-            f"is {pipeline}; times --tensor-model-parallel-size {tensor} it must divide the world size {world_size};"
-            f" start with --nproc {tensor * pipeline}",
+            f"is {pipeline}; times {others} it must divide the world size {world_size};"
+            f" start with --nproc {tensor * context * pipeline}",
         )
 
 
@@ -31,8 +35,42 @@ def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(flag, f"is {size}; requires --num-experts")
     elif model.num_experts % size:
         yield conflict(flag, f"is {size}; must divide --num-experts {model.num_experts}")
-    if parallel.data_parallel_size % size:
-        yield conflict(flag, f"is {size}; must divide the {parallel.data_parallel_size} data-parallel replicas")
+    if parallel.data_ranks % size:
+        context = "" if parallel.context_parallel_size == 1 else ", context-parallel ranks counted"
+        yield conflict(flag, f"is {size}; must divide the {parallel.data_ranks} data-parallel replicas{context}")
+
+
+def _context(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Lengths that can be cut, and what does not know that a rank has a part of the tokens."""
+    parallel, model, training = config.parallel, config.model, config.training
+    size, flag = parallel.context_parallel_size, "--context-parallel-size"
+    if size == 1:
+        return
+    parts = 2 * size
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 2:
+        parts = size * math.lcm(2, parallel.tensor_model_parallel_size)
+    if model.seq_length % parts:
+        yield conflict("--seq-length", f"is {model.seq_length}; must be a multiple of {parts} with {flag} {size}")
+    if model.base_family not in ("gpt", "llama"):
+        yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
+    others = {
+        "--reset-position-ids": config.data.reset_position_ids,
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        "--eod-mask-loss": config.data.eod_mask_loss,
+        "--torch-compile": training.torch_compile,
+        "--cuda-graph": training.cuda_graph,
+        "--curriculum-shortest": training.curriculum_shortest is not None,
+        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
+        "--grad-comp": config.compression.grad_comp,
+        "--inter-grad-comp": config.compression.inter_grad_comp,
+        "--emulate": config.emulation.emulate is not None,
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--sparse-attention": config.attention.sparse_attention,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    if given:
+        yield unsupported(flag, f"is {size}; cannot be combined with {', '.join(given)}; remove one")
 
 
 def _shards_decoder(config: Config) -> bool:
@@ -206,6 +244,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
     _reduction,
     _experts,
+    _context,
     _tensor,
     _stages,
     _virtual,

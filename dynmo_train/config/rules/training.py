@@ -117,7 +117,7 @@ def _adafactor(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(
             "--optimizer", f"adafactor cannot be combined with --tensor-model-parallel-size {size}, {remedy}"
         )
-    if parallel.zero_stage and parallel.data_parallel_size > 1:
+    if parallel.zero_stage and parallel.data_ranks > 1:
         yield conflict("--optimizer", f"adafactor cannot be combined with --zero-stage {parallel.zero_stage}, {remedy}")
 
 

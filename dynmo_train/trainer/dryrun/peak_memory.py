@@ -23,9 +23,10 @@ from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before
 from ...models.moe import BALANCED, MoeMlp
-from ...models.sharding import cut_item
+from ...models.sharding import cut_item, join_context
 from ...models.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
+from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
 from ...pipeline.pipeline_stage import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES
@@ -54,7 +55,11 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
 
     Items whose memory depends on data in other ways than :class:`DataAssumptions` are not included.
     """
-    inputs = zero_microbatch(config)
+    size = config.parallel.context_parallel_size
+    inputs = {
+        name: each if size == 1 else cut_chunks(each, 1, 0, size) for name, each in zero_microbatch(config).items()
+    }
+    context = None if size == 1 else ContextRegion(None, 0, size)
     run = recompute_runner(config.training.recompute_granularity)
     known: dict[Any, ItemMemory | None] = {}
     keys: dict[str, Any] = {}
@@ -68,7 +73,7 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
             if isinstance(module, Embedding) and _is_by_token(config):
                 module.pending = PendingRows(module.word.weight, sys.maxsize)
             assumptions = _assumptions(config, module)
-            cut = cut_item(item.name, module, family.split_dim, _region(config))
+            cut = join_context(cut_item(item.name, module, family.split_dim, _region(config)), context)
             known[key] = None if assumptions is None else item_memory(item, cut, boundary, inputs, run, assumptions)
     found = {name: known[key] for name, key in keys.items()}
     return {name: memory for name, memory in found.items() if memory is not None}
@@ -84,7 +89,8 @@ def _assumptions(config: Config, module: nn.Module) -> DataAssumptions | None:
     # Their numbers of tokens depend on the scores, or on those of other ranks.
     if moe.routing == BALANCED or config.parallel.expert_model_parallel_size > 1:
         return None
-    assignments = config.training.micro_batch_size * config.model.seq_length * moe.top_k
+    tokens = config.model.seq_length // config.parallel.context_parallel_size
+    assignments = config.training.micro_batch_size * tokens * moe.top_k
     per_expert, remainder = divmod(assignments, moe.num_experts)
     even = [per_expert + (expert < remainder) for expert in range(moe.num_experts)]
     limit = None if moe.capacity_factor is None else moe.capacity(assignments // moe.top_k)
@@ -131,7 +137,7 @@ class _SingleRankRegion(TensorRegion):
 def _is_by_token(config: Config) -> bool:
     """Whether the gradient of a word table is collected by token until the end of the step."""
     parallel, training = config.parallel, config.training
-    is_sharded = parallel.zero_stage > 0 and parallel.data_parallel_size > 1
+    is_sharded = parallel.zero_stage > 0 and parallel.data_ranks > 1
     return not is_sharded and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
 
 
@@ -141,6 +147,7 @@ def _deferred_gradient_bytes(
     """By how many bytes the gradients of word tables are smaller until the end of a step, by item."""
     deferred: dict[str, int] = {}
     tokens = config.microbatches * config.training.micro_batch_size * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
     for name in items if _is_by_token(config) else ():
         module = family.build(name, torch.device("meta"))
         if isinstance(module, Embedding):
@@ -219,7 +226,7 @@ def _gradient_shards(config: Config) -> int:
     """Number of replicas over which the sum of the gradients is sharded while it grows."""
     parallel = config.parallel
     is_sharded = parallel.zero_stage > 0 and parallel.zero_gradient_sync == "microbatch"
-    return parallel.data_parallel_size if is_sharded else 1
+    return parallel.data_ranks if is_sharded else 1
 
 
 def _reducing_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> int:
@@ -232,7 +239,7 @@ def _reducing_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterC
 
 def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> tuple[int, int]:
     """Bytes on a device of a worker: parameters with moments and compute copies, and sums of gradients."""
-    replicas, zero = config.parallel.data_parallel_size, config.parallel.zero_stage
+    replicas, zero = config.parallel.data_ranks, config.parallel.zero_stage
     copies = boundary.dtype.itemsize
     gradients = FLOAT_BYTES * counts.total // _gradient_shards(config)
     if zero and replicas > 1:
@@ -270,7 +277,7 @@ def worker_peaks(
     """
     infos = {item["name"]: item for item in header["items"]}
     params = {name: info["param_count"] for name, info in infos.items()}
-    microbatches, data = config.microbatches, config.parallel.data_parallel_size
+    microbatches, data = config.microbatches, config.parallel.data_ranks
     peaks = []
     for worker, simulated in enumerate(simulation["peak_memory_bytes"]):
         stages = [stage for stage in simulation["stages"] if stage["worker"] == worker]

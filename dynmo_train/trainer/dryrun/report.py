@@ -85,7 +85,7 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
         memories: activation memory of items, where it is known.
     """
     parallel, boundary = config.parallel, engine_settings(config).pipeline.boundary
-    ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
+    ranks = parallel.tensor_model_parallel_size * parallel.data_ranks
     record = header_record(
         run_id="dry-run",
         segment=0,
@@ -103,7 +103,7 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
             tensor_parallel_size=parallel.tensor_model_parallel_size,
-            data_parallel_size=parallel.data_parallel_size,
+            data_parallel_size=parallel.data_ranks,
         ),
         link=None,
         workers=[
@@ -190,7 +190,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
-        processes=workers * parallel.tensor_model_parallel_size * parallel.data_parallel_size,
+        processes=workers * parallel.tensor_model_parallel_size * parallel.data_ranks,
     )
 
 

@@ -18,6 +18,7 @@ def problems(world_size=1, **values):
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
 CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
+CONTEXT = {"context_parallel_size": 2, "world_size": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
@@ -299,6 +300,10 @@ CASES = {
     "shards of a tied layer": ({"vocabulary_parallel": 2}, "--vocabulary-parallel"),
     "shards of a bert": ({"vocabulary_parallel": 2, "family": "bert"}, "--vocabulary-parallel"),
     "shards with half precision": ({"vocabulary_parallel": 2, "fp16": True, **UNTIED}, "--vocabulary-parallel"),
+    "context of a bert": ({**CONTEXT, "family": "bert"}, "--context-parallel-size"),
+    "context of documents": ({**CONTEXT, "reset_attention_mask": True}, "--context-parallel-size"),
+    "context in a graph": ({**CONTEXT, "cuda_graph": True}, "--context-parallel-size"),
+    "context of an odd length": ({**CONTEXT, "seq_length": 66}, "--seq-length"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

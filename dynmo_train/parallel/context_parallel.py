@@ -1,0 +1,115 @@
+"""Context parallelism: each rank has two chunks of every sample, and gathers the keys and values of the others.
+
+A sample is cut into ``2 * size`` chunks. Rank i has chunks i and ``2 * size - 1 - i`` (Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2), so that under a causal mask all ranks compute the same number of scores; 2 ranks::
+
+    chunk        0  1  2  3      queries of a chunk attend to all chunks up to it
+    rank         0  1  1  0      rank 0: 1 + 4 chunks of keys; rank 1: 2 + 3
+
+Between layers nothing is exchanged. The parameters are those of replicas: their gradients are reduced over context and
+data ranks together.
+
+Shapes in names: B samples, T tokens of this rank, S tokens of all ranks, G key-value groups, K head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .collectives import all_gather_rows
+from .process_groups import World
+
+
+def cut_chunks(x: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    """Return the two chunks of a rank, next to each other.
+
+    Args:
+        x: Tensor of any shape; the length of ``dim`` is a multiple of ``2 * size``.
+        dim: Dimension of the tokens.
+        rank: Context-parallel rank.
+        size: Number of context-parallel ranks.
+    """
+    chunk = x.shape[dim] // (2 * size)
+    return torch.cat([x.narrow(dim, rank * chunk, chunk), x.narrow(dim, (2 * size - 1 - rank) * chunk, chunk)], dim)
+
+
+class ContextRegion:
+    """The ranks that share the tokens of a sample.
+
+    Args:
+        group: Context-parallel ranks; None computes shapes without communication.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's chunks of ``x``, of any shape, along the dimension ``dim`` of the tokens."""
+        return cut_chunks(x, dim, self.rank, self.size)
+
+    def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the places in the sample of this rank's tokens, int64 ``[T]``.
+
+        Args:
+            tokens: T.
+            device: Of the result.
+        """
+        return self.cut(torch.arange(tokens * self.size, device=device), 0)
+
+    def keys_of_chunks(self, tokens: int) -> tuple[int, int]:
+        """Return how many keys the queries of each of this rank's chunks may attend to, of ``tokens`` T here."""
+        chunk = tokens // 2
+        return (self.rank + 1) * chunk, (2 * self.size - self.rank) * chunk
+
+    def gather(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all tokens, in their order: ``[B, G, S, K]`` each.
+
+        Args:
+            k_BGTK: Keys of this rank, ``[B, G, T, K]``.
+            v_BGTK: Values of this rank, ``[B, G, T, K]``.
+        """
+        gathered: torch.Tensor = _GatherChunks.apply(torch.stack([k_BGTK, v_BGTK]), self)  # type: ignore[no-untyped-call]
+        keys, values = gathered.unbind()
+        return keys, values
+
+
+class _GatherChunks(torch.autograd.Function):
+    """``[2, B, G, T, K]`` to ``[2, B, G, S, K]``; the gradient is summed in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, region: ContextRegion) -> torch.Tensor:
+        ctx.region = region
+        local = local.contiguous()
+        parts = local.new_empty((region.size, *local.shape))
+        if region.group is None:
+            parts[:] = local
+        else:
+            all_gather_rows(parts.flatten(0, 1), local, region.group)
+        chunk = local.shape[3] // 2
+        # First halves ascend with the rank, second halves descend.
+        first, second = parts[:, :, :, :, :chunk], parts[:, :, :, :, chunk:].flip(0)
+        return torch.cat([first, second]).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        region: ContextRegion = ctx.region
+        sent = torch.stack([cut_chunks(grads[0], 3, rank, region.size) for rank in range(region.size)])
+        if region.group is None:
+            return sent[0], None
+        # Not a reduce-scatter, which adds in an order of its own, and in bf16 rounds every partial sum.
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=region.group)
+        return received.float().sum(0).to(sent.dtype), None
+
+
+def context_region(world: World) -> ContextRegion | None:
+    """Return the context-parallel ranks of this process; None where there is one."""
+    size = world.dims.context
+    return None if size == 1 else ContextRegion(world.groups.context, world.context_rank, size)

@@ -1,0 +1,108 @@
+"""Context parallelism: nearly one process's figures at any size, and the same bits on any partition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynmo_train.parallel.dims import ParallelDims
+from tests.distributed.layouts import Layout
+from tests.distributed.test_parallel import (
+    CUT,
+    FAMILIES,
+    OVERLAP,
+    PLAIN,
+    ZERO,
+    ZERO_1,
+    ZERO_3,
+    close,
+    close_losses,
+    played,
+)
+from tests.distributed.test_placement import cut, vee
+from tests.distributed.whole_runs import figures, tensors, train, write_data
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+C2, C4 = ParallelDims(data=2, context=2), ParallelDims(data=4, context=4)
+PC, TC, DC = replace(C2, pipeline=2), replace(C2, tensor=2), ParallelDims(data=4, context=2)
+DROPPING = replace(PLAIN, dropout=0.1)
+MODELS = {"gpt": PLAIN, "llama": FAMILIES["llama"], "mixtral": FAMILIES["mixtral"]}
+ONE = {name: Layout(dims=ParallelDims(), scenario=each) for name, each in MODELS.items()}
+TWO = {
+    **{name: Layout(dims=C2, scenario=each) for name, each in MODELS.items()},
+    "gpt, zero 1": Layout(dims=C2, scenario=PLAIN, settings=ZERO_1),
+    "gpt, zero 2": Layout(dims=C2, scenario=PLAIN, settings=ZERO),
+    "gpt, zero 3": Layout(dims=C2, scenario=PLAIN, settings=ZERO_3 | OVERLAP),
+    "mixtral, experts": Layout(dims=replace(C2, expert=2), scenario=MODELS["mixtral"]),
+    "dropping": Layout(dims=C2, scenario=DROPPING),
+}
+FOUR = {
+    "gpt, four": Layout(dims=C4, scenario=PLAIN),
+    "llama, tensor": Layout(dims=TC, scenario=MODELS["llama"]),
+    "llama, cut along tokens": Layout(dims=TC, scenario=MODELS["llama"], settings=CUT),
+    "gpt, replicas": Layout(dims=DC, scenario=PLAIN, settings=ZERO | OVERLAP),
+}
+PLACED = {
+    "gpt": Layout(dims=PC, scenario=replace(PLAIN, moves=((2, cut(2, 2)), (4, cut(2, 7))))),
+    "gpt, zero 2": Layout(dims=PC, scenario=replace(PLAIN, schedule="zero-bubble"), settings=ZERO),
+    "gpt, zero 3": Layout(
+        dims=PC, scenario=replace(PLAIN, schedule="interleaved-1f1b", virtual=2), settings=ZERO_3 | OVERLAP
+    ),
+    "llama": Layout(
+        dims=PC, scenario=replace(MODELS["llama"], schedule="zb-v", virtual=2, moves=((3, vee(cut(2, 1, 5, 8))),))
+    ),
+    "mixtral": Layout(dims=PC, scenario=replace(MODELS["mixtral"], recompute=True)),
+    "dropping": Layout(dims=PC, scenario=replace(DROPPING, schedule="interleaved-1f1b", virtual=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def one():
+    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def four():
+    layouts = {**FOUR, **{f"placed {name}": each for name, each in PLACED.items()}}
+    return dict(zip(layouts, played(4, list(layouts.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")])
+def test_two_context_ranks_are_near_one_process(name, one, two):
+    close(two[name], one[name.partition(",")[0]])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_context_with_other_axes_is_near_one_process(name, one, four):
+    close(four[name], one[name.partition(",")[0]])
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_context_ranks_give_the_same_bits_on_any_partition(name, two, four):
+    assert four[f"placed {name}"] == two[name]
+
+
+def test_experts_over_context_ranks_are_near_own_experts(two):
+    close(two["mixtral, experts"], two["mixtral"])
+
+
+def test_context_run_resumes_with_other_sizes(tmp_path):
+    """With ZeRO 2: without a stop; resumed with a pipeline, the same bits; resumed with one process."""
+    data = write_data(tmp_path / "data")
+    whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
+    plain = {"attention_dropout": "0", "hidden_dropout": "0"}
+    parts = {"context_parallel_size": "2", "zero_stage": "2", **plain}
+    train(data, whole, 2, **parts)
+    train(data, stopped, 2, exit_interval="11", **parts)
+    train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), **parts)
+    assert figures(stopped) == figures(whole)
+    assert tensors(stopped, 24) == tensors(whole, 24)
+    train(data, child, 1, load=str(stopped / "checkpoints" / "step-00000011"), **plain)
+    close_losses(child, whole)
