@@ -205,20 +205,14 @@ class SelfAttention(nn.Module):
             mask: bool or additive float, broadcastable to ``[B, H, T, S]``; true where a key is attended to.
             causal: whether to apply the causal mask; ``mask`` must then be None.
         """
-        y_BHTK = self.weighted_values(q_BHTK, k_BGSK, v_BGSK, mask, causal=causal)
+        y_BHTK = self.weighted_values(q_BHTK, k_BGSK, v_BGSK, mask, causal)
         y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTD
 
     def weighted_values(
-        self,
-        q_BHTK: torch.Tensor,
-        k_BGSK: torch.Tensor,
-        v_BGSK: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        causal: bool,
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
-        """The attention of :meth:`attend` before the output layer, ``[B, H, T, K]``."""
+        """What :meth:`attend` gives to ``dense``, of ``q_BHTK``, ``k_BGSK``, ``v_BGSK``, ``mask``: ``[B, H, T, K]``."""
         dropout = self.attention_dropout if self.training else 0.0
         grouped = self.queries_per_group > 1 and _reads_grouped_keys(q_BHTK.device, mask, dropout)
         if not grouped:
@@ -254,8 +248,8 @@ class SelfAttention(nn.Module):
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
         if self.context is not None:
-            y_BTR = attend_context(q, k, v, self.context, self)
-            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
+            y_BTR = self.dense(attend_context(q, k, v, self.context, self))
+            return x_BTD + item_dropout(y_BTR, self.dropout, self.training)
         dropout = self.attention_dropout if self.training else 0.0
         if self.sparse is not None:
             k, v = self._for_each_head(k), self._for_each_head(v)

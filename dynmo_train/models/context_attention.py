@@ -22,9 +22,9 @@ class CausalAttention(Protocol):
     training: bool
 
     def weighted_values(
-        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor, *, causal: bool
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
-        """Return ``[B, H, T, K]``."""
+        """Attend with ``q_BHTK``, ``k_BGSK``, ``v_BGSK`` and ``mask``: ``[B, H, T, K]``."""
 
 
 def attend_context(
@@ -57,5 +57,5 @@ def attend_context(
             parts.append(attend_sequences(q, k, v, offsets, (chunk, S), window=span, scale=attention.scale))
         else:
             mask = window_mask(chunk, S, window, q.device)
-            parts.append(attention.weighted_values(q, k, v, mask, causal=False).transpose(1, 2).flatten(2))
+            parts.append(attention.weighted_values(q, k, v, mask, False).transpose(1, 2).flatten(2))
     return torch.cat(parts, dim=1)
