@@ -52,9 +52,9 @@ def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any
 
 
 def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
-    """The world size of a dry run: ``--dry-run-processes``, else tensor x pipeline size."""
+    """The world size of a dry run: ``--dry-run-processes``, else tensor x context x pipeline size."""
     given = dict(file) | {name: value for name, value in flags.items() if value is not None}
-    sizes = (given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    sizes = (given.get(f"{axis}_parallel_size", 1) for axis in ("tensor_model", "context", "pipeline_model"))
     return int(given.get("dry_run_processes") or math.prod(sizes))
 
 
