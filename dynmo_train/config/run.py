@@ -34,7 +34,7 @@ class RunConfig:
         "Device of --dry-run: h200, h100, a100, cpu, or a TOML file.", default="h200", common=True, panel=panels.DRY_RUN
     )
     dry_run_processes: int | None = option(
-        "World size of --dry-run; none: tensor x pipeline size.",
+        "World size of --dry-run; none: tensor x context x pipeline.",
         default=None,
         minimum=1,
         maximum=MAX_RANKS,

@@ -187,7 +187,8 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         parameters_per_worker=max(by_worker.values(), default=sum(local_counts.values())),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
-        step_s=simulation["step_ns"] / 1e9,
+        # Every operation is divided over the context ranks; the exchange of keys and values is not counted.
+        step_s=simulation["step_ns"] / 1e9 / parallel.context_parallel_size,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
         processes=workers * parallel.tensor_model_parallel_size * parallel.data_ranks,

@@ -152,6 +152,15 @@ def test_dry_run_of_streamed_text_needs_no_other_data():
         assert "data_path" not in dry_run_values("gpt", flags, file)
 
 
+def test_dry_run_of_context_ranks_divides_time_and_activations():
+    sizes = SMALL | {"seq_length": 512, "max_position_embeddings": 512, "attention_dropout": 0.0}
+    whole = dry_run(config_of(DefaultContext(world_size=1), **sizes), "h200")
+    halves = dry_run(config_of(DefaultContext(world_size=2), **sizes | {"context_parallel_size": 2}), "h200")
+    assert halves.processes == 2
+    assert halves.step_s == pytest.approx(whole.step_s / 2)
+    assert halves.peak_memory_bytes[0] < whole.peak_memory_bytes[0]
+
+
 def test_dry_run_processes_follow_from_the_parallel_sizes():
     assert dry_run_processes({"tensor_model_parallel_size": 8}, {"pipeline_model_parallel_size": 16}) == 128
     assert dry_run_processes({"dry_run_processes": 4, "tensor_model_parallel_size": None}, {}) == 4
