@@ -17,6 +17,7 @@ from .explain_flags.command import explain_flags
 from .finetune import finetune as finetune_app
 from .generate import generate_text
 from .launch import launch as launch_app
+from .measure_costs import measure_costs as measure_costs_command
 from .pretrain import pretrain as pretrain_app
 from .tasks import EvaluateGroup
 from .tasks import tasks as tasks_command
@@ -25,6 +26,7 @@ from .tools import compare, monitor, tune_sparse
 COMMAND_ORDER = (
     "doctor",
     "explain-flags",
+    "measure-costs",
     "tune-sparse",
     "pretrain",
     "launch",
@@ -48,6 +50,7 @@ app.add_typer(finetune_app, name="finetune")
 app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks_command)
 app.command("generate", cls=TaskCommand)(generate_text)
 app.add_typer(cache_app, name="cache")
+app.command("measure-costs")(measure_costs_command)
 app.command("tune-sparse")(tune_sparse)
 app.command("doctor")(doctor)
 app.command("explain-flags")(explain_flags)

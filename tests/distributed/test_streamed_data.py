@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from tests.distributed.whole_runs import figures, tensors, train
 from tests.documents.markdown import blocks
 from tests.paths import ROOT
 
-pytest.importorskip("datasets")
+# A mark, because a module that is skipped as a whole has no tests to collect.
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 
 GUIDE = ROOT / "dynmo_train" / "data" / "README.md"
 

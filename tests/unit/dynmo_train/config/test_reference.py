@@ -32,7 +32,17 @@ def test_readme_table_has_every_command():
         for inner in getattr(command, "commands", {"": None})
     ]
     single = ["launch local", "launch node", "launch slurm", "launch kubernetes", "launch hostfile", "launch lsf"]
-    single += ["generate", "compare", "monitor", "tune-sparse", "explain-flags", "cache list", "cache clear", "doctor"]
+    single += [
+        "generate",
+        "compare",
+        "monitor",
+        "measure-costs",
+        "tune-sparse",
+        "explain-flags",
+        "cache list",
+        "cache clear",
+        "doctor",
+    ]
     single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval")]
     single += ["finetune mnli", "finetune race", "tasks"]
     assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "ict", "t5")), *single])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,11 @@ from dynmo_train.data.hf_stream import (
 from dynmo_train.data.loader import BatchLoader
 from dynmo_train.formats.indexed import open_indexed
 
-pytest.importorskip("datasets")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# A mark, because a module that is skipped as a whole has no tests to collect.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed"),
+]
 
 WORDS = {"<|endoftext|>": 0, "<unk>": 1} | {f"w{number}": number + 2 for number in range(60)}
 SEQ_LENGTH = 12

@@ -1,0 +1,120 @@
+"""Costs of operators: what each case computes, what is timed, and the command's table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dynmo_train._common.errors import UsageError
+from dynmo_train.cli import app, measure_costs
+from dynmo_train.dynamics import operator_costs
+from dynmo_train.dynamics.operator_costs import CASES, OperatorCosts, OperatorShape
+from dynmo_train.models.layer_list import masks_of
+
+SHAPE = OperatorShape(
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    vocab_size=50,
+    num_experts=4,
+    micro_batch_size=2,
+    sequence_lengths=(64,),
+)
+COSTS = OperatorCosts(SHAPE, 64, torch.device("cpu"))
+COMMAND = ["measure-costs", "--hidden-size", "32", "--num-attention-heads", "4", "--vocab-size", "50", "--repeats", "1"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that advances by one millisecond at each reading."""
+    now = [0]
+
+    def read() -> int:
+        now[0] += 1_000_000
+        return now[0]
+
+    monkeypatch.setattr(operator_costs.time, "perf_counter_ns", read)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_computes_the_stream_with_gradients(name):
+    for case in COSTS.cases((name,)):
+        x = torch.randn(2, 64, 32, requires_grad=True)
+        outputs = case.operator.call(x)
+        if case.operator.name != "head":
+            assert outputs[0].shape == x.shape
+        sum(each.sum() for each in outputs).backward()
+        assert x.grad.isfinite().all()
+        assert any(p.grad is not None for p in case.operator.module.parameters()), case
+
+
+def test_pruned_cases_have_the_stated_sparsity():
+    for case in COSTS.cases(("pruned",)):
+        layers = masks_of("", case.operator.module).values()
+        assert layers
+        for layer in layers:
+            assert layer.sparsity == pytest.approx(case.setting["sparsity"], abs=0.16), case.setting
+            assert layer.form == case.setting["form"] or not layer.is_dense
+
+
+def test_exited_case_computes_the_active_tokens_only():
+    for case in COSTS.cases(("exited",)):
+        rows = []
+        for layer in masks_of("", case.operator.module).values():
+            layer.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0].shape[1]))
+        case.operator.call(torch.randn(2, 64, 32))
+        assert set(rows) == {round(case.setting["active_share"] * 64)}
+
+
+def test_exit_case_adds_the_loss_of_the_exit():
+    [case] = COSTS.cases(("exit",))
+    assert len(case.operator.call(torch.randn(2, 64, 32))) == 2
+    assert len(case.dense.call(torch.randn(2, 64, 32))) == 1
+
+
+def test_measured_parts_are_forward_and_both_backwards(clock):
+    [attention, *_] = COSTS.cases(("dense",))
+    cost = COSTS.measure(attention, 2)
+    assert (cost.times.forward_ns, cost.times.backward_input_ns, cost.times.backward_weight_ns) == (1_000_000,) * 2 + (
+        0,
+    )
+    assert cost.spread == 0.0
+    [frozen, _] = COSTS.cases(("frozen",))
+    cost = COSTS.measure(frozen, 1)
+    assert (cost.times.total_ns, cost.dense.total_ns) == (1_000_000, 2_000_000)
+
+
+def test_command_writes_a_row_for_each_case(tmp_path):
+    path = tmp_path / "costs.json"
+    done = CliRunner().invoke(
+        app, [*COMMAND, "--seq-lengths", "32,64", "--cases", "dense,experts", "--output", str(path)]
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(path.read_text())
+    assert document["format"] == "dynmo-operator-costs"
+    assert document["device"]["name"]
+    rows = [(row["case"], row["operator"], row["sequence_length"]) for row in document["rows"]]
+    layers = [("dense", name) for name in ("attention", "mlp", "layer", "head")] + [("experts", "mlp")] * 2
+    assert rows == [(*each, tokens) for tokens in (32, 64) for each in layers]
+    assert all(row["forward_ns"] > 0 and row["dense"]["forward_ns"] > 0 for row in document["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "dense,magic"], "'magic' is not a case"),
+        (["--seq-lengths", "64,x"], "must be positive numbers"),
+        (["--num-attention-heads", "5"], "must be a multiple"),
+    ],
+)
+def test_command_bad_options_are_refused(options, message):
+    done = CliRunner().invoke(app, [*COMMAND, *options])
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+
+
+def test_command_knows_the_cases_without_torch():
+    assert measure_costs.CASES == CASES
