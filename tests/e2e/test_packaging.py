@@ -196,6 +196,10 @@ dynmo-prep binarize corpus.jsonl -o corpus --tokenizer-model tokenizer.json --ap
 """
 PRETRAIN = f"dynmo-train pretrain gpt {TRAIN} --micro-batch-size 1 --data-path corpus_text_document --save run"
 TRACKED = PRETRAIN.replace("--vocab-size 9", "--vocab-size 400").replace("--save run", "--save tracked")
+STREAMED = PRETRAIN.replace("--vocab-size 9", "--vocab-size 400").replace(
+    "--data-path corpus_text_document --save run",
+    "--hf-dataset corpus.jsonl --tokenizer-model tokenizer.json --eval-iters 0 --save streamed",
+)
 # What a user of one extra does with it alone. Compressed input and Parquet are additions to prep.
 USES = {
     "prep": SAMPLE,
@@ -204,6 +208,7 @@ USES = {
     "train": PRETRAIN.replace("--vocab-size 9", "--vocab-size 400"),
     "train,wandb": f"{TRACKED} --wandb-project a\nls tracked/wandb/latest-run/files",
     "train,mlflow": f"{TRACKED} --mlflow-experiment a --mlflow-tracking-uri file:store\nls tracked/mlflow.json store",
+    "train,datasets": f"{STREAMED}\nls streamed/checkpoints",
     "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
     "hf": "dynmo-ckpt convert run hf --to hf",
     "lm-eval": "dynmo-train evaluate lm-eval --help",
