@@ -15,6 +15,7 @@ from .._common.errors import UsageError
 from .common import DeviceName, need_torch
 
 CASES = ("dense", "frozen", "pruned", "depths", "exited", "exit", "sparse", "experts")
+NUM_EXPERTS = 8
 
 
 def measure_costs(
@@ -31,9 +32,6 @@ def measure_costs(
         ),
     ] = None,
     vocab_size: Annotated[int, typer.Option("--vocab-size", min=2, max=MAX_SIZE, help="Vocabulary size.")] = 50257,
-    num_experts: Annotated[
-        int, typer.Option("--num-experts", min=2, max=10_000, help="Number of experts per layer.")
-    ] = 8,
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", min=1, max=MAX_SIZE, help="Samples per microbatch.")
     ] = 1,
@@ -81,7 +79,7 @@ def measure_costs(
         ffn_hidden_size=ffn_hidden_size or 4 * hidden_size,
         num_attention_heads=num_attention_heads,
         vocab_size=vocab_size,
-        num_experts=num_experts,
+        num_experts=NUM_EXPERTS,
         micro_batch_size=micro_batch_size,
         sequence_lengths=lengths,
     )

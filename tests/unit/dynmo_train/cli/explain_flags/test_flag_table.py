@@ -155,6 +155,7 @@ dataloader.num_workers = 2
 dataset_path = "allenai/c4"
 [parallelism]
 tensor_parallel_degree = 1
+context_parallel_degree = 1
 pipeline_parallel_degree = 2
 pipeline_parallel_schedule = "Interleaved1F1B"
 pipeline_parallel_microbatch_size = 1
