@@ -17,11 +17,11 @@ from .explain_flags.command import explain_flags
 from .finetune import finetune as finetune_app
 from .generate import generate_text
 from .launch import launch as launch_app
-from .measure_costs import measure_costs as measure_costs_command
+from .measure import measure_costs, tune_sparse
 from .pretrain import pretrain as pretrain_app
 from .tasks import EvaluateGroup
 from .tasks import tasks as tasks_command
-from .tools import compare, monitor, tune_sparse
+from .tools import compare, monitor
 
 COMMAND_ORDER = (
     "doctor",
@@ -50,7 +50,7 @@ app.add_typer(finetune_app, name="finetune")
 app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks_command)
 app.command("generate", cls=TaskCommand)(generate_text)
 app.add_typer(cache_app, name="cache")
-app.command("measure-costs")(measure_costs_command)
+app.command("measure-costs")(measure_costs)
 app.command("tune-sparse")(tune_sparse)
 app.command("doctor")(doctor)
 app.command("explain-flags")(explain_flags)

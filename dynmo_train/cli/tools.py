@@ -1,63 +1,14 @@
-"""``dynmo-train tune-sparse``, ``compare`` and ``monitor``."""
+"""``dynmo-train compare`` and ``monitor``."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .._common.console import Format, emit, emit_json, emit_table, print_message
-from .._common.document import MAX_JOBS, MAX_SIZE, write_whole
-from .common import DeviceName, need_torch
-
-
-def tune_sparse(
-    hidden_size: Annotated[
-        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the transformer.")
-    ],
-    ffn_hidden_size: Annotated[
-        int | None,
-        typer.Option(
-            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the MLP [default: 4 x --hidden-size]."
-        ),
-    ] = None,
-    rows: Annotated[
-        int,
-        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens per microbatch: --micro-batch-size x --seq-length."),
-    ] = 512,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON file to write the table to.")] = None,
-    num_threads: Annotated[int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="CPU threads.")] = 1,
-    device: Annotated[
-        DeviceName, typer.Option("--device", help="Device type; auto: cuda if available, else cpu.")
-    ] = DeviceName.AUTO,
-    report: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
-) -> None:
-    """Measure the break-even sparsity of sparse matrix multiplication, for each matrix shape of a model.
-
-    The table is the input of `pretrain --sparse-table`.
-    """
-    need_torch()
-    import torch
-
-    from ..dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
-    from ..parallel.process_groups import check_device
-
-    torch.set_num_threads(num_threads)
-    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    if device is DeviceName.AUTO:
-        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
-    check_device(device)
-    shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
-    table = tune(shapes, rows, torch.device(device))
-    if output is not None:
-        write_sparse_table(output, table)
-    if report is Format.JSON:
-        emit_json({"thresholds": table})
-        return
-    cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
-    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "break-even sparsity"), cells)
+from .._common.document import write_whole
 
 
 def compare(

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.cli import app, measure_costs
+from dynmo_train.cli import app, measure
 from dynmo_train.dynamics import operator_costs
 from dynmo_train.dynamics.operator_costs import CASES, OperatorCosts, OperatorShape
 from dynmo_train.models.layer_list import masks_of
@@ -117,4 +117,4 @@ def test_command_bad_options_are_refused(options, message):
 
 
 def test_command_knows_the_cases_without_torch():
-    assert measure_costs.CASES == CASES
+    assert measure.CASES == CASES

@@ -1,11 +1,11 @@
-"""``dynmo-train measure-costs``."""
+"""``dynmo-train measure-costs`` and ``tune-sparse``: measurements on the device at hand."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,19 @@ from .._common.document import MAX_JOBS, MAX_SIZE, write_whole
 from .._common.errors import UsageError
 from .common import DeviceName, need_torch
 
+if TYPE_CHECKING:
+    import torch
+
 CASES = ("dense", "frozen", "pruned", "depths", "exited", "exit", "sparse", "experts")
 NUM_EXPERTS = 8
+
+FfnHiddenSize = Annotated[
+    int | None,
+    typer.Option("--ffn-hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the MLP [default: 4 x --hidden-size]."),
+]
+NumThreads = Annotated[int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="CPU threads.")]
+Device = Annotated[DeviceName, typer.Option("--device", help="Device type; auto: cuda if available, else cpu.")]
+OutputFile = Annotated[Path | None, typer.Option("--output", help="JSON file to write the table to.")]
 
 
 def measure_costs(
@@ -25,12 +36,7 @@ def measure_costs(
     num_attention_heads: Annotated[
         int, typer.Option("--num-attention-heads", min=1, max=MAX_SIZE, help="Number of attention heads.")
     ] = 16,
-    ffn_hidden_size: Annotated[
-        int | None,
-        typer.Option(
-            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the MLP [default: 4 x --hidden-size]."
-        ),
-    ] = None,
+    ffn_hidden_size: FfnHiddenSize = None,
     vocab_size: Annotated[int, typer.Option("--vocab-size", min=2, max=MAX_SIZE, help="Vocabulary size.")] = 50257,
     micro_batch_size: Annotated[
         int, typer.Option("--micro-batch-size", min=1, max=MAX_SIZE, help="Samples per microbatch.")
@@ -43,11 +49,9 @@ def measure_costs(
         typer.Option("--cases", metavar="NAME,...", help=f"Subset of {', '.join(CASES)}."),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, max=1000, help="Timed repetitions per operator.")] = 5,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON file to write the table to.")] = None,
-    num_threads: Annotated[int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="CPU threads.")] = 1,
-    device: Annotated[
-        DeviceName, typer.Option("--device", help="Device type; auto: cuda if available, else cpu.")
-    ] = DeviceName.AUTO,
+    output: OutputFile = None,
+    num_threads: NumThreads = 1,
+    device: Device = DeviceName.AUTO,
     form: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Measure the cost of each dynamic technique on this device, next to the dense layer.
@@ -64,16 +68,9 @@ def measure_costs(
             f"--hidden-size is {hidden_size}; must be a multiple of --num-attention-heads {num_attention_heads}"
         )
     need_torch()
-    import torch
-
     from ..dynamics.operator_costs import OperatorCosts, OperatorShape, cost_document
-    from ..parallel.process_groups import check_device
 
-    torch.set_num_threads(num_threads)
-    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    if device is DeviceName.AUTO:
-        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
-    check_device(device)
+    measured_on = _prepare(device, num_threads)
     shape = OperatorShape(
         hidden_size=hidden_size,
         ffn_hidden_size=ffn_hidden_size or 4 * hidden_size,
@@ -85,10 +82,10 @@ def measure_costs(
     )
     measured = [
         costs.measure(case, repeats)
-        for costs in (OperatorCosts(shape, tokens, torch.device(device)) for tokens in lengths)
+        for costs in (OperatorCosts(shape, tokens, measured_on) for tokens in lengths)
         for case in costs.cases(chosen)
     ]
-    document = cost_document(shape, torch.device(device), measured)
+    document = cost_document(shape, measured_on, measured)
     if output is not None:
         write_whole(output, (json.dumps(document, indent=1) + "\n").encode())
         print_message(f"wrote {output}: {len(measured)} rows")
@@ -124,3 +121,54 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     ratio = sum(row[part] for part in PARTS) / max(1, sum(row["dense"][part] for part in PARTS))
     times = (f"{row[part] / 1e6:.2f}" for part in PARTS)
     return (row["case"], row["operator"], str(row["sequence_length"]), setting, *times, f"{ratio:.2f}")
+
+
+def tune_sparse(
+    hidden_size: Annotated[
+        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Hidden size of the transformer.")
+    ],
+    ffn_hidden_size: FfnHiddenSize = None,
+    rows: Annotated[
+        int,
+        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens per microbatch: --micro-batch-size x --seq-length."),
+    ] = 512,
+    output: OutputFile = None,
+    num_threads: NumThreads = 1,
+    device: Device = DeviceName.AUTO,
+    report: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure the break-even sparsity of sparse matrix multiplication, for each matrix shape of a model.
+
+    The table is the input of `pretrain --sparse-table`.
+    """
+    need_torch()
+    from ..dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+
+    measured_on = _prepare(device, num_threads)
+    shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
+    table = tune(shapes, rows, measured_on)
+    if output is not None:
+        write_sparse_table(output, table)
+    if report is Format.JSON:
+        emit_json({"thresholds": table})
+        return
+    cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
+    emit_table(f"Sparse products, {rows} rows, {measured_on.type}", ("rule", "break-even sparsity"), cells)
+
+
+def _prepare(device: DeviceName, num_threads: int) -> torch.device:
+    """Set the number of threads and return the device to measure.
+
+    Raises:
+        UsageError: the device is not available.
+    """
+    import torch
+
+    from ..parallel.process_groups import check_device
+
+    torch.set_num_threads(num_threads)
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    if device is DeviceName.AUTO:
+        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
+    check_device(device)
+    return torch.device(device)
