@@ -10,6 +10,13 @@ algorithm 2, one barrier)::
 B(m) of the last stage needs S(m) of all ranks. 1F1B therefore runs one more forward ahead, during which the others
 finish S: a rank holds one more microbatch in flight.
 
+Where the word table is in shards as well, two more passes copy rows, which takes no time next to the others::
+
+    every rank           E(m): rows of its tokens, to the first stage      G(m): gradient of its rows
+    first stage's rank   all rows of m, F(m)        B(m) (W(m) if split), gradient of each rank's tokens to that rank
+
+F(m) of the first stage needs E(m) of all ranks, which run it ``LEAD`` microbatches ahead. Nothing waits for G.
+
 Every rank computes the same order for all ranks, from the same numbers. It is the order of a simulated step, so that it
 can run whatever the real times are: no cycle of ranks that wait for one another exists.
 """
@@ -23,14 +30,27 @@ from .errors import UsageError
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SHARD_FORWARD, SHARD_WEIGHT = "S", "T"
+LOOKUP, LOOKUP_GRADIENT = "E", "G"
 # Ratios of times; only their order matters. A backward takes as long as two forwards.
-UNITS = {FORWARD: 2, BACKWARD: 4, INPUT: 2, WEIGHT: 2, SHARD_FORWARD: 2, SHARD_WEIGHT: 1}
+UNITS = {
+    FORWARD: 2,
+    BACKWARD: 4,
+    INPUT: 2,
+    WEIGHT: 2,
+    SHARD_FORWARD: 2,
+    SHARD_WEIGHT: 1,
+    LOOKUP: 0,
+    LOOKUP_GRADIENT: 0,
+}
+# Microbatches by which E is ahead of F: the two forwards between them last as long as any operation of another rank, so
+# that no forward waits for E.
+LEAD = 3
 # Microbatches whose exponentials a rank keeps from S to T before it prefers T to its stage.
 MAX_PENDING = 2
 
 
 class Operation(NamedTuple):
-    """One operation of a rank; ``stage`` is -1 for S and T."""
+    """One operation of a rank; ``stage`` is -1 for S, T, E and G."""
 
     stage: int
     kind: str
@@ -70,10 +90,12 @@ def one_f_one_b_order(num_stages: int, microbatches: int) -> list[list[Operation
 
 
 class _Step:
-    """A simulated step in which S and T are placed between the operations of each rank."""
+    """A simulated step in which the passes are placed between the operations of each rank."""
 
-    def __init__(self, order: Order, num_stages: int) -> None:
+    def __init__(self, order: Order, num_stages: int, microbatches: int, *, lookups: bool) -> None:
         self.order, self.last = order, num_stages - 1
+        # Microbatches that E and G run for.
+        self.lookup_count = microbatches if lookups else 0
         self.placed: list[list[Operation]] = [[] for _ in order]
         self.next = [0] * len(order)
         self.free = [0] * len(order)
@@ -82,12 +104,17 @@ class _Step:
         self.shard_ends: dict[int, list[int]] = {}
         self.shards = [0] * len(order)
         self.weights = [0] * len(order)
+        self.lookup_ends: dict[int, list[int]] = {}
+        self.lookups = [0] * len(order)
+        self.gradients = [0] * len(order)
+        # A split backward of the first stage leaves everything to W: no stage before it waits for a gradient.
+        self.split = {one.microbatch for row in order for one in row if one.stage == 0 and one.kind == WEIGHT}
 
     def ready(self, operation: Operation) -> int | None:
         """The time at which the inputs of an operation are there; None if not known yet."""
         stage, kind, m = operation
         if kind == FORWARD:
-            return 0 if stage == 0 else self.ends.get((stage - 1, FORWARD, m))
+            return self.words(m) if stage == 0 else self.ends.get((stage - 1, FORWARD, m))
         if kind == WEIGHT:
             return self.ends.get((stage, BACKWARD, m))
         own = self.ends.get((stage, FORWARD, m))
@@ -98,6 +125,13 @@ class _Step:
             above = self.ends.get((stage + 1, BACKWARD, m))
         return None if own is None or above is None else max(own, above)
 
+    def words(self, m: int) -> int | None:
+        """The time at which the rows of all ranks are there for a microbatch; None if not known yet."""
+        if not self.lookup_count:
+            return 0
+        found = self.lookup_ends.get(m, [])
+        return max(found) if len(found) == len(self.order) else None
+
     def candidate(self, rank: int) -> tuple[int, int, Operation] | None:
         """The operation that a rank starts next: (start, precedence, operation); None if it has to wait."""
         found: list[tuple[int, int, Operation]] = []
@@ -106,6 +140,13 @@ class _Step:
             if ready is not None:
                 found.append((max(self.free[rank], ready), precedence, operation))
 
+        m = self.lookups[rank]
+        if m < self.lookup_count:
+            add(0 if m < LEAD else self.ends.get((0, FORWARD, m - LEAD)), -1, Operation(-1, LOOKUP, m))
+        m = self.gradients[rank]
+        if m < self.lookup_count:
+            behind = WEIGHT if m in self.split else BACKWARD
+            add(self.ends.get((0, behind, m)), -1, Operation(-1, LOOKUP_GRADIENT, m))
         # All ranks wait for the slowest S: it comes before the rank's own stage.
         m = self.shards[rank]
         add(self.ends.get((self.last, FORWARD, m)), 0, Operation(-1, SHARD_FORWARD, m))
@@ -131,23 +172,31 @@ class _Step:
         if kind == SHARD_WEIGHT:
             self.weights[rank] += 1
             return
+        if kind == LOOKUP:
+            self.lookups[rank] += 1
+            self.lookup_ends.setdefault(m, []).append(end)
+            return
+        if kind == LOOKUP_GRADIENT:
+            self.gradients[rank] += 1
+            return
         self.next[rank] += 1
         self.ends[stage, BACKWARD if kind == INPUT else kind, m] = end
 
 
-def with_shard_passes(order: Order, num_stages: int) -> list[list[Operation]]:
+def with_shard_passes(order: Order, num_stages: int, *, lookups: bool = False) -> list[list[Operation]]:
     """Place S and T of every microbatch in the order of each pipeline rank.
 
     Args:
         order: F and B, or F, I and W, of each pipeline rank, all with the same microbatches.
         num_stages: number of stages.
+        lookups: also place E and G, which changes the order of the others nowhere.
 
     Raises:
-        UsageError: the order cannot run, with or without S and T.
+        UsageError: the order cannot run, with or without the passes.
     """
-    step = _Step(order, num_stages)
     microbatches = 1 + max(operation.microbatch for operations in order for operation in operations)
-    total = sum(len(operations) for operations in order) + 2 * microbatches * len(order)
+    step = _Step(order, num_stages, microbatches, lookups=lookups)
+    total = sum(len(operations) for operations in order) + (4 if lookups else 2) * microbatches * len(order)
     for _ in range(total):
         candidates = [(found, rank) for rank in range(len(order)) if (found := step.candidate(rank)) is not None]
         if not candidates:

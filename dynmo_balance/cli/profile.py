@@ -53,7 +53,9 @@ class RunOptions:
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE
     vocabulary_parallel: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, help="Shards of the output layer, on all workers. Default: one layer."),
+        typer.Option(
+            min=1, max=4096, help="Shards of word table and output layer, on all workers. Default: whole layers."
+        ),
     ] = None
     fused_attention: FusedOption = True
 

@@ -22,8 +22,9 @@ moves no scores, and recomputes them in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
@@ -289,8 +290,7 @@ def costs_of_header(
     )
     costs = costs_of(header_works(header, shape), shape, device)
     if header.x_vocabulary is not None:
-        stated = whole(header.x_vocabulary.get("param_count"), "vocabulary.param_count")
-        costs = replace(costs, vocabulary=shard_times(stated, shape, device))
+        costs = replace(costs, vocabulary=shard_times(_output_params(header.x_vocabulary), shape, device))
     pairs = zip(costs.activation_bytes, header.items, strict=True)
     return replace(
         costs,
@@ -299,6 +299,16 @@ def costs_of_header(
             for size, item in pairs
         ),
     )
+
+
+def _output_params(vocabulary: Mapping[str, Any]) -> int:
+    """The parameters of the output layer in a ``x_vocabulary``; profiles of earlier versions have no others.
+
+    Raises:
+        UsageError: the number is not an integer of at least 0.
+    """
+    name = "output_param_count" if "output_param_count" in vocabulary else "param_count"
+    return whole(vocabulary.get(name), f"vocabulary.{name}")
 
 
 def shard_times(weights: int, shape: MicrobatchShape, device: Device) -> ShardTimes:
@@ -324,5 +334,5 @@ def step_flops(header: Header, works: Sequence[ItemWork], shape: MicrobatchShape
     """
     forward = sum(2 * shape.tokens * sum(work.weights) + work.score_flops for work in works)
     if header.x_vocabulary is not None:
-        forward += 2 * shape.tokens * whole(header.x_vocabulary.get("param_count"), "vocabulary.param_count")
+        forward += 2 * shape.tokens * _output_params(header.x_vocabulary)
     return 3.0 * forward * header.microbatches * header.tensor_parallel_size

@@ -1,8 +1,10 @@
-"""Costs of an output layer that is split into shards on all workers (``--vocabulary-parallel`` of ``dynmo-train``).
+"""Costs of a vocabulary that is split into shards on all workers (``--vocabulary-parallel`` of ``dynmo-train``).
 
 Yeung et al., MLSys 2025 (arXiv 2411.05288), algorithm 2. Each worker has an even part of the shards, wherever the
 layers are. Two passes per microbatch join forward and backward: S computes logits and the shards' parts of loss and
-gradient, two products of the layer's size; T computes the gradient of the shards' rows, one product::
+gradient, two products of the layer's size; T computes the gradient of the shards' rows, one product. Lookups in the
+word table's rows are measured with S, the gradients of these rows with T: they move a row per token and run ahead of
+the first stage, which waits for those of the first microbatch only::
 
     header.x_vocabulary  --> number and sizes of the shards ---------+
     step.x_vocabulary    --> ShardTimes (ItemCosts.vocabulary) ------+--> ShardCosts (Chain.vocabulary)
@@ -21,6 +23,8 @@ from .._common.errors import UsageError
 from ..formats.profile import Header, Step
 
 SIZES = ("shards", "param_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+# Not in profiles of earlier versions, whose word table is in the first stage.
+LATER_SIZES = ("lookup_bytes",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,8 @@ class ShardCosts:
         stream_bytes: the normalized stream of a microbatch, which the last stage sends to all workers.
         part_bytes: what each worker sends back for it.
         sums_bytes: what the last stage then sends to all workers.
+        lookup_bytes: rows of the word table for a microbatch, which all workers send to the first stage, and whose
+            gradient it sends back; 0 where the first stage has the table.
     """
 
     count: int
@@ -60,6 +66,7 @@ class ShardCosts:
     stream_bytes: int
     part_bytes: int
     sums_bytes: int
+    lookup_bytes: int = 0
 
     def share(self, total: int, worker: int, workers: int) -> int:
         """The part of a worker in a sum over all shards: shard ``k`` of ``n`` is on worker ``k * workers // n``.
@@ -85,7 +92,7 @@ def _sizes(header: Header) -> Mapping[str, int] | None:
     stated = header.x_vocabulary
     if stated is None:
         return None
-    values = {name: stated.get(name) for name in SIZES}
+    values = {name: stated.get(name) for name in SIZES} | {name: stated.get(name, 0) for name in LATER_SIZES}
     if (
         any(not isinstance(value, int) or isinstance(value, bool) or value < 0 for value in values.values())
         or not (values["shards"])
@@ -150,4 +157,5 @@ def shard_costs(header: Header, times: ShardTimes | None) -> ShardCosts | None:
         # Statistics and weighted rows in float32, the label's rows in the compute dtype.
         part_bytes=stream + tokens * (header.model.hidden_size + 3) * 4,
         sums_bytes=tokens * 4,
+        lookup_bytes=sizes["lookup_bytes"],
     )

@@ -138,6 +138,8 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
         return [row for i in range(count) for row in block(f"{prefix}layers.{i}", cross, 0 if i else relative)]
 
     embedding, extra = spec.embedding_params(t), spec.head_extra_params(t)
+    if options.vocabulary_parallel is not None:
+        embedding -= spec.table_params // t
     if spec.encoder_layers:
         first = "encoder.embedding"
         items = [
@@ -219,10 +221,6 @@ def _check_shards(spec: ModelSpec, options: BuildOptions, shards: int) -> None:
         UsageError: it cannot.
     """
     flag = f"--vocabulary-parallel {shards}"
-    if spec.tied:
-        raise UsageError(
-            f"{flag}: the output layer of this model is tied to its word table; untie it in its config.json"
-        )
     if options.tensor_parallel > 1:
         raise UsageError(f"{flag}: cannot be combined with --tensor-parallel {options.tensor_parallel}; remove one")
     if not options.workers <= shards <= spec.vocabulary:
@@ -233,18 +231,20 @@ def _check_shards(spec: ModelSpec, options: BuildOptions, shards: int) -> None:
 
 
 def _shards(spec: ModelSpec, options: BuildOptions, shards: int, sequence: int) -> dict[str, int]:
-    """The ``x_vocabulary`` of a header: the sizes of all shards of the output layer together."""
+    """The ``x_vocabulary`` of a header: the sizes of all shards of word table and output layer together."""
     table, number = spec.table_params, BYTES_PER_NUMBER[options.dtype]
-    tokens = options.micro_batch_size * sequence
+    tokens, params = options.micro_batch_size * sequence, table * (1 if spec.tied else 2)
     return {
         "shards": shards,
-        "param_count": table,
-        "param_bytes": table * number,
-        "gradient_bytes": table * options.gradient_bytes_per_param,
-        "optimizer_bytes": table * options.state_bytes_per_param,
+        "param_count": params,
+        "output_param_count": table,
+        "param_bytes": params * number,
+        "gradient_bytes": params * options.gradient_bytes_per_param,
+        "optimizer_bytes": params * options.state_bytes_per_param,
         # The exponentials of all logits, and for each shard its part of every token.
         "activation_bytes": tokens
         * (table // spec.hidden * number + shards * (spec.hidden * number + (spec.hidden + 3) * 4)),
+        "lookup_bytes": tokens * spec.hidden * number,
     }
 
 

@@ -7,6 +7,9 @@
 
 S of a microbatch needs the stream of the last stage, the backward of the last stage needs the parts of all workers, and
 T needs the log-sums that are sent when this backward starts.
+
+Where the word table is in shards, too, all workers look rows up for the first stage, several microbatches ahead: its
+first forward waits for them, and the last gradient that it sends back is awaited at the end of the step.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class WorkerShards:
         stream_ns, part_ns, sums_ns: transfer times from, to and from the worker of the last stage; 0 on that worker.
         static_bytes: parameters, gradients and optimizer state.
         activation_bytes: stored from S to T.
+        lookup_ns: transfer time of the rows that the worker looks up, to that of the first stage; 0 on that worker.
     """
 
     forward_ns: int
@@ -36,6 +40,7 @@ class WorkerShards:
     sums_ns: int = 0
     static_bytes: int = 0
     activation_bytes: int = 0
+    lookup_ns: int = 0
 
 
 def shards_of_workers(problem: PartitionProblem) -> tuple[WorkerShards, ...] | None:
@@ -43,7 +48,7 @@ def shards_of_workers(problem: PartitionProblem) -> tuple[WorkerShards, ...] | N
     costs, workers = problem.chain.vocabulary, len(problem.slots)
     if costs is None:
         return None
-    last = problem.positions[-1]
+    last, first = problem.positions[-1], problem.positions[0]
 
     def transfer_ns(worker: int, size: int) -> int:
         """The transfer time in ns of ``size`` bytes between ``worker`` and that of the last stage."""
@@ -58,6 +63,9 @@ def shards_of_workers(problem: PartitionProblem) -> tuple[WorkerShards, ...] | N
             sums_ns=transfer_ns(worker, costs.sums_bytes),
             static_bytes=costs.share(costs.static_bytes, worker, workers),
             activation_bytes=costs.share(costs.activation_bytes, worker, workers),
+            lookup_ns=problem.transfer_ns(costs.share(costs.lookup_bytes, worker, workers))
+            if costs.lookup_bytes and worker != first
+            else 0,
         )
         for worker, slot in enumerate(problem.slots)
     )
@@ -68,6 +76,10 @@ class ShardPasses:
 
     Args:
         shards: of each worker; None where the output layer is whole.
+
+    Attributes:
+        lookup_ns: time from the start of a step until the first stage has the rows of its first microbatch, and from
+            its last backward until all workers have their gradient.
     """
 
     def __init__(self, shards: Sequence[WorkerShards] | None) -> None:
@@ -75,6 +87,7 @@ class ShardPasses:
         self._stream: dict[int, int] = {}
         self._parts: dict[int, list[int]] = {}
         self._backward: dict[int, int] = {}
+        self.lookup_ns = max((each.lookup_ns for each in self._shards), default=0)
 
     def barrier_ns(self, microbatch: int) -> int:
         """The time at which the parts of all workers have arrived for ``microbatch``, or -1; 0 without shards."""

@@ -154,6 +154,7 @@ class _Arrivals:
         microbatches: int,
         worker_of: Mapping[int, int],
         communication: Communication,
+        first_ns: int,
     ) -> None:
         self._stages = stages
         self._serial = communication is Communication.SERIAL
@@ -164,8 +165,9 @@ class _Arrivals:
         self._input_done = [[-1] * microbatches for _ in stages]
         self._worker_of = worker_of
         self._link_free: dict[tuple[int, int], int] = {}
-        # The inputs of the first stage are available at the start: loading data is not part of the model.
-        self._forward[0] = [0] * microbatches
+        # The inputs of the first stage are available at the start: loading data is not part of the model. Lookups of
+        # other workers are not, see ``ShardPasses``.
+        self._forward[0] = [first_ns] * microbatches
 
     def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
         """The time in ns at which the inputs of the operation (``stage``, ``kind``, ``microbatch``) arrive, or -1."""
@@ -248,8 +250,8 @@ def run(
     """
     microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
-    arrivals = _Arrivals(stages, microbatches, worker_of, communication)
-    passes, last = ShardPasses(shards), len(stages) - 1
+    passes, last, rows_end = ShardPasses(shards), len(stages) - 1, 0
+    arrivals = _Arrivals(stages, microbatches, worker_of, communication, passes.lookup_ns)
     done = [0] * len(order)
     clock = [0] * len(order)
     spans: list[list[Span]] = [[] for _ in order]
@@ -285,6 +287,8 @@ def run(
             clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
             spans[worker].append(Span(stage, kind, microbatch, start, end))
+            if stage == 0 and kind is not Kind.FORWARD:
+                rows_end = end + passes.lookup_ns
             # Only the worker that needs this output can become ready by it, so the work is linear in the operations.
             other = worker_of.get(stage + 1 if kind is Kind.FORWARD else stage - 1, worker)
             if other != worker:
@@ -298,7 +302,7 @@ def run(
             f"the order of operations deadlocks: worker {stuck[0]} never reaches {operation}; change the order"
         )
     return Timeline(
-        step_ns=max((row[-1].end_ns for row in spans if row), default=0),
+        step_ns=max([rows_end, *(row[-1].end_ns for row in spans if row)]),
         busy_ns=tuple(sum(span.end_ns - span.start_ns for span in row) for row in spans),
         peak_memory_bytes=tuple(
             max((memory for _, memory in curve), default=0) for curve in memory_curves(order, stages, shards)

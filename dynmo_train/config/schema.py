@@ -297,7 +297,7 @@ class ParallelConfig:
         maximum=MAX_LAYERS,
     )
     vocabulary_parallel: int | None = option(
-        "Shards of the output layer, spread over the pipeline ranks.",
+        "Shards of word table and output layer, over all pipeline ranks.",
         default=None,
         minimum=1,
         maximum=4096,

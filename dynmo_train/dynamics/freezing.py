@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
+from ..models.vocabulary_shards import stored_ties, word_parameters
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class LayerFreezing(Technique):
         self.items, self.store = context.family.items, context.store
         # Owner and copies together: a weight that one of them trains would differ from the others.
         ties = context.family.ties
+        self._shards_train = bool(stored_ties(context.family)) and not freeze_tied
         self._still_training = set() if freeze_tied else {*ties, *ties.values()}
         self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
 
@@ -92,6 +94,8 @@ class LayerFreezing(Technique):
             if item in self.store.modules
             for name in parameters_of(item, self.store.modules[item])
         }
+        if self.frozen_items and not self._shards_train:
+            names |= word_parameters(self.store.family, self.store.modules)
         return (names - self._still_training) | (self._frozen_weights if self.frozen_items else set())
 
 

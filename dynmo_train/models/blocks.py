@@ -29,7 +29,7 @@ from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_row
 from .hashed_attention import HashedAttention
 from .key_values import KeysValues, KVCache
 from .linear import PrunableLinear
-from .positions import RelativeBias, Rotary
+from .positions import RelativeBias, Rotary, add_positions
 from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, whole_offsets, window_mask
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -88,12 +88,7 @@ class Embedding(nn.Module):
         else:
             # A dense gradient of the table in every microbatch would be mostly zeros; see ``embedding_grad``.
             x_BTD = look_up(self.word.weight, ids_BT, self.pending)
-        if self.position is not None:
-            if self.context is not None:
-                past = self.context.positions(ids_BT.shape[1], ids_BT.device)
-            elif not isinstance(past, torch.Tensor):
-                past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
-            x_BTD = x_BTD + self.position(past)
+        x_BTD = add_positions(x_BTD, ids_BT, self.position, past, self.context)
         if self.tokentype is not None and types_BT is not None:
             x_BTD = x_BTD + self.tokentype(types_BT)
         return x_BTD

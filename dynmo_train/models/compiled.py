@@ -12,7 +12,7 @@ device or depends on data stays outside::
     item after an early exit      on_tokens of attention and MLP             selection of tokens, exit
     experts                       each expert, shared experts                router, rows, exchange
     head, pooler                  features, embed, logits                    loss, in chunks of tokens
-    shard of the output layer     -                                          a few large products
+    shard of the vocabulary       -                                          lookup, a few large products
 
 Items of one kind and shape share their graphs, so that a move compiles nothing on a rank that has had that kind.
 """
@@ -42,13 +42,14 @@ from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
 from .norms import RmsNorm
-from .vocabulary_shards import FinalNorm
+from .vocabulary_shards import FinalNorm, SummedEmbedding
 
 FORMS = 64
 INDUCTOR = "inductor"
 BLOCKS = (
     Embedding,
     PackedEmbedding,
+    SummedEmbedding,
     TowerEmbedding,
     SelfAttention,
     CrossAttention,

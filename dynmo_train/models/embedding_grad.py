@@ -29,13 +29,16 @@ class PendingRows:
 
     Args:
         table_VD: the parameter, ``[V, D]``.
-        most: maximum number of collected tokens; above it all are added to ``grad``.
+        most: maximum number of collected tokens; above it all are added to a dense gradient.
+        apart: whether that is a tensor of its own until :meth:`materialize_grads`. Another product adds to ``grad`` of
+            a tied table: the order of the two must not depend on the schedule.
     """
 
-    def __init__(self, table_VD: torch.Tensor, most: int) -> None:
-        self._table_VD, self._most = table_VD, most
+    def __init__(self, table_VD: torch.Tensor, most: int, *, apart: bool = False) -> None:
+        self._table_VD, self._most, self._apart = table_VD, most, apart
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tokens = 0
+        self._sum_VD: torch.Tensor | None = None
         # An input that requires a gradient, so that autograd runs the backward of a lookup. It never gets one itself.
         self.anchor = torch.zeros((), device=table_VD.device, requires_grad=True)
 
@@ -48,25 +51,42 @@ class PendingRows:
         """
         self._parts.append((ids_N, gradient_ND))
         self._tokens += len(ids_N)
-        if self._tokens > self._most:
+        if self._tokens <= self._most:
+            return
+        if not self._apart:
             self.materialize_grads()
+            return
+        if self._sum_VD is None:
+            self._sum_VD = torch.zeros_like(self._table_VD)
+        self._add_parts(self._sum_VD)
 
     @torch.no_grad()
     def materialize_grads(self) -> None:
         """Add the collected gradients to the table's ``grad``."""
-        parts, self._parts, self._tokens = self._parts, [], 0
-        for ids_N, gradient_ND in parts:
+        if self._parts or self._sum_VD is not None:
             if self._table_VD.grad is None:
                 self._table_VD.grad = torch.zeros_like(self._table_VD)
+            if self._sum_VD is not None:
+                self._table_VD.grad += self._sum_VD
+                self._sum_VD = None
+            self._add_parts(self._table_VD.grad)
+
+    @torch.no_grad()
+    def _add_parts(self, dense_VD: torch.Tensor) -> None:
+        """Add what is collected to a dense gradient, and drop it."""
+        parts, self._parts, self._tokens = self._parts, [], 0
+        for ids_N, gradient_ND in parts:
+            if not len(ids_N):
+                continue
             if ids_N.device.type != "cpu":
                 # The host cannot know the number of unique ids without waiting. This adds in the order of the tokens,
                 # too: on CUDA torch sorts them.
-                self._table_VD.grad.index_put_((ids_N,), gradient_ND.to(self._table_VD.dtype), accumulate=True)
+                dense_VD.index_put_((ids_N,), gradient_ND.to(dense_VD.dtype), accumulate=True)
                 continue
             # torch's own backward of an embedding, on the rows that occur: it adds the tokens of a row in their order.
             found_U, places_N = torch.unique(ids_N, return_inverse=True)
             sums_UD = torch.ops.aten.embedding_dense_backward(gradient_ND, places_N, len(found_U), -1, False)
-            self._table_VD.grad.index_add_(0, found_U, sums_UD.to(self._table_VD.dtype))
+            dense_VD.index_add_(0, found_U, sums_UD.to(dense_VD.dtype))
 
 
 class _LookUp(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layer_list import ModelFamily, parameters_of
-from .vocabulary_shards import shard_names
+from .vocabulary_shards import WORD_ROWS, shard_names, stored_ties
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:
@@ -17,10 +17,12 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
         active: experts of a token; less than chosen where a capacity drops some.
     """
     total = 0.0
+    # Rows of a shard that are looked up only.
+    is_tied = bool(stored_ties(family))
     items = (item.name for item in family.items if item.kind != "embedding")
     for item in (*items, *shard_names(family)):
         for name, parameter in parameters_of(item, family.build(item, torch.device("meta"))).items():
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and (is_tied or not name.endswith(f".{WORD_ROWS}")):
                 total += parameter.numel() * (active / experts if ".experts." in name else 1.0)
     return round(total)
 

@@ -1,4 +1,4 @@
-"""Positions in attention: rotary embeddings of queries and keys, or a learned bias by relative distance.
+"""Positions: rotary embeddings of queries and keys, a learned bias by relative distance, or a table of embeddings.
 
 Shapes in names: B samples, T queries, S keys, H heads, K head width.
 """
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
+
+from ..parallel.context_parallel import ContextRegion
 
 
 def rotary_frequencies(
@@ -253,3 +255,29 @@ class RelativeBias(nn.Module):
         if key_mask is not None:
             bias = bias.masked_fill(~key_mask, float("-inf"))
         return bias
+
+
+def add_positions(
+    x_BTD: torch.Tensor,
+    ids_BT: torch.Tensor,
+    position: nn.Embedding | None,
+    past: int | torch.Tensor,
+    context: ContextRegion | None,
+) -> torch.Tensor:
+    """Word embeddings plus position embeddings, where a model has them, ``[B, T, D]``.
+
+    Args:
+        x_BTD: word embeddings, ``[B, T, D]``; with sequence parallelism this rank's tokens.
+        ids_BT: int64 token ids, ``[B, T]``.
+        position: the position table, or None.
+        past: position of the first token, or the positions of all, int64 ``[B, T]``.
+        context: ranks that share the tokens of a sample, which determine the positions; None with one.
+    """
+    if position is None:
+        return x_BTD
+    if context is not None:
+        past = context.positions(ids_BT.shape[1], ids_BT.device)
+    elif not isinstance(past, torch.Tensor):
+        past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
+    positions: torch.Tensor = position(past)
+    return x_BTD + positions

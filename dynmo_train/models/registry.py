@@ -10,12 +10,13 @@ package. Techniques that change the model wrap the family in the order of their 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
-from .layer_list import BoundaryShape, ModelFamily
-from .vocabulary_shards import VocabularyShardedFamily
+from .layer_list import HIDDEN, BoundaryShape, ModelFamily
+from .vocabulary_shards import WORDS, VocabularyShardedFamily
 
 CAUSAL = ("gpt", "llama")
 
@@ -53,6 +54,8 @@ def boundary_of(config: Config) -> BoundaryShape:
         boundary = BoundaryShape.hidden(
             batch=config.training.micro_batch_size, tokens=model.seq_length, width=model.hidden_size
         )
+    if config.parallel.vocabulary_parallel is not None:
+        boundary = replace(boundary, shapes={**boundary.shapes, WORDS: boundary.shapes[HIDDEN]})
     for spec in technique_specs().values():
         if spec.wrap_boundary is not None:
             boundary = spec.wrap_boundary(config, boundary)

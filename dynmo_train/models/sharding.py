@@ -32,6 +32,7 @@ from .layer_list import ItemOutput
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import Experts, MoeMlp
+from .vocabulary_shards import SummedEmbedding
 
 SplitDim = Callable[[str], int | None]
 
@@ -146,7 +147,7 @@ def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Modul
 def join_context(module: nn.Module, region: ContextRegion | None) -> nn.Module:
     """Give embeddings and attention the ranks that share the tokens of a sample, in place; returns the item."""
     for child in module.modules():
-        if region is not None and isinstance(child, (Embedding, SelfAttention)):
+        if region is not None and isinstance(child, (Embedding, SummedEmbedding, SelfAttention)):
             child.context = region
     return module
 

@@ -1,8 +1,9 @@
-"""The output layer as a fixed number of shards that are items of their own: vocabulary parallelism over stages.
+"""Output layer and word table as a fixed number of shards that are items of their own: vocabulary parallelism.
 
 Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism, MLSys 2025 (arXiv 2411.05288), section 4.
-Shard ``k`` of ``n`` has the rows ``[k V / n, (k + 1) V / n)`` of the output layer. For each token it computes from the
-normalized stream, without knowing the other shards (algorithm 2):
+Shard ``k`` of ``n`` has the rows ``[k V / n, (k + 1) V / n)`` of both; where they are tied, once. A token's embedding
+is a row of one shard, and its gradient belongs to that shard alone. Of the output layer, for each token a shard
+computes from the normalized stream, without knowing the other shards (algorithm 2):
 
     z = W_k x,  m = max z,  s = sum exp(z - m),  c = z[label] or 0,  U = exp(z - m) W_k,  Q = W_k[label] or 0
 
@@ -20,21 +21,29 @@ Shapes in names: B samples, T tokens, N = B*T, D model width, V rows of a shard,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .blocks import Head
+from ..parallel.context_parallel import ContextRegion
+from ..parallel.random_stream import item_dropout
+from .blocks import Embedding, Head
 from .cross_entropy import CHUNK_TOKENS
+from .documents import PackedEmbedding, positions_in_documents
+from .embedding_grad import PendingRows, most_pending
 from .layer_list import HIDDEN, ItemSpec, ModelFamily, vocabulary_rows
+from .positions import add_positions
 
 SHARD = "vocabulary"
-OUTPUT = "head.weight"
+# The value that the embedding reads: rows of the word table, ``[B, T, D]``, that the shards have looked up.
+WORDS = "words"
+WORD_ROWS = "embedding.word.weight"
+Kind = TypeVar("Kind", bound=nn.Module)
 _NAME = re.compile(rf"{SHARD}\.(\d+)(\.|$)")
 
 
@@ -218,8 +227,8 @@ def shard_activation_bytes(rows: int, width: int, tokens: int, itemsize: int) ->
     return tokens * ((rows + width) * itemsize + (width + 3) * 4)
 
 
-class OutputRows(nn.Module):
-    """Rows of the output layer.
+class TableRows(nn.Module):
+    """Rows of the word table or of the output layer.
 
     Args:
         weight_VD: the rows, ``[V, D]``.
@@ -230,17 +239,46 @@ class OutputRows(nn.Module):
         self.weight = nn.Parameter(weight_VD)
 
 
-class VocabularyShard(nn.Module):
-    """One shard of the output layer.
+class WordRows(nn.Module):
+    """Names rows of the word table as the embedding does.
 
     Args:
-        weight_VD: its rows, ``[V, D]``.
-        first: token id of the first row.
+        weight_VD: the rows, ``[V, D]``.
     """
 
-    def __init__(self, weight_VD: torch.Tensor, first: int) -> None:
+    def __init__(self, weight_VD: torch.Tensor) -> None:
         super().__init__()
-        self.head, self.first = OutputRows(weight_VD), first
+        self.word = TableRows(weight_VD)
+
+
+class VocabularyShard(nn.Module):
+    """One shard of word table and output layer.
+
+    Args:
+        first: token id of the first row.
+        words_VD: rows of the word table, ``[V, D]``.
+        output_VD: rows of the output layer, ``[V, D]``; None where they are those of the word table.
+    """
+
+    def __init__(self, first: int, words_VD: torch.Tensor, output_VD: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.first, self.embedding = first, WordRows(words_VD)
+        self.head = None if output_VD is None else TableRows(output_VD)
+        self.pending: PendingRows | None = None
+
+    @property
+    def words(self) -> torch.Tensor:
+        """Rows of the word table, ``[V, D]``."""
+        return self.embedding.word.weight
+
+    @property
+    def output(self) -> torch.Tensor:
+        """Rows of the output layer, ``[V, D]``."""
+        return self.words if self.head is None else self.head.weight
+
+    def collect_gradients(self) -> None:
+        """Collect the gradients of embeddings by token."""
+        self.pending = PendingRows(self.words, most_pending(len(self.words)), apart=self.head is None)
 
     def forward(
         self, x_ND: torch.Tensor, labels_N: torch.Tensor
@@ -257,7 +295,7 @@ class VocabularyShard(nn.Module):
         """
         chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
         first, second, *tensors = _ShardedOutput.apply(  # type: ignore[no-untyped-call]
-            self.head.weight, x_ND, labels_N - self.first, chunk_tokens
+            self.output, x_ND, labels_N - self.first, chunk_tokens
         )
         stats_N3, weighted_ND, label_ND = tensors
 
@@ -265,6 +303,42 @@ class VocabularyShard(nn.Module):
             torch.autograd.backward((first, second), (log_sums_N, weights_N))
 
         return VocabularyPart(stats_N3=stats_N3, weighted_ND=weighted_ND, label_ND=label_ND), add_gradient
+
+
+class SummedEmbedding(nn.Module):
+    """The embedding without its word table: adds positions to the rows that the shards have looked up.
+
+    Args:
+        embedding: the whole embedding, whose position table it takes.
+
+    Raises:
+        TypeError: the embedding has token types.
+    """
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        if embedding.tokentype is not None:
+            raise TypeError("an embedding with token types has no form without its word table")
+        self.position, self.dropout = embedding.position, embedding.dropout
+        self.resets_positions = isinstance(embedding, PackedEmbedding)
+        self.context: ContextRegion | None = None  # set by ``join_context``
+
+    def forward(
+        self, words_BTD: torch.Tensor, ids_BT: torch.Tensor, starts_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add positions, with dropout.
+
+        Args:
+            words_BTD: rows of the word table, ``[B, T, D]``.
+            ids_BT: int64 token ids, ``[B, T]``.
+            starts_BT: int64 ``[B, T]``, where the document of each token begins, if positions begin again there.
+
+        Returns:
+            ``[B, T, D]``.
+        """
+        past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT)
+        x_BTD = add_positions(words_BTD, ids_BT, self.position, past, self.context)
+        return item_dropout(x_BTD, self.dropout, self.training)
 
 
 class FinalNorm(nn.Module):
@@ -303,13 +377,13 @@ class InjectLoss(torch.autograd.Function):
 
 
 class VocabularyShardedFamily:
-    """A model family whose output layer is split into shards; satisfies ``layer_list.ModelFamily``.
+    """A model family whose word table and output layer are split into shards; satisfies ``layer_list.ModelFamily``.
 
-    The layer list stays, except that ``head`` only normalizes. The shards are further items, which have no place in the
-    list: ``vocabulary.0``, ``vocabulary.1``, ...
+    The layer list stays, except that ``embedding`` reads the rows of the word table and ``head`` only normalizes. The
+    shards are further items, which have no place in the list: ``vocabulary.0``, ``vocabulary.1``, ...
 
     Args:
-        base: family with one residual stream, an untied output layer without bias, and a ``Head``.
+        base: family with one residual stream, an ``Embedding``, and a ``Head`` without bias.
         count: number of shards.
     """
 
@@ -318,14 +392,23 @@ class VocabularyShardedFamily:
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
-        """The layer list of the family; the head writes the normalized stream."""
-        *before, head = self.base.items
-        return (*before, replace(head, writes=HIDDEN, inputs=()))
+        """The layer list of the family; the embedding reads ``WORDS``, the head writes the normalized stream."""
+        embedding, *between, head = self.base.items
+        return (
+            replace(embedding, reads=(WORDS,)),
+            *between,
+            replace(head, writes=HIDDEN, inputs=(), tied_to=None),
+        )
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
         """Names of the batch tensors that the loss reads: labels and, where it has one, the mask."""
         return self.base.items[-1].inputs
+
+    @property
+    def ids_input(self) -> str:
+        """Name of the batch tensor of token ids."""
+        return self.base.items[0].inputs[0]
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -334,8 +417,13 @@ class VocabularyShardedFamily:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """None."""
-        return self.base.ties
+        """None: a shard has tied rows once."""
+        return {}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer is the word table."""
+        return bool(self.base.ties)
 
     def rows(self, index: int) -> tuple[int, int]:
         """First and last row, exclusive, of the shard ``index``."""
@@ -343,23 +431,28 @@ class VocabularyShardedFamily:
         return index * vocabulary // self.count, (index + 1) * vocabulary // self.count
 
     def build(self, name: str, device: torch.device) -> nn.Module:
-        """Build one item or shard with its initial weights, those of the family's output layer.
+        """Build one item or shard with its initial weights, those of the family's embedding and output layer.
 
         Raises:
-            TypeError: the family's head is not a ``Head``.
+            TypeError: the family's embedding or head has no form without its table.
         """
-        index = shard_index(name)
-        if index is None and name != self.base.items[-1].name:
+        index, first, last = shard_index(name), self.base.items[0].name, self.base.items[-1].name
+        if index is None and name not in (first, last):
             return self.base.build(name, device)
-        is_meta = device.type == "meta"
         # Drawn as a whole, on the CPU: the initial weights do not depend on the number of shards.
-        whole = self.base.build(self.base.items[-1].name, device if is_meta else torch.device("cpu"))
-        if not isinstance(whole, Head):
-            raise TypeError(f"{type(whole).__name__} has no form without its projection")
-        if index is None:
-            return FinalNorm(whole).to(device)
-        begin, end = self.rows(index)
-        return VocabularyShard(whole.weight.detach()[begin:end].to(device, copy=True), begin)
+        host = device if device.type == "meta" else torch.device("cpu")
+        if name == first:
+            return SummedEmbedding(_of_kind(self.base.build(first, host), Embedding)).to(device)
+        if name == last:
+            return FinalNorm(_of_kind(self.base.build(last, host), Head)).to(device)
+        begin, end = self.rows(index or 0)
+
+        def cut(table_VD: torch.Tensor) -> torch.Tensor:
+            return table_VD.detach()[begin:end].to(device, copy=True)
+
+        words_VD = cut(_of_kind(self.base.build(first, host), Embedding).word.weight)
+        output_VD = None if self.is_tied else cut(_of_kind(self.base.build(last, host), Head).weight)
+        return VocabularyShard(begin, words_VD, output_VD)
 
     def split_dim(self, parameter: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""
@@ -368,6 +461,29 @@ class VocabularyShardedFamily:
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest: that of the family, since shards are stored as one layer."""
         return self.base.manifest()
+
+
+def _of_kind(module: nn.Module, kind: type[Kind]) -> Kind:
+    """The module, which must be of this class.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(module, kind):
+        raise TypeError(f"{type(module).__name__} has no form without its table")
+    return module
+
+
+def stored_ties(family: ModelFamily) -> Mapping[str, str]:
+    """The ties of a model as a checkpoint states them: with shards those of the whole tables."""
+    return family.base.ties if isinstance(family, VocabularyShardedFamily) else family.ties
+
+
+def word_parameters(family: ModelFamily, items: Iterable[str]) -> set[str]:
+    """Names of the parameters of the word table in the shards among ``items``."""
+    if not isinstance(family, VocabularyShardedFamily):
+        return set()
+    return {f"{name}.{WORD_ROWS}" for name in items if shard_index(name) is not None}
 
 
 def shard_names(family: ModelFamily) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ..models.layer_list import masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
+from ..models.vocabulary_shards import VocabularyShard
 from .item_sharding import ItemBuilder, ItemSharding
 from .item_state import FACTORS, REFERENCE, ItemState, is_memory, parameter_of, role_of
 from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes, Update
@@ -189,6 +190,8 @@ class ItemStore:
         plain = self.builder.compiling is None and sharding.fsdp is None and sharding.region is None
         if plain and isinstance(module, Embedding):
             module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))
+        if isinstance(module, VocabularyShard):
+            module.collect_gradients()
         num_rows = {f"{name}.{child}": parameter.shape[0] for child, parameter in local.items() if parameter.dim()}
         if sharding.fsdp is not None:
             local = sharding.fsdp.wrap(module, [] if sharding.dispatcher is None else experts_of(module))

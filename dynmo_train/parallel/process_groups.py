@@ -45,7 +45,7 @@ class Groups:
         context: Ranks that share the tokens of a sample.
         expert: Ranks that share the experts of a layer.
         expert_data: Ranks that have the same experts as this one.
-        vocabulary: Ranks of ``pipeline``, once for each kind of message of a sharded output layer; empty without.
+        vocabulary: Ranks of ``pipeline``, once for each kind of message of a sharded vocabulary; empty without.
     """
 
     world: dist.ProcessGroup | None = None
@@ -219,7 +219,7 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     )
 
 
-VOCABULARY_MESSAGES = 3
+VOCABULARY_MESSAGES = 5
 
 
 def with_vocabulary_groups(world: World) -> World:

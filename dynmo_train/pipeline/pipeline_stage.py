@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..models.aux_loss import with_losses
 from ..models.compiled import PRODUCTS, is_compiled
 from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
+from ..models.vocabulary_shards import WORDS
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import ComputeCopies
 from ..parallel.fsdp import accumulate_sharded_grads
@@ -69,6 +70,7 @@ class StageModule(nn.Module):
 
     Attributes:
         graphs: CUDA graphs of the items.
+        words: Returns the word embeddings of a microbatch of the step, where shards look them up; else None.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class StageModule(nn.Module):
         self.batch_names = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self._recomputing_graphs = {name for name, layer in items.items() if selective and is_compiled(layer)}
-        self.step, self.loss_scale = 0, 1.0
+        self.step, self.loss_scale, self.first_microbatch = 0, 1.0, 0
+        self.words: Callable[[int], torch.Tensor] | None = None
         self.profiler, self.device = profiler, device
         self._keys = StreamKeys(seed, self.names, device)
         # By name: an item that draws from torch's generator, which is seeded on the host before each of its runs.
@@ -136,7 +139,7 @@ class StageModule(nn.Module):
             if (prepare_batch := getattr(layer, "prepare_batch", None)) is not None:
                 prepare_batch(inputs)
         self.step, self.loss_scale = step, loss_scale
-        self.graphs.first_microbatch = microbatches.start
+        self.first_microbatch = self.graphs.first_microbatch = microbatches.start
         self.metrics.clear()
         self._keys.begin_step(step, microbatches)
         for copies in self._copies:
@@ -156,6 +159,8 @@ class StageModule(nn.Module):
         # The index is on the CPU: reading it does not wait for the device.
         index = int(microbatch)
         values = dict(zip(self.input_names, received, strict=True))
+        if self.words is not None:
+            values[WORDS] = self.words(index - self.first_microbatch)
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
         keys = batch.pop(SAMPLES, None) if self.cache is not None else None
         cached = self.cache.get(self.number, keys) if self.cache is not None and keys is not None else None
@@ -581,20 +586,3 @@ class ItemStage(PipelineStage):
             # From last to first, the order in which a backward completes them; a name may be announced again.
             for name in reversed(self.module.names[position:]):
                 self._on_gradients_final(name)
-
-
-def microbatch_loss(
-    microbatches: int, loss_scale: Callable[[], float]
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the schedule's loss function: the head's own loss over the number of microbatches, times the loss scale.
-
-    Args:
-        microbatches: Microbatches of a step, over all replicas.
-        loss_scale: Returns the current loss scale.
-    """
-
-    def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        factor = loss_scale()
-        return output / microbatches if factor == 1.0 else output / microbatches * factor
-
-    return scaled

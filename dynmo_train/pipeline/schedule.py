@@ -36,6 +36,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from .._common.errors import UsageError
 from .._common.vocabulary_order import (
+    LOOKUP,
+    LOOKUP_GRADIENT,
     SHARD_FORWARD,
     SHARD_WEIGHT,
     Operation,
@@ -54,7 +56,7 @@ from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_e
 from .frozen_cache import FrozenPrefixCache, sample_hashes
 from .graphed_items import most_in_flight
 from .partition import Partition, frozen_prefix
-from .pipeline_stage import SAMPLES, ItemStage, StageModule, microbatch_loss
+from .pipeline_stage import SAMPLES, ItemStage, StageModule
 from .profiler import LayerProfiler
 from .vocabulary import VocabularyGroups, VocabularyPasses, VocabularyShape
 
@@ -147,7 +149,8 @@ class Pipeline:
     ) -> None:
         self.config, self.world, self._codec = config, world, codec
         self._total_microbatches = config.microbatches * world.dims.data
-        self._vocabulary = self._vocabulary_passes(partition, items, profiler, vocabulary_groups)
+        trains_words = specs[0].name not in frozen
+        self._vocabulary = self._vocabulary_passes(partition, items, profiler, vocabulary_groups, trains_words)
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
@@ -194,6 +197,8 @@ class Pipeline:
                     vocabulary=self._vocabulary,
                 )
             )
+            if self._vocabulary is not None and begin == 0 and names:
+                module.words = self._vocabulary.lookups.words
             self.modules.append(module)
         self._batch_names = tuple(dict.fromkeys(name for module in self.modules for name in module.batch_names))
         self.has_last = any(stage.is_last for stage in stages)
@@ -215,6 +220,7 @@ class Pipeline:
         items: Mapping[str, nn.Module],
         profiler: LayerProfiler,
         groups: VocabularyGroups | None,
+        trains_words: bool,
     ) -> VocabularyPasses | None:
         if groups is None or not partition.shards:
             return None
@@ -227,7 +233,7 @@ class Pipeline:
             total_microbatches=self._total_microbatches,
         )
         shards = {name: items[name] for name in partition.shards if name in items}
-        return VocabularyPasses(shape, shards, partition, self.world, groups, profiler)
+        return VocabularyPasses(shape, shards, partition, self.world, groups, profiler, trains_words=trains_words)
 
     def _set_compressed(
         self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec
@@ -316,6 +322,8 @@ class Pipeline:
                 for module, slots in zip(self.modules, self._slots, strict=True):
                     module.graphs.capture(self.config.boundary, one, slots)
             run(target=target, losses=losses, return_outputs=False, **keywords)
+            if self._vocabulary is not None:
+                self._vocabulary.end_step()
         # On the device: reading a loss here would wait for it. The sum is in float64, in the order of the microbatches.
         if not self.has_last:
             return torch.zeros((), dtype=torch.float64, device=device)
@@ -336,6 +344,23 @@ class Pipeline:
             for module in self.modules
             for item, metrics in module.metrics.items()
         }
+
+
+def microbatch_loss(
+    microbatches: int, loss_scale: Callable[[], float]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the schedule's loss function: the head's own loss over the number of microbatches, times the loss scale.
+
+    Args:
+        microbatches: Microbatches of a step, over all replicas.
+        loss_scale: Returns the current loss scale.
+    """
+
+    def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        factor = loss_scale()
+        return output / microbatches if factor == 1.0 else output / microbatches * factor
+
+    return scaled
 
 
 def _schedule(
@@ -372,15 +397,16 @@ def _custom(
     return schedule
 
 
-# torch's runtime knows no operations of its users. These two have no effect on a stage that is not an FSDP2 root, and
-# none of the schedules that torch makes gives them a microbatch.
-CARRIERS = {SHARD_FORWARD: _ComputationType.RESHARD, SHARD_WEIGHT: _ComputationType.UNSHARD}
+# torch's runtime knows no operations of its users. This one has no effect on a stage that is not an FSDP2 root, and
+# none of the schedules that torch makes gives it a microbatch: here it is the index of a pass among those of the rank.
+CARRIER = _ComputationType.RESHARD
+PASSES = (SHARD_FORWARD, SHARD_WEIGHT, LOOKUP, LOOKUP_GRADIENT)
 
 
 def _schedule_with_shards(
     config: PipelineConfig, stages: list[ItemStage], partition: Partition, vocabulary: VocabularyPasses
 ) -> PipelineScheduleMulti:
-    """Build torch's private runtime for the operations of a schedule with S and T between them."""
+    """Build torch's private runtime for the operations of a schedule with the passes of the shards between them."""
 
     def placeholder(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
         """Return the loss of a microbatch, which its backward sets."""
@@ -401,23 +427,29 @@ def _schedule_with_shards(
     }
     schedule = _PipelineScheduleRuntime([*stages], config.microbatches, loss_fn=placeholder, scale_grads=False)
     schedule._prepare_schedule_with_comms(table)
-    placed = with_shard_passes(order, num_stages)
+    placed = with_shard_passes(order, num_stages, lookups=True)
     lowered = schedule.pipeline_order_with_comms
-    lowered[rank] = _merge_passes(lowered[rank], placed[rank], stages[0].stage_index)
-    for kind, run in ((SHARD_FORWARD, vocabulary.run_shards), (SHARD_WEIGHT, vocabulary.add_gradients)):
-        schedule.register_custom_function(CARRIERS[kind], _Pass(run))
+    lowered[rank], passes = _merge_passes(lowered[rank], placed[rank], stages[0].stage_index)
+    run = {
+        SHARD_FORWARD: vocabulary.run_shards,
+        SHARD_WEIGHT: vocabulary.add_gradients,
+        LOOKUP: vocabulary.lookups.look_up,
+        LOOKUP_GRADIENT: vocabulary.lookups.add_gradients,
+    }
+    schedule.register_custom_function(CARRIER, _Passes(passes, run))
     return schedule
 
 
-class _Pass:
-    """Calls ``run`` with the microbatch of an action, if it has one; torch calls it by these names of arguments."""
+class _Passes:
+    """Runs the pass whose index an action has, if it has one; torch calls it by these names of arguments."""
 
-    def __init__(self, run: Callable[[int], None]) -> None:
-        self._run = run
+    def __init__(self, passes: Sequence[Operation], run: Mapping[str, Callable[[int], None]]) -> None:
+        self._passes, self._run = passes, run
 
     def __call__(self, action: _Action, ctx: object) -> None:
         if action.microbatch_index is not None:
-            self._run(action.microbatch_index)
+            _, kind, microbatch = self._passes[action.microbatch_index]
+            self._run[kind](microbatch)
 
 
 def _operations_of(row: Sequence[_Action | None]) -> list[Operation]:
@@ -430,21 +462,27 @@ def _operations_of(row: Sequence[_Action | None]) -> list[Operation]:
     ]
 
 
-def _merge_passes(lowered: Sequence[_Action], placed: Sequence[Operation], stage: int) -> list[_Action]:
-    """Insert S and T into the operations with messages of a rank.
+def _merge_passes(
+    lowered: Sequence[_Action], placed: Sequence[Operation], stage: int
+) -> tuple[list[_Action], list[Operation]]:
+    """Insert the passes of the shards into the operations with messages of a rank.
 
     Args:
         lowered: Operations and messages, as torch runs them.
-        placed: Operations, S and T.
-        stage: Any local stage, which carries S and T.
+        placed: Operations and passes.
+        stage: Any local stage, which carries the passes.
+
+    Returns:
+        Actions, and the passes that those of ``CARRIER`` index.
     """
     merged: list[_Action] = []
+    passes: list[Operation] = []
     waiting = list(placed)
 
     def insert_passes() -> None:
-        while waiting and waiting[0].kind in CARRIERS:
-            operation = waiting.pop(0)
-            merged.append(_Action(stage, CARRIERS[operation.kind], operation.microbatch))
+        while waiting and waiting[0].kind in PASSES:
+            merged.append(_Action(stage, CARRIER, len(passes)))
+            passes.append(waiting.pop(0))
 
     for action in lowered:
         # Only before operations: the messages that follow an operation leave before the next pass.
@@ -453,4 +491,4 @@ def _merge_passes(lowered: Sequence[_Action], placed: Sequence[Operation], stage
             waiting.pop(0)
         merged.append(action)
     insert_passes()
-    return merged
+    return merged, passes

@@ -1,5 +1,7 @@
 """The sharded output layer of a pipeline: passes S and T of the local shards, and the messages between ranks.
 
+The passes E and G of the word table are in ``word_lookups.py``.
+
 One microbatch, with the operations of ``_common/vocabulary_order.py``::
 
     last stage's rank                                             every rank
@@ -38,6 +40,7 @@ from ..optim.precision import ComputeCopies
 from ..parallel.process_groups import World, with_vocabulary_groups
 from .partition import Partition
 from .profiler import LayerProfiler
+from .word_lookups import WordLookups
 
 Node = tuple[int, int]
 
@@ -48,15 +51,21 @@ class VocabularyGroups:
 
     Attributes:
         loss_inputs: Names of the batch tensors that the loss reads: labels and, where there is one, the mask.
+        ids_input: Name of the batch tensor of token ids.
+        firsts: Token id of the first row of each shard.
         features: Normalized streams.
         parts: Parts of the shards.
         sums: Log-sums.
+        words: Rows of the word table, and their gradients.
     """
 
     loss_inputs: tuple[str, ...]
+    ids_input: str
+    firsts: list[int]
     features: dist.ProcessGroup
     parts: dist.ProcessGroup
     sums: dist.ProcessGroup
+    words: tuple[dist.ProcessGroup, dist.ProcessGroup]
 
     @staticmethod
     def prepare(world: World, family: ModelFamily) -> World:
@@ -68,8 +77,16 @@ class VocabularyGroups:
         """Return the groups of the processes of a run; None for a family whose output layer is whole."""
         if not isinstance(family, VocabularyShardedFamily):
             return None
-        features, parts, sums = world.groups.vocabulary
-        return cls(loss_inputs=family.loss_inputs, features=features, parts=parts, sums=sums)
+        features, parts, sums, rows, gradients = world.groups.vocabulary
+        return cls(
+            loss_inputs=family.loss_inputs,
+            ids_input=family.ids_input,
+            firsts=[family.rows(index)[0] for index in range(family.count)],
+            features=features,
+            parts=parts,
+            sums=sums,
+            words=(rows, gradients),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +125,10 @@ class VocabularyPasses:
         world: Processes of the run.
         groups: Process groups of the messages.
         profiler: Measures the shards.
+        trains_words: Whether the word table trains.
+
+    Attributes:
+        lookups: Passes E and G.
     """
 
     def __init__(
@@ -118,6 +139,8 @@ class VocabularyPasses:
         world: World,
         groups: VocabularyGroups,
         profiler: LayerProfiler,
+        *,
+        trains_words: bool = True,
     ) -> None:
         self.shape, self._groups, self._profiler, self._world = shape, groups, profiler, world
         self._modules = {name: module for name, module in shards.items() if isinstance(module, VocabularyShard)}
@@ -137,6 +160,20 @@ class VocabularyPasses:
             for rank in ranks
             if rank in placed
         }
+        self.lookups = WordLookups(
+            stream=shape.stream,
+            dtype=shape.dtype,
+            microbatches=shape.microbatches,
+            firsts=groups.firsts,
+            shards=self._modules,
+            copies=self._copies,
+            placed=placed,
+            first=partition.stage_ranks[0],
+            world=world,
+            groups=groups.words,
+            profiler=profiler,
+            trains=trains_words,
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -172,6 +209,11 @@ class VocabularyPasses:
             masks = torch.tensor_split(inputs[mask_name[0]].to(device, non_blocking=True), self.shape.microbatches)
         self._weights = [token_weights(of_labels, mask) for of_labels, mask in zip(self._labels, masks, strict=True)]
         self._expect_features(0)
+        self.lookups.begin_step(inputs[self._groups.ids_input], training=training)
+
+    def end_step(self) -> None:
+        """Complete what the last microbatch has left over."""
+        self.lookups.end_step()
 
     def _expect_features(self, microbatch: int) -> None:
         """Post the receive of a microbatch's stream."""
@@ -224,7 +266,7 @@ class VocabularyPasses:
                 index = shard_index(name) or 0
                 with self._profiler.forward(name):
                     parts[index, index + 1], add[name] = run(x_ND, labels_N)
-                rows, width = self._modules[name].head.weight.shape
+                rows, width = self._modules[name].output.shape
                 self._profiler.set_activation_bytes(
                     name, shard_activation_bytes(rows, width, self.shape.tokens, x_ND.element_size())
                 )

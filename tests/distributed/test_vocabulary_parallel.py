@@ -1,4 +1,4 @@
-"""Shards of the output layer on all pipeline ranks: the bits depend on their number only, near those without."""
+"""Shards of word table and output layer on all pipeline ranks: their bits depend on the number of shards only."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.distributed.workers import run_workers
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SHARDED = Scenario(tied=False, shards=4)
+TIED = Scenario(shards=4)
 CASES = {
     "1 worker, 1f1b": (1, SHARDED),
     "2 workers, gpipe": (2, replace(SHARDED, schedule="gpipe")),
@@ -58,6 +59,10 @@ CASES = {
         ),
     ),
     "2 workers, 1f1b, bf16": (2, replace(SHARDED, precision="bf16")),
+    "3 workers, 1f1b, tied": (3, TIED),
+    "2 workers, zero-bubble, tied, moving": (2, replace(TIED, schedule="zero-bubble", moves=WANDER)),
+    "2 workers, zb-v, tied and frozen": (2, replace(TIED, schedule="zb-v", virtual=2, freeze_tied=True)),
+    "4 workers, gpipe, tied, bf16": (4, replace(TIED, schedule="gpipe", precision="bf16")),
 }
 
 
@@ -83,9 +88,9 @@ def plain_values(scenario: Scenario) -> dict:
     return run_workers(play, 1, replace(scenario, shards=None))[0]
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_shards_are_near_the_whole_output_layer(workers):
-    scenario = replace(SHARDED, prune=False, freeze=())
+@pytest.mark.parametrize(("workers", "tied"), [(2, False), (4, False), (3, True)])
+def test_shards_are_near_the_whole_tables(workers, tied):
+    scenario = replace(SHARDED, tied=tied, prune=False, freeze=())
     whole = plain_values(scenario)
     found = merged(run_workers(play, workers, scenario))
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
@@ -113,7 +118,7 @@ def test_run_with_shards_moves_and_resumes_on_other_workers(data, tmp_path):
     profile = lines(run / "profile.jsonl")
     assert [line for line in profile if line["record"] == "plan_result"], "the planner was never asked"
     headers = [line["x_vocabulary"] for line in profile if line["record"] == "header"]
-    assert {(each["shards"], each["param_count"]) for each in headers} == {(6, 97 * 32)}
+    assert {(each["shards"], each["param_count"]) for each in headers} == {(6, 2 * 97 * 32)}
     costs = [line["x_vocabulary"] for line in profile if line["record"] == "step"]
     assert costs
     assert all(len(each["forward_ns"]) == 6 and min(each["backward_ns"]) > 0 for each in costs)

@@ -88,6 +88,16 @@ class Pipeline:
         """The time in ns that ``size`` bytes take between two workers."""
         return self.latency_ns + (0 if not self.bandwidth else _up(size * 10**9, self.bandwidth))
 
+    @property
+    def lookup_ns(self) -> int:
+        """The longest transfer in ns of rows of the word table to the first stage, and of their gradient back."""
+        if self.vocabulary is None or not self.vocabulary.lookup_bytes:
+            return 0
+        others = [at for at in range(len(self.plan_workers)) if at != self.worker_of_stage[0]]
+        return max(
+            (self.sending_ns(self.of_shards(worker, self.vocabulary.lookup_bytes)) for worker in others), default=0
+        )
+
     def of_shards(self, worker: int, total: int) -> int:
         """The part of a ``worker`` in ``total``, a sum over all shards of the output layer."""
         if self.vocabulary is None:
@@ -212,7 +222,7 @@ def _ends(
     for first, then, ns in _edges(pipeline, rows):
         waiting[then] += 1
         after[first].append((then, ns))
-    start = dict.fromkeys(waiting, 0)
+    start = {one: pipeline.lookup_ns if one[:2] == (0, Kind.FORWARD) else 0 for one in waiting}
     ends: dict[Operation, int] = {}
     ready = deque(one for one, count in waiting.items() if not count)
     while ready:
@@ -303,7 +313,13 @@ def measure(pipeline: Pipeline) -> StepMetrics | None:
             sum(pipeline.costs.total_ns[first:last])
         )
     return StepMetrics(
-        step_ns=max(ends.values(), default=0),
+        step_ns=max(
+            (
+                end + pipeline.lookup_ns * (one.stage == 0 and one.kind not in (Kind.FORWARD, *SHARD_KINDS))
+                for one, end in ends.items()
+            ),
+            default=0,
+        ),
         busy_ns=tuple(busy),
         peak_memory_bytes=tuple(_peak(pipeline, worker, row) for worker, row in enumerate(pipeline.order)),
         bottleneck_ns=max(share),

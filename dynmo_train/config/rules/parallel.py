@@ -210,7 +210,7 @@ def _reduction(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
-    """What the shards of the output layer do not combine with."""
+    """What the shards of the vocabulary do not combine with."""
     parallel, model, shards = config.parallel, config.model, config.parallel.vocabulary_parallel
     if shards is None:
         return
@@ -223,8 +223,6 @@ def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
         )
     elif model.base_family not in ("gpt", "llama"):
         yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
-    elif model.base_family == "gpt" and not model.untie_embeddings_and_output_weights:
-        yield conflict(flag, "requires --untie-embeddings-and-output-weights: a tied output layer is the word table")
     given = {
         f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}": parallel.tensor_model_parallel_size > 1,
         f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 0,

@@ -47,6 +47,7 @@ from ...formats.checkpoint import (
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
+from ...models.vocabulary_shards import stored_ties
 from ...optim.item_state import FACTORS, REFERENCE, ItemState, has_token_rows, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
@@ -417,7 +418,6 @@ def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     # Tensor-parallel ranks have the same parameters and steps, but each its own slice of a mask.
     if engine.world.tensor_rank != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    # Shards of the output layer are one parameter of the checkpoint.
     named = [
         (sharding.stored_name(name), name, p)
         for _, name, p in engine.item_store.parameters()
@@ -475,7 +475,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
             "pruning": pruning,
             "sparse_thresholds": dict(settings.sparse.thresholds),
         },
-        ties=engine.family.ties,
+        ties=stored_ties(engine.family),
         optimizer={
             "type": settings.optimizer.STORED_TYPE,
             "steps": {name: step for one in by_rank for name, step in one["steps"].items()},

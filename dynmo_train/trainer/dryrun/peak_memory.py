@@ -16,15 +16,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..._common.vocabulary_order import LEAD
 from ...config import Config
 from ...data.registry import zero_microbatch
 from ...models.bert import BertHead
 from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
-from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before
+from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item, join_context
-from ...models.vocabulary_shards import ranks_of_shards
+from ...models.vocabulary_shards import VocabularyShardedFamily, ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
@@ -159,6 +160,36 @@ def _deferred_gradient_bytes(
     return deferred
 
 
+def _shard_rows_bytes(config: Config, family: ModelFamily, worker: int, workers: int, boundary: BoundaryShape) -> int:
+    """By how many bytes the gradients of a worker's shards of the word table differ from whole ones until the end.
+
+    The tokens are those of a uniform distribution over the vocabulary.
+
+    Args:
+        config: configuration of the run.
+        family: model of the run.
+        worker: index of the worker.
+        workers: number of workers.
+        boundary: shapes and dtype at stage boundaries.
+    """
+    if not isinstance(family, VocabularyShardedFamily):
+        return 0
+    width, vocabulary = boundary.shapes[HIDDEN][-1], vocabulary_rows(family)
+    tokens = config.microbatches * config.training.micro_batch_size * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
+    total = 0
+    for index, at in enumerate(ranks_of_shards(family.count, range(workers))):
+        begin, end = family.rows(index)
+        if at != worker:
+            continue
+        rows, of_shard = end - begin, tokens * (end - begin) // vocabulary
+        is_dense = of_shard > most_pending(rows)
+        total += min(of_shard, most_pending(rows)) * width * boundary.dtype.itemsize
+        # A tied table has a dense gradient for its output; that of its rows is another one, once it is dense.
+        total += FLOAT_BYTES * rows * width * (is_dense if family.is_tied else is_dense - 1)
+    return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ParameterCounts:
     """Numbers of parameters of a worker.
@@ -278,7 +309,7 @@ def worker_peaks(
     infos = {item["name"]: item for item in header["items"]}
     params = {name: info["param_count"] for name, info in infos.items()}
     microbatches, data = config.microbatches, config.parallel.data_ranks
-    peaks = []
+    peaks, workers = [], len(simulation["peak_memory_bytes"])
     for worker, simulated in enumerate(simulation["peak_memory_bytes"]):
         stages = [stage for stage in simulation["stages"] if stage["worker"] == worker]
         items = [name for stage in stages for name in stage["items"]]
@@ -286,7 +317,7 @@ def worker_peaks(
             infos[name][field] for name in items for field in ("param_bytes", "gradient_bytes", "optimizer_bytes")
         )
         counts = _counts(config, items, family, infos)
-        shards_here = shard_share(header, worker, len(simulation["peak_memory_bytes"]))
+        shards_here = shard_share(header, worker, workers)
         static += sum(shards_here[field] for field in ("param_bytes", "gradient_bytes", "optimizer_bytes"))
         counts = replace(
             counts,
@@ -297,18 +328,20 @@ def worker_peaks(
         shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]
         deferred = _deferred_gradient_bytes(config, family, items, boundary)
+        of_rows = _shard_rows_bytes(config, family, worker, workers, boundary)
         # The simulation adds the peaks of gradients and activations. With a single microbatch they are not at the same
         # time: the backward frees activations while it allocates gradients.
         if microbatches == 1 and len(simulation["stages"]) == 1 and len(known) == len(items):
             summed = [FLOAT_BYTES * params[name] // shards - deferred.get(name, 0) for name in items]
             peak = model + single_bytes(known, summed) + _reducing_bytes(config, boundary, counts)
         else:
-            peak = model + gradients - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
+            peak = model + gradients + of_rows - sum(deferred.values()) + (simulated - static) + transient_bytes(known)
             peak += _reducing_bytes(config, boundary, counts)
             peak += _buffers(family, boundary, stages, len(simulation["stages"]), microbatches)
             if "x_vocabulary" in header:
-                is_last = any(stage["stage"] == len(simulation["stages"]) - 1 for stage in stages)
-                peak += _message_bytes(boundary, len(simulation["peak_memory_bytes"]), is_last=is_last)
+                local = {stage["stage"] for stage in stages}
+                is_last = len(simulation["stages"]) - 1 in local
+                peak += _message_bytes(boundary, workers, is_first=0 in local, is_last=is_last)
         # At the end of a step all gradients exist, and no activations.
         peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:
@@ -318,18 +351,20 @@ def worker_peaks(
     return peaks
 
 
-def _message_bytes(boundary: BoundaryShape, workers: int, *, is_last: bool) -> int:
-    """Bytes of the messages of a sharded output layer for the two microbatches on their way.
+def _message_bytes(boundary: BoundaryShape, workers: int, *, is_first: bool, is_last: bool) -> int:
+    """Bytes of the messages of a sharded vocabulary for the microbatches on their way: two, and ``LEAD`` of lookups.
 
     Args:
         boundary: shapes and dtype at stage boundaries.
         workers: number of workers.
+        is_first: whether the worker has the first stage, which receives the rows that all others look up.
         is_last: whether the worker has the last stage, which receives the parts of all others.
     """
     batch, tokens, width = boundary.shapes[HIDDEN]
     stream = batch * tokens * width * boundary.dtype.itemsize
     part = stream + batch * tokens * (width + 3) * FLOAT_BYTES
-    return 2 * (stream + part * (workers - 1 if is_last else 1))
+    rows = LEAD * (stream if is_first else stream // workers)
+    return 2 * (stream + part * (workers - 1 if is_last else 1)) + rows
 
 
 def _buffers(

@@ -45,7 +45,7 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
-from ...models.vocabulary_shards import SHARD, shard_activation_bytes, shard_names
+from ...models.vocabulary_shards import SHARD, VocabularyShard, shard_activation_bytes, shard_names
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
@@ -100,7 +100,7 @@ def describe_items(
 def describe_shards(
     family: ModelFamily, boundary: BoundaryShape, optimizer: OptimizerSettings, build: Callable[[str], nn.Module]
 ) -> dict[str, int] | None:
-    """The ``x_vocabulary`` of a profile header: number and sizes of the shards of the output layer; None without.
+    """The ``x_vocabulary`` of a profile header: number and sizes of the shards of the vocabulary; None without.
 
     Args:
         family: the model as a layer list.
@@ -109,24 +109,29 @@ def describe_shards(
         build: returns a shard by its name, on the meta device.
 
     Returns:
-        Sums over all shards, in bytes; ``activation_bytes`` is of a microbatch.
+        Sums over all shards, in bytes; ``activation_bytes`` and ``lookup_bytes``, the rows of the word table that the
+        shards look up, are of a microbatch.
     """
     names = shard_names(family)
     if not names:
         return None
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
-    shapes = {full: tuple(each.shape) for name in names for full, each in parameters_of(name, build(name)).items()}
+    modules = {name: build(name) for name in names}
+    shapes = {full: tuple(p.shape) for name, each in modules.items() for full, p in parameters_of(name, each).items()}
+    outputs = [each.output.shape for each in modules.values() if isinstance(each, VocabularyShard)]
     tokens = math.prod(boundary.shapes[HIDDEN][:2])
     count = sum(math.prod(shape) for shape in shapes.values())
     return {
         "shards": len(names),
         "param_count": count,
+        "output_param_count": sum(math.prod(shape) for shape in outputs),
         "param_bytes": count * parameter_bytes,
         "gradient_bytes": count * FLOAT_BYTES,
         "optimizer_bytes": state_bytes(optimizer, shapes),
         "activation_bytes": sum(
-            shard_activation_bytes(rows, width, tokens, boundary.dtype.itemsize) for rows, width in shapes.values()
+            shard_activation_bytes(rows, width, tokens, boundary.dtype.itemsize) for rows, width in outputs
         ),
+        "lookup_bytes": boundary.num_bytes((HIDDEN,)),
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train._common.vocabulary_order import (
+    LEAD,
     MAX_PENDING,
     Operation,
     gpipe_order,
@@ -43,15 +44,21 @@ def executed(placed, num_stages, seed):
     done, log = [0] * len(placed), []
     microbatches = 1 + max(one.microbatch for row in placed for one in row)
     finished = set()
+    lookups = any(one.kind == "E" for row in placed for one in row)
+    is_split = any(one.kind == "W" and one.stage == 0 for row in placed for one in row)
 
     def ready(rank, one):
         stage, kind, m = one
         last = num_stages - 1
+        rows = [("E", each, m) for each in range(len(placed))] if lookups else []
         needs = {
-            "F": [(stage - 1, "F", m)] if stage else [],
+            "F": [(stage - 1, "F", m)] if stage else rows,
             "W": [(stage, "B", m)],
             "S": [(last, "F", m)],
             "T": [(last, "B", m), ("S", rank, m)],
+            # The rows of three microbatches before have been received: their memory is free.
+            "E": [(0, "F", m - LEAD)] if m >= LEAD else [],
+            "G": [(0, "W" if is_split else "B", m)],
         }.get(kind)
         if needs is None:
             above = [(stage + 1, "B", m)] if stage < last else [("S", each, m) for each in range(len(placed))]
@@ -65,8 +72,8 @@ def executed(placed, num_stages, seed):
         one = placed[rank][done[rank]]
         done[rank] += 1
         finished.add(
-            ("S", rank, one.microbatch)
-            if one.kind == "S"
+            (one.kind, rank, one.microbatch)
+            if one.kind in "SE"
             else (one.stage, "B" if one.kind == "I" else one.kind, one.microbatch)
         )
         log.append((rank, one))
@@ -74,10 +81,11 @@ def executed(placed, num_stages, seed):
     return log
 
 
+@pytest.mark.parametrize("lookups", [False, True])
 @pytest.mark.parametrize("name", ORDERS)
-def test_passes_never_deadlock_whatever_the_times_are(name):
+def test_passes_never_deadlock_whatever_the_times_are(name, lookups):
     order, num_stages = ORDERS[name]
-    placed = with_shard_passes(order, num_stages)
+    placed = with_shard_passes(order, num_stages, lookups=lookups)
     for seed in range(5):
         log = executed(placed, num_stages, seed)
         assert len(log) == sum(len(row) for row in placed)
@@ -91,6 +99,23 @@ def test_passes_are_added_once_per_microbatch_and_rank(name):
         microbatches = 1 + max(one.microbatch for one in plain)
         for kind in "ST":
             assert [one.microbatch for one in row if one.kind == kind] == list(range(microbatches))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_lookups_are_added_between_the_others_in_their_order(name):
+    """No operation waits for E or G: ``dynmo-plan`` simulates the order without them."""
+    order, num_stages = ORDERS[name]
+    without = with_shard_passes(order, num_stages)
+    for row, plain in zip(with_shard_passes(order, num_stages, lookups=True), without, strict=True):
+        assert [one for one in row if one.kind not in "EG"] == plain
+        microbatches = 1 + max(one.microbatch for one in plain)
+        for kind in "EG":
+            assert [one.microbatch for one in row if one.kind == kind] == list(range(microbatches))
+
+
+def test_lookups_are_ahead_of_the_first_stage():
+    placed = with_shard_passes(one_f_one_b_order(2, 5), 2, lookups=True)
+    assert words(one for one in placed[0] if one.kind in "EFG") == "E0 E1 E2 F0 E3 F1 E4 F2 G0 F3 G1 F4 G2 G3 G4"
 
 
 def test_last_stage_computes_ahead_while_other_ranks_compute_their_shards():

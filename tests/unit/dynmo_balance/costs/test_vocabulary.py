@@ -73,9 +73,11 @@ def test_header_of_a_sharded_layer_has_its_sizes_and_a_head_without_weight():
     _, document, header, _ = built()
     _, _, whole, _ = built(OPTIONS)
     shards = document["x_vocabulary"]
-    assert shards["param_count"] == 64_000
+    assert (shards["param_count"], shards["output_param_count"]) == (128_000, 64_000)
     assert header.items[-1].param_count == whole.items[-1].param_count - 64_000
-    assert sum(item.param_count for item in header.items) + 64_000 == sum(item.param_count for item in whole.items)
+    assert header.items[0].param_count == whole.items[0].param_count - 64_000 == 0
+    assert sum(item.param_count for item in header.items) + 128_000 == sum(item.param_count for item in whole.items)
+    assert shards["lookup_bytes"] == 32 * 64 * 4
     # Exponentials of all logits, and three numbers and two rows of each token for each shard.
     assert shards["activation_bytes"] == 32 * (1000 * 4 + 4 * (64 * 4 + 67 * 4))
 
@@ -106,7 +108,13 @@ def test_shard_costs_include_the_messages_of_a_microbatch():
     found = shard_costs(header, costs.vocabulary)
     assert found is not None
     assert (found.stream_bytes, found.part_bytes, found.sums_bytes) == (8192, 8192 + 32 * 67 * 4, 128)
-    assert found.static_bytes == 64_000 * 16
+    assert found.static_bytes == 128_000 * 16
+    assert found.lookup_bytes == 8192
+    earlier = {name: value for name, value in header.x_vocabulary.items() if name != "lookup_bytes"}
+    assert shard_costs(replace(header, x_vocabulary=earlier), costs.vocabulary).lookup_bytes == 0
+    # The table of a tied model is in the shards once.
+    _, _, tied, _ = built(config={**LLAMA, "tie_word_embeddings": True})
+    assert shard_costs(tied, None).static_bytes == 64_000 * 16
 
 
 @pytest.mark.parametrize("wrong", [{"shards": 0}, {"param_bytes": None}, {"gradient_bytes": "x"}, {"shards": True}])
@@ -120,7 +128,6 @@ def test_invalid_sizes_of_shards_are_refused(wrong):
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        (SHARDED, {**LLAMA, "tie_word_embeddings": True}, "tied to its word table"),
         (replace(SHARDED, tensor_parallel=2), LLAMA, "cannot be combined with --tensor-parallel 2"),
         (replace(SHARDED, workers=8), LLAMA, "at least the 8 workers"),
         (replace(SHARDED, vocabulary_parallel=1001), LLAMA, "at most the 1,000 tokens"),

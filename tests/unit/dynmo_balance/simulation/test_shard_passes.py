@@ -34,6 +34,7 @@ def costs_of_shards(count=8, forward=800, weight=400, message=0):
         stream_bytes=message,
         part_bytes=2 * message,
         sums_bytes=message // 4,
+        lookup_bytes=8 * message,
     )
 
 
@@ -80,6 +81,22 @@ def test_last_stage_waits_for_the_parts_of_all_workers(schedule):
             for worker in range(3):
                 message = 0 if worker == at else 5 + 2000
                 assert span.start_ns >= ends[worker, span.microbatch] + message
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zb-v"])
+def test_first_forward_waits_for_the_rows_of_all_workers(schedule):
+    """The step ends when the gradient of the last rows has arrived."""
+    problem = sharded(3, schedule, message=1000, link_bandwidth=10**9, link_latency_ns=5)
+    timeline = predict(problem, boundaries_of(problem))
+    # Of 8 shards the workers have 3, 3 and 2.
+    rows = 5 + 3000
+    first = next(span for row in timeline.spans for span in row if (span.stage, span.kind) == (0, Kind.FORWARD))
+    assert first.start_ns == rows
+    spans = [span for row in timeline.spans for span in row]
+    gradient = max(
+        span.end_ns for span in spans if span.stage == 0 and span.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    )
+    assert timeline.step_ns == max(gradient + rows, *(span.end_ns for span in spans))
 
 
 @pytest.mark.parametrize("schedule", VIRTUAL)

@@ -297,7 +297,6 @@ CASES = {
         {"cuda_graph": True, "vocabulary_parallel": 2, "world_size": 2, "global_batch_size": 4, **UNTIED},
         "--cuda-graph",
     ),
-    "shards of a tied layer": ({"vocabulary_parallel": 2}, "--vocabulary-parallel"),
     "shards of a bert": ({"vocabulary_parallel": 2, "family": "bert"}, "--vocabulary-parallel"),
     "shards with half precision": ({"vocabulary_parallel": 2, "fp16": True, **UNTIED}, "--vocabulary-parallel"),
     "context of a bert": ({**CONTEXT, "family": "bert"}, "--context-parallel-size"),

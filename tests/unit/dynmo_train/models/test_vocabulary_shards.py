@@ -37,13 +37,13 @@ def problem(seed=0):
 def sharded(weight, x, labels, counts, count):
     """Loss, gradients of input and weight with ``count`` shards, and the merged part."""
     bounds = [k * V // count for k in range(count + 1)]
-    shards = [VocabularyShard(weight[a:b].clone(), a) for a, b in itertools.pairwise(bounds)]
+    shards = [VocabularyShard(a, torch.zeros(b - a, D), weight[a:b].clone()) for a, b in itertools.pairwise(bounds)]
     outputs = [shard(x.flatten(0, 1), labels.reshape(-1)) for shard in shards]
     whole = merge_tree(0, count, {(k, k + 1): part for k, (part, _) in enumerate(outputs)})
     weights = token_weights(labels, counts)
     for _, add_gradient in outputs:
         add_gradient(whole.log_sum(), weights)
-    gradient = torch.cat([shard.head.weight.grad for shard in shards])
+    gradient = torch.cat([shard.output.grad for shard in shards])
     return whole.loss(weights), whole.input_gradient(weights), gradient
 
 
@@ -79,7 +79,9 @@ def test_merging_by_rank_first_has_the_same_bits(count, ranks):
     parts = {}
     for k in range(count):
         begin, end = k * V // count, (k + 1) * V // count
-        parts[k, k + 1], _ = VocabularyShard(weight[begin:end].clone(), begin)(x.flatten(0, 1), labels.reshape(-1))
+        parts[k, k + 1], _ = VocabularyShard(begin, torch.zeros(end - begin, D), weight[begin:end].clone())(
+            x.flatten(0, 1), labels.reshape(-1)
+        )
     expected = merge_tree(0, count, parts)
     placed = ranks_of_shards(count, range(ranks))
     nodes = [
@@ -124,7 +126,7 @@ def test_family_shards_have_the_initial_weights_of_the_whole_layer():
     whole = FAMILY.build("head", CPU)
     assert isinstance(whole, Head)
     shards = [family.build(name, CPU) for name in family.shards]
-    assert torch.equal(torch.cat([shard.head.weight for shard in shards]), whole.weight[:V])
+    assert torch.equal(torch.cat([shard.output for shard in shards]), whole.weight[:V])
     assert [shard.first for shard in shards] == [0, 32, 64]
     norm = family.build("head", CPU)
     assert isinstance(norm, FinalNorm)
@@ -158,5 +160,5 @@ def test_family_refuses_a_head_of_another_kind():
         def build(self, name, device):
             return torch.nn.Identity()
 
-    with pytest.raises(TypeError, match="Identity has no form without its projection"):
+    with pytest.raises(TypeError, match="Identity has no form without its table"):
         VocabularyShardedFamily(Other(), 2).build("head", CPU)
