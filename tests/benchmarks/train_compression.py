@@ -52,29 +52,32 @@ class Recipe:
     steps: int = 1000
     rate: float = 1e-3
     replica_rank: int = 8
-    replica_workers: int = 3
     warm_up: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What is compressed: ``epilogue`` only or all microbatches, with LEP, which ends with the step, and SC."""
+    """What is compressed: ``epilogue`` only or all microbatches, with LEP, which ends with the step, and SC.
+
+    ``selective`` is the number of first stages whose gradients between replicas are compressed.
+    """
 
     rank: int | None = None
     lep: bool = False
     epilogue: bool = True
     within_step: bool = True
-    selective: bool = False
+    selective: int = 0
 
 
 SCHEMES = {
     "baseline": Scheme(),
-    "SC": Scheme(selective=True),
+    "SC": Scheme(selective=3),
     "CB without LEP": Scheme(rank=1),
     "CB+LEP": Scheme(rank=1, lep=True),
     "CB+LEP across steps": Scheme(rank=1, lep=True, within_step=False),
-    "CB+LEP+FE+SC": Scheme(rank=1, lep=True, selective=True),
-    "CB+LEP+FE+SC across steps": Scheme(rank=1, lep=True, within_step=False, selective=True),
+    "CB+LEP+FE+SC": Scheme(rank=1, lep=True, selective=3),
+    "CB+LEP+FE+SC across steps": Scheme(rank=1, lep=True, within_step=False, selective=3),
+    **{f"CB+LEP+FE+SC, {way} of 4": Scheme(rank=1, lep=True, selective=way) for way in (0, 1, 2, 4)},
     "CB without LEP, every microbatch": Scheme(rank=1, epilogue=False),
     "CB+LEP, every microbatch": Scheme(rank=1, lep=True, epilogue=False),
     "CB+LEP across steps, every microbatch": Scheme(rank=1, lep=True, epilogue=False, within_step=False),
@@ -206,17 +209,17 @@ class Run:
                 parameter.grad = None
             (self.loss(own, self.cuts[replica]) / recipe.replicas).backward()
             parts.append({name: p.grad for name, p in parameters.items()})
-        packs = self.scheme.selective and step > recipe.warm_up * recipe.steps
+        packs = step > recipe.warm_up * recipe.steps
         for name, parameter in parameters.items():
             gradients = [part[name] for part in parts if part[name] is not None]
             item = name.rpartition(".")[0]
             stage = next((s for each, s in self.stage_of.items() if item.startswith(each)), 0)
             # The tied table is added on its own (FE)
-            compressed = packs and stage < recipe.replica_workers and "word" not in name and "head" not in name
+            compressed = packs and stage < self.scheme.selective and "word" not in name and "head" not in name
             parameter.grad = self.sgd.summed(name, gradients) if compressed else torch.stack(gradients).sum(0)
 
-    def train(self, tokens: torch.Tensor) -> float:
-        """The final validation loss; the last tenth of the tokens is held out."""
+    def train(self, tokens: torch.Tensor, stop_after: int | None = None) -> float:
+        """The validation loss after all steps or ``stop_after``; the last tenth of the tokens is held out."""
         recipe = self.recipe
         cut = int(len(tokens) * 0.9)
         parameters = self.parameters()
@@ -227,21 +230,22 @@ class Run:
         optimizer = torch.optim.AdamW(groups, lr=recipe.rate)
         generator = torch.Generator().manual_seed(1000 + self.seed)
         warm = max(1, int(WARMUP * recipe.steps))
-        for step in range(1, recipe.steps + 1):
+        for step in range(1, (stop_after or recipe.steps) + 1):
             along = (step - warm) / max(1, recipe.steps - warm)
             share = step / warm if step < warm else 0.1 + 0.45 * (1 + math.cos(math.pi * along))
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate * share
             count = recipe.replicas * recipe.microbatches
-            self.gradients(self._samples(tokens[:cut], count, generator), step)
+            self.gradients(self.samples(tokens[:cut], count, generator), step)
             nn.utils.clip_grad_norm_(parameters.values(), 1.0)
             optimizer.step()
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            losses = [float(self.loss(self._samples(tokens[cut:], 128, generator), {})) for _ in range(20)]
+            losses = [float(self.loss(self.samples(tokens[cut:], 128, generator), {})) for _ in range(20)]
         return statistics.fmean(losses)
 
-    def _samples(self, tokens: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    def samples(self, tokens: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+        """``count`` samples at random places, ``[count, T + 1]``."""
         length = self.recipe.tokens + 1
         begins = torch.randint(0, len(tokens) - length, (count,), generator=generator).tolist()
         return torch.stack([tokens[begin : begin + length] for begin in begins])
@@ -261,7 +265,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tokens(texts: list[Path], results: Path | None) -> torch.Tensor:
+def load_tokens(texts: list[Path], results: Path | None = None) -> torch.Tensor:
     """Tokens of the texts, cached next to the results."""
     cache = results.with_suffix(".tokens.npy") if results is not None else None
     if cache is not None and cache.exists():
@@ -278,7 +282,7 @@ def main() -> None:
     options = _arguments()
     torch.set_num_threads(1)
     began = time.monotonic()
-    tokens = _tokens(options.text, options.results)
+    tokens = load_tokens(options.text, options.results)
     recipe = replace(Recipe(), steps=options.steps, rate=options.lr, microbatches=options.microbatches)
     done: list[dict[str, Any]] = []
     if options.results is not None and options.results.exists():

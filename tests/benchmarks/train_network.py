@@ -4,6 +4,7 @@ Root on Linux, with ip and tc (iproute2). Every rank runs in a namespace of its 
 counters. What was made is taken away again at the end, also after an error.
 
 python tests/benchmarks/train_network.py [--mbit 100,1000] [--schemes baseline,cb,...] [--results FOLDER]
+python tests/benchmarks/train_network.py --pipeline 4 --mbit 100,300 --schemes baseline,cb+fe+sc1,cb+fe+sc2,cb+fe+sc3
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ CB = ["--inter-grad-comp", "--inter-grad-comp-rank", "8"]
 LEP = ["--use-error-feedback"]
 FE = ["--emb-comm-opt"]
 SC = ["--grad-comp", "--grad-comp-rank", "8", "--grad-comp-warm-up", "0", "--selective-grad-comp"]
+WAYS = range(1, 9)
 PLAN_CB = ["--inter-grad-comp-rank", "8"]
 SCHEMES = {
     "baseline": ([], []),
     "cb": (CB, PLAN_CB),
     "cb+lep": (CB + LEP, [*PLAN_CB, "--use-error-feedback"]),
     "cb+fe": (CB + FE, [*PLAN_CB, "--emb-comm-opt"]),
-    "cb+fe+sc": (
-        [*CB, *FE, *SC, "--selective-grad-comp-way", "2"],
-        [*PLAN_CB, "--emb-comm-opt", "--grad-comp-rank", "8", "--selective-grad-comp-way", "2"],
-    ),
+    **{
+        f"cb+fe+sc{way}": (
+            [*CB, *FE, *SC, "--selective-grad-comp-way", str(way)],
+            [*PLAN_CB, "--emb-comm-opt", "--grad-comp-rank", "8", "--selective-grad-comp-way", str(way)],
+        )
+        for way in WAYS
+    },
 }
+DEFAULT_SCHEMES = ("baseline", "cb", "cb+lep", "cb+fe", "cb+fe+sc2")
 MODEL = {
     "num-layers": "4",
     "hidden-size": "512",
@@ -245,7 +251,7 @@ def report(rows: list[dict[str, Any]], rates: list[int], schemes: list[str]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", default="100,300,1000")
-    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--schemes", default=",".join(DEFAULT_SCHEMES), help="cb+fe+scN: the first N workers compress.")
     parser.add_argument("--pipeline", type=int, default=2)
     parser.add_argument("--data", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
