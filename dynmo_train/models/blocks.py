@@ -531,6 +531,9 @@ class Head(nn.Module):
         device: where the parameters are created.
         bias: whether the projection has a bias.
         scale: factor on the normalized input (T5 scales by ``D^-0.5`` where embeddings are tied).
+
+    Attributes:
+        loss_factor: what the backward multiplies the loss by, the loss scale included; set by the stage in each step.
     """
 
     bias: nn.Parameter | None
@@ -551,6 +554,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
         self.vocabulary, self.scale = vocabulary, scale
+        self.loss_factor = 1.0
         self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -587,5 +591,12 @@ class Head(nn.Module):
             counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
         """
         return mean_linear_cross_entropy(
-            self.features(x_BTD), self.weight, self.bias, labels_BT, counts_BT, self.vocabulary, self.region
+            self.features(x_BTD),
+            self.weight,
+            self.bias,
+            labels_BT,
+            counts_BT,
+            self.vocabulary,
+            self.region,
+            self.loss_factor,
         )

@@ -2,7 +2,8 @@
 
 Each chunk's logits are turned into its part of the loss and, in place, into gradients. The loss is a weighted sum over
 tokens, so the gradient of a logit is known with the logit: (softmax - one-hot) times the token's weight. Nothing is
-recomputed in the backward.
+recomputed in the backward. In float16 the gradients are formed at the scale that the backward applies (``factor``):
+unscaled, those of unlikely tokens would be rounded to 0 before a loss scale can lift them.
 
     x_PD ─▶ logits_PV ─▶ loss += ...
                 └──────▶ softmax - one-hot ─▶ grad x_PD = logits_PV @ W;  grad W += logits_PV^T @ x_PD
@@ -125,8 +126,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: int,
         chunk_tokens: int,
         region: TensorRegion | None,
+        factor: float,
     ) -> torch.Tensor:
-        """The weighted sum of the losses, over ``vocabulary`` tokens, ``chunk_tokens`` tokens at a time."""
+        """The weighted sum of the losses, over ``vocabulary`` tokens, ``chunk_tokens`` tokens at a time.
+
+        The gradients are those of the sum times ``factor``.
+        """
         # The gradients are computed here: a backward would need the logits of all tokens, or every product again.
         first = 0 if region is None else region.rank * len(weight_RD)
         real = min(max(vocabulary - first, 0), len(weight_RD))
@@ -141,6 +146,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss.add_(((sums_P.log() + top_P - chosen_P) * weights_P).sum())
             if not any(ctx.needs_input_grad[:3]):
                 return
+            if factor != 1.0:
+                weights_P = weights_P * factor
             factors_P = weights_P / sums_P
             if pending is not None:
                 factors_P = factors_P * (own_top_P - top_P).exp()
@@ -181,6 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         applied = torch.ones((), dtype=torch.float32, device=x_ND.device)
         is_applied = torch.zeros((), dtype=torch.bool, device="cpu")
         ctx.save_for_backward(is_applied, applied, *gradients.all())
+        ctx.factor = factor
         ctx.dtypes = x_ND.dtype, weight_RD.dtype, None if bias_R is None else bias_R.dtype
         return loss
 
@@ -195,12 +203,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             applied.data.copy_(scale)
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.data.mul_(scale)
+                    gradient.data.mul_(scale / ctx.factor)
         elif scale.device.type != "cpu" or not torch.equal(scale, applied):
             ratio = torch.where(scale == applied, 1.0, scale / applied)  # both may be 0
             gradients = [None if gradient is None else gradient * ratio for gradient in gradients]
         typed = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return *typed, None, None, None, None, None
+        return *typed, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -213,6 +221,7 @@ def linear_cross_entropy(
     vocabulary: int,
     chunk_tokens: int,
     region: TensorRegion | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """``sum_n weights_n * -log softmax(W x_n + b)[label_n]`` in float32.
 
@@ -229,12 +238,21 @@ def linear_cross_entropy(
         chunk_tokens: tokens of a chunk.
         region: tensor-parallel ranks that share the rows of the weight in order; None for one rank. The gradient of
             ``x_ND`` is then this rank's part of the sum.
+        factor: what the backward will multiply the loss by, or near it; float16 gradients are formed at this scale.
 
     Returns:
         A float32 scalar, equal on all ranks.
     """
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary, chunk_tokens, region
+        x_ND,
+        weight_RD,
+        bias_R,
+        labels_N,
+        weights_N,
+        vocabulary,
+        chunk_tokens,
+        region,
+        factor if x_ND.dtype == torch.float16 else 1.0,
     )
     return loss
 
@@ -260,6 +278,7 @@ def mean_linear_cross_entropy(
     counts_BT: torch.Tensor | None,
     vocabulary: int,
     region: TensorRegion | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """The mean over the tokens whose count is 1; 0 where there is none.
 
@@ -271,6 +290,7 @@ def mean_linear_cross_entropy(
         counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
         vocabulary: number of true token ids V.
         region: tensor-parallel ranks that share the rows of the weight in order; None for one rank.
+        factor: of the loss in the backward, as of :func:`linear_cross_entropy`.
 
     Returns:
         A float32 scalar.
@@ -284,5 +304,13 @@ def mean_linear_cross_entropy(
         # Two chunks of 1 / size of the columns are in memory; fewer chunks are fewer collectives.
         chunk_tokens = chunk_tokens * region.size // 2
     return linear_cross_entropy(
-        x_ND, weight_RD, bias_R, labels_N, weights_N, vocabulary=vocabulary, chunk_tokens=chunk_tokens, region=region
+        x_ND,
+        weight_RD,
+        bias_R,
+        labels_N,
+        weights_N,
+        vocabulary=vocabulary,
+        chunk_tokens=chunk_tokens,
+        region=region,
+        factor=factor,
     )

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..models.aux_loss import with_losses
+from ..models.blocks import Head
 from ..models.compiled import PRODUCTS, is_compiled
 from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..models.vocabulary_shards import WORDS
@@ -102,6 +103,7 @@ class StageModule(nn.Module):
         self.step, self.loss_scale, self.first_microbatch = 0, 1.0, 0
         self.words: Callable[[int], torch.Tensor] | None = None
         self.profiler, self.device = profiler, device
+        self._heads = [part for layer in self.layers for part in layer.modules() if isinstance(part, Head)]
         self._keys = StreamKeys(seed, self.names, device)
         # By name: an item that draws from torch's generator, which is seeded on the host before each of its runs.
         self._seeds_generator = {name: draws_from_generator(layer) for name, layer in items.items()}
@@ -139,6 +141,8 @@ class StageModule(nn.Module):
             if (prepare_batch := getattr(layer, "prepare_batch", None)) is not None:
                 prepare_batch(inputs)
         self.step, self.loss_scale = step, loss_scale
+        for head in self._heads:
+            head.loss_factor = loss_scale
         self.first_microbatch = self.graphs.first_microbatch = microbatches.start
         self.metrics.clear()
         self._keys.begin_step(step, microbatches)

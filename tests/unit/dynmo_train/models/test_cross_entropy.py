@@ -77,6 +77,27 @@ def test_linear_cross_entropy_low_precision_accumulates_in_float32():
     torch.testing.assert_close(loss, reference, rtol=0.02, atol=0.02)
 
 
+def test_linear_cross_entropy_float16_gradients_keep_small_values():
+    """Gradients of unlikely tokens, 1e-9 here, are below float16's range until the loss scale lifts them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows, scale = 512, 4000, 65536.0
+    x, weight = torch.randn(tokens, D, generator=generator), torch.randn(rows, D, generator=generator) * 0.02
+    labels, weights = torch.randint(0, rows, (tokens,), generator=generator), torch.full((tokens,), 1 / tokens**2)
+
+    def scaled(dtype: torch.dtype, factor: float) -> list[torch.Tensor]:
+        given = [each.to(dtype).detach().clone().requires_grad_() for each in (x, weight)]
+        loss = linear_cross_entropy(*given, None, labels, weights, vocabulary=rows, chunk_tokens=128, factor=factor)
+        return [gradient.float() for gradient in torch.autograd.grad(loss * scale, given)]
+
+    exact = scaled(torch.float32, 1.0)
+    # An exit's share of the loss is another factor than that of the step.
+    for factor in (scale, scale / 4):
+        for gradient, reference in zip(scaled(torch.float16, factor), exact, strict=True):
+            assert (gradient == 0).float().mean() < 1e-3
+            assert torch.linalg.vector_norm(gradient - reference) < 2e-3 * torch.linalg.vector_norm(reference)
+    assert (scaled(torch.float16, 1.0)[1] == 0).float().mean() > 0.5, "too large to show the loss of small values"
+
+
 def test_mean_linear_cross_entropy_averages_counted_tokens():
     x, weight, offsets, labels, _ = made()
     counts = torch.zeros(N, dtype=torch.long)
