@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = load_tokens(options.text)
-    # The learning rate of a longer run, so that the weights are those of a run that goes on.
+    # The learning rate of a longer run: the weights are those of its first steps.
     recipe = replace(Recipe(), steps=max(LR_STEPS, options.steps))
     trained = Run(recipe, SCHEMES["baseline"], options.seed)
     sys.stderr.write(f"loss after {options.steps} steps: {trained.train(tokens, options.steps):.4f}\n")
