@@ -531,9 +531,6 @@ class Head(nn.Module):
         device: where the parameters are created.
         bias: whether the projection has a bias.
         scale: factor on the normalized input (T5 scales by ``D^-0.5`` where embeddings are tied).
-
-    Attributes:
-        loss_factor: what the backward multiplies the loss by, the loss scale included; set by the stage in each step.
     """
 
     bias: nn.Parameter | None
@@ -554,6 +551,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
         self.vocabulary, self.scale = vocabulary, scale
+        # What the backward multiplies the loss by, with the loss scale; the stage sets it in each step.
         self.loss_factor = 1.0
         self.region: TensorRegion | None = None
 
