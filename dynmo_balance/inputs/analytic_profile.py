@@ -221,8 +221,6 @@ def _check_shards(spec: ModelSpec, options: BuildOptions, shards: int) -> None:
         UsageError: it cannot.
     """
     flag = f"--vocabulary-parallel {shards}"
-    if options.tensor_parallel > 1:
-        raise UsageError(f"{flag}: cannot be combined with --tensor-parallel {options.tensor_parallel}; remove one")
     if not options.workers <= shards <= spec.vocabulary:
         raise UsageError(
             f"{flag}: must be at least the {options.workers} workers and at most the {spec.vocabulary:,} tokens of the"
@@ -232,7 +230,8 @@ def _check_shards(spec: ModelSpec, options: BuildOptions, shards: int) -> None:
 
 def _shards(spec: ModelSpec, options: BuildOptions, shards: int, sequence: int) -> dict[str, int]:
     """The ``x_vocabulary`` of a header: the sizes of all shards of word table and output layer together."""
-    table, number = spec.table_params, BYTES_PER_NUMBER[options.dtype]
+    # A tensor-parallel rank has a slice of each shard.
+    table, number = spec.table_params // options.tensor_parallel, BYTES_PER_NUMBER[options.dtype]
     tokens, params = options.micro_batch_size * sequence, table * (1 if spec.tied else 2)
     return {
         "shards": shards,
@@ -244,7 +243,7 @@ def _shards(spec: ModelSpec, options: BuildOptions, shards: int, sequence: int) 
         # The exponentials of all logits, and for each shard its part of every token.
         "activation_bytes": tokens
         * (table // spec.hidden * number + shards * (spec.hidden * number + (spec.hidden + 3) * 4)),
-        "lookup_bytes": tokens * spec.hidden * number,
+        "lookup_bytes": tokens * spec.hidden * number // options.tensor_parallel,
     }
 
 
@@ -254,7 +253,7 @@ def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildO
     costs = costs_of(works_of(spec, header, shape), shape, device)
     if options.vocabulary_parallel is None:
         return costs
-    return replace(costs, vocabulary=shard_times(spec.table_params, shape, device))
+    return replace(costs, vocabulary=shard_times(spec.table_params // options.tensor_parallel, shape, device))
 
 
 def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> MicrobatchShape:

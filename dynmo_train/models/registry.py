@@ -28,7 +28,11 @@ def family_of(config: Config) -> ModelFamily:
         if spec.wrap_family is not None:
             family = spec.wrap_family(config, family)
     shards = config.parallel.vocabulary_parallel
-    return family if shards is None else VocabularyShardedFamily(family, shards)
+    return (
+        family
+        if shards is None
+        else VocabularyShardedFamily(family, shards, parts=config.parallel.tensor_model_parallel_size)
+    )
 
 
 def family_of_manifest(model: Mapping[str, Any]) -> ModelFamily:

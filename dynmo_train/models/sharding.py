@@ -32,7 +32,7 @@ from .layer_list import ItemOutput
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import Experts, MoeMlp
-from .vocabulary_shards import SummedEmbedding
+from .vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
 
 SplitDim = Callable[[str], int | None]
 
@@ -182,6 +182,12 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
             child.register_forward_hook(_own_tokens(region))
     elif isinstance(child, SelfAttention) and child.sparse is not None:
         child.sparse = replace(child.sparse, part=region.rank, parts=region.size)
+    elif isinstance(child, SummedEmbedding):
+        child.region = region
+    elif isinstance(child, VocabularyShard):
+        child.cut(region.rank, region.size)
+    elif isinstance(child, TableRows):
+        pass
     elif isinstance(child, (Head, BertHead)) and dim == 0:
         child.region = region
     elif dim == 0:

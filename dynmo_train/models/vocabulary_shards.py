@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
+from ..parallel.tensor_parallel import TensorRegion
 from .blocks import Embedding, Head
 from .cross_entropy import CHUNK_TOKENS
 from .documents import PackedEmbedding, positions_in_documents
@@ -83,6 +84,16 @@ class VocabularyPart:
             label_ND=torch.empty(tokens, width, dtype=dtype, device=device),
         )
 
+    @classmethod
+    def nothing(cls, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> VocabularyPart:
+        """The part of no row: merged with another, it changes nothing; arguments as for :meth:`empty`."""
+        part = cls.empty(tokens, width, dtype, device)
+        # Not minus infinity: the difference of two such maxima is not a number.
+        part.stats_N3.copy_(torch.tensor([torch.finfo(torch.float32).min, 0.0, 0.0], device=device))
+        for tensor in (part.weighted_ND, part.label_ND):
+            tensor.zero_()
+        return part
+
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tensors, in the order in which they are sent."""
@@ -100,6 +111,23 @@ class VocabularyPart:
             weighted_ND=self.weighted_ND * scale_a[:, None] + other.weighted_ND * scale_b[:, None],
             # One of the two is zero, so that the sum is exact.
             label_ND=self.label_ND + other.label_ND,
+        )
+
+    def on_all_ranks(self, region: TensorRegion) -> VocabularyPart:
+        """This rank's part, with maximum, sum and label's logit those of the parts of all tensor-parallel ranks.
+
+        Args:
+            region: the ranks, each with the part of its slices.
+        """
+        stats_RN3 = region.start_gather(self.stats_N3).wait()
+        m_RN, s_RN, c_RN = stats_RN3.unbind(-1)
+        m_N = m_RN.amax(0)
+        s_N = (s_RN * (m_RN - m_N).exp()).sum(0)
+        scale_N = (self.stats_N3[:, 0] - m_N).exp()
+        return VocabularyPart(
+            stats_N3=torch.stack((m_N, s_N, c_RN.sum(0)), dim=1),
+            weighted_ND=self.weighted_ND * scale_N[:, None],
+            label_ND=self.label_ND,
         )
 
     def log_sum(self) -> torch.Tensor:
@@ -252,17 +280,25 @@ class WordRows(nn.Module):
 
 
 class VocabularyShard(nn.Module):
-    """One shard of word table and output layer.
+    """One shard of word table and output layer; with tensor parallelism this rank's slice of it.
 
     Args:
         first: token id of the first row.
         words_VD: rows of the word table, ``[V, D]``.
         output_VD: rows of the output layer, ``[V, D]``; None where they are those of the word table.
+        vocabulary: number of true token ids; None where no row is padding.
     """
 
-    def __init__(self, first: int, words_VD: torch.Tensor, output_VD: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        first: int,
+        words_VD: torch.Tensor,
+        output_VD: torch.Tensor | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         super().__init__()
         self.first, self.embedding = first, WordRows(words_VD)
+        self.vocabulary = first + len(words_VD) if vocabulary is None else vocabulary
         self.head = None if output_VD is None else TableRows(output_VD)
         self.pending: PendingRows | None = None
 
@@ -273,8 +309,19 @@ class VocabularyShard(nn.Module):
 
     @property
     def output(self) -> torch.Tensor:
-        """Rows of the output layer, ``[V, D]``."""
-        return self.words if self.head is None else self.head.weight
+        """Rows of the output layer without padding, ``[V, D]``."""
+        rows = self.words if self.head is None else self.head.weight
+        real = min(max(self.vocabulary - self.first, 0), len(rows))
+        return rows if real == len(rows) else rows[:real]
+
+    def cut(self, rank: int, size: int) -> None:
+        """Number the rows of a slice, before they are cut.
+
+        Args:
+            rank: this rank among those that share the shard.
+            size: number of these ranks.
+        """
+        self.first += rank * (len(self.words) // size)
 
     def collect_gradients(self) -> None:
         """Collect the gradients of embeddings by token."""
@@ -293,9 +340,13 @@ class VocabularyShard(nn.Module):
             The part, and a function of the tokens' log-sums over all shards and of the weights of their losses,
             float32 ``[N]`` each, that adds to the gradient of the rows.
         """
+        output_VD = self.output
+        if not len(output_VD):
+            # Padding alone: nothing to add, and no gradient.
+            return VocabularyPart.nothing(len(x_ND), x_ND.shape[1], x_ND.dtype, x_ND.device), lambda *_: None
         chunk_tokens = CHUNK_TOKENS.get(x_ND.device.type, CHUNK_TOKENS["cpu"])
         first, second, *tensors = _ShardedOutput.apply(  # type: ignore[no-untyped-call]
-            self.output, x_ND, labels_N - self.first, chunk_tokens
+            output_VD, x_ND, labels_N - self.first, chunk_tokens
         )
         stats_N3, weighted_ND, label_ND = tensors
 
@@ -322,6 +373,7 @@ class SummedEmbedding(nn.Module):
         self.position, self.dropout = embedding.position, embedding.dropout
         self.resets_positions = isinstance(embedding, PackedEmbedding)
         self.context: ContextRegion | None = None  # set by ``join_context``
+        self.region: TensorRegion | None = None  # set by ``cut_item``
 
     def forward(
         self, words_BTD: torch.Tensor, ids_BT: torch.Tensor, starts_BT: torch.Tensor | None = None
@@ -329,13 +381,15 @@ class SummedEmbedding(nn.Module):
         """Add positions, with dropout.
 
         Args:
-            words_BTD: rows of the word table, ``[B, T, D]``.
+            words_BTD: rows of the word table, ``[B, T, D]``; with tensor parallelism zeros for those of other ranks.
             ids_BT: int64 token ids, ``[B, T]``.
             starts_BT: int64 ``[B, T]``, where the document of each token begins, if positions begin again there.
 
         Returns:
             ``[B, T, D]``.
         """
+        if self.region is not None:
+            words_BTD = self.region.leave(words_BTD)
         past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT)
         x_BTD = add_positions(words_BTD, ids_BT, self.position, past, self.context)
         return item_dropout(x_BTD, self.dropout, self.training)
@@ -385,10 +439,11 @@ class VocabularyShardedFamily:
     Args:
         base: family with one residual stream, an ``Embedding``, and a ``Head`` without bias.
         count: number of shards.
+        parts: tensor-parallel ranks, which share each shard.
     """
 
-    def __init__(self, base: ModelFamily, count: int) -> None:
-        self.base, self.count = base, count
+    def __init__(self, base: ModelFamily, count: int, parts: int = 1) -> None:
+        self.base, self.count, self.parts = base, count, parts
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
@@ -426,9 +481,17 @@ class VocabularyShardedFamily:
         return bool(self.base.ties)
 
     def rows(self, index: int) -> tuple[int, int]:
-        """First and last row, exclusive, of the shard ``index``."""
-        vocabulary = vocabulary_rows(self.base)
-        return index * vocabulary // self.count, (index + 1) * vocabulary // self.count
+        """First and last row, exclusive, of the shard ``index``; shards that ranks share have rows of padding."""
+        # Each of the ranks has the same number of rows.
+        units = vocabulary_rows(self.base, padded=self.parts > 1) // self.parts
+        begin, end = (at * units // self.count for at in (index, index + 1))
+        return begin * self.parts, end * self.parts
+
+    def local_rows(self, index: int, rank: int) -> tuple[int, int]:
+        """First and last row, exclusive, of the slice of a tensor-parallel ``rank`` of the shard ``index``."""
+        begin, end = self.rows(index)
+        part = (end - begin) // self.parts
+        return begin + rank * part, begin + (rank + 1) * part
 
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item or shard with its initial weights, those of the family's embedding and output layer.
@@ -452,7 +515,7 @@ class VocabularyShardedFamily:
 
         words_VD = cut(_of_kind(self.base.build(first, host), Embedding).word.weight)
         output_VD = None if self.is_tied else cut(_of_kind(self.base.build(last, host), Head).weight)
-        return VocabularyShard(begin, words_VD, output_VD)
+        return VocabularyShard(begin, words_VD, output_VD, vocabulary_rows(self.base))
 
     def split_dim(self, parameter: str) -> int | None:
         """The dimension along which tensor parallelism splits a parameter; see ``layer_list.split_dim``."""
@@ -479,6 +542,11 @@ def stored_ties(family: ModelFamily) -> Mapping[str, str]:
     return family.base.ties if isinstance(family, VocabularyShardedFamily) else family.ties
 
 
+def family_parts(family: ModelFamily) -> int:
+    """Number of tensor-parallel ranks that share each shard; 1 without shards."""
+    return family.parts if isinstance(family, VocabularyShardedFamily) else 1
+
+
 def word_parameters(family: ModelFamily, items: Iterable[str]) -> set[str]:
     """Names of the parameters of the word table in the shards among ``items``."""
     if not isinstance(family, VocabularyShardedFamily):
@@ -498,14 +566,12 @@ class StoredRows:
     Attributes:
         name: name of the stored tensor.
         begin: first row.
-        end: last row, exclusive.
-        total: rows of the stored tensor.
+        end: last row, exclusive; beyond the stored rows is padding.
     """
 
     name: str
     begin: int
     end: int
-    total: int
 
 
 def stored_rows(family: ModelFamily, tensor_name: str) -> StoredRows | None:
@@ -515,7 +581,7 @@ def stored_rows(family: ModelFamily, tensor_name: str) -> StoredRows | None:
         return None
     begin, end = family.rows(index)
     name = tensor_name.removeprefix(f"{SHARD}.{index}.")
-    return StoredRows(name=name, begin=begin, end=end, total=vocabulary_rows(family))
+    return StoredRows(name=name, begin=begin, end=end)
 
 
 def ranks_of_shards(count: int, ranks: Sequence[int]) -> list[int]:

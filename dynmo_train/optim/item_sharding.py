@@ -72,7 +72,10 @@ class ItemSharding:
         """
         shard = self.stored_rows(tensor_name)
         if shard is not None:
-            stored = stored[shard.begin : shard.end]
+            # The last shards may have padding, as below.
+            real = stored[shard.begin : shard.end]
+            stored = stored.new_zeros(shard.end - shard.begin, *stored.shape[1:])
+            stored[: len(real)] = real
         elif has_token_rows(tensor_name):
             # Zeros, as in training: padding gets no gradient, and zero rows stay zero under Adam.
             rows = vocabulary_rows(self.family)

@@ -231,6 +231,7 @@ class Pipeline:
             dtype=self.config.boundary.dtype,
             microbatches=self.config.microbatches,
             total_microbatches=self._total_microbatches,
+            token_parts=groups.region.size if groups.region is not None and groups.region.sequence else 1,
         )
         shards = {name: items[name] for name in partition.shards if name in items}
         return VocabularyPasses(shape, shards, partition, self.world, groups, profiler, trains_words=trains_words)

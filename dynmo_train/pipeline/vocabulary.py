@@ -11,7 +11,8 @@ One microbatch, with the operations of ``_common/vocabulary_order.py``::
 
 Nothing waits but what needs a message: S for the stream, B of the last stage for the parts, T for the log-sums. Each
 kind of message has a process group of its own, in which both ends use the order of the microbatches. Receives are
-posted one microbatch ahead, so that a message travels while the rank computes.
+posted one microbatch ahead, so that a message travels while the rank computes. With tensor parallelism each rank has a
+slice of each shard, and messages are between ranks of the same slice; B of the last stage adds the slices up.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ..models.vocabulary_shards import (
 )
 from ..optim.precision import ComputeCopies
 from ..parallel.process_groups import World, with_vocabulary_groups
+from ..parallel.tensor_parallel import TensorRegion
 from .partition import Partition
 from .profiler import LayerProfiler
 from .word_lookups import WordLookups
@@ -52,7 +54,8 @@ class VocabularyGroups:
     Attributes:
         loss_inputs: Names of the batch tensors that the loss reads: labels and, where there is one, the mask.
         ids_input: Name of the batch tensor of token ids.
-        firsts: Token id of the first row of each shard.
+        spans: First and last row, exclusive, of this process's slice of each shard, wherever the shard is.
+        region: Tensor-parallel ranks, which share each shard; None where there is one.
         features: Normalized streams.
         parts: Parts of the shards.
         sums: Log-sums.
@@ -61,7 +64,8 @@ class VocabularyGroups:
 
     loss_inputs: tuple[str, ...]
     ids_input: str
-    firsts: list[int]
+    spans: list[tuple[int, int]]
+    region: TensorRegion | None
     features: dist.ProcessGroup
     parts: dist.ProcessGroup
     sums: dist.ProcessGroup
@@ -73,15 +77,16 @@ class VocabularyGroups:
         return with_vocabulary_groups(world) if isinstance(family, VocabularyShardedFamily) else world
 
     @classmethod
-    def of(cls, world: World, family: ModelFamily) -> VocabularyGroups | None:
-        """Return the groups of the processes of a run; None for a family whose output layer is whole."""
+    def of(cls, world: World, family: ModelFamily, region: TensorRegion | None = None) -> VocabularyGroups | None:
+        """Return the groups of the processes of a run; None for a family whose tables are whole."""
         if not isinstance(family, VocabularyShardedFamily):
             return None
         features, parts, sums, rows, gradients = world.groups.vocabulary
         return cls(
             loss_inputs=family.loss_inputs,
             ids_input=family.ids_input,
-            firsts=[family.rows(index)[0] for index in range(family.count)],
+            spans=[family.local_rows(index, world.tensor_rank) for index in range(family.count)],
+            region=region,
             features=features,
             parts=parts,
             sums=sums,
@@ -96,10 +101,12 @@ class VocabularyShape:
     Attributes:
         count: Number of shards.
         inputs: Names of the batch tensors of the loss: labels and, where there is one, the mask.
-        stream: Shape of the normalized stream of a microbatch, ``(B, T, D)``.
+        stream: Shape of the normalized stream of a microbatch, ``(B, T, D)``; with sequence parallelism of this
+            rank's tokens.
         dtype: dtype of the arithmetic.
         microbatches: Microbatches of a step on this replica.
         total_microbatches: Microbatches of a step on all replicas.
+        token_parts: Ranks that share the tokens of the stream (sequence parallelism).
     """
 
     count: int
@@ -108,11 +115,19 @@ class VocabularyShape:
     dtype: torch.dtype
     microbatches: int
     total_microbatches: int
+    token_parts: int = 1
+
+    @property
+    def whole_stream(self) -> tuple[int, int, int]:
+        """Shape of the stream with the tokens of all ranks, ``(B, T, D)``."""
+        samples, tokens, width = self.stream
+        return samples, tokens * self.token_parts, width
 
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch."""
-        return self.stream[0] * self.stream[1]
+        samples, tokens, _ = self.whole_stream
+        return samples * tokens
 
 
 class VocabularyPasses:
@@ -143,6 +158,7 @@ class VocabularyPasses:
         trains_words: bool = True,
     ) -> None:
         self.shape, self._groups, self._profiler, self._world = shape, groups, profiler, world
+        self._region = groups.region
         self._modules = {name: module for name, module in shards.items() if isinstance(module, VocabularyShard)}
         casts = shape.dtype != torch.float32
         self._copies = {name: ComputeCopies(module, shape.dtype) for name, module in self._modules.items() if casts}
@@ -161,10 +177,10 @@ class VocabularyPasses:
             if rank in placed
         }
         self.lookups = WordLookups(
-            stream=shape.stream,
+            stream=shape.whole_stream,
             dtype=shape.dtype,
             microbatches=shape.microbatches,
-            firsts=groups.firsts,
+            spans=groups.spans,
             shards=self._modules,
             copies=self._copies,
             placed=placed,
@@ -258,6 +274,8 @@ class VocabularyPasses:
         if work is not None:
             work.wait()
         labels_N = self._labels[microbatch].reshape(-1)
+        if self._region is not None and self.shape.token_parts > 1:
+            x_BTD = self._region.gather_tokens(x_BTD)
         x_ND = x_BTD.flatten(0, -2)
         parts: dict[Node, VocabularyPart] = {}
         add = self._add.setdefault(microbatch, {})
@@ -299,17 +317,28 @@ class VocabularyPasses:
         weights_N = self._weights[microbatch]
         with torch.no_grad():
             whole = merge_tree(0, self.shape.count, self._parts.pop(microbatch))
+            if self._region is not None:
+                whole = whole.on_all_ranks(self._region)
             loss = whole.loss(weights_N) * self._factor
             placeholder.copy_(loss)
             if not self._training:
                 return placeholder
             log_sums_N = whole.log_sum()
             gradient_ND = whole.input_gradient(weights_N * self._factor)
+            gradient_BTD = self._sum_over_region(gradient_ND.view(self.shape.whole_stream))
         for target in self._others.values():
             self._send(microbatch, log_sums_N, target, self._groups.sums)
         self._sums[microbatch] = log_sums_N, None
-        injected: torch.Tensor = InjectLoss.apply(stream, loss, gradient_ND.view_as(stream))  # type: ignore[no-untyped-call]
+        injected: torch.Tensor = InjectLoss.apply(stream, loss, gradient_BTD)  # type: ignore[no-untyped-call]
         return injected
+
+    def _sum_over_region(self, gradient_BTD: torch.Tensor) -> torch.Tensor:
+        """Sum the slices' gradients of the stream, ``[B, T, D]``; with sequence parallelism those of its tokens."""
+        if self._region is None:
+            return gradient_BTD
+        if self.shape.token_parts > 1:
+            return self._region.scatter_tokens(gradient_BTD)
+        return self._region.all_reduce(gradient_BTD.contiguous())
 
     def add_gradients(self, microbatch: int) -> None:
         """T: add the gradients of the local shards, in training, and free the messages of the microbatch.

@@ -15,7 +15,7 @@ Shapes in names: M microbatches, B samples, T tokens, N = B*T, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +34,25 @@ class TokenOwners:
 
     Args:
         ids_MN: int64 token ids of each microbatch, ``[M, N]``, on the host.
-        firsts: token id of the first row of each shard, in order.
+        spans: first and last row, exclusive, of each shard, in order; with tensor parallelism of this rank's slices,
+            between which are the rows of others.
 
     Attributes:
-        order_MN: int64 ``[M, N]``: places of the tokens in their microbatch, by shard and then by place.
+        order_MN: int64 ``[M, N]``: places of the tokens in their microbatch, by shard and then by place; tokens whose
+            rows are not here are last.
         ids_MN: their token ids.
+        num_shards: number of shards.
     """
 
-    def __init__(self, ids_MN: torch.Tensor, firsts: list[int]) -> None:
-        shards_MN = torch.bucketize(ids_MN, torch.tensor(firsts[1:], dtype=ids_MN.dtype), right=True)
+    def __init__(self, ids_MN: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        firsts, ends = (torch.tensor(each, dtype=ids_MN.dtype) for each in zip(*spans, strict=True))
+        self.num_shards = len(spans)
+        shards_MN = torch.bucketize(ids_MN, firsts[1:], right=True)
+        shards_MN[(ids_MN < firsts[shards_MN]) | (ids_MN >= ends[shards_MN])] = len(spans)
         # Stable: the tokens of a row stay in their order, in which a whole table adds their gradients.
         self.order_MN = shards_MN.argsort(dim=1, stable=True)
         self.ids_MN = ids_MN.gather(1, self.order_MN)
-        counts = torch.stack([(shards_MN == shard).sum(1) for shard in range(len(firsts))], dim=1)
+        counts = torch.stack([(shards_MN == shard).sum(1) for shard in range(len(spans))], dim=1)
         self._ends = torch.nn.functional.pad(counts.cumsum(1), (1, 0)).tolist()
 
     def place(self, microbatch: int, begin: int, end: int) -> slice:
@@ -78,7 +84,7 @@ class WordLookups:
         stream: shape of the embedding of a microbatch, ``(B, T, D)``.
         dtype: dtype of the arithmetic.
         microbatches: microbatches of a step on this replica.
-        firsts: token id of the first row of each shard, in order.
+        spans: first and last row, exclusive, of this process's slice of each shard, in order.
         shards: name -> local shard.
         copies: name -> copies of its parameters in ``dtype``; empty in float32.
         placed: pipeline rank of each shard, in order.
@@ -95,7 +101,7 @@ class WordLookups:
         stream: tuple[int, ...],
         dtype: torch.dtype,
         microbatches: int,
-        firsts: list[int],
+        spans: Sequence[tuple[int, int]],
         shards: Mapping[str, VocabularyShard],
         copies: Mapping[str, ComputeCopies],
         placed: list[int],
@@ -105,7 +111,7 @@ class WordLookups:
         profiler: LayerProfiler,
         trains: bool,
     ) -> None:
-        self._stream, self._dtype, self._microbatches, self._firsts = stream, dtype, microbatches, firsts
+        self._stream, self._dtype, self._microbatches, self._spans = stream, dtype, microbatches, spans
         self._shards, self._copies, self._world, self._profiler = shards, copies, world, profiler
         self._rows_group, self._gradients_group = groups
         self._trains = trains
@@ -136,7 +142,7 @@ class WordLookups:
         """
         self._reset()
         self._training = training and self._trains
-        owners = self._owners = TokenOwners(ids.reshape(self._microbatches, -1), self._firsts)
+        owners = self._owners = TokenOwners(ids.reshape(self._microbatches, -1), self._spans)
         device = self._world.device
         places = [owners.order_MN, owners.ids_MN]
         if device.type == "cuda":
@@ -214,6 +220,8 @@ class WordLookups:
         for work in works:
             if work is not None:
                 work.wait()
+        # Rows of other tensor-parallel ranks: the sum over the ranks is the embedding.
+        buffer_ND[self._place(microbatch, (0, len(self._spans))).stop :] = 0
         x_ND = torch.empty_like(buffer_ND).index_copy_(0, self._order_MN[microbatch], buffer_ND)
         x_BTD = x_ND.view(self._stream)
         if not self._training:

@@ -310,7 +310,7 @@ class Engine:
                 self.profiler,
                 self.grad_reducer.item_is_final if self.grad_reducer.overlaps else None,
                 self._codec,
-                VocabularyGroups.of(self.world, self.family),
+                VocabularyGroups.of(self.world, self.family, self.item_store.sharding.region),
             )
         return self._pipeline
 

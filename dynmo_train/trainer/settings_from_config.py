@@ -22,6 +22,7 @@ from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
 from ..models.sparse_formats import BUILT_IN, CSR, SparseTable
+from ..models.vocabulary_shards import WORDS
 from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.optimizers.registry import optimizer_settings
@@ -151,6 +152,11 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
     """
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    cut = boundary.cut_along_tokens(parts)
+    if WORDS in cut.shapes:
+        # Before the tensor-parallel ranks add their rows up, each has those of all tokens.
+        words = boundary.cut_along_tokens(parallel.context_parallel_size).shapes[WORDS]
+        cut = replace(cut, shapes={**cut.shapes, WORDS: words})
     training = config.training
     precision = precision_settings(config)
     cache = config.freezing.freeze_cache_activations
@@ -158,7 +164,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         pipeline=PipelineConfig(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
-            boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
+            boundary=replace(cut, dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity != "none",
             selective=training.recompute_granularity == "selective",

@@ -93,7 +93,8 @@ class Scenario:
     compression: CompressionSettings = NO_COMPRESSION
     optimizer: OptimizerSettings = ADAMW
     decoupled_lr: float | None = None
-    shards: int | None = None  # of the output layer
+    shards: int | None = None  # of the vocabulary
+    shard_parts: int = 1  # tensor-parallel ranks
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -115,7 +116,7 @@ class Scenario:
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=attention
         )
         family = self._changed(Gpt(shape))
-        return family if self.shards is None else VocabularyShardedFamily(family, self.shards)
+        return family if self.shards is None else VocabularyShardedFamily(family, self.shards, self.shard_parts)
 
     def _changed(self, plain: ModelFamily) -> ModelFamily:
         if self.dynamic is None:

@@ -60,7 +60,6 @@ def _context(config: Config, _world_size: int) -> Iterator[Problem]:
         "--torch-compile": training.torch_compile,
         "--cuda-graph": training.cuda_graph,
         "--curriculum-shortest": training.curriculum_shortest is not None,
-        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
         "--grad-comp": config.compression.grad_comp,
         "--inter-grad-comp": config.compression.inter_grad_comp,
         "--emulate": config.emulation.emulate is not None,
@@ -224,7 +223,6 @@ def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
     elif model.base_family not in ("gpt", "llama"):
         yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
     given = {
-        f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}": parallel.tensor_model_parallel_size > 1,
         f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 0,
         "--fp16; use --bf16": config.precision.fp16,
         "--optimizer adafactor, whose state is not per row": config.optimizer.optimizer == "adafactor",

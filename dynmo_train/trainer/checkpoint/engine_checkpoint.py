@@ -358,12 +358,11 @@ def _shard_files(
         for name, tensor in list(tensors.items()):
             shape, index = whole_shape(tensor.shape, store.sharding.split_dim(name), store.sharding.region)
             shard = store.sharding.stored_rows(name)
-            if shard is not None:
-                shape[0], index[0] = shard.total, [shard.begin, shard.end]
-            elif has_token_rows(name):
+            if has_token_rows(name):
                 # Padding depends on the tensor-parallel size and is not stored: a rank that has only padding writes
                 # no shard of this tensor.
-                begin, end = (min(row, vocabulary) for row in index[0])
+                first = 0 if shard is None else shard.begin
+                begin, end = (min(first + row, vocabulary) for row in index[0])
                 shape[0], index[0] = vocabulary, [begin, end]
                 tensors[name] = tensor[: end - begin]
                 if begin == end:

@@ -179,7 +179,7 @@ def _shard_rows_bytes(config: Config, family: ModelFamily, worker: int, workers:
     tokens //= config.parallel.context_parallel_size
     total = 0
     for index, at in enumerate(ranks_of_shards(family.count, range(workers))):
-        begin, end = family.rows(index)
+        begin, end = family.local_rows(index, 0)
         if at != worker:
             continue
         rows, of_shard = end - begin, tokens * (end - begin) // vocabulary

@@ -45,7 +45,7 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
-from ...models.vocabulary_shards import SHARD, VocabularyShard, shard_activation_bytes, shard_names
+from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, family_parts, shard_activation_bytes, shard_names
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
@@ -119,7 +119,8 @@ def describe_shards(
     modules = {name: build(name) for name in names}
     shapes = {full: tuple(p.shape) for name, each in modules.items() for full, p in parameters_of(name, each).items()}
     outputs = [each.output.shape for each in modules.values() if isinstance(each, VocabularyShard)]
-    tokens = math.prod(boundary.shapes[HIDDEN][:2])
+    # With sequence parallelism the stream has this rank's tokens, and its slices of the shards all.
+    tokens = math.prod(boundary.shapes.get(WORDS, boundary.shapes[HIDDEN])[:2])
     count = sum(math.prod(shape) for shape in shapes.values())
     return {
         "shards": len(names),
@@ -131,7 +132,7 @@ def describe_shards(
         "activation_bytes": sum(
             shard_activation_bytes(rows, width, tokens, boundary.dtype.itemsize) for rows, width in outputs
         ),
-        "lookup_bytes": boundary.num_bytes((HIDDEN,)),
+        "lookup_bytes": tokens * boundary.shapes[HIDDEN][-1] * boundary.dtype.itemsize // family_parts(family),
     }
 
 

@@ -112,6 +112,8 @@ def test_shard_costs_include_the_messages_of_a_microbatch():
     assert found.lookup_bytes == 8192
     earlier = {name: value for name, value in header.x_vocabulary.items() if name != "lookup_bytes"}
     assert shard_costs(replace(header, x_vocabulary=earlier), costs.vocabulary).lookup_bytes == 0
+    _, _, cut, _ = built(replace(SHARDED, tensor_parallel=2))
+    assert shard_costs(cut, None).static_bytes == 64_000 * 16
     # The table of a tied model is in the shards once.
     _, _, tied, _ = built(config={**LLAMA, "tie_word_embeddings": True})
     assert shard_costs(tied, None).static_bytes == 64_000 * 16
@@ -128,7 +130,6 @@ def test_invalid_sizes_of_shards_are_refused(wrong):
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        (replace(SHARDED, tensor_parallel=2), LLAMA, "cannot be combined with --tensor-parallel 2"),
         (replace(SHARDED, workers=8), LLAMA, "at least the 8 workers"),
         (replace(SHARDED, vocabulary_parallel=1001), LLAMA, "at most the 1,000 tokens"),
     ],

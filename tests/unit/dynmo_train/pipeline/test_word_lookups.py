@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,11 +15,11 @@ from dynmo_train.pipeline.word_lookups import TokenOwners, WordLookups
 
 V, D, B, T, MICROBATCHES = 40, 8, 2, 30, 3
 CPU = torch.device("cpu")
-FIRSTS = [0, 10, 20, 30]
+SPANS = [(0, 10), (10, 20), (20, 30), (30, 40)]
 
 
 def test_tokens_are_sorted_by_shard_and_then_by_place():
-    owners = TokenOwners(torch.tensor([[35, 3, 12, 0, 39, 3]]), FIRSTS)
+    owners = TokenOwners(torch.tensor([[35, 3, 12, 0, 39, 3]]), SPANS)
     assert owners.order_MN.tolist() == [[1, 3, 5, 2, 0, 4]]
     assert owners.ids_MN.tolist() == [[3, 0, 3, 12, 35, 39]]
     places = [owners.place(0, shard, shard + 1) for shard in range(4)]
@@ -29,11 +27,17 @@ def test_tokens_are_sorted_by_shard_and_then_by_place():
     assert owners.place(0, 1, 4) == slice(3, 6)
 
 
+def test_tokens_of_other_slices_are_last():
+    """The second of two tensor-parallel ranks."""
+    owners = TokenOwners(torch.tensor([[35, 3, 12, 0, 39, 16, 7]]), [(5, 10), (15, 20), (25, 30), (35, 40)])
+    assert owners.ids_MN.tolist() == [[7, 16, 35, 39, 3, 12, 0]]
+    assert owners.place(0, 0, 4) == slice(0, 4)
+
+
 def lookups_of(table_VD, *, tied, trains=True):
-    bounds = itertools.pairwise([*FIRSTS, V])
     shards = {
         f"vocabulary.{at}": VocabularyShard(a, table_VD[a:b].clone(), None if tied else torch.zeros(b - a, D))
-        for at, (a, b) in enumerate(bounds)
+        for at, (a, b) in enumerate(SPANS)
     }
     for shard in shards.values():
         shard.collect_gradients()
@@ -41,7 +45,7 @@ def lookups_of(table_VD, *, tied, trains=True):
         stream=(B, T, D),
         dtype=torch.float32,
         microbatches=MICROBATCHES,
-        firsts=FIRSTS,
+        spans=SPANS,
         shards=shards,
         copies={},
         placed=[0] * 4,
