@@ -86,7 +86,14 @@ class VocabularyPart:
 
     @classmethod
     def nothing(cls, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> VocabularyPart:
-        """The part of no row: merged with another, it changes nothing; arguments as for :meth:`empty`."""
+        """The part of no row: merged with another, it changes nothing.
+
+        Args:
+            tokens: tokens of a microbatch.
+            width: model width D.
+            dtype: compute dtype.
+            device: where it is allocated.
+        """
         part = cls.empty(tokens, width, dtype, device)
         # Not minus infinity: the difference of two such maxima is not a number.
         part.stats_N3.copy_(torch.tensor([torch.finfo(torch.float32).min, 0.0, 0.0], device=device))
