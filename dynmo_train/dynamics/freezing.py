@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
-from ..models.vocabulary_shards import stored_ties, word_parameters
+from ..models.vocabulary_family import stored_ties, word_parameters
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .layer_list import ModelFamily, parameters_of
-from .vocabulary_shards import WORD_ROWS, shard_names, stored_ties
+from .vocabulary_family import shard_names, stored_ties
+from .vocabulary_shards import WORD_ROWS
 
 
 def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 1) -> int:

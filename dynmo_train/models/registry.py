@@ -16,7 +16,8 @@ from typing import Any
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
 from .layer_list import HIDDEN, BoundaryShape, ModelFamily
-from .vocabulary_shards import WORDS, VocabularyShardedFamily
+from .vocabulary_family import VocabularyShardedFamily
+from .vocabulary_shards import WORDS
 
 CAUSAL = ("gpt", "llama")
 

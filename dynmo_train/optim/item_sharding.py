@@ -19,7 +19,7 @@ from torch import nn
 from ..models.compiled import CompileSettings, compile_item
 from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_context, join_replicas, shard_experts
-from ..models.vocabulary_shards import StoredRows, stored_rows
+from ..models.vocabulary_family import StoredRows, stored_rows
 from ..parallel.collectives import ReplicaGather
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher

@@ -26,11 +26,11 @@ from torch import nn
 
 from ..models.cross_entropy import token_weights
 from ..models.layer_list import ModelFamily
+from ..models.vocabulary_family import VocabularyShardedFamily
 from ..models.vocabulary_shards import (
     InjectLoss,
     VocabularyPart,
     VocabularyShard,
-    VocabularyShardedFamily,
     merge_tree,
     ranks_of_shards,
     shard_activation_bytes,

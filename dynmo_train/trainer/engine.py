@@ -56,7 +56,7 @@ from ..data.batch import Batch
 from ..dynamics.technique import Event, TechniqueBuilder, Techniques
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
-from ..models.vocabulary_shards import shard_names
+from ..models.vocabulary_family import shard_names
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings

@@ -23,7 +23,7 @@ from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFami
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
-from dynmo_train.models.vocabulary_shards import VocabularyShardedFamily
+from dynmo_train.models.vocabulary_family import VocabularyShardedFamily
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.optimizers.adamw import AdamWSettings

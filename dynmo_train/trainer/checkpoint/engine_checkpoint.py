@@ -47,7 +47,7 @@ from ...formats.checkpoint import (
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
-from ...models.vocabulary_shards import stored_ties
+from ...models.vocabulary_family import stored_ties
 from ...optim.item_state import FACTORS, REFERENCE, ItemState, has_token_rows, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay

@@ -25,7 +25,8 @@ from ...models.embedding_grad import PendingRows, most_pending
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item, join_context
-from ...models.vocabulary_shards import VocabularyShardedFamily, ranks_of_shards
+from ...models.vocabulary_family import VocabularyShardedFamily
+from ...models.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion

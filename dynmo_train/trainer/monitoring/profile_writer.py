@@ -45,7 +45,8 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
-from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, family_parts, shard_activation_bytes, shard_names
+from ...models.vocabulary_family import family_parts, shard_names
+from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, shard_activation_bytes
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns

@@ -10,14 +10,13 @@ import torch
 from dynmo_train.models.blocks import Head
 from dynmo_train.models.cross_entropy import mean_linear_cross_entropy, token_weights
 from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, stored_rows
 from dynmo_train.models.vocabulary_shards import (
     FinalNorm,
     VocabularyShard,
-    VocabularyShardedFamily,
     merge_tree,
     ranks_of_shards,
     shard_index,
-    stored_rows,
     subtrees,
 )
 
