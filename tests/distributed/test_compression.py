@@ -46,7 +46,7 @@ LAYOUTS = {
     "four workers, moving, an empty stage": (FOUR, replace(BASE, start=cut(4, 1, 4, 8), moves=((2, cut(4, 4, 8, 8)),))),
     "replicas": (ParallelDims(pipeline=2, data=2), BASE),
     "tensor": (ParallelDims(pipeline=2, tensor=2), BASE),
-    "tensor, fp16": (ParallelDims(pipeline=2, tensor=2), replace(BASE, precision="fp16", steps=16)),
+    "tensor, fp16": (ParallelDims(pipeline=2, tensor=2), replace(BASE, precision="fp16", steps=10)),
     "tensor, tokens cut, moving": (ParallelDims(pipeline=2, tensor=2), replace(BASE, moves=((2, cut(2, 3)),))),
 }
 SETTINGS = {"tensor, tokens cut, moving": {"sequence_parallel": True}}

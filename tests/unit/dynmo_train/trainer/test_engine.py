@@ -5,6 +5,8 @@ Meta tensors stand in for a device: they have no values, so that every read of o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.pipelining.stage import PipelineStage
 
 from dynmo_train.models import grouped_linear
+from dynmo_train.models.cross_entropy import _LinearCrossEntropy
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import Groups, World
 from dynmo_train.trainer import engine as engine_module
@@ -71,6 +74,7 @@ PLAIN = {"prune": False, "freeze": ()}
         # Padding in half precision is sequences of variable length.
         *(Scenario(model=model, precision="bf16", dropout=0.0, **PLAIN) for model in ("bert", "ict", "t5")),
         Scenario(precision="bf16", **PLAIN),
+        Scenario(precision="fp16", **PLAIN),
         Scenario(recompute=True, **PLAIN),
         Scenario(tied=False, schedule="gpipe", freeze=((1, 1),), prune=False),
         Scenario(tied=False, shards=3, precision="bf16", schedule="1f1b", **PLAIN),
@@ -83,6 +87,26 @@ def test_engine_step_reads_the_device_once(meta_world, copies, scenario):
         engine.train_step(batch_of(step, scenario.model), sampled=False)
         engine.after_step(step)
     assert copies.count == 3
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_engine_float16_loss_gets_the_scale_in_the_forward(meta_world, monkeypatch, model, schedule):
+    """The factor that the forward rounds with is that of the backward, over changes of the scale."""
+    world = replace(meta_world, device=torch.device("cpu"))
+    pairs = []
+    backward = _LinearCrossEntropy.backward
+
+    def watched(ctx, *grads):
+        pairs.append((ctx.factor, float(grads[0])))
+        return backward(ctx, *grads)
+
+    monkeypatch.setattr(_LinearCrossEntropy, "backward", staticmethod(watched))
+    engine = engine_of(Scenario(model=model, schedule=schedule, precision="fp16", **PLAIN), world)
+    for step in range(1, 6):
+        engine.train_step(batch_of(step, model), sampled=False)
+    assert len({factor for factor, _ in pairs}) > 1
+    assert [factor for factor, _ in pairs] == [scale for _, scale in pairs]
 
 
 def test_engine_launched_steps_read_the_device_when_collected(meta_world, copies, monkeypatch):
