@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,22 @@ from dynmo_train.parallel.process_groups import World, all_gather_objects, set_p
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, digest
+from tests.distributed.workers import run_workers
+
+D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
+E2 = ParallelDims(data=2, expert=2)
+PE, TE, DE = (replace(E2, pipeline=2), replace(E2, tensor=2), replace(E2, data=4))
+PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
+ZERO, ZERO_3 = ({"zero_stage": stage, "zero_sync_microbatches": True} for stage in (2, 3))
+ZERO_1 = {"zero_stage": 1}
+OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
+BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
+PLAIN = replace(BASE, dropout=0.0)
+
+FAMILIES = {
+    model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
+    for model in ("llama", "mixtral", "mixtral-padded", "mixtral-dropless", "bert", "t5", "t5-relative")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +102,31 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         for name, value in local.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
     return {"losses": losses, "norms": norms, "eval_loss": eval_loss, "weights": weights}
+
+
+def play(size: int, layouts: list[Layout]) -> list[dict]:
+    """What each layout gave, the same in every process."""
+    results = run_workers(play_layouts, size, layouts)
+    for other in results[1:]:
+        assert other == results[0]
+    return results[0]
+
+
+def play_named(size: int, layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:
+    """:func:`play` by name."""
+    return dict(zip(layouts, play(size, list(layouts.values())), strict=True))
+
+
+def play_lists(size: int, named: Mapping[str, Sequence[Layout]]) -> dict[str, list[dict[str, Any]]]:
+    """:func:`play` of several layouts for each name."""
+    results = iter(play(size, [layout for layouts in named.values() for layout in layouts]))
+    return {name: [next(results) for _ in layouts] for name, layouts in named.items()}
+
+
+def close(got: dict, expected: dict, norms: float = 1e-4, losses: float = 1e-5) -> None:
+    assert got["losses"] == pytest.approx(expected["losses"], rel=losses)
+    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=losses)
+    skipped = [norm is None for norm in expected["norms"]]
+    assert [norm is None for norm in got["norms"]] == skipped
+    updated = [[norm for norm in each["norms"] if norm is not None] for each in (got, expected)]
+    assert updated[0] == pytest.approx(updated[1], rel=norms)

@@ -7,21 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dynmo_train.parallel.dims import ParallelDims
-from tests.distributed.layouts import Layout
-from tests.distributed.test_parallel import (
-    CUT,
-    FAMILIES,
-    OVERLAP,
-    PLAIN,
-    ZERO,
-    ZERO_1,
-    ZERO_3,
-    close,
-    close_losses,
-    played,
-)
+from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
 from tests.distributed.test_placement import cut, vee
-from tests.distributed.whole_runs import figures, tensors, train, write_data
+from tests.distributed.whole_runs import close_losses, figures, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -60,18 +48,18 @@ PLACED = {
 
 @pytest.fixture(scope="module")
 def one():
-    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+    return play_named(1, ONE)
 
 
 @pytest.fixture(scope="module")
 def two():
-    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+    return play_named(2, TWO)
 
 
 @pytest.fixture(scope="module")
 def four():
     layouts = {**FOUR, **{f"placed {name}": each for name, each in PLACED.items()}}
-    return dict(zip(layouts, played(4, list(layouts.values())), strict=True))
+    return play_named(4, layouts)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")])

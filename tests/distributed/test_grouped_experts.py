@@ -16,8 +16,7 @@ from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicSettings
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
-from tests.distributed.layouts import Layout, play_layouts
-from tests.distributed.test_parallel import E2, FAMILIES, T2, close
+from tests.distributed.layouts import E2, FAMILIES, T2, Layout, close, play_layouts
 from tests.distributed.test_placement import cut
 from tests.distributed.workers import run_workers
 

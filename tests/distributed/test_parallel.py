@@ -6,42 +6,46 @@ All layouts with the same number of processes run in one set of processes, in tu
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dynmo_train.launch.find_command import program_path
 from dynmo_train.parallel.dims import ParallelDims
-from tests.distributed.layouts import Layout, play_layouts
-from tests.distributed.scenario import Scenario
+from tests.distributed.layouts import (
+    BASE,
+    CUT,
+    D2,
+    DE,
+    E2,
+    FAMILIES,
+    OVERLAP,
+    PD,
+    PE,
+    PLAIN,
+    PT,
+    T2,
+    TD,
+    TE,
+    ZERO,
+    ZERO_1,
+    ZERO_3,
+    Layout,
+    close,
+    play_lists,
+    play_named,
+)
 from tests.distributed.test_placement import cut, vee
-from tests.distributed.whole_runs import figures, lines, tensors, train, write_data
-from tests.distributed.workers import run_workers
+from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, verify, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
-E2 = ParallelDims(data=2, expert=2)
-PE, TE, DE = (replace(E2, pipeline=2), replace(E2, tensor=2), replace(E2, data=4))
-PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
-ZERO, ZERO_3 = ({"zero_stage": stage, "zero_sync_microbatches": True} for stage in (2, 3))
-ZERO_1 = {"zero_stage": 1}
-OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
-BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
-PLAIN = replace(BASE, dropout=0.0)
 LONG = replace(BASE, steps=20)
 MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
 SPLIT = replace(MOVING, schedule="zero-bubble")
 LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
 VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
 DUAL = replace(VEE, schedule="dualpipe-v")
-
-FAMILIES = {
-    model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
-    for model in ("llama", "mixtral", "mixtral-padded", "mixtral-dropless", "bert", "t5", "t5-relative")
-}
 
 EXPERTS_MOVING = replace(
     FAMILIES["mixtral"], schedule="zero-bubble", recompute=True, moves=((1, cut(2, 2)), (3, cut(2, 7)))
@@ -107,51 +111,29 @@ FOUR_OTHERS = {
 }
 
 
-def played(size: int, layouts: list[Layout]) -> list[dict]:
-    """What each layout gave, the same in every process."""
-    results = run_workers(play_layouts, size, layouts)
-    for other in results[1:]:
-        assert other == results[0]
-    return results[0]
-
-
 @pytest.fixture(scope="module")
 def one():
-    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+    return play_named(1, ONE)
 
 
 @pytest.fixture(scope="module")
 def two():
-    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+    return play_named(2, TWO)
 
 
 @pytest.fixture(scope="module")
 def two_families():
-    return dict(zip(TWO_FAMILIES, played(2, list(TWO_FAMILIES.values())), strict=True))
-
-
-def by_name(named: dict[str, list[Layout]]) -> dict[str, list[dict]]:
-    results = iter(played(4, [layout for layouts in named.values() for layout in layouts]))
-    return {name: [next(results) for _ in layouts] for name, layouts in named.items()}
+    return play_named(2, TWO_FAMILIES)
 
 
 @pytest.fixture(scope="module")
 def four():
-    return by_name(FOUR)
+    return play_lists(4, FOUR)
 
 
 @pytest.fixture(scope="module")
 def four_others():
-    return by_name(FOUR_OTHERS)
-
-
-def close(got: dict, expected: dict, norms: float = 1e-4, losses: float = 1e-5) -> None:
-    assert got["losses"] == pytest.approx(expected["losses"], rel=losses)
-    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=losses)
-    skipped = [norm is None for norm in expected["norms"]]
-    assert [norm is None for norm in got["norms"]] == skipped
-    updated = [[norm for norm in each["norms"] if norm is not None] for each in (got, expected)]
-    assert updated[0] == pytest.approx(updated[1], rel=norms)
+    return play_lists(4, FOUR_OTHERS)
 
 
 def test_replicas_have_nearly_the_losses_of_one_process(one, two):
@@ -229,20 +211,6 @@ def test_expert_parallelism_with_other_axes_has_the_losses_without(one, four_oth
 def test_layout_has_the_same_bits_on_any_pipeline(name, two, four):
     for got in four[name]:
         assert got == two[name]
-
-
-def close_losses(run: Path, whole: Path) -> None:
-    expected = figures(whole)
-    for step, (loss, _) in figures(run).items():
-        assert loss == pytest.approx(expected[step][0], rel=1e-5)
-
-
-def verify(run: Path) -> None:
-    """Every checkpoint passes the owner's full check."""
-    for path in sorted((run / "checkpoints").glob("step-*")):
-        command = [program_path("dynmo-ckpt"), "verify", str(path), "--level", "full"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,7 @@ from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
-from tests.distributed.layouts import Layout, engine_on
-from tests.distributed.scenario import MICRO_BATCH, MICROBATCHES, batch_of, digest
-from tests.distributed.test_parallel import (
+from tests.distributed.layouts import (
     CUT,
     D2,
     DE,
@@ -29,12 +27,13 @@ from tests.distributed.test_parallel import (
     TE,
     ZERO,
     ZERO_3,
-    close_losses,
-    played,
-    verify,
+    Layout,
+    engine_on,
+    play,
 )
+from tests.distributed.scenario import MICRO_BATCH, MICROBATCHES, batch_of, digest
 from tests.distributed.test_placement import cut
-from tests.distributed.whole_runs import figures, lines, train, write_data
+from tests.distributed.whole_runs import close_losses, figures, lines, train, verify, write_data
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -115,7 +114,7 @@ def test_checkpoint_loads_with_any_axis_changed(tmp_path):
     """Experts, tensor, data, ZeRO and pipeline: moments, steps, ties and samples come along."""
     results = run_workers(chain, 4, EVERY_AXIS, str(tmp_path / "checkpoints"))
     assert all(losses == results[0] for losses in results)
-    [whole] = played(1, [Layout(dims=ParallelDims(), scenario=replace(EXPERTS, steps=len(EVERY_AXIS)))])
+    [whole] = play(1, [Layout(dims=ParallelDims(), scenario=replace(EXPERTS, steps=len(EVERY_AXIS)))])
     assert results[0] == pytest.approx(whole["losses"], rel=1e-5)
     manifest = open_checkpoint(tmp_path / "checkpoints" / "step-00000003").manifest
     assert {name for name in manifest["files"] if "-e" in name} >= {"model-p000-t00-e00.safetensors"}
@@ -125,7 +124,7 @@ def test_checkpoint_loads_with_any_axis_changed(tmp_path):
 def test_resume_with_equal_replicas_has_the_same_bits(tmp_path):
     """With dropout, pruning and a loss scale that falls on the way: random numbers and scale come along too."""
     results = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
-    [whole] = played(2, [Layout(dims=D2, scenario=DROPPING)])
+    [whole] = play(2, [Layout(dims=D2, scenario=DROPPING)])
     assert results[0] == whole["losses"]
     assert None in whole["norms"], "a step was skipped"
     last = whole_state(tmp_path / "checkpoints" / "step-00000006")

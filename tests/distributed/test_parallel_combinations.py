@@ -13,9 +13,7 @@ from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.parallel.dims import ParallelDims
-from tests.distributed.layouts import Layout
-from tests.distributed.scenario import Scenario
-from tests.distributed.test_parallel import (
+from tests.distributed.layouts import (
     CUT,
     D2,
     DE,
@@ -31,9 +29,12 @@ from tests.distributed.test_parallel import (
     TE,
     ZERO,
     ZERO_3,
+    Layout,
     close,
-    played,
+    play,
+    play_named,
 )
+from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut, vee
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -105,17 +106,17 @@ ALL = on(
 
 @pytest.fixture(scope="module")
 def one():
-    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+    return play_named(1, ONE)
 
 
 @pytest.fixture(scope="module")
 def two():
-    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+    return play_named(2, TWO)
 
 
 @pytest.fixture(scope="module")
 def four():
-    return dict(zip(FOUR, played(4, list(FOUR.values())), strict=True))
+    return play_named(4, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,6 @@ def test_float16_skips_the_same_steps_on_any_layout(two):
 
 def test_run_on_all_axes_has_nearly_the_losses_of_one_process(one):
     """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved; and a move."""
-    [got] = played(8, [ALL])
+    [got] = play(8, [ALL])
     assert got["losses"] == pytest.approx(one["mixtral"]["losses"][:2], rel=1e-5)
     assert got["norms"] == pytest.approx(one["mixtral"]["norms"][:2], rel=1e-3)

@@ -8,13 +8,16 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import jsonschema
 import numpy as np
+import pytest
 
+from dynmo_train.launch.find_command import program_path
 from tests.distributed.workers import run_workers
 from tests.paths import ROOT
 from tests.waiting import wait_for
@@ -140,3 +143,17 @@ def tensors(run: Path, step: int) -> dict[str, str]:
 
 def events(run: Path, kind: str) -> list[dict]:
     return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
+
+
+def close_losses(run: Path, whole: Path) -> None:
+    expected = figures(whole)
+    for step, (loss, _) in figures(run).items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-5)
+
+
+def verify(run: Path) -> None:
+    """Every checkpoint passes the owner's full check."""
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        command = [program_path("dynmo-ckpt"), "verify", str(path), "--level", "full"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
