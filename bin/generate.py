@@ -79,6 +79,11 @@ FORMATS = (
         readers=("dynmo_balance", "dynmo_train"),
     ),
     Format(
+        schema="dynmo_balance/formats/expert_plan.schema.json",
+        module="formats/expert_plan_fields.py",
+        readers=("dynmo_balance",),
+    ),
+    Format(
         schema="dynmo_train/formats/profile.schema.json",
         module="formats/profile_fields.py",
         readers=("dynmo_balance", "dynmo_train"),

@@ -12,6 +12,7 @@ from .._common.console import command_line, run_app
 from . import (
     calibrate,
     compare,
+    experts,
     explain,
     export,
     partition,
@@ -39,6 +40,7 @@ ORDER_OF_WORK = (
     "report",
     "replay",
     "repack",
+    "experts",
     "export",
     "calibrate",
     "recipe",
@@ -59,6 +61,7 @@ app.command()(recipe.recipe)
 app.command()(repack.repack)
 app.command()(replay.replay)
 app.command()(report.report)
+app.command()(experts.experts)
 app.command()(explain.explain)
 app.command()(verify.verify)
 app.command()(watch.watch)

@@ -109,6 +109,7 @@ class Step:
     busy_ns: Samples
     peak_memory_bytes: Samples
     x_vocabulary: Mapping[str, Any] | None = None
+    x_counts: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

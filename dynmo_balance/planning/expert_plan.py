@@ -1,0 +1,189 @@
+"""Expert plans: a placement per layer, weighed against what it costs to move the experts there.
+
+Of each layer two placements compete, over the steps of a horizon::
+
+    experts stay, only the shares of replicas change  ---+
+    the placement of the least largest load           ---+--> steps x time of the layer + transfer --> the smaller
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .._common.errors import UsageError
+from ..costs.expert_loads import ExpertLoads
+from ..formats.expert_plan import ExpertLayer, ExpertMove, ExpertPlan
+from ..partition.experts import (
+    ExpertProblem,
+    Ranks,
+    contiguous,
+    fits,
+    loads_of,
+    lower_bound,
+    moves,
+    place,
+    shares_on,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Ranks and costs of a plan; the units of the names.
+
+    Attributes:
+        ranks: Ranks that share the experts of a layer.
+        replicas: Slots of all ranks together beyond one per expert.
+        shares: ``even`` or ``free``.
+        nodes, groups: Of the hierarchical form.
+        horizon_steps: Steps within which a move must break even.
+        bandwidth_bytes_per_s: Of a rank's link; None is unlimited.
+        expert_bytes: Weights and optimizer state of one expert, by item.
+        step_ns: Time of each item in a step with the placement before; 0 where it is unknown.
+    """
+
+    ranks: int
+    replicas: int
+    shares: str
+    nodes: int
+    groups: int
+    horizon_steps: int
+    bandwidth_bytes_per_s: int | None
+    expert_bytes: Mapping[str, int]
+    step_ns: Mapping[str, int]
+
+
+def make_expert_plan(
+    loads: ExpertLoads, options: ExpertOptions, current: Mapping[str, Ranks] | None = None
+) -> ExpertPlan:
+    """Plan the experts of all layers.
+
+    Args:
+        loads: Tokens of each expert.
+        options: Ranks and costs.
+        current: Placement of each item now; layers that are not in it have their experts in order, without replicas.
+
+    Raises:
+        UsageError: The experts do not fit the ranks.
+    """
+    layers = [_plan_layer(item, tokens, options, (current or {}).get(item)) for item, tokens in loads.tokens.items()]
+    sent, received = _rank_bytes([move for layer in layers for move in layer.moves])
+    largest = max([*sent.values(), *received.values()], default=0)
+    rate = options.bandwidth_bytes_per_s
+    number = sum(len(layer.moves) for layer in layers)
+    return ExpertPlan(
+        run_id=loads.header.run_id,
+        read_to_step=loads.last_step,
+        num_ranks=options.ranks,
+        slots_per_rank=max(_slots(item, len(tokens), options) for item, tokens in loads.tokens.items()),
+        num_nodes=options.nodes,
+        num_groups=options.groups,
+        shares=options.shares,
+        layers=tuple(layers),
+        bytes=sum(sent.values()),
+        max_rank_bytes=largest,
+        pause_ns=None if rate is None else largest * 1_000_000_000 // rate,
+        reason=_reason(layers, number),
+    )
+
+
+def _reason(layers: Sequence[ExpertLayer], number: int) -> str:
+    before = sum(layer.max_tokens_before for layer in layers)
+    after = sum(layer.max_tokens for layer in layers)
+    change = f"the heaviest ranks compute {after:,} instead of {before:,} tokens in a step, over all layers"
+    if not number:
+        return f"no expert moves; {change}" if after != before else "no expert moves"
+    return f"{number} {'expert moves' if number == 1 else 'experts move'}; {change}"
+
+
+def _slots(item: str, experts: int, options: ExpertOptions) -> int:
+    slots, rest = divmod(experts + options.replicas, options.ranks)
+    if rest:
+        fitting = options.replicas + options.ranks - rest
+        raise UsageError(
+            f"{item}: {experts} experts and {options.replicas} replicas do not divide into {options.ranks} ranks;"
+            f" use --replicas {fitting}"
+        )
+    return slots
+
+
+def _plan_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, current: Ranks | None) -> ExpertLayer:
+    problem = ExpertProblem(
+        tokens=tokens,
+        ranks=options.ranks,
+        slots=_slots(item, len(tokens), options),
+        shares=options.shares,
+        nodes=options.nodes,
+        groups=options.groups,
+    )
+    if current is not None and {e for each in current for e, _ in each} != set(range(len(tokens))):
+        raise UsageError(f"{item}: the current placement does not have the layer's {len(tokens)} experts")
+    before = contiguous(problem) if current is None else _with_former_shares(problem, current)
+    found = place(problem, before)
+    choices = [found.ranks]
+    # Experts that stay must satisfy the same limits, and those of nodes are not checked for a foreign placement.
+    if len(before) == problem.ranks and fits(problem, before) and not problem.is_hierarchical:
+        choices.append(shares_on(problem, before))
+    largest_before = max(loads_of(before))
+
+    def cost_ns(ranks: Ranks) -> tuple[float, int]:
+        steps = options.horizon_steps * options.step_ns.get(item, 0) * max(loads_of(ranks)) / max(1, largest_before)
+        return steps + _transfer_ns(item, options, before, ranks), max(loads_of(ranks))
+
+    chosen = min(choices, key=cost_ns)
+    return ExpertLayer(
+        item=item,
+        tokens=tokens,
+        ranks=chosen,
+        max_tokens_before=largest_before,
+        max_tokens=max(loads_of(chosen)),
+        lower_bound_tokens=lower_bound(problem),
+        moves=_moves(item, options, before, chosen),
+    )
+
+
+def _moves(item: str, options: ExpertOptions, before: Ranks, after: Ranks) -> tuple[ExpertMove, ...]:
+    size = options.expert_bytes.get(item, 0)
+    if len(before) != len(after):
+        return ()
+    return tuple(ExpertMove(expert=e, from_rank=a, to_rank=b, bytes=size) for e, a, b in moves(before, after))
+
+
+def _transfer_ns(item: str, options: ExpertOptions, before: Ranks, after: Ranks) -> float:
+    if not options.bandwidth_bytes_per_s:
+        return 0.0
+    sent, received = _rank_bytes(_moves(item, options, before, after))
+    return max([*sent.values(), *received.values()], default=0) * 1e9 / options.bandwidth_bytes_per_s
+
+
+def _rank_bytes(found: Sequence[ExpertMove]) -> tuple[Counter[int], Counter[int]]:
+    """Bytes that each rank sends, and bytes that each receives; both directions transfer at the same time."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for move in found:
+        sent[move.from_rank] += move.bytes
+        received[move.to_rank] += move.bytes
+    return sent, received
+
+
+def _with_former_shares(problem: ExpertProblem, current: Ranks) -> Ranks:
+    """The current placement with the new tokens: each replica keeps its share of its expert."""
+    totals: Counter[int] = Counter()
+    for each in current:
+        for expert, tokens in each:
+            totals[expert] += tokens
+    hosts = Counter(expert for each in current for expert, _ in each)
+    passed: Counter[int] = Counter()
+    ranks = []
+    for each in current:
+        shares = []
+        for expert, tokens in each:
+            # Equal shares of an expert that had no tokens.
+            part, whole = (tokens, totals[expert]) if totals[expert] else (1, hosts[expert])
+            start = passed[expert]
+            passed[expert] += part
+            now = problem.tokens[expert]
+            shares.append((expert, now * (start + part) // whole - now * start // whole))
+        ranks.append(tuple(shares))
+    return tuple(ranks)

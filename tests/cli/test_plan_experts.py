@@ -1,0 +1,79 @@
+"""``dynmo-plan experts``: from the tokens per expert of a profile to an expert plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.cli_files import EVENTS
+
+# 8 experts; the first two are hot.
+TOKENS = [40.0, 30.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile with tokens per expert of one item."""
+    records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+    item = records[0]["items"][1]["name"]
+    for record in records:
+        if record["record"] == "step":
+            record["x_counts"] = {"expert_tokens": {item: TOKENS}}
+    path = tmp_path / "profile.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_experts_table_reports_loads_before_and_after(plan, profile):
+    code, out, _ = plan("experts", profile, "--ranks", "4", "--replicas", "4")
+    assert code == 0
+    row = next(line for line in out.splitlines() if "layers." in line).split()
+    assert row[1:5] == ["2.800", "1.000", "1.000", "yes"]
+    assert "largest / mean load of 4 ranks with 3 slots each, free shares" in out
+
+
+def test_experts_written_plan_is_where_the_next_one_starts(plan, profile, tmp_path):
+    first = tmp_path / "experts.json"
+    assert plan("experts", profile, "--ranks", "4", "--replicas", "4", "-o", first)[0] == 0
+    layer = json.loads(first.read_text())["layers"][0]
+    assert layer["optimal"]
+    assert layer["moves"]
+    code, out, _ = plan("experts", profile, "--ranks", "4", "--replicas", "4", "--current", first, "--format", "json")
+    again = json.loads(out)["layers"][0]
+    assert code == 0
+    assert again["moves"] == []
+    assert again["ranks"] == layer["ranks"]
+    assert again["max_tokens_before"] == layer["max_tokens"]
+
+
+def test_experts_slow_link_keeps_experts_in_place(plan, profile):
+    options = ("experts", profile, "--ranks", "4", "--replicas", "4", "--format", "json", "--horizon", "1")
+    moved = json.loads(plan(*options, "--bandwidth", "1000", "--expert-bytes", "1000")[1])
+    stayed = json.loads(plan(*options, "--bandwidth", "0.001", "--expert-bytes", "1000000000")[1])
+    assert moved["layers"][0]["moves"]
+    assert stayed["layers"][0]["moves"] == []
+    assert stayed["reason"] == "no expert moves"
+
+
+def test_experts_even_shares_split_replicas_equally(plan, profile):
+    out = plan("experts", profile, "--ranks", "4", "--replicas", "4", "--shares", "even", "--format", "json")[1]
+    layer = json.loads(out)["layers"][0]
+    for expert, total in enumerate(layer["tokens"]):
+        parts = [each["tokens"] for rank in layer["ranks"] for each in rank if each["expert"] == expert]
+        assert max(parts) - min(parts) <= 1
+        assert sum(parts) == total
+
+
+def test_experts_wrong_numbers_are_refused_with_a_remedy(plan, profile, tmp_path):
+    code, _, err = plan("experts", profile, "--ranks", "4", "--replicas", "3")
+    assert code == 2
+    assert "use --replicas 4" in err
+    code, _, err = plan("experts", EVENTS)
+    assert code == 2
+    assert "no step has x_counts.expert_tokens" in err
+    first = tmp_path / "experts.json"
+    assert plan("experts", profile, "--ranks", "2", "-o", first)[0] == 0
+    code, _, err = plan("experts", profile, "--ranks", "4", "--current", first)
+    assert code == 2
+    assert "use --ranks 2" in err
