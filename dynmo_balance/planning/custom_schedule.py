@@ -21,7 +21,8 @@ from ..partition.problem import PartitionProblem
 from ..schedules.list_scheduler import RULES, OperationTimes, list_order
 from ..schedules.registry import Order
 from ..simulation.batched import compile_order, costs_of, run_compiled
-from ..simulation.simulator import stage_costs
+from ..simulation.shard_passes import shards_of_workers
+from ..simulation.simulator import predict, stage_costs
 from .local_search import with_new_cuts
 
 PLACEMENTS = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 3))
@@ -56,8 +57,16 @@ class ScheduledPartition:
         return with_new_cuts(self.problem, self.start, self.cuts)
 
 
-def operation_times(problem: PartitionProblem, boundaries: Sequence[int]) -> OperationTimes:
-    """The operation times of a partition's stages."""
+def operation_times(
+    problem: PartitionProblem, boundaries: Sequence[int], *, with_passes: bool = False
+) -> OperationTimes:
+    """The operation times of a partition's stages.
+
+    Args:
+        problem: chain and workers.
+        boundaries: ``[stages + 1]`` item positions.
+        with_passes: whether the passes of an output layer in shards are included.
+    """
     costs = stage_costs(problem, boundaries)
     return OperationTimes(
         forward=[cost.forward_ns for cost in costs],
@@ -66,14 +75,21 @@ def operation_times(problem: PartitionProblem, boundaries: Sequence[int]) -> Ope
         send=[cost.send_ns for cost in costs],
         trained=[cost.has_backward for cost in costs],
         positions=problem.positions,
+        passes=(shards_of_workers(problem) or ()) if with_passes else (),
     )
 
 
 class _PlacementSearch:
-    """The search over one placement of stages on workers."""
+    """The search over one placement of stages on workers.
 
-    def __init__(self, problem: PartitionProblem, start: Solution) -> None:
-        layout, self.start = problem.positions, start
+    Args:
+        problem: with the placement.
+        start: partition to start from.
+        with_passes: whether orders are made for the passes of an output layer in shards, too.
+    """
+
+    def __init__(self, problem: PartitionProblem, start: Solution, *, with_passes: bool = False) -> None:
+        layout, self.start, self.with_passes = problem.positions, start, with_passes
         self.problem = replace(problem, schedule=CUSTOM, layout=layout, current=None)
         self.positions = np.array(problem.chain.cuts, dtype=np.int64)
         self.loads: WorkerLoads = make_worker_loads(problem)
@@ -89,7 +105,7 @@ class _PlacementSearch:
     def order(self, cuts: Sequence[int]) -> ScheduledPartition | None:
         """The best list schedule for these cuts that fits the memory; None if none fits."""
         boundaries = [self.problem.chain.cuts[cut] for cut in cuts]
-        lengths = operation_times(self.problem, boundaries)
+        lengths = operation_times(self.problem, boundaries, with_passes=self.with_passes)
         # From the largest number in flight: fewer microbatches make longer bubbles, and only memory requires them.
         for cap in self.caps:
             made = [list_order(lengths, self.problem.microbatches, cap, rule) for rule in self.rules]
@@ -111,7 +127,8 @@ class _PlacementSearch:
 
     def select_rules(self, cuts: Sequence[int]) -> None:
         """Keep the two rules that are best for these cuts; each trial would otherwise make an order by every rule."""
-        lengths = operation_times(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
+        boundaries = [self.problem.chain.cuts[cut] for cut in cuts]
+        lengths = operation_times(self.problem, boundaries, with_passes=self.with_passes)
         microbatches = self.problem.microbatches
         steps = {rule: list_order(lengths, microbatches, self.caps[0], rule)[1] for rule in RULES}
         self.rules = tuple(sorted(steps, key=lambda rule: steps[rule])[:2])
@@ -132,7 +149,8 @@ class _PlacementSearch:
             same = pool[at : at + 1]
             if tuple(pool[at]) == now.cuts:
                 continue
-            if steps[at] < now.step_ns and not loads.excess_bytes(same)[0]:
+            # The simulation of many partitions at once knows no passes: it ranks them only.
+            if not self.with_passes and steps[at] < now.step_ns and not loads.excess_bytes(same)[0]:
                 found.append(replace(now, cuts=tuple(int(cut) for cut in pool[at]), step_ns=int(steps[at])))
             other = self.order(pool[at])
             if other is not None:
@@ -169,10 +187,27 @@ def _with_bound_of_any_order(problem: PartitionProblem, solution: Solution) -> S
 def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[ScheduledPartition]:
     """The best partitions with orders of their own, best first: one for each placement.
 
+    With an output layer in shards there are two searches: for orders of the stages alone, and for orders that leave
+    room for the passes. The trainer places the passes in either by one rule, and the simulation decides.
+
     Args:
         problem: its schedule and stages per worker are ignored; its backward pass must be split.
         rounds: length of the search; the two placements that start best get all of them.
     """
+    found = _search(problem, rounds)
+    if problem.chain.vocabulary is None:
+        return found
+    best: dict[tuple[int, ...], ScheduledPartition] = {}
+    for one in [*found, *_search(problem, rounds, with_passes=True)]:
+        simulated = replace(one, step_ns=predict(one.problem, one.solution.boundaries).step_ns)
+        placement = one.problem.positions
+        if placement not in best or simulated.step_ns < best[placement].step_ns:
+            best[placement] = simulated
+    return sorted(best.values(), key=lambda one: one.step_ns)
+
+
+def _search(problem: PartitionProblem, rounds: int, *, with_passes: bool = False) -> list[ScheduledPartition]:
+    """The best partitions, one for each placement, best first; see :func:`search_custom_schedules`."""
     started: list[tuple[ScheduledPartition, _PlacementSearch]] = []
     for schedule, virtual in PLACEMENTS:
         if 3 * len(problem.slots) * virtual * problem.microbatches > MAX_OPERATIONS:
@@ -185,7 +220,7 @@ def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[Sche
             start = _with_bound_of_any_order(placed, balance(placed, "exact"))
         except DynmoError:
             continue
-        search = _PlacementSearch(placed, start)
+        search = _PlacementSearch(placed, start, with_passes=with_passes)
         cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start.boundaries))]
         first = search.order(cuts)
         if first is not None:

@@ -6,6 +6,10 @@ gradients in the gaps. A rule defines the urgency; ``RULES`` contains those that
 
     events (time)  --complete--> ready operations per worker --dispatch (urgency, memory)--> order, next events
 
+With an output layer in shards (``PassTimes``) the passes S and T take their place between the operations by the rule
+of ``_common/vocabulary_order.py``: S first, T in gaps or once ``MAX_PENDING`` of them wait. The order contains neither,
+because the trainer places them itself.
+
 The result is deterministic: ready operations are ordered by urgency, then kind, stage and microbatch, and events of
 the same time by the number in which they were made.
 """
@@ -13,16 +17,43 @@ the same time by the number in which they were made.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
+from .._common.vocabulary_order import MAX_PENDING
 from .operations import Kind, Operation, Order, check_operations
 
-FORWARD, INPUT, WEIGHT = 0, 1, 2
+FORWARD, INPUT, WEIGHT, SHARD, SHARD_GRADIENT = 0, 1, 2, 3, 4
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Urgency = Callable[[int, int, int], tuple[float, ...]]
 """From kind (0 forward, 1 input gradient, 2 weight gradient), stage and microbatch to a sort key."""
+
+
+class PassTimes(Protocol):
+    """The times of S and T of one worker in ns, and those of its messages from, to and from the last stage."""
+
+    @property
+    def forward_ns(self) -> int:
+        """Of S."""
+
+    @property
+    def weight_ns(self) -> int:
+        """Of T."""
+
+    @property
+    def stream_ns(self) -> int:
+        """Of the stream that S needs."""
+
+    @property
+    def part_ns(self) -> int:
+        """Of the part that S sends."""
+
+    @property
+    def sums_ns(self) -> int:
+        """Of the log-sums that T needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +65,7 @@ class OperationTimes:
         send: transfer time of an output to the next stage.
         trained: false for a stage without a backward pass.
         positions: the worker of each stage.
+        passes: for each worker S and T of its shards of the output layer; empty where it is whole.
     """
 
     forward: Sequence[int]
@@ -42,6 +74,7 @@ class OperationTimes:
     send: Sequence[int]
     trained: Sequence[bool]
     positions: Sequence[int]
+    passes: Sequence[PassTimes] = ()
 
     @property
     def workers(self) -> int:
@@ -115,6 +148,11 @@ class _ListSchedule:
         self.order: list[list[Operation]] = [[] for _ in range(lengths.workers)]
         self.events: list[tuple[int, int, bool, int, int, int]] = []
         self.number = 0
+        # Of each worker, in the order of the microbatches: S and T that may start, and S without their T.
+        self.shards: list[deque[int]] = [deque() for _ in range(lengths.workers)]
+        self.gradients: list[deque[int]] = [deque() for _ in range(lengths.workers)]
+        self.pending = [0] * lengths.workers
+        self.parts = [0] * microbatches
         for m in range(microbatches):
             self.add_ready(FORWARD, 0, m)
 
@@ -135,6 +173,9 @@ class _ListSchedule:
 
     def dispatch(self, worker: int, time: int) -> None:
         """Start the most urgent operation on a free worker that its memory permits, at ``time`` ns."""
+        if self.shards[worker] or (self.gradients[worker] and self.pending[worker] >= MAX_PENDING):
+            self.start_pass(worker, time)
+            return
         ready, waiting, found = self.ready[worker], [], None
         while ready:
             entry = heapq.heappop(ready)
@@ -148,12 +189,47 @@ class _ListSchedule:
         for entry in waiting:
             heapq.heappush(ready, entry)
         if found is None:
+            if self.gradients[worker]:
+                self.start_pass(worker, time)
             return
         _, kind, stage, m = found
         self.in_flight[stage] += kind == FORWARD
         self.busy[worker] = True
         self.order[worker].append(Operation(stage, KINDS[kind], m))
         self.add_event(time + self.durations[kind][stage], True, kind, stage, m)
+        if kind == INPUT and stage == len(self.lengths.forward) - 1:
+            # The log-sums leave when the last stage starts its backward.
+            for at, passes in enumerate(self.lengths.passes):
+                self.add_event(time + passes.sums_ns, False, SHARD_GRADIENT, at, m)
+
+    def start_pass(self, worker: int, time: int) -> None:
+        """Start S on a free ``worker`` at ``time`` ns, or T where no S may start."""
+        is_shard = bool(self.shards[worker])
+        m = (self.shards if is_shard else self.gradients)[worker].popleft()
+        passes = self.lengths.passes[worker]
+        self.pending[worker] += 1 if is_shard else -1
+        self.busy[worker] = True
+        end = time + (passes.forward_ns if is_shard else passes.weight_ns)
+        self.add_event(end, True, SHARD if is_shard else SHARD_GRADIENT, worker, m)
+
+    def end_pass(self, time: int, kind: int, worker: int, m: int) -> None:
+        """Free the ``worker`` of a pass (``kind``) at ``time`` ns; S sends the part of the microbatch ``m``."""
+        self.busy[worker] = False
+        if kind == SHARD:
+            self.add_event(time + self.lengths.passes[worker].part_ns, False, INPUT, len(self.lengths.forward) - 1, m)
+
+    def arrive(self, kind: int, stage: int, m: int) -> None:
+        """Add what an arrived message permits; ``stage`` is a worker for S and T, ``kind`` an index."""
+        if kind == SHARD:
+            self.shards[stage].append(m)
+        elif kind == SHARD_GRADIENT:
+            self.gradients[stage].append(m)
+        elif kind == INPUT and stage == len(self.lengths.forward) - 1:
+            self.parts[m] += 1
+            if self.parts[m] == self.lengths.workers:
+                self.add_ready(INPUT, stage, m)
+        else:
+            self.add_ready(kind, stage, m)
 
     def complete(self, time: int, kind: int, stage: int, m: int) -> None:
         """Free the worker of ``stage`` at ``time`` ns, and add what depends on the operation.
@@ -168,6 +244,9 @@ class _ListSchedule:
             following, lag = stage + 1, lengths.send[stage]
         elif kind == INPUT and stage > 0 and lengths.trained[stage - 1]:
             following, lag = stage - 1, lengths.send[stage - 1]
+        elif kind == FORWARD and lengths.passes:
+            for at, passes in enumerate(lengths.passes):
+                self.add_event(time + passes.stream_ns, False, SHARD, at, m)
         elif kind == FORWARD and lengths.trained[stage]:
             self.add_ready(INPUT, stage, m)
         if kind == INPUT:
@@ -205,11 +284,13 @@ def list_order(lengths: OperationTimes, microbatches: int, most_in_flight: int, 
         touched = set()
         while run.events and run.events[0][0] == time:
             _, _, ends, kind, stage, m = heapq.heappop(run.events)
-            if ends:
+            if ends and kind in (SHARD, SHARD_GRADIENT):
+                run.end_pass(time, kind, stage, m)
+            elif ends:
                 run.complete(time, kind, stage, m)
             else:
-                run.add_ready(kind, stage, m)
-            touched.add(lengths.positions[stage])
+                run.arrive(kind, stage, m)
+            touched.add(stage if kind in (SHARD, SHARD_GRADIENT) else lengths.positions[stage])
         for worker in sorted(touched):
             if not run.busy[worker]:
                 run.dispatch(worker, time)

@@ -12,7 +12,8 @@ import pytest
 from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
 from dynmo_balance.costs.vocabulary import ShardCosts
 from dynmo_balance.partition.balance import solve_best
-from dynmo_balance.planning.custom_schedule import search_custom_schedules
+from dynmo_balance.planning.custom_schedule import operation_times, search_custom_schedules
+from dynmo_balance.schedules.list_scheduler import list_order
 from dynmo_balance.schedules.operations import Kind
 from dynmo_balance.schedules.vocabulary import peak_pending
 from dynmo_balance.simulation.batched import step_times
@@ -165,6 +166,37 @@ def test_large_output_layer_is_faster_in_shards():
     chain = replace(chain, vocabulary=costs_of_shards(forward=1200, weight=600))
     shards = make_problem(chain, 4, microbatches=32)
     assert best > 1.25 * predict(shards, solve_best(shards).boundaries).step_ns
+
+
+def heavy(seed, shards=4000):
+    """Uneven layers, and shards that cost more than the stages."""
+    random = Random(seed)
+    columns = [[random.randint(10, 200) for _ in range(ITEMS)] for _ in range(3)]
+    chain = make_chain(*columns, [7] * ITEMS, [1000] * ITEMS, boundary=50)
+    chain = replace(chain, vocabulary=costs_of_shards(forward=shards, weight=shards // 2, message=50))
+    return make_problem(chain, 2 + seed % 3, "zero-bubble", 8, virtual_stages=1, link_latency_ns=3)
+
+
+def blind(problem, rounds):
+    """The best step of orders that are made for the stages alone; the passes are placed afterwards."""
+    without = replace(problem, chain=replace(problem.chain, vocabulary=None))
+    found = search_custom_schedules(without, rounds)
+    sharded = [(replace(one.problem, chain=problem.chain), one.solution.boundaries) for one in found]
+    return min(predict(each, boundaries).step_ns for each, boundaries in sharded)
+
+
+def test_orders_that_know_the_passes_are_never_slower():
+    found = [(blind(heavy(seed), 1), search_custom_schedules(heavy(seed), 1)[0].step_ns) for seed in (0, 1)]
+    assert all(aware <= before for before, aware in found)
+    # At least one of them is faster by more than 2 percent.
+    assert max(before / aware for before, aware in found) > 1.02
+
+
+def test_step_of_a_list_schedule_has_the_time_of_the_passes():
+    """One worker: nothing waits, so that the step is the sum of all operations and passes."""
+    problem = sharded(1, microbatches=5)
+    _, step = list_order(operation_times(problem, (0, ITEMS), with_passes=True), 5, 5, "backward first")
+    assert step == 5 * (ITEMS * 300 + 800 + 400)
 
 
 def test_orders_made_for_the_costs_have_the_passes():

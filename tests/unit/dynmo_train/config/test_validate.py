@@ -298,7 +298,7 @@ CASES = {
         "--cuda-graph",
     ),
     "shards of a bert": ({"vocabulary_parallel": 2, "family": "bert"}, "--vocabulary-parallel"),
-    "shards with half precision": ({"vocabulary_parallel": 2, "fp16": True, **UNTIED}, "--vocabulary-parallel"),
+    "shards of factored moments": ({"vocabulary_parallel": 2, "optimizer": "adafactor"}, "--vocabulary-parallel"),
     "context of a bert": ({**CONTEXT, "family": "bert"}, "--context-parallel-size"),
     "context of documents": ({**CONTEXT, "reset_attention_mask": True}, "--context-parallel-size"),
     "context in a graph": ({**CONTEXT, "cuda_graph": True}, "--context-parallel-size"),
