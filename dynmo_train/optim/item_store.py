@@ -163,6 +163,8 @@ class ItemStore:
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
         self.memories: dict[str, dict[str, torch.Tensor]] = {}
         self._local: dict[str, dict[str, nn.Parameter]] = {}
+        # With ZeRO: shards of the vocabulary of which other replicas have newer rows.
+        self._stale: set[str] = set()
 
     def build(self, name: str) -> None:
         """Add an item with its initial weights and no optimizer state."""
@@ -193,7 +195,11 @@ class ItemStore:
         if isinstance(module, VocabularyShard):
             module.collect_gradients()
         num_rows = {f"{name}.{child}": parameter.shape[0] for child, parameter in local.items() if parameter.dim()}
-        if sharding.fsdp is not None:
+        if sharding.fsdp is not None and isinstance(module, VocabularyShard):
+            # FSDP2 gathers around the forward and backward of a module, which S and T are not. Parameters and gradients
+            # stay whole, and the replicas share the optimizer: each updates its rows in place.
+            local = {child: nn.Parameter(sharding.fsdp.rows(p.detach())) for child, p in local.items()}
+        elif sharding.fsdp is not None:
             local = sharding.fsdp.wrap(module, [] if sharding.dispatcher is None else experts_of(module))
         self.modules[name] = module
         self._local[name] = {f"{name}.{child}": parameter for child, parameter in local.items()}
@@ -203,6 +209,7 @@ class ItemStore:
         """Remove an item with its state."""
         self.optimizers.remove(name)
         del self.modules[name], self._local[name]
+        self._stale.discard(name)
         self.extras.pop(name, None)
         self.memories.pop(name, None)
 
@@ -234,10 +241,28 @@ class ItemStore:
 
     def reduce_sharded(self, item: str) -> None:
         """With ZeRO: sum the replicas' gradients of an item and keep this replica's rows of the sum."""
-        if self.sharding.fsdp is not None:
+        fsdp, module = self.sharding.fsdp, self.modules[item]
+        if fsdp is not None and isinstance(module, VocabularyShard):
+            for name, whole in parameters_of(item, module).items():
+                self._local[item][name].grad = None if whole.grad is None else fsdp.sum_rows(whole.grad)
+                whole.grad = None
+        elif fsdp is not None:
             begin = len(item) + 1
             local = {name[begin:]: parameter for name, parameter in self._local[item].items()}
-            self.sharding.fsdp.reduce(self.modules[item], local)
+            fsdp.reduce(module, local)
+
+    def gather_shards(self) -> None:
+        """With ZeRO: gather the rows that other replicas have updated or loaded; a collective over the replicas."""
+        for item, module in self.modules.items():
+            if item in self._stale:
+                with torch.no_grad():
+                    for name, whole in parameters_of(item, module).items():
+                        whole.copy_(self.sharding.gather_rows(name, self._local[item][name], whole.shape[0]))
+        self._stale.clear()
+
+    def _mark_stale(self, item: str) -> None:
+        if self.sharding.fsdp is not None and isinstance(self.modules[item], VocabularyShard):
+            self._stale.add(item)
 
     def reshard(self) -> None:
         """With ZeRO: free the parameters that a forward without backward has gathered."""
@@ -249,6 +274,7 @@ class ItemStore:
         """Update every parameter that has a gradient, as ``update`` describes, and drop the gradients."""
         self.optimizers.step(update)
         for item, module in self.modules.items():
+            self._mark_stale(item)
             # A sparse form of a weight is a copy of its values, which the update has changed.
             for name, layer in masks_of(item, module).items():
                 if self.optimizers.settings.MOVES_PRUNED and layer.mask is not None:
@@ -303,6 +329,7 @@ class ItemStore:
         # From the meta device: initial weights would cost time, and memory next to those that arrive.
         module = self.blueprint(item).to_empty(device=self.device)
         self.register(item, module)
+        self._mark_stale(item)
         local = self._local[item]
         with torch.no_grad():
             for name, parameter in local.items():

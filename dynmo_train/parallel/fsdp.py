@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .collectives import all_gather_rows
+from .collectives import all_gather_rows, reduce_scatter_rows
 from .process_groups import World
 
 
@@ -179,6 +179,26 @@ class FsdpSharding:
         gathered = rows.new_empty((chunk * group.size, *rows.shape[1:]))
         all_gather_rows(gathered, padded, group.group)
         return gathered[:num_rows]
+
+    def sum_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum the replicas' tensors; a collective over the replicas.
+
+        Args:
+            tensor: Tensor of this replica, ``[num_rows, ...]``.
+
+        Returns:
+            The local rows of the sum, ``[n, ...]`` as of :meth:`rows`, in the dtype of the tensor.
+        """
+        group, num_rows = self._replicas, len(self.rows(tensor))
+        chunk = -(-tensor.shape[0] // group.size)
+        # The collective needs the same number of rows for each replica.
+        sent = tensor.new_zeros(
+            (chunk * group.size, *tensor.shape[1:]), dtype=self._policy.reduce_dtype or tensor.dtype
+        )
+        sent[: tensor.shape[0]] = tensor
+        own = sent.new_empty((chunk, *tensor.shape[1:]))
+        reduce_scatter_rows(own, sent, group.group)
+        return own[:num_rows].to(tensor.dtype)
 
 
 def accumulate_sharded_grads(module: nn.Module) -> None:

@@ -290,9 +290,9 @@ class Engine:
             self.replica_workers = self.replica_codec.num_compressing_stages = count
 
     def _configure_for(self, batch: Batch) -> None:
-        """Rebuild the pipeline where the number of microbatches or the sample length of ``batch`` differs."""
-        needed = self.settings.pipeline.for_batch(batch)
-        if needed != self.pipeline_config:
+        """Gather what replicas share, and rebuild the pipeline where the sizes of ``batch`` are others."""
+        self.item_store.gather_shards()
+        if (needed := self.settings.pipeline.for_batch(batch)) != self.pipeline_config:
             self.pipeline_config = needed
             self._pipeline = None
 

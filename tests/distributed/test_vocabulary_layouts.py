@@ -1,4 +1,4 @@
-"""Shards of the vocabulary with tensor, sequence and context parallelism: at fixed sizes the same bits anywhere."""
+"""Shards of the vocabulary on other axes, and with ZeRO: at fixed sizes the same bits on any pipeline."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 SHARDED = Scenario(steps=7, freeze=((3, 1),), tied=False, shards=4, schedule="gpipe")
 TIED = replace(SHARDED, tied=True)
 PLAIN = replace(SHARDED, dropout=0.0, prune=False, freeze=())
-T2, C2 = ParallelDims(tensor=2), ParallelDims(data=2, context=2)
+T2, C2, D2 = ParallelDims(tensor=2), ParallelDims(data=2, context=2), ParallelDims(data=2)
 # A quarter of the padded vocabulary is padding: the slice of the second rank of the last shard has no token.
 CUT = {"shard_parts": 2}
 TOKENS = {"sequence_parallel": True}
+SYNC = {"zero_sync_microbatches": True}
 MOVED = {"schedule": "zero-bubble", "moves": ((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1)))}
 VEE = {"schedule": "zb-v", "virtual": 2, "moves": ((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7))))}
 TWO = {
@@ -28,11 +29,15 @@ TWO = {
     "tensor, tied": Layout(dims=T2, scenario=replace(TIED, **CUT)),
     "sequence": Layout(dims=T2, scenario=replace(SHARDED, precision="bf16", **CUT), settings=TOKENS),
     "context": Layout(dims=C2, scenario=replace(TIED)),
+    "zero 1": Layout(dims=D2, scenario=replace(TIED, precision="bf16"), settings={"zero_stage": 1}),
+    "zero 2": Layout(dims=D2, scenario=SHARDED, settings=SYNC | {"zero_stage": 2}),
+    "zero 3": Layout(dims=D2, scenario=replace(SHARDED, freeze=()), settings=SYNC | {"zero_stage": 3}),
 }
 NEAR = {
     "tensor": Layout(dims=T2, scenario=replace(PLAIN, **CUT)),
     "sequence, tied": Layout(dims=T2, scenario=replace(PLAIN, tied=True, **CUT), settings=TOKENS),
     "context": Layout(dims=C2, scenario=PLAIN),
+    "zero 3, tied": Layout(dims=D2, scenario=replace(PLAIN, tied=True), settings={"zero_stage": 3}),
 }
 
 
@@ -45,6 +50,9 @@ FOUR = {
     "tensor, tied": on_pipeline(TWO["tensor, tied"], {"schedule": "1f1b", "recompute": True}),
     "sequence": on_pipeline(TWO["sequence"], VEE),
     "context": on_pipeline(TWO["context"], MOVED),
+    "zero 1": on_pipeline(TWO["zero 1"], VEE),
+    "zero 2": on_pipeline(TWO["zero 2"], MOVED),
+    "zero 3": on_pipeline(TWO["zero 3"], {**MOVED, "schedule": "1f1b"}),
 }
 
 

@@ -223,7 +223,6 @@ def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
     elif model.base_family not in ("gpt", "llama"):
         yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
     given = {
-        f"--zero-stage {parallel.zero_stage}": parallel.zero_stage > 0,
         "--optimizer adafactor, whose state is not per row": config.optimizer.optimizer == "adafactor",
         "--early-exit-layers": config.exits.early_exit_layers is not None,
         "--inter-grad-comp": config.compression.inter_grad_comp,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -286,6 +286,13 @@ def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCoun
     return state, gradients
 
 
+def _shard_model_bytes(config: Config, boundary: BoundaryShape, shards: Mapping[str, int]) -> int:
+    """Bytes of parameters, compute copies and moments of shards of the vocabulary; with ZeRO replicas share moments."""
+    replicas = config.parallel.data_ranks if config.parallel.zero_stage else 1
+    copies = 0 if boundary.dtype == torch.float32 else boundary.dtype.itemsize
+    return (FLOAT_BYTES + copies) * shards["param_count"] + shards["optimizer_bytes"] // replicas
+
+
 def worker_peaks(
     config: Config,
     family: ModelFamily,
@@ -320,12 +327,9 @@ def worker_peaks(
         counts = _counts(config, items, family, infos)
         shards_here = shard_share(header, worker, workers)
         static += sum(shards_here[field] for field in ("param_bytes", "gradient_bytes", "optimizer_bytes"))
-        counts = replace(
-            counts,
-            total=counts.total + shards_here["param_count"],
-            state_bytes=counts.state_bytes + shards_here["optimizer_bytes"],
-        )
         model, gradients = _model_bytes(config, boundary, counts)
+        of_shards = _shard_model_bytes(config, boundary, shards_here)
+        model, gradients = model + of_shards, gradients + FLOAT_BYTES * shards_here["param_count"]
         shards = _gradient_shards(config)
         known = [memories[name] for name in items if name in memories]
         deferred = _deferred_gradient_bytes(config, family, items, boundary)
