@@ -11,6 +11,8 @@ import torch
 from ..parallel.context_parallel import cut_chunks
 from ..parallel.process_groups import World
 
+LOSS_MASK = "loss_mask"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -24,6 +26,7 @@ class Batch:
         microbatches: microbatches per replica; None where all steps of the run have the same number.
         tokens: tokens per sample, where sequence-length warm-up changes them; None where all samples are equally long.
         replica: number of the replica whose samples these are; None for those of all replicas.
+        context: context-parallel rank whose tokens these are; None for all tokens.
         problem: why these samples cannot be used; only this replica knows, and all ranks end together after the step.
         position: where a stream of documents continues after these samples, for a checkpoint; None for indexed data.
     """
@@ -34,6 +37,7 @@ class Batch:
     microbatches: int | None = None
     tokens: int | None = None
     replica: int | None = None
+    context: int | None = None
     problem: str | None = None
     position: Mapping[str, Any] | None = None
 
@@ -58,17 +62,24 @@ class Batch:
             replica=replica,
         )
 
-    def of_context(self, rank: int, size: int) -> Batch:
+    def of_context(self, rank: int, size: int, microbatches: int) -> Batch:
         """The tokens of one context-parallel rank; all inputs are ``[samples, T]``.
+
+        ``loss_mask`` becomes the weights of the tokens in the mean of their microbatch, times the number of ranks:
+        only the whole samples have the number of tokens that count.
 
         Args:
             rank: context-parallel rank.
             size: number of context-parallel ranks; 1 changes nothing.
+            microbatches: microbatches of these samples, which are one replica's.
         """
-        if size == 1:
+        if size == 1 or self.context is not None:
             return self
-        cut = replace(self, inputs={name: cut_chunks(each, 1, rank, size) for name, each in self.inputs.items()})
-        return cut.pin_memory() if any(each.is_pinned() for each in self.inputs.values()) else cut
+        inputs = dict(self.inputs)
+        if LOSS_MASK in inputs:
+            inputs[LOSS_MASK] = size * _token_weights(inputs[LOSS_MASK], microbatches)
+        inputs = {name: cut_chunks(each, 1, rank, size) for name, each in inputs.items()}
+        return replace(self, inputs=inputs, context=rank)
 
     def of_process(self, world: World, microbatches: int) -> Batch:
         """The part of one process: its replica's samples, and its context-parallel rank's tokens.
@@ -78,4 +89,10 @@ class Batch:
             microbatches: microbatches of a replica.
         """
         local = self.of_replica(world.replica, world.dims.replicas, microbatches)
-        return local.of_context(world.context_rank, world.dims.context)
+        return local.of_context(world.context_rank, world.dims.context, microbatches)
+
+
+def _token_weights(mask_NT: torch.Tensor, microbatches: int) -> torch.Tensor:
+    """Weights of tokens in the mean of their microbatch, float32 ``[N, T]``; 0 where no token of it counts."""
+    mask_MR = mask_NT.reshape(microbatches, -1).float()
+    return (mask_MR / mask_MR.sum(1, keepdim=True).clamp(min=1.0)).view_as(mask_NT)

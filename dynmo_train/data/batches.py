@@ -2,9 +2,9 @@
 
     --data-path, --split --open_split--> Dataset or BlendedDataset --batch(range)--> rows --to_tensors--> Batch
 
-In training a rank reads its replica's samples only, ahead of time (``loader.py``); in an evaluation it reads the whole
-batch, and the engine takes its replica's shard. There is no state: a resumed run, or one on another number of ranks,
-continues with the same samples.
+In training a rank reads its replica's samples only, and of those its context-parallel rank's tokens, ahead of time
+(``loader.py``); in an evaluation it reads the whole batch, and the engine takes its shard. There is no state: a resumed
+run, or one on another number of ranks, continues with the same samples.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import get_worker_info
 
 from .._common.console import print_message
@@ -28,7 +29,7 @@ from .blend import BlendedDataset, samples_per_dataset
 from .hf_stream import HfDataset, open_hf_dataset
 from .provenance import check_vocabulary
 from .registry import sample_format
-from .sample_format import SPLITS, Dataset, Int64Array, SampleError, Split, SplitBuilder, SplitRequest
+from .sample_format import SPLITS, Dataset, Int64Array, SampleError, Split, SplitBuilder, SplitRequest, read_columns
 
 ALL_DOCUMENTS = (1.0, 0.0, 0.0)
 OpenSource = Callable[[str], IndexedDataset]
@@ -52,10 +53,11 @@ class RunData:
     test: Dataset | None
     no_test: str | None = None
 
-    def train_shard(self, consumed: int, step: int, replica: int) -> Batch:
+    def train_shard(self, consumed: int, step: int, replica: int, context_rank: int = 0) -> Batch:
         """One replica's shard of the batch of training step ``step``, after ``consumed`` samples.
 
-        With several replicas, or in a worker process, samples that cannot be used do not raise, since the others would
+        With context parallelism it has the tokens of the context-parallel rank ``context_rank`` only. With several
+        replicas, or in a worker process, samples that cannot be used do not raise, since the others would
         wait for this replica: the batch has a ``problem`` then, and samples of the first id.
 
         Raises:
@@ -64,15 +66,37 @@ class RunData:
         replicas, curriculum = self.config.parallel.data_parallel_size, self.config.curriculum
         share = self.config.batch_sizes.at(consumed) // replicas
         begin, tokens = consumed + replica * share, curriculum.at(step) if curriculum is not None else None
+        size = self.config.parallel.context_parallel_size
         try:
-            shard = self._batch(self.train, begin, share, step, tokens, replicas=1)
+            if size > 1 and tokens is None and sample_format(self.config).is_local(self.config):
+                shard = self._context_shard(range(begin, begin + share), step, context_rank)
+            else:
+                shard = self._batch(self.train, begin, share, step, tokens, replicas=1)
         except SampleError as error:
-            if replicas == 1 and get_worker_info() is None:
+            if replicas * size == 1 and get_worker_info() is None:
                 raise
             rows_NC = np.zeros((share, sample_format(self.config).num_columns(self.config)), dtype=np.int64)
             shard = replace(self._batch_of_rows(rows_NC, begin, step, tokens, replicas=1), problem=str(error))
+        shard = shard.of_context(context_rank, size, shard.microbatches or 1)
         position = self.train.position() if isinstance(self.train, HfDataset) else None
         return replace(shard, replica=replica, position=position)
+
+    def _context_shard(self, samples: range, step: int, rank: int) -> Batch:
+        """The tokens of one context-parallel rank; no others are read, apart from the label of each chunk's last."""
+        size, seq_length = self.config.parallel.context_parallel_size, self.config.model.seq_length
+        chunk, to_tensors = seq_length // (2 * size), sample_format(self.config).to_tensors
+        chunks = (rank, 2 * size - 1 - rank)
+        columns = np.concatenate([np.arange(first * chunk, (first + 1) * chunk + 1) for first in chunks])
+        rows_NC = read_columns(self.train, samples, columns)
+        parts = [to_tensors(self.config, each) for each in np.split(rows_NC, 2, axis=1)]
+        micro_batch = self.config.training.micro_batch_size
+        return Batch(
+            inputs={name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]},
+            first_microbatch=samples.start // micro_batch,
+            step=step,
+            microbatches=len(samples) // micro_batch,
+            context=rank,
+        )
 
     def eval_positions(self) -> dict[str, Any]:
         """Where the next evaluation reads, for a checkpoint: split -> position; empty for indexed data sets."""

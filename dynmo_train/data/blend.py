@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .sample_format import Dataset, Int64Array
+from .sample_format import Dataset, Int64Array, read_columns
 
 
 def _margin(weights: Sequence[float]) -> int:
@@ -76,13 +76,21 @@ class BlendedDataset:
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
         """Rows of several samples, int64 ``[n, columns]``; ``indices`` ``[n]`` are consecutive and ascending."""
+        return self._read(indices, None)
+
+    def batch_columns(self, indices: npt.ArrayLike, columns: Int64Array) -> Int64Array:
+        """Columns ``columns`` ``[c]`` of several samples, int64 ``[n, c]``; ``indices`` ``[n]`` as in ``batch``."""
+        return self._read(indices, columns)
+
+    def _read(self, indices: npt.ArrayLike, columns: Int64Array | None) -> Int64Array:
         set_of, sample_of = self._locate(indices)
         rows: list[Int64Array] = []
         positions: list[Int64Array] = []
         for number, part in enumerate(self.parts):
             mine = np.flatnonzero(set_of == number)
             if len(mine):
-                rows.append(part.batch(sample_of[mine]))
+                own = sample_of[mine]
+                rows.append(part.batch(own) if columns is None else read_columns(part, own, columns))
                 positions.append(mine)
         joined = np.concatenate(rows)
         rows_NC = np.empty_like(joined)

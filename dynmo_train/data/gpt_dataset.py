@@ -52,10 +52,22 @@ class GptDataset:
         Raises:
             TokenError: an id of the data set is not in the vocabulary.
         """
+        return self.batch_columns(indices, np.arange(self.seq_length + 1))
+
+    def batch_columns(self, indices: npt.ArrayLike, columns: Int64Array) -> Int64Array:
+        """Some token ids of several samples, int64 ``[n, c]``.
+
+        Args:
+            indices: sample numbers, ``[n]``.
+            columns: places in the sample, ``[c]``.
+
+        Raises:
+            TokenError: an id that was read is not in the vocabulary.
+        """
         index, source = self.index, self.source
         # int64 before the product: positions in the stream exceed the uint32 of the stored order.
         starts_B = index.order[np.asarray(indices, dtype=np.int64)].astype(np.int64) * self.seq_length
-        stream_BT = starts_B[:, None] + np.arange(self.seq_length + 1)
+        stream_BT = starts_B[:, None] + columns
         # ``right``: a token at the end of a piece belongs to the next piece, and pieces without tokens are skipped.
         piece_BT = np.searchsorted(index.ends, stream_BT, side="right")
         sequence_BT = index.pieces[piece_BT]
@@ -223,4 +235,6 @@ FORMAT = SampleFormat(
     builder=_builder,
     to_tensors=packed_tensors,
     num_columns=lambda config: config.model.seq_length + 1,
+    # Where documents begin is known from the start of the sample only.
+    is_local=lambda config: not config.data.packs_documents and not config.data.eod_mask_loss,
 )

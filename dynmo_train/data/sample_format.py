@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,27 @@ class Dataset(Protocol):
         Args:
             indices: sample numbers, ``[n]``.
         """
+
+
+@runtime_checkable
+class ColumnDataset(Protocol):
+    """A data set that can read a part of each sample."""
+
+    def batch_columns(self, indices: npt.ArrayLike, columns: Int64Array) -> Int64Array:
+        """``Dataset.batch`` of the columns ``columns`` ``[c]`` only, int64 ``[n, c]``; ``indices`` ``[n]``."""
+
+
+def read_columns(data: Dataset, indices: npt.ArrayLike, columns: Int64Array) -> Int64Array:
+    """Some columns of samples, int64 ``[n, c]``; whole samples are read where the data set has no other way.
+
+    Args:
+        data: the samples.
+        indices: sample numbers, ``[n]``.
+        columns: column numbers, ``[c]``.
+    """
+    if isinstance(data, ColumnDataset):
+        return data.batch_columns(indices, columns)
+    return data.batch(indices)[:, columns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +114,13 @@ class SampleFormat:
         builder: checks a run's options, and returns what builds a split; raises ``UsageError``.
         to_tensors: rows ``[N, C]`` to named tensors ``[N, ...]``.
         num_columns: columns C of a row.
+        is_local: whether C consecutive columns give the same tensors ``[N, C - 1]`` alone as within their row.
     """
 
     builder: Callable[[Config], SplitBuilder]
     to_tensors: Callable[[Config, Int64Array], dict[str, torch.Tensor]]
     num_columns: Callable[[Config], int]
+    is_local: Callable[[Config], bool] = lambda _config: False
 
 
 def split_bounds(num_documents: int, shares: tuple[float, float, float]) -> tuple[int, int, int, int]:

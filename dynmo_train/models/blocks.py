@@ -182,7 +182,7 @@ class SelfAttention(nn.Module):
             q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
             k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
         if self.rotary is not None:
-            if self.context is not None:
+            if self.context is not None and not isinstance(past, torch.Tensor):
                 cosine, sine = self.rotary.cos_sin(0, T * self.context.size, q.device, q.dtype)
                 cos_sin = self.context.cut(cosine, 0), self.context.cut(sine, 0)
             q, k = self.rotary(q, k, past) if cos_sin is None else self.rotary.apply_rotary(q, k, cos_sin)

@@ -262,10 +262,13 @@ def token_weights(labels_BT: torch.Tensor, counts_BT: torch.Tensor | None) -> to
 
     Args:
         labels_BT: int64 token ids, ``[B, T]``.
-        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count.
+        counts_BT: ``[B, T]``, 1 where a token counts, else 0; None means that all count. In floating point they are
+            the weights, which a context-parallel rank cannot compute from its own tokens.
     """
     if counts_BT is None:
         return torch.full((labels_BT.numel(),), 1.0 / labels_BT.numel(), device=labels_BT.device)
+    if counts_BT.is_floating_point():
+        return counts_BT.reshape(-1).float()
     counts_N = counts_BT.reshape(-1).float()
     return counts_N / counts_N.sum().clamp(min=1.0)
 

@@ -7,6 +7,8 @@ token, the place in its sample where its document begins.
     starts_BT    0  0   0   3  3  3   3   7      same document: equal starts
     positions    0  1   2   0  1  2   3   0      place - start
 
+With context parallelism a rank has these tensors for its own tokens; places are still those in the whole sample.
+
 On CUDA in half precision, attention runs on the documents as sequences of variable length: no mask is read, and no
 score between documents is computed. Elsewhere the mask is a boolean tensor.
 
@@ -21,17 +23,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
+from .context_attention import Documents, DocumentSizes, attend_context, document_sizes
 from .varlen import CAUSAL, attend_sequences, has_kernel, window_mask
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
 STARTS = "document_starts"
 
 
-def positions_in_documents(starts_BT: torch.Tensor) -> torch.Tensor:
-    """Position of each token in its document, int64 ``[B, T]``, from ``starts_BT``, int64 ``[B, T]``."""
-    return torch.arange(starts_BT.shape[1], device=starts_BT.device) - starts_BT
+def positions_in_documents(starts_BT: torch.Tensor, context: ContextRegion | None = None) -> torch.Tensor:
+    """Position of each token in its document, int64 ``[B, T]``.
+
+    Args:
+        starts_BT: int64 ``[B, T]``, where the document of each token begins.
+        context: ranks that share the tokens of a sample; None where each has all.
+    """
+    tokens, device = starts_BT.shape[1], starts_BT.device
+    places_T = torch.arange(tokens, device=device) if context is None else context.positions(tokens, device)
+    return places_T - starts_BT
 
 
 def document_mask(starts_BT: torch.Tensor) -> torch.Tensor:
@@ -72,7 +83,7 @@ class PackedEmbedding(Embedding):
         Returns:
             ``[B, T, D]``.
         """
-        x_BTD = self.embed(ids_BT, past=positions_in_documents(starts_BT))
+        x_BTD = self.embed(ids_BT, past=positions_in_documents(starts_BT, self.context))
         return item_dropout(x_BTD, self.dropout, self.training)
 
 
@@ -89,6 +100,7 @@ class PackedAttention(SelfAttention):
         super().__init__(**options)
         self.reset_positions, self.reset_mask = reset_positions, reset_mask
         self.most_documents, self.longest_document = 0, 0
+        self.chunk_sizes: tuple[DocumentSizes, ...] | None = None
 
     def prepare_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Find out the sizes that kernels need and the device must not be asked for.
@@ -97,6 +109,9 @@ class PackedAttention(SelfAttention):
             inputs: Batch of a step by name, tensors ``[samples, T]`` on the CPU.
         """
         starts_BT = inputs[STARTS]
+        if self.context is not None:
+            self.chunk_sizes = document_sizes(starts_BT, self.context)
+            return
         is_first_BT = starts_BT == torch.arange(starts_BT.shape[1])
         self.most_documents = int(is_first_BT.sum(1).max())
         self.longest_document = int(positions_in_documents(starts_BT).max()) + 1
@@ -111,8 +126,12 @@ class PackedAttention(SelfAttention):
         Returns:
             The residual stream after the sublayer, ``[B, T, D]``.
         """
-        q, k, v = self.project(x_BTD, positions_in_documents(starts_BT) if self.reset_positions else 0)
-        if not self.reset_mask:
+        positions = positions_in_documents(starts_BT, self.context) if self.reset_positions else 0
+        q, k, v = self.project(x_BTD, positions)
+        if self.context is not None:
+            documents = Documents(starts_BT, self.chunk_sizes) if self.reset_mask else None
+            y_BTD = self.dense(attend_context(q, k, v, self.context, self, documents))
+        elif not self.reset_mask:
             y_BTD = self._attend_window(q, k, v, self.window or q.shape[2])
         elif self.most_documents and has_kernel(q, self.attention_dropout if self.training else 0.0):
             y_BTD = self._attend_varlen(q, k, v, starts_BT)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
 from ..parallel.random_stream import item_dropout
 from .blocks import FeedForward
@@ -161,7 +162,14 @@ class Routing(NamedTuple):
     chosen_E: torch.Tensor
 
 
-def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_fixed: bool = False) -> Routing:
+def route(
+    logits_NE: torch.Tensor,
+    moe: MoeShape,
+    *,
+    balanced: bool = False,
+    is_fixed: bool = False,
+    context: ContextRegion | None = None,
+) -> Routing:
     """Choose the experts of highest probability for each token; normalized probabilities weigh their outputs.
 
     The result is a function of the microbatch alone; ties go to the lower expert and the earlier token.
@@ -172,6 +180,8 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_
         balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
             the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
         is_fixed: whether N is the same on all ranks that share the experts.
+        context: ranks that share the tokens of a sample: the fractions of the load-balancing loss are those of all
+            their tokens. The mean of the ranks' losses is then that of one process.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
@@ -186,9 +196,12 @@ def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False, is_
     expert_M = expert_NC.reshape(-1)
     # Before tokens are dropped: the loss must see the overload that it is to reduce.
     chosen_E = ends_by_expert(expert_M.sort().values, experts).long().diff(prepend=expert_M.new_zeros(1))
-    fractions_E = chosen_E.float() / expert_M.numel()
-    load_balancing = experts * (fractions_E * probabilities_NE.mean(0)).sum()
-    z = logits_NE.logsumexp(-1).square().mean()
+    counted = None if context is None else context.start_sum(chosen_E)
+    z, means_E = logits_NE.logsumexp(-1).square().mean(), probabilities_NE.mean(0)
+    total_E, slots = chosen_E, expert_M.numel()
+    if context is not None and counted is not None:
+        total_E, slots = counted.wait(), slots * context.size
+    load_balancing = experts * (total_E.float() / slots * means_E).sum()
     if moe.capacity_factor is None:
         return Routing(plan_rows(expert_M, experts), weights_NC, load_balancing, z, chosen_E)
     capacity = moe.capacity(len(logits_NE))
@@ -299,6 +312,7 @@ class MoeMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.norm, self.dropout = moe, norm, dropout
+        self.context: ContextRegion | None = None  # set by ``join_context``
         self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
         self.experts = Experts(
             {
@@ -358,7 +372,7 @@ class MoeMlp(nn.Module):
         # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
         # a mixture of depths is fixed in training only.
         is_fixed = self.has_fixed_tokens and self.training
-        routing = route(logits_NE, moe, balanced=self.training, is_fixed=is_fixed)
+        routing = route(logits_NE, moe, balanced=self.training, is_fixed=is_fixed, context=self.context)
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:
             y_ND, count = self._by_expert(x_ND, logits_NE, is_fixed)

@@ -271,13 +271,16 @@ def add_positions(
         ids_BT: int64 token ids, ``[B, T]``.
         position: the position table, or None.
         past: position of the first token, or the positions of all, int64 ``[B, T]``.
-        context: ranks that share the tokens of a sample, which determine the positions; None with one.
+        context: ranks that share the tokens of a sample, which then determine positions that are not given; None with
+            one.
     """
     if position is None:
         return x_BTD
-    if context is not None:
-        past = context.positions(ids_BT.shape[1], ids_BT.device)
-    elif not isinstance(past, torch.Tensor):
-        past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
+    tokens, device = ids_BT.shape[1], ids_BT.device
+    if not isinstance(past, torch.Tensor):
+        if context is None:
+            past = torch.arange(past, past + tokens, device=device)
+        else:
+            past = context.positions(tokens, device)
     positions: torch.Tensor = position(past)
     return x_BTD + positions

@@ -145,9 +145,9 @@ def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Modul
 
 
 def join_context(module: nn.Module, region: ContextRegion | None) -> nn.Module:
-    """Give embeddings and attention the ranks that share the tokens of a sample, in place; returns the item."""
+    """Give layers that need them the ranks that share the tokens of a sample, in place; returns the item."""
     for child in module.modules():
-        if region is not None and isinstance(child, (Embedding, SummedEmbedding, SelfAttention)):
+        if region is not None and isinstance(child, (Embedding, SummedEmbedding, SelfAttention, MoeMlp)):
             child.context = region
     return module
 

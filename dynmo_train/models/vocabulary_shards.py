@@ -394,7 +394,7 @@ class SummedEmbedding(nn.Module):
         """
         if self.region is not None:
             words_BTD = self.region.leave(words_BTD)
-        past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT)
+        past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT, self.context)
         x_BTD = add_positions(words_BTD, ids_BT, self.position, past, self.context)
         return item_dropout(x_BTD, self.dropout, self.training)
 

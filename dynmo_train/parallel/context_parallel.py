@@ -6,8 +6,14 @@ arXiv:2407.21783, section 3.3.2), so that under a causal mask all ranks compute 
     chunk        0  1  2  3      queries of a chunk attend to all chunks up to it
     rank         0  1  1  0      rank 0: 1 + 4 chunks of keys; rank 1: 2 + 3
 
-Between layers nothing is exchanged. The parameters are those of replicas: their gradients are reduced over context and
-data ranks together.
+Between layers nothing is exchanged. Within one, keys and values are gathered while other work runs, and their gradients
+are exchanged in the same way::
+
+    start 1, start 2, wait 1, attend 1 | gather 2, wait 2, attend 2        1, 2: halves of the heads
+    backward of attend 2, send 2, backward of attend 1 | exchange 2, send 1, add 2, add 1
+
+The device alone waits for a collective, never the host. The parameters are those of replicas: their gradients are
+reduced over context and data ranks together.
 
 Shapes in names: B samples, T tokens of this rank, S tokens of all ranks, G key-value groups, K head width.
 """
@@ -20,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .collectives import all_gather_rows
+from .collectives import start_gather_rows
 from .process_groups import World
 
 
@@ -67,31 +73,86 @@ class ContextRegion:
         chunk = tokens // 2
         return (self.rank + 1) * chunk, (2 * self.size - self.rank) * chunk
 
-    def gather(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of all tokens, in their order: ``[B, G, S, K]`` each.
+    def start_gather(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> StartedGather:
+        """Start to gather the keys and values of all tokens.
 
         Args:
             k_BGTK: Keys of this rank, ``[B, G, T, K]``.
             v_BGTK: Values of this rank, ``[B, G, T, K]``.
         """
-        gathered: torch.Tensor = _GatherChunks.apply(torch.stack([k_BGTK, v_BGTK]), self)  # type: ignore[no-untyped-call]
+        return StartedGather(torch.stack([k_BGTK, v_BGTK]), self)
+
+    def start_sum(self, x: torch.Tensor) -> StartedSum:
+        """Start to add ``x`` of all ranks, of any shape, which has no gradient."""
+        return StartedSum(x.detach().clone(), self.group)
+
+
+class _Pending:
+    """A collective on the device, and the tensors that it reads, which must live until it has ended."""
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+        self._read: torch.Tensor | None = None
+
+    def start(self, work: dist.Work | None, read: torch.Tensor) -> None:
+        self._work, self._read = work, read
+
+    def wait(self) -> None:
+        """Make the device wait, and on gloo the host."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._read = None
+
+
+class StartedGather:
+    """Keys and values that are on their way.
+
+    Args:
+        local: Of this rank, ``[2, B, G, T, K]``.
+        region: Ranks that share the tokens.
+    """
+
+    def __init__(self, local: torch.Tensor, region: ContextRegion) -> None:
+        self._region, self._pending = region, _Pending()
+        self._parts: torch.Tensor = _StartGather.apply(local, region, self._pending)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all tokens, in their order: ``[B, G, S, K]`` each."""
+        gathered: torch.Tensor = _FinishGather.apply(self._parts, self._region, self._pending)  # type: ignore[no-untyped-call]
         keys, values = gathered.unbind()
         return keys, values
 
 
-class _GatherChunks(torch.autograd.Function):
-    """``[2, B, G, T, K]`` to ``[2, B, G, S, K]``; the gradient is summed in the order of the ranks."""
+class _StartGather(torch.autograd.Function):
+    """``[2, B, G, T, K]`` to that of all ranks, ``[size, 2, B, G, T, K]``; the gradient is summed in their order."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, region: ContextRegion) -> torch.Tensor:
-        ctx.region = region
+    def forward(ctx: Any, local: torch.Tensor, region: ContextRegion, pending: _Pending) -> torch.Tensor:
+        ctx.pending = pending
         local = local.contiguous()
         parts = local.new_empty((region.size, *local.shape))
         if region.group is None:
             parts[:] = local
         else:
-            all_gather_rows(parts.flatten(0, 1), local, region.group)
-        chunk = local.shape[3] // 2
+            pending.start(start_gather_rows(parts.flatten(0, 1), local, region.group), local)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # The gradients are those that :class:`_FinishGather` receives, complete only now.
+        ctx.pending.wait()
+        return grads[0].sum(0, dtype=torch.float32).to(grads[0].dtype), None, None
+
+
+class _FinishGather(torch.autograd.Function):
+    """``[size, 2, B, G, T, K]`` by rank to ``[2, B, G, S, K]`` in the order of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, region: ContextRegion, pending: _Pending) -> torch.Tensor:
+        ctx.region, ctx.pending = region, pending
+        pending.wait()
+        chunk = parts.shape[4] // 2
         # First halves ascend with the rank, second halves descend.
         first, second = parts[:, :, :, :, :chunk], parts[:, :, :, :, chunk:].flip(0)
         return torch.cat([first, second]).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
@@ -102,11 +163,30 @@ class _GatherChunks(torch.autograd.Function):
         region: ContextRegion = ctx.region
         sent = torch.stack([cut_chunks(grads[0], 3, rank, region.size) for rank in range(region.size)])
         if region.group is None:
-            return sent[0], None
+            return sent, None, None
         # Not a reduce-scatter, which adds in an order of its own, and in bf16 rounds every partial sum.
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=region.group)
-        return received.float().sum(0).to(sent.dtype), None
+        ctx.pending.start(dist.all_to_all_single(received, sent, group=region.group, async_op=True), sent)
+        return received, None, None
+
+
+class StartedSum:
+    """A sum over the ranks that is on its way.
+
+    Args:
+        x: Of this rank, any shape; it is overwritten.
+        group: Context-parallel ranks; None adds nothing.
+    """
+
+    def __init__(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        self._x = x
+        self._work = None if group is None else dist.all_reduce(x, group=group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """Return the sum, which the device alone waits for."""
+        if self._work is not None:
+            self._work.wait()
+        return self._x
 
 
 def context_region(world: World) -> ContextRegion | None:

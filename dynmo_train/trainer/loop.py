@@ -322,13 +322,13 @@ class Trainer:
         return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
     def _batch_loader(self) -> BatchLoader:
-        data, replica = self.data, self.engine.world.replica
+        data, replica, context = self.data, self.engine.world.replica, self.engine.world.context_rank
         on_cuda, num_workers = self.engine.world.device.type == "cuda", self.config.data.num_workers
         # On CPU the workers would take cores from the training.
         workers = (2 if on_cuda else 0) if num_workers is None else num_workers
         # A stream is read in order: each of several workers would read and tokenize all of it.
         return BatchLoader(
-            lambda consumed, step: data.train_shard(consumed, step, replica),
+            lambda consumed, step: data.train_shard(consumed, step, replica, context),
             self.config.batch_sizes.at,
             self.config.training.train_iters,
             num_workers=min(workers, 1) if self.config.data.hf_dataset is not None else workers,

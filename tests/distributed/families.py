@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dynmo_train.data.gpt_dataset import document_starts
 from dynmo_train.models.bert import Bert, BertShape
+from dynmo_train.models.documents import STARTS
+from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, ModelFamily
 from dynmo_train.models.llama import Llama, LlamaShape
@@ -67,6 +70,15 @@ def _causal(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
+def _packed(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Documents of about four tokens; a label that begins another one does not count."""
+    tensors = _causal(rows, generator)
+    ends = torch.rand(rows, TOKENS, generator=generator) < 0.25
+    tensors["ids"][ends] = VOCABULARY - 1
+    ends = tensors["ids"] == VOCABULARY - 1
+    return {**tensors, STARTS: document_starts(tensors["ids"], VOCABULARY - 1), "loss_mask": (~ends).long()}
+
+
 def _masked(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     padding_mask = _padding_mask(rows, TOKENS, generator)
     return {
@@ -122,3 +134,13 @@ SAMPLES = {
     "t5": Sample(_t5("learned"), _both, _spans),
     "t5-relative": Sample(_t5("relative"), _both, _spans),
 }
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+PACKED = {
+    "gpt-packed": Sample(Gpt(GptShape(**COMMON, **DOCUMENTS, num_layers=4)), _hidden, _packed),
+    "llama-packed": Sample(
+        Llama(LlamaShape(**COMMON, **DOCUMENTS, num_layers=4, num_key_value_heads=2, head_dim=8, sliding_window=3)),
+        _hidden,
+        _packed,
+    ),
+}
+"""Samples of several documents."""

@@ -42,6 +42,7 @@ class Layout:
     dims: ParallelDims
     scenario: Scenario = field(default_factory=Scenario)
     settings: dict[str, Any] = field(default_factory=dict)
+    keeps_values: bool = False  # return the weights, and not their digests alone
 
 
 def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:
@@ -101,7 +102,10 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     for local in all_gather_objects(world, own):
         for name, value in local.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
-    return {"losses": losses, "norms": norms, "eval_loss": eval_loss, "weights": weights}
+    result = {"losses": losses, "norms": norms, "eval_loss": eval_loss, "weights": weights}
+    if layout.keeps_values:
+        result["values"] = {name: p.detach().flatten().tolist() for _, name, p in engine.item_store.parameters()}
+    return result
 
 
 def play(size: int, layouts: list[Layout]) -> list[dict]:

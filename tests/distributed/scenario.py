@@ -33,7 +33,7 @@ from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
 from dynmo_train.trainer.engine import Engine, EngineSettings
-from tests.distributed.families import SAMPLES
+from tests.distributed.families import PACKED, SAMPLES
 
 SHAPE = GptShape(
     num_layers=4,
@@ -48,6 +48,7 @@ SHAPE = GptShape(
     seed=11,
 )
 MICROBATCHES, MICRO_BATCH, TOKENS = 4, 2, 16
+MODELS = SAMPLES | PACKED
 PRECISIONS = {
     "fp32": FLOAT32_PRECISION,
     "bf16": Precision(compute=torch.bfloat16),
@@ -109,7 +110,7 @@ class Scenario:
     def family(self) -> ModelFamily:
         attention = self.dropout if self.attention_dropout is None else self.attention_dropout
         if self.model != "gpt":
-            family = SAMPLES[self.model].family
+            family = MODELS[self.model].family
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=attention)
             return self._changed(type(family)(shape))
         shape = replace(
@@ -136,7 +137,7 @@ class Scenario:
         if self.model == "gpt":
             shapes = {HIDDEN: (MICRO_BATCH, TOKENS, SHAPE.hidden_size), LOSS: ()}
         else:
-            shapes = SAMPLES[self.model].shapes(MICRO_BATCH)
+            shapes = MODELS[self.model].shapes(MICRO_BATCH)
         boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, EXITED: (MICRO_BATCH, TOKENS)})
@@ -175,7 +176,7 @@ class Scenario:
 def batch_of(step: int, model: str = "gpt") -> Batch:
     generator = torch.Generator().manual_seed(1000 + step)
     if model != "gpt":
-        inputs = SAMPLES[model].inputs(MICROBATCHES * MICRO_BATCH, generator)
+        inputs = MODELS[model].inputs(MICROBATCHES * MICRO_BATCH, generator)
         return Batch(inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
     ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
     return Batch(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
+from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut, vee
 from tests.distributed.whole_runs import close_losses, figures, tensors, train, write_data
 
@@ -16,10 +18,21 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 C2, C4 = ParallelDims(data=2, context=2), ParallelDims(data=4, context=4)
 PC, TC, DC = replace(C2, pipeline=2), replace(C2, tensor=2), ParallelDims(data=4, context=2)
 DROPPING = replace(PLAIN, dropout=0.1)
-MODELS = {"gpt": PLAIN, "llama": FAMILIES["llama"], "mixtral": FAMILIES["mixtral"]}
-ONE = {name: Layout(dims=ParallelDims(), scenario=each) for name, each in MODELS.items()}
+FEW = {"steps": 4, "dropout": 0.0, "prune": False, "freeze": ((3, 1),)}
+MODELS = {
+    "gpt": PLAIN,
+    "llama": FAMILIES["llama"],
+    "mixtral": FAMILIES["mixtral"],
+    # No token is dropped: a capacity is that of a rank's tokens.
+    "mixtral-dropless": replace(FAMILIES["mixtral-dropless"], **FEW),
+    "gpt-packed": Scenario(model="gpt-packed", **FEW),
+    "llama-packed": Scenario(model="llama-packed", **FEW),
+    "long": Scenario(steps=20, dropout=0.0, prune=False, freeze=()),
+}
+KEPT = {"long": {"keeps_values": True}}
+ONE = {name: Layout(dims=ParallelDims(), scenario=each, **KEPT.get(name, {})) for name, each in MODELS.items()}
 TWO = {
-    **{name: Layout(dims=C2, scenario=each) for name, each in MODELS.items()},
+    **{name: replace(each, dims=C2) for name, each in ONE.items()},
     "gpt, zero 1": Layout(dims=C2, scenario=PLAIN, settings=ZERO_1),
     "gpt, zero 2": Layout(dims=C2, scenario=PLAIN, settings=ZERO),
     "gpt, zero 3": Layout(dims=C2, scenario=PLAIN, settings=ZERO_3 | OVERLAP),
@@ -31,6 +44,8 @@ FOUR = {
     "llama, tensor": Layout(dims=TC, scenario=MODELS["llama"]),
     "llama, cut along tokens": Layout(dims=TC, scenario=MODELS["llama"], settings=CUT),
     "gpt, replicas": Layout(dims=DC, scenario=PLAIN, settings=ZERO | OVERLAP),
+    "gpt-packed, four": Layout(dims=C4, scenario=MODELS["gpt-packed"]),
+    "llama-packed, tensor": Layout(dims=TC, scenario=MODELS["llama-packed"], settings=CUT),
 }
 PLACED = {
     "gpt": Layout(dims=PC, scenario=replace(PLAIN, moves=((2, cut(2, 2)), (4, cut(2, 7))))),
@@ -42,6 +57,9 @@ PLACED = {
         dims=PC, scenario=replace(MODELS["llama"], schedule="zb-v", virtual=2, moves=((3, vee(cut(2, 1, 5, 8))),))
     ),
     "mixtral": Layout(dims=PC, scenario=replace(MODELS["mixtral"], recompute=True)),
+    "llama-packed": Layout(
+        dims=PC, scenario=replace(MODELS["llama-packed"], schedule="zero-bubble", moves=((2, cut(2, 2)),))
+    ),
     "dropping": Layout(dims=PC, scenario=replace(DROPPING, schedule="interleaved-1f1b", virtual=2)),
 }
 
@@ -64,7 +82,17 @@ def four():
 
 @pytest.mark.parametrize("name", [name for name in TWO if name not in ("dropping", "mixtral", "mixtral, experts")])
 def test_two_context_ranks_are_near_one_process(name, one, two):
-    close(two[name], one[name.partition(",")[0]])
+    # A token between two experts may go to the other one: a norm shows that before the mean loss does.
+    close(two[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
+
+
+def test_weights_of_context_ranks_are_near_one_process_after_20_steps(one, two):
+    """Adam divides by the gradient's size, so that a weight with nearly no gradient may differ by steps of lr 3e-3."""
+    values, expected = two["long"]["values"], one["long"]["values"]
+    assert values.keys() == expected.keys()
+    for name, each in expected.items():
+        got, whole = torch.tensor(values[name]), torch.tensor(each)
+        assert float((got - whole).norm() / whole.norm()) < 1e-4, name
 
 
 @pytest.mark.parametrize("name", FOUR)

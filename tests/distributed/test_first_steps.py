@@ -86,8 +86,8 @@ def batches(monkeypatch):
     recorded = {}
     own = RunData.train_shard
 
-    def training(self, consumed, step, replica):
-        recorded[step] = own(self, consumed, step, replica)
+    def training(self, consumed, step, replica, context_rank):
+        recorded[step] = own(self, consumed, step, replica, context_rank)
         return recorded[step]
 
     monkeypatch.setattr(RunData, "train_shard", training)

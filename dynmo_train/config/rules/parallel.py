@@ -54,9 +54,6 @@ def _context(config: Config, _world_size: int) -> Iterator[Problem]:
     if model.base_family not in ("gpt", "llama"):
         yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
     others = {
-        "--reset-position-ids": config.data.reset_position_ids,
-        "--reset-attention-mask": config.data.reset_attention_mask,
-        "--eod-mask-loss": config.data.eod_mask_loss,
         "--torch-compile": training.torch_compile,
         "--cuda-graph": training.cuda_graph,
         "--curriculum-shortest": training.curriculum_shortest is not None,
