@@ -8,9 +8,14 @@ from torch import nn
 
 from dynmo_train.models.blocks import CrossAttention, SelfAttention
 from dynmo_train.models.documents import STARTS, PackedAttention
+from dynmo_train.parallel.context_parallel import ContextRegion
 from tests.unit.dynmo_train.models.test_varlen import MASK, D, H
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+# Of twice as many tokens, for context parallelism over two ranks.
+LONG_STARTS_BT = torch.tensor(
+    [[0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 6, 6, 6, 9, 9, 9]]
+)
 STARTS_BT = torch.tensor([[0, 0, 0, 3, 3, 5], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
 
 
@@ -35,7 +40,9 @@ def module_of(kind, **options):
     return module
 
 
-@pytest.mark.parametrize("case", ["padded", "cross", "documents", "window", "window of documents"])
+@pytest.mark.parametrize(
+    "case", ["padded", "cross", "documents", "window", "window of documents", "context", "context of documents"]
+)
 def test_varlen_attention_is_near_a_mask_on_the_cpu(case):
     x, where = torch.randn(3, 6, D), torch.ones(3, 6, dtype=torch.bool)
     if case == "padded":
@@ -44,6 +51,12 @@ def test_varlen_attention_is_near_a_mask_on_the_cpu(case):
         module, tensors = module_of(CrossAttention), [x, torch.randn(3, 6, D), MASK]
     elif case == "window":
         module, tensors = module_of(SelfAttention, window=3), [x]
+    elif "context" in case:
+        # Without other processes the keys of both ranks are this rank's, on either device.
+        module = module_of(PackedAttention, reset_positions=True, reset_mask="documents" in case, groups=2)
+        module.context = ContextRegion(None, 1, 2)
+        tensors = [x, module.context.cut(LONG_STARTS_BT, 1)]
+        module.prepare_batch({STARTS: tensors[1]})
     else:
         window = 2 if case == "window of documents" else None
         module = module_of(PackedAttention, reset_positions=True, reset_mask=True, window=window)

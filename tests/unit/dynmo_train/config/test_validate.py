@@ -300,7 +300,6 @@ CASES = {
     "shards of a bert": ({"vocabulary_parallel": 2, "family": "bert"}, "--vocabulary-parallel"),
     "shards of factored moments": ({"vocabulary_parallel": 2, "optimizer": "adafactor"}, "--vocabulary-parallel"),
     "context of a bert": ({**CONTEXT, "family": "bert"}, "--context-parallel-size"),
-    "context of documents": ({**CONTEXT, "reset_attention_mask": True}, "--context-parallel-size"),
     "context in a graph": ({**CONTEXT, "cuda_graph": True}, "--context-parallel-size"),
     "context of an odd length": ({**CONTEXT, "seq_length": 66}, "--seq-length"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),

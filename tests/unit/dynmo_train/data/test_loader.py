@@ -6,10 +6,12 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dynmo_train.config import DefaultContext, config_of
+from dynmo_train.data.batch import Batch
 from dynmo_train.data.batches import RunData, open_run_data
-from dynmo_train.data.gpt_dataset import TokenError
+from dynmo_train.data.gpt_dataset import GptDataset, TokenError
 from dynmo_train.data.loader import BatchLoader
 from tests.distributed.sentences import write_sentences
 from tests.unit.dynmo_train.data.test_batches import write_numbers
@@ -121,4 +123,52 @@ def test_invalid_token_is_a_problem_of_its_replica(tmp_path):
         _ = [alone.train_shard(*at, 0) for at in positions(alone, 13)]
     problems = [two.train_shard(*at, replica).problem for at in positions(two, 13) for replica in (0, 1)]
     assert any(problem and message in problem for problem in problems)
+    assert None in problems
+
+
+@pytest.mark.parametrize("case", ["plain", "blend", "eod_mask_loss", "reset_position_ids"])
+def test_context_shard_has_its_tokens_of_the_whole(tmp_path, case):
+    options = COMMON | {"seq_length": 16, "vocab_size": 100, "mock_data": True, "micro_batch_size": 4}
+    if case == "blend":
+        first, second = (write_numbers(tmp_path / name, 100) for name in ("a", "b"))
+        options |= {"mock_data": False, "data_path": f"0.3 {first} 0.7 {second}"}
+    elif case != "plain":
+        options |= {case: True}
+    alone = open_run_data(config_of(DefaultContext(world_size=1), **options))
+    parts = open_run_data(config_of(DefaultContext(world_size=4), **options, context_parallel_size=4))
+    for consumed, step in positions(alone, 3):
+        whole = alone.train_shard(consumed, step, 0)
+        for rank in range(4):
+            part = parts.train_shard(consumed, step, 0, rank)
+            assert same(part, whole.of_context(rank, 4, whole.microbatches))
+            assert part.context == rank
+            chunk = [*range(2 * rank, 2 * rank + 2), *range(14 - 2 * rank, 16 - 2 * rank)]
+            for name in {"ids", "labels", "document_starts"} & part.inputs.keys():
+                assert part.inputs[name].equal(whole.inputs[name][:, chunk])
+
+
+def test_context_ranks_weights_are_those_of_their_microbatch():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    whole = Batch(inputs={"loss_mask": mask}, first_microbatch=0, step=1)
+    first, second = (whole.of_context(rank, 2, 2).inputs["loss_mask"] for rank in (0, 1))
+    assert first.flatten().tolist() == pytest.approx([2 / 3, 0, 2 / 3, 0, 0, 0, 0, 0])
+    assert second.flatten().tolist() == pytest.approx([2 / 3, 0, 0, 0, 0, 0, 0, 0])
+
+
+def test_context_rank_reads_no_other_tokens(tmp_path, monkeypatch):
+    options = COMMON | {"seq_length": 16, "vocab_size": 100, "data_path": str(write_numbers(tmp_path / "data", 100))}
+    data = open_run_data(config_of(DefaultContext(world_size=2), **options, context_parallel_size=2))
+    read, own = [], GptDataset.batch_columns
+    monkeypatch.setattr(
+        GptDataset, "batch_columns", lambda *arguments: read.append(arguments[2].tolist()) or own(*arguments)
+    )
+    data.train_shard(0, 1, 0, 1)
+    assert read == [[*range(4, 9), *range(8, 13)]]
+
+
+def test_invalid_token_is_a_problem_of_its_context_rank(tmp_path):
+    options = COMMON | {"seq_length": 16, "data_path": str(write_numbers(tmp_path / "data", 100)), "vocab_size": 99}
+    data = open_run_data(config_of(DefaultContext(world_size=2), **options, context_parallel_size=2))
+    problems = [data.train_shard(*at, 0, rank).problem for at in positions(data, 6) for rank in (0, 1)]
+    assert any(problem and "the token id 99" in problem for problem in problems)
     assert None in problems

@@ -15,11 +15,13 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from dynmo_train.models import grouped_linear
 from dynmo_train.models.cross_entropy import _LinearCrossEntropy
+from dynmo_train.parallel.context_parallel import ContextRegion
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import Groups, World
+from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer import engine as engine_module
 from tests.distributed.families import SAMPLES
-from tests.distributed.scenario import Scenario, batch_of, engine_of
+from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, engine_of
 
 META = torch.device("meta")
 
@@ -107,6 +109,22 @@ def test_engine_float16_loss_gets_the_scale_in_the_forward(meta_world, monkeypat
         engine.train_step(batch_of(step, model), sampled=False)
     assert len({factor for factor, _ in pairs}) > 1
     assert [factor for factor, _ in pairs] == [scale for _, scale in pairs]
+
+
+@pytest.mark.parametrize(("model", "precision"), [("gpt", "fp32"), ("gpt-packed", "fp32"), ("llama-packed", "bf16")])
+def test_engine_step_of_a_context_rank_reads_the_device_once(meta_world, copies, monkeypatch, model, precision):
+    """A rank of two without communication: its batch and its boundaries have half of the tokens."""
+    monkeypatch.setattr(engine_module, "context_region", lambda _: ContextRegion(None, 1, 2))
+    scenario = Scenario(model=model, precision=precision, dropout=0.0, **PLAIN)
+    settings, family = scenario.settings(), scenario.family()
+    pipeline = replace(settings.pipeline, boundary=settings.pipeline.boundary.cut_along_tokens(2))
+    start = uniform_partition(family.items, 1, 1)
+    engine = engine_module.Engine(family, replace(settings, pipeline=pipeline), start, meta_world)
+    engine.build()
+    for step in (1, 2):
+        engine.train_step(batch_of(step, model).of_context(1, 2, MICROBATCHES), sampled=False)
+        engine.after_step(step)
+    assert copies.count == 2
 
 
 def test_engine_launched_steps_read_the_device_when_collected(meta_world, copies, monkeypatch):
