@@ -65,7 +65,7 @@ def document_sizes(starts_NT: torch.Tensor, context: ContextRegion) -> tuple[Doc
     """The sizes for both chunks of this rank.
 
     Args:
-        starts_NT: as in :class:`Documents`, of all samples of a step, on the CPU.
+        starts_NT: int64 ``[N, T]``, as in :class:`Documents`, of all samples of a step, on the CPU.
         context: ranks that share the tokens.
     """
     places_T = context.positions(starts_NT.shape[1], starts_NT.device)

@@ -29,8 +29,8 @@ MODELS = {
     "llama-packed": Scenario(model="llama-packed", **FEW),
     "long": Scenario(steps=20, dropout=0.0, prune=False, freeze=()),
 }
-KEPT = {"long": {"keeps_values": True}}
-ONE = {name: Layout(dims=ParallelDims(), scenario=each, **KEPT.get(name, {})) for name, each in MODELS.items()}
+RETURNED = {"long": {"keeps_values": True}}
+ONE = {name: Layout(dims=ParallelDims(), scenario=each, **RETURNED.get(name, {})) for name, each in MODELS.items()}
 TWO = {
     **{name: replace(each, dims=C2) for name, each in ONE.items()},
     "gpt, zero 1": Layout(dims=C2, scenario=PLAIN, settings=ZERO_1),

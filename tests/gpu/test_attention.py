@@ -12,7 +12,7 @@ from dynmo_train.parallel.context_parallel import ContextRegion
 from tests.unit.dynmo_train.models.test_varlen import MASK, D, H
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
-# Of twice as many tokens, for context parallelism over two ranks.
+# Of 12 tokens, for context parallelism over two ranks.
 LONG_STARTS_BT = torch.tensor(
     [[0, 0, 0, 3, 3, 5, 5, 5, 5, 5, 10, 11], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 6, 6, 6, 9, 9, 9]]
 )
