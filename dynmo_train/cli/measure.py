@@ -139,21 +139,33 @@ def tune_sparse(
 ) -> None:
     """Measure the break-even sparsity of sparse matrix multiplication, for each matrix shape of a model.
 
-    The table is the input of `pretrain --sparse-table`.
+    Forward, gradient of the input and gradient of the weight, in CSR and blocks, on GPUs also in 2:4 formats. The
+    table is the input of `pretrain --sparse-table`.
     """
     need_torch()
-    from ..dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+    from ..dynamics.tuning import model_shapes, table_document, tune, write_sparse_table
+    from ..models.sparse_formats import NEVER
 
     measured_on = _prepare(device, num_threads)
     shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
-    table = tune(shapes, rows, measured_on)
+    table, products = tune(shapes, rows, measured_on)
+    document = table_document(table, products)
     if output is not None:
-        write_sparse_table(output, table)
+        write_sparse_table(output, document)
     if report is Format.JSON:
-        emit_json({"thresholds": table})
+        emit_json(document)
         return
     cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
     emit_table(f"Sparse products, {rows} rows, {measured_on.type}", ("rule", "break-even sparsity"), cells)
+    ratios = [
+        (
+            *(each.rule, each.shape, f"{each.sparsity:g}"),
+            *(f"{part:.2f}" for part in (each.forward, each.backward_input, each.backward_weight, each.total)),
+        )
+        for each in products
+    ]
+    header = ("rule", "weight", "sparsity", "forward", "by input", "by weight", "total")
+    emit_table("Times relative to the dense product", header, ratios)
 
 
 def _prepare(device: DeviceName, num_threads: int) -> torch.device:

@@ -12,7 +12,7 @@ from .options import option
 from .parse import parse_freeze_schedule, parse_layers
 
 ExitMeasure = Literal["softmax", "saturation"]
-PruningMode = Literal["unstructured", "2:4", "block", "structured"]
+PruningMode = Literal["unstructured", "2:4", "2:4-transposable", "block", "structured"]
 PruningScope = Literal["global", "layer"]
 
 
@@ -35,12 +35,13 @@ class PruningConfig:
     pruning_mode: PruningMode = option(
         "Pruned unit: weights, 2:4 pattern, blocks, or heads and MLP columns.", default="unstructured", common=True
     )
+    pruning_block_size: int = option(
+        "Rows and columns of a block with --pruning-mode block: 16, 32, 64 or 128.", default=32, minimum=16, maximum=128
+    )
     pruning_scope: PruningScope = option(
         "Scope of magnitude ranking: whole model (global) or each matrix (layer).", default="global"
     )
-    sparse_threshold: float = option(
-        "Minimum sparsity for sparse matrix multiplication on CPU.", default=0.85, minimum=0, maximum=1
-    )
+    sparse_threshold: float = option("Minimum sparsity for CSR products on CPU.", default=0.85, minimum=0, maximum=1)
     sparse_table: str | None = option(
         "Table of thresholds from dynmo-train tune-sparse; overrides --sparse-threshold.",
         default=None,

@@ -39,15 +39,21 @@ from ..models.gpt import Gpt, GptShape
 from ..models.layer_list import ItemOutput, masks_of
 from ..models.mixture_of_depths import DepthSettings
 from ..models.moe import MoeShape
-from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, SparseTable
+from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable, prefix_of
 from ..models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
-from .tuning import mask_with
+from .tuning import forms_of, mask_with
 
 FORMAT, VERSION = "dynmo-operator-costs", 1
 ACTIVE_SHARES = (0.125, 0.25, 0.5, 0.75)
 BUCKETS = (4, 8, 16, 32)
 STRUCTURED = "structured"
-SPARSITIES = {CSR: (0.5, 0.8, 0.9, 0.95), BLOCK: (0.5, 0.8, 0.9, 0.95), SEMI_STRUCTURED: (0.5,), STRUCTURED: (0.5, 0.9)}
+SPARSITIES = {
+    CSR: (0.5, 0.8, 0.9, 0.95),
+    BLOCK: (0.5, 0.8, 0.9, 0.95),
+    SEMI_STRUCTURED: (0.5,),
+    TRANSPOSABLE: (0.5,),
+    STRUCTURED: (0.5, 0.9),
+}
 CASES = ("dense", "frozen", "pruned", "depths", "exited", "exit", "sparse", "experts")
 
 
@@ -254,9 +260,10 @@ class OperatorCosts:
 
     def _pruned_cases(self) -> Iterator[Case]:
         for form, sparsities in SPARSITIES.items():
-            if self.device.type == "cpu" and form in (BLOCK, SEMI_STRUCTURED):
-                continue
             for name in ("attention", "mlp"):
+                shapes = [layer.weight.shape for layer in masks_of("", self._dense[name].module).values()]
+                if form != STRUCTURED and any(form not in forms_of(*each, self.device.type) for each in shapes):
+                    continue
                 for sparsity in sparsities:
                     operator = self._operator(name)
                     self._prune(operator.module, form, sparsity)
@@ -265,7 +272,7 @@ class OperatorCosts:
 
     def _prune(self, module: nn.Module, form: str, sparsity: float) -> None:
         """Prune the attention or MLP in ``module`` to a sparsity in a format."""
-        prefix = "" if self.device.type == "cpu" else f"{self.device.type}."
+        prefix = prefix_of(self.device.type)
         for name, layer in masks_of("", module).items():
             outputs, inputs = layer.weight.shape
             if form == STRUCTURED:

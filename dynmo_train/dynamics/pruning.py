@@ -29,7 +29,8 @@ from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
 if TYPE_CHECKING:
     from ..config import Config
 
-KINDS = {"unstructured": ("weights",), "2:4": ("weights",), "block": ("weights",), "structured": ("heads", "columns")}
+# Kinds of units that a mode prunes, each ranked on its own.
+KINDS = {"structured": ("heads", "columns")}
 
 # Nonnegative float32 values order as their 31 bits do. (shift, number of values) of three digits: 11, 10 and 10 bits.
 DIGITS = ((20, 2048), (10, 1024), (0, 1024))
@@ -215,7 +216,7 @@ class GradualPruning(Technique):
             ]
         # A worker may hold no unit of a kind, and must take part in the sums all the same.
         found: dict[str, int] = {}
-        for kind in KINDS[self.rule.mode]:
+        for kind in KINDS.get(self.rule.mode, ("weights",)):
             scores = [each.units.scores for each in units if each.is_counted and each.units.kind == kind]
             count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
             rank = round(share * count)
@@ -239,7 +240,8 @@ def _build(config: Config) -> TechniqueBuilder | None:
         initial=options.initial_sparsity,
         final=options.final_sparsity,
     )
-    return partial(GradualPruning, schedule, PruningRule(mode=options.pruning_mode, scope=options.pruning_scope))
+    rule = PruningRule(mode=options.pruning_mode, scope=options.pruning_scope, block_size=options.pruning_block_size)
+    return partial(GradualPruning, schedule, rule)
 
 
 TECHNIQUE = TechniqueSpec(build=_build)

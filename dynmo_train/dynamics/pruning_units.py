@@ -1,4 +1,4 @@
-"""Units of pruning: single weights, two of four, blocks, or attention heads and MLP columns, each with a score.
+"""Units of pruning, each with a score: single weights, two of four, tiles, blocks, attention heads, MLP columns.
 
 A unit is pruned as a whole. Its score is a function of its own weights, so the worker that holds them computes it;
 ``pruning.py`` finds the lowest scores over all workers.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations, product
 from typing import Literal
 
 import torch
@@ -19,8 +20,9 @@ from ..models.blocks import FeedForward, SelfAttention
 from ..models.linear import PrunableLinear
 from ..models.sparse_formats import BLOCK_SIZE
 
-Mode = Literal["unstructured", "2:4", "block", "structured"]
+Mode = Literal["unstructured", "2:4", "2:4-transposable", "block", "structured"]
 Scope = Literal["global", "layer"]
+TWO_OF_FOUR = ("2:4", "2:4-transposable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,20 @@ class PruningRule:
     """What is pruned, and among which units the lowest scores are sought.
 
     Attributes:
-        mode: ``unstructured`` (single weights), ``2:4`` (the two smallest of four in a row), ``block`` (32 x 32
-            weights) or ``structured`` (heads, or key-value groups with their heads, and MLP columns).
+        mode: ``unstructured`` (single weights), ``2:4`` (the two smallest of four in a row), ``2:4-transposable`` (two
+            of four in each row and each column of a tile of 4 x 4), ``block`` (``block_size`` x ``block_size`` weights)
+            or ``structured`` (heads, or key-value groups with their heads, and MLP columns).
         scope: over the whole model (``global``) or in each weight matrix (``layer``).
+        block_size: rows and columns of a block.
     """
 
     mode: Mode = "unstructured"
     scope: Scope = "global"
+    block_size: int = BLOCK_SIZE
 
     def share(self, sparsity: float) -> float:
-        """The fraction of units to prune for a sparsity: a pruned group of four loses half of its weights."""
-        return min(1.0, 2 * sparsity) if self.mode == "2:4" else sparsity
+        """The fraction of units to prune for a sparsity: a pruned group of four or tile loses half of its weights."""
+        return min(1.0, 2 * sparsity) if self.mode in TWO_OF_FOUR else sparsity
 
 
 SINGLE_WEIGHTS = PruningRule()
@@ -75,7 +80,10 @@ def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
         return
     for part in module.modules():
         if isinstance(part, PrunableLinear):
-            yield {"unstructured": _weights, "2:4": _fours, "block": _blocks}[rule.mode](part)
+            if rule.mode == "block":
+                yield _blocks(part, rule.block_size)
+            else:
+                yield {"unstructured": _weights, "2:4": _fours, "2:4-transposable": _tiles}[rule.mode](part)
 
 
 def single_weights(layer: PrunableLinear, own: torch.Tensor) -> Units:
@@ -114,15 +122,44 @@ def _fours(layer: PrunableLinear) -> Units:
     return Units(layers=(layer,), kind="weights", scores=groups.gather(1, order[:, :2]).sum(1), prune=prune)
 
 
-def _blocks(layer: PrunableLinear) -> Units:
-    """Blocks of 32 x 32 weights with their mean magnitude as the score; blocks at the edges may be smaller."""
+def transposable_masks() -> torch.Tensor:
+    """The 90 masks of a 4 x 4 tile with two kept weights in each row and each column, float32 ``[90, 16]``."""
+    rows = [torch.tensor([float(place in chosen) for place in range(4)]) for chosen in combinations(range(4), 2)]
+    tiles = (torch.stack(each) for each in product(rows, repeat=4))
+    return torch.stack([tile.view(16) for tile in tiles if bool((tile.sum(0) == 2).all())])
+
+
+def _tiles(layer: PrunableLinear) -> Units:
+    """Tiles of 4 x 4 weights under the transposable mask that keeps the largest sum of magnitudes.
+
+    Exact: all 90 masks are compared (Hubara et al. 2021, arXiv:2102.08124, find them by min-cost flow). The score is
+    the sum of the magnitudes that the mask prunes. Rows and columns beyond a multiple of four are never pruned.
+    """
+    weight = layer.weight.detach()
+    rows, columns = (size - size % 4 for size in weight.shape)
+    tiles = weight[:rows, :columns].reshape(rows // 4, 4, columns // 4, 4).transpose(1, 2)
+    masks = transposable_masks().to(weight.device)
+    # Sums of pruned magnitudes: never negative, unlike a difference of sums.
+    pruned, best = (tiles.reshape(-1, 16).abs().float() @ (1.0 - masks).t()).min(dim=1)
+
+    def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
+        chosen = masks[best].bool() | keep[:, None]
+        full_mask = torch.ones_like(weight, dtype=torch.bool)
+        full_mask[:rows, :columns] = chosen.view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
+        return [(layer, full_mask)]
+
+    return Units(layers=(layer,), kind="weights", scores=pruned, prune=prune)
+
+
+def _blocks(layer: PrunableLinear, size: int) -> Units:
+    """Blocks of ``size`` x ``size`` weights, scored by mean magnitude; blocks at the edges may be smaller."""
     weight = layer.weight.detach()
     outputs, inputs = weight.shape
-    row = torch.arange(outputs, device=weight.device) // BLOCK_SIZE
-    column = torch.arange(inputs, device=weight.device) // BLOCK_SIZE
-    across = -(-inputs // BLOCK_SIZE)
+    row = torch.arange(outputs, device=weight.device) // size
+    column = torch.arange(inputs, device=weight.device) // size
+    across = -(-inputs // size)
     number_OI = row[:, None] * across + column[None, :]
-    count = -(-outputs // BLOCK_SIZE) * across
+    count = -(-outputs // size) * across
     sums = torch.zeros(count, device=weight.device).index_add(0, number_OI.view(-1), weight.abs().view(-1))
     sizes = torch.bincount(number_OI.view(-1), minlength=count)
     return Units(layers=(layer,), kind="weights", scores=sums / sizes, prune=lambda keep: [(layer, keep[number_OI])])

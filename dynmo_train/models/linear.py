@@ -4,9 +4,7 @@ The dense weight and its mask are the only state: checkpoints, moves and the opt
 formats are derived from them. Which one runs is a pure function of mask and table, so placement changes no bit.
 
     weight_OI, mask_OI ─▶ SparseTable.form ─┬─ dense   F.linear
-                                            ├─ csr     values at CsrPattern, gathered once a step
-                                            ├─ block   BSR, 32 x 32 (CUDA)
-                                            ├─ 2:4     semi-structured (CUDA, 16 bit)
+                                            ├─ csr, block, 2:4   operands of sparse_products.py, built once a step
                                             └─ structured pruning: a narrower dense product
 
 Shapes in names: N = B*T input rows, O output features, I input features.
@@ -17,126 +15,45 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .sparse_formats import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, unpruned_lines
+from .sparse_formats import BLOCK, CSR, DENSE, SparseTable, block_size, unpruned_lines
+from .sparse_products import (
+    BlockOperand,
+    BlockPattern,
+    CsrOperand,
+    CsrPattern,
+    SemiStructuredOperand,
+    SparseOperand,
+    TritonBlockOperand,
+    block_pattern,
+    csr_pattern,
+)
 
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class CsrPattern:
-    """Positions of the nonzeros of a weight ``[O, I]``, for products with it and with its transpose.
-
-    Attributes:
-        rows: row pointers of the weight, int32 ``[O + 1]``.
-        columns: column of each nonzero, int32 ``[nnz]``.
-        flat: position of each nonzero in the flattened weight, int64 ``[nnz]``.
-        rows_t: row pointers of the transpose, int32 ``[I + 1]``.
-        columns_t: column of each nonzero of the transpose, int32 ``[nnz]``.
-        order_t: position in ``flat`` of each nonzero of the transpose, int64 ``[nnz]``.
-        shape: O and I.
-    """
-
-    rows: torch.Tensor
-    columns: torch.Tensor
-    flat: torch.Tensor
-    rows_t: torch.Tensor
-    columns_t: torch.Tensor
-    order_t: torch.Tensor
-    shape: tuple[int, int]
-
-
-def csr_pattern(mask_OI: torch.Tensor) -> CsrPattern:
-    """Build the pattern of a mask ``mask_OI``, bool ``[O, I]``, true where a weight is kept."""
-    # ``nonzero`` lists rows in order. A stable sort by column keeps rows ascending: CSR of the transpose wants that.
-    row, column = mask_OI.nonzero(as_tuple=True)
-    order_t = torch.argsort(column, stable=True)
-
-    def pointers(counts: torch.Tensor) -> torch.Tensor:
-        return F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-
-    return CsrPattern(
-        rows=pointers(mask_OI.sum(1)),
-        columns=column.to(torch.int32),
-        flat=row * mask_OI.shape[1] + column,
-        rows_t=pointers(mask_OI.sum(0)),
-        columns_t=row[order_t].to(torch.int32),
-        order_t=order_t,
-        shape=(mask_OI.shape[0], mask_OI.shape[1]),
-    )
-
-
-class _CsrLinear(torch.autograd.Function):
+class _SparseLinear(torch.autograd.Function):
     """``y = x W^T`` and both gradients on the nonzeros of W; the gradient of W is zero at pruned weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, values: torch.Tensor, pattern: CsrPattern
-    ) -> torch.Tensor:
-        ctx.pattern = pattern
-        ctx.save_for_backward(x_NI, values)
-        # Copied to row-major: the following operations lose more time on a transposed layout than the copy takes.
-        return (_csr_weight(values, pattern) @ x_NI.t()).t().contiguous()
+    def forward(ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, operand: SparseOperand) -> torch.Tensor:
+        ctx.operand = operand
+        ctx.save_for_backward(x_NI)
+        return operand.product(x_NI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_NI, values = ctx.saved_tensors
-        pattern: CsrPattern = ctx.pattern
-        grad_x = _csr_input_gradient(grad_NO, values, pattern) if ctx.needs_input_grad[0] else None
-        grad_weight = _csr_weight_gradient(grad_NO, x_NI, values, pattern) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
-
-
-def _csr_weight(values: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
-    return torch.sparse_csr_tensor(
-        pattern.rows, pattern.columns, values, pattern.shape, check_invariants=False, requires_grad=False
-    )
-
-
-def _csr_input_gradient(grad_NO: torch.Tensor, values: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
-    transposed = torch.sparse_csr_tensor(
-        pattern.rows_t, pattern.columns_t, values[pattern.order_t], pattern.shape[::-1], check_invariants=False
-    )
-    return (transposed @ grad_NO.t()).t().contiguous()
-
-
-def _csr_weight_gradient(
-    grad_NO: torch.Tensor, x_NI: torch.Tensor, values: torch.Tensor, pattern: CsrPattern
-) -> torch.Tensor:
-    # Only the nonzeros of the product are computed; the gradient is dense, as the optimizer expects it.
-    places = _csr_weight(torch.zeros_like(values), pattern)
-    sampled = torch.sparse.sampled_addmm(places, grad_NO.t().contiguous(), x_NI.contiguous(), beta=0.0)
-    outputs, inputs = pattern.shape
-    grad_weight = torch.zeros(outputs * inputs, dtype=values.dtype, device=values.device)
-    grad_weight[pattern.flat] = sampled.values()
-    return grad_weight.view(outputs, inputs)
-
-
-class _MaskedLinear(torch.autograd.Function):
-    """``y = x W^T`` with a sparse W, dense products for both gradients; the one of W is zero at pruned weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, sparse_OI: torch.Tensor, mask_OI: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_NI, weight_OI, mask_OI)
-        return (sparse_OI @ x_NI.t()).t().contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_NI, weight_OI, mask_OI = ctx.saved_tensors
-        grad_x = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
-        grad_weight = (grad_NO.t() @ x_NI) * mask_OI if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        (x_NI,) = ctx.saved_tensors
+        operand: SparseOperand = ctx.operand
+        of_input, of_weight, _ = ctx.needs_input_grad
+        return *operand.gradients(grad_NO, x_NI, of_input=of_input, of_weight=of_weight), None
 
 
 # Layers by the number in their ``handle``: operations in a compiled graph have tensors as arguments, not layers.
@@ -153,8 +70,7 @@ def sparse_product(x_NI: torch.Tensor, weight_OI: torch.Tensor, handle: torch.Te
         weight_OI: weight, ``[O, I]``, of which the layer has the nonzeros.
         handle: int64 scalar on the CPU, number of the layer.
     """
-    layer = _SPARSE_LAYERS[int(handle)]
-    return (layer.sparse_weight() @ x_NI.t()).t().contiguous()
+    return _SPARSE_LAYERS[int(handle)].operand().product(x_NI)
 
 
 @sparse_product.register_fake
@@ -174,12 +90,9 @@ def sparse_gradients(
         weight_OI: weight, ``[O, I]``.
         handle: int64 scalar on the CPU, number of the layer.
     """
-    layer = _SPARSE_LAYERS[int(handle)]
-    if layer.pattern is None or layer.values is None:
-        mask = torch.ones_like(weight_OI) if layer.mask is None else layer.mask
-        return grad_NO @ weight_OI, (grad_NO.t() @ x_NI) * mask
-    pattern, values = layer.pattern, layer.values
-    return _csr_input_gradient(grad_NO, values, pattern), _csr_weight_gradient(grad_NO, x_NI, values, pattern)
+    operand = _SPARSE_LAYERS[int(handle)].operand()
+    grad_x, grad_weight = operand.gradients(grad_NO, x_NI, of_input=True, of_weight=True)
+    return cast("torch.Tensor", grad_x), cast("torch.Tensor", grad_weight)
 
 
 @sparse_gradients.register_fake
@@ -198,16 +111,6 @@ def _sparse_backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 sparse_product.register_autograd(_sparse_backward, setup_context=_save_operands)
-
-
-def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
-    """The weight ``weight_OI`` ``[O, I]`` in the format ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
-    if form == BLOCK:
-        return weight_OI.to_sparse_bsr((BLOCK_SIZE, BLOCK_SIZE))
-    from torch.sparse import to_sparse_semi_structured
-
-    semi: torch.Tensor = to_sparse_semi_structured(weight_OI)
-    return semi
 
 
 class PrunableLinear(nn.Module):
@@ -240,9 +143,8 @@ class PrunableLinear(nn.Module):
         self.columns: torch.Tensor | None = None
         self.enter: StreamEnd | None = None
         self.leave: StreamEnd | None = None
-        self.pattern: CsrPattern | None = None
-        self.values: torch.Tensor | None = None
-        self._sparse: torch.Tensor | None = None
+        self.pattern: CsrPattern | BlockPattern | None = None
+        self._operand: SparseOperand | None = None
         self._handle: torch.Tensor | None = None
 
     @property
@@ -276,34 +178,41 @@ class PrunableLinear(nn.Module):
                     torch._dynamo.maybe_mark_dynamic(lines, 0)
             return
         self.form = table.form(mask_OI, self.weight.device.type)
-        self.pattern = csr_pattern(mask_OI) if self.form == CSR else None
+        self.pattern = None
+        if self.form == CSR:
+            self.pattern = csr_pattern(mask_OI)
+        elif self.form == BLOCK:
+            self.pattern = block_pattern(mask_OI, block_size(mask_OI))
 
     def weights_changed(self) -> None:
         """Discard what was derived from the weight; call this after each write to it."""
-        self.values = self._sparse = None
+        self._operand = None
 
     def prepare(self) -> None:
         """Derive what a sparse product reads of the weight, before a compiled graph runs it."""
-        if self.pattern is None and self.form not in (BLOCK, SEMI_STRUCTURED):
+        if self.form == DENSE:
             return
         if self._handle is None or _SPARSE_LAYERS.get(int(self._handle)) is not self:
             number = next(_NUMBERS)
             self._handle, _SPARSE_LAYERS[number] = torch.tensor(number), self
-        self.sparse_weight()
+        self.operand()
 
-    def sparse_weight(self) -> torch.Tensor:
-        """The weight ``[O, I]`` in its sparse format; its values are copied once after each change of the weight."""
-        if self.pattern is not None:
-            return _csr_weight(self._csr_values(self.pattern), self.pattern)
-        if self._sparse is None:
-            self._sparse = sparse_copy(self.weight.detach(), self.form)
-        return self._sparse
+    def operand(self) -> SparseOperand:
+        """The weight in its sparse format; built once a step, for all microbatches and for recomputation."""
+        if self._operand is None:
+            self._operand = self._build_operand()
+        return self._operand
 
-    def _csr_values(self, pattern: CsrPattern) -> torch.Tensor:
-        # Gathered once a step, for all microbatches and for recomputation; ``weights_changed`` discards it.
-        if self.values is None:
-            self.values = self.weight.detach().view(-1)[pattern.flat].float()
-        return self.values
+    def _build_operand(self) -> SparseOperand:
+        if isinstance(self.pattern, CsrPattern):
+            return CsrOperand(self.weight, self.pattern)
+        if isinstance(self.pattern, BlockPattern):
+            if self.weight.device.type == "cuda":
+                return TritonBlockOperand(self.weight, self.pattern)
+            return BlockOperand(self.weight, self.pattern)
+        if self.mask is None:
+            raise RuntimeError("a weight without a mask has no sparse format")
+        return SemiStructuredOperand(self.weight, self.mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
@@ -325,16 +234,9 @@ class PrunableLinear(nn.Module):
         # An expert may have no token; the sparse products are not called with empty inputs.
         if not x.numel():
             return F.linear(x, self.weight, bias)
-        if self.pattern is not None:
-            y_NO = self._csr(x.reshape(-1, x.shape[-1]), self.pattern)
-        elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:
-            x_NI = x.reshape(-1, x.shape[-1])
-            if torch.compiler.is_compiling():
-                y_NO = sparse_product(x_NI, self.weight, self._handle)
-            else:
-                y_NO = _MaskedLinear.apply(x_NI, self.weight, self.sparse_weight(), self.mask)  # type: ignore[no-untyped-call]
-        else:
+        if self.form == DENSE:
             return F.linear(x, self.weight, bias)
+        y_NO = self._sparse(x.reshape(-1, x.shape[-1]))
         return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)
 
     def _narrow(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -345,13 +247,14 @@ class PrunableLinear(nn.Module):
             weight = weight[:, self.columns]
         return F.linear(x, weight, bias)
 
-    def _csr(self, x_NI: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
-        # CSR products exist in float32 only; the casts do nothing there.
+    def _sparse(self, x_NI: torch.Tensor) -> torch.Tensor:
+        weight_OI: torch.Tensor = self.weight
+        if self.form == CSR:
+            # CSR products exist in float32 only; the casts do nothing there.
+            x_NI, weight_OI = x_NI.float(), weight_OI.float()
         y_NO: torch.Tensor
         if torch.compiler.is_compiling():
-            y_NO = sparse_product(x_NI.float(), self.weight.float(), self._handle)
+            y_NO = sparse_product(x_NI, weight_OI, self._handle)
         else:
-            y_NO = _CsrLinear.apply(  # type: ignore[no-untyped-call]
-                x_NI.float(), self.weight.float(), self._csr_values(pattern), pattern
-            )
+            y_NO = _SparseLinear.apply(x_NI, weight_OI, self.operand())  # type: ignore[no-untyped-call]
         return y_NO

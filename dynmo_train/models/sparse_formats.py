@@ -6,6 +6,7 @@ so that the choice never depends on the rank that has the weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,11 +16,28 @@ import torch
 DENSE = "dense"
 CSR = "csr"
 SEMI_STRUCTURED = "2:4"
+# The rule of 2:4 masks whose transpose is one, too: then the gradient of the input is a sparse product.
+TRANSPOSABLE = "2:4-transposable"
+# A threshold that no sparsity reaches; infinity is not a JSON number.
+NEVER = 2.0
 BLOCK = "block"
-# On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9, a quarter at 0.95 (measured on shapes
-# from 256x1024 to 384x1536 with one thread and MKL). The values for CUDA are not measured: tune-sparse does that.
-BUILT_IN: Mapping[str, float] = MappingProxyType({CSR: 0.85, "cuda.2:4": 0.5, "cuda.block": 0.7, "cuda.csr": 0.98})
+# Forward and both gradients on CPU, relative to dense (512x512 to 2048x512, 512 tokens, one thread and MKL): CSR 0.8 at
+# sparsity 0.85 and 0.5 at 0.9; blocks of 32 0.95 at sparsity 0.5 and 0.4 at 0.8, of 16 0.65 at 0.8, of 64 0.7 at 0.5.
+# The values for CUDA are not measured: tune-sparse does that.
+BUILT_IN: Mapping[str, float] = MappingProxyType(
+    {
+        CSR: 0.85,
+        "block": 0.6,
+        "block16": 0.75,
+        "block64": 0.5,
+        "block128": 0.5,
+        "cuda.2:4": 0.5,
+        "cuda.block": 0.7,
+        "cuda.csr": 0.98,
+    }
+)
 BLOCK_SIZE = 32
+BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +45,8 @@ class SparseTable:
     """Sparsities from which a sparse format is the fastest.
 
     Attributes:
-        thresholds: rule -> fraction of zeros: ``csr`` (on CPU), ``cuda.csr``, ``cuda.2:4``, ``cuda.block``; for one
+        thresholds: rule -> fraction of zeros: ``csr`` and ``block`` (on CPU), ``cuda.csr``, ``cuda.2:4``,
+            ``cuda.2:4-transposable``, ``cuda.block``; for blocks of another size than 32 such as ``block64``; for one
             shape of weight, outputs x inputs, ``csr 1024x256``.
         structured: whether whole rows and columns are pruned, so that products run on the remaining rows and columns.
     """
@@ -36,8 +55,23 @@ class SparseTable:
     structured: bool = False
 
     def threshold(self, rule: str, outputs: int, inputs: int) -> float:
-        """The threshold of a rule for a weight ``[outputs, inputs]``; above 1 where the format is never used."""
-        return self.thresholds.get(f"{rule} {outputs}x{inputs}", self.thresholds.get(rule, 2.0))
+        """The threshold of a rule for a weight ``[outputs, inputs]``; above 1 where the format is never used.
+
+        Without ``block64`` or ``2:4-transposable`` the rule ``block`` or ``2:4`` is used.
+        """
+        for each in dict.fromkeys((rule, general_rule(rule))):
+            for key in (f"{each} {outputs}x{inputs}", each):
+                if key in self.thresholds:
+                    return self.thresholds[key]
+        return NEVER
+
+    def lowest(self, rule: str) -> float:
+        """The lowest threshold of a rule over all shapes; above 1 where the format is never used."""
+        for each in dict.fromkeys((rule, general_rule(rule))):
+            found = [value for key, value in self.thresholds.items() if key.partition(" ")[0] == each]
+            if found:
+                return min(found)
+        return NEVER
 
     def form(self, mask_OI: torch.Tensor, device_type: str) -> str:
         """The format of a product: the first of block, CSR and 2:4 that fits and is faster, else dense.
@@ -48,12 +82,38 @@ class SparseTable:
         """
         outputs, inputs = mask_OI.shape
         sparsity = 1.0 - int(mask_OI.sum()) / mask_OI.numel()
-        if device_type == "cpu":
-            return CSR if sparsity >= self.threshold(CSR, outputs, inputs) else DENSE
-        for form, fits in ((BLOCK, is_in_blocks), (CSR, lambda _: True), (SEMI_STRUCTURED, is_semi_structured)):
-            if sparsity >= self.threshold(f"{device_type}.{form}", outputs, inputs) and fits(mask_OI):
-                return form
+        prefix = prefix_of(device_type)
+        size = block_size(mask_OI)
+        if size and sparsity >= self.threshold(f"{prefix}{block_rule(size)}", outputs, inputs):
+            return BLOCK
+        if sparsity >= self.threshold(f"{prefix}{CSR}", outputs, inputs):
+            return CSR
+        # torch has no 2:4 product on CPU.
+        if device_type != "cpu" and is_semi_structured(mask_OI):
+            rule = TRANSPOSABLE if is_semi_structured(mask_OI.t()) else SEMI_STRUCTURED
+            if sparsity >= self.threshold(f"{prefix}{rule}", outputs, inputs):
+                return SEMI_STRUCTURED
         return DENSE
+
+
+def prefix_of(device_type: str) -> str:
+    """What precedes the rules of a device in a table: nothing for ``cpu``, ``cuda.`` for ``cuda``."""
+    return "" if device_type == "cpu" else f"{device_type}."
+
+
+def general_rule(rule: str) -> str:
+    """The rule that stands for ``rule`` where a table lacks it: ``block`` for ``block64``, ``2:4`` for transposable."""
+    return re.sub(rf"{BLOCK}\d+$", BLOCK, rule).removesuffix("-transposable")
+
+
+def block_rule(size: int) -> str:
+    """The rule of a table for blocks of ``size`` x ``size`` weights: ``block`` for 32, else such as ``block64``."""
+    return BLOCK if size == BLOCK_SIZE else f"{BLOCK}{size}"
+
+
+def block_size(mask_OI: torch.Tensor) -> int:
+    """The largest of ``BLOCK_SIZES`` by which ``mask_OI`` ``[O, I]`` consists of whole blocks; 0 without one."""
+    return next((size for size in reversed(BLOCK_SIZES) if is_in_blocks(mask_OI, size)), 0)
 
 
 def is_semi_structured(mask_OI: torch.Tensor) -> bool:

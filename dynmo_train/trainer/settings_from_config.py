@@ -21,7 +21,16 @@ from ..models.compiled import CompileSettings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
-from ..models.sparse_formats import BUILT_IN, CSR, SparseTable
+from ..models.sparse_formats import (
+    BUILT_IN,
+    CSR,
+    NEVER,
+    SEMI_STRUCTURED,
+    TRANSPOSABLE,
+    SparseTable,
+    block_rule,
+    prefix_of,
+)
 from ..models.vocabulary_shards import WORDS
 from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
@@ -80,6 +89,47 @@ def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTa
     if stored is not None and config.sources["sparse_threshold"] == "default":
         return SparseTable(thresholds=stored, structured=structured)
     return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
+
+
+def dense_products_warning(config: Config, table: SparseTable, device_type: str) -> str | None:
+    """A sentence for a run whose pruned weights are multiplied as dense ones; None where a sparse format is faster.
+
+    Args:
+        config: configuration of the run.
+        table: thresholds of the sparse formats.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    pruning, prefix = config.pruning, prefix_of(device_type)
+    rules = {
+        "unstructured": CSR,
+        "2:4": SEMI_STRUCTURED,
+        "2:4-transposable": TRANSPOSABLE,
+        "block": block_rule(pruning.pruning_block_size),
+    }
+    # Narrower dense products need no threshold.
+    if not pruning.sparsify or pruning.pruning_mode not in rules:
+        return None
+
+    def threshold(mode: str) -> float:
+        rule = rules[mode]
+        # torch has no 2:4 product on CPU.
+        return NEVER if device_type == "cpu" and rule.startswith(SEMI_STRUCTURED) else table.lowest(f"{prefix}{rule}")
+
+    own = threshold(pruning.pruning_mode)
+    if pruning.final_sparsity >= own:
+        return None
+    when = f"are faster from {own:g}" if own <= 1 else "do not exist or are never faster"
+    others = [
+        f"--pruning-mode {mode} from {value:g}"
+        for mode in ("block", "2:4-transposable")
+        if mode != pruning.pruning_mode and (value := threshold(mode)) <= 1
+    ]
+    return (
+        f"pruning to sparsity {pruning.final_sparsity:g} saves no time: weights pruned by --pruning-mode"
+        f" {pruning.pruning_mode} are multiplied as dense ones on {device_type}, where sparse products {when};"
+        f" faster than dense: {', '.join([*others, '--pruning-mode structured from any sparsity'])}"
+        " (dynmo-train tune-sparse measures the thresholds)"
+    )
 
 
 def compression_settings(config: Config) -> CompressionSettings:

@@ -62,7 +62,7 @@ from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_shards, describe_workers, measure_links
 from .monitoring.scalar_writers import check_clients
 from .run_directory import RunDirectory, open_run_directory_on_rank0
-from .settings_from_config import engine_settings, initial_partition, schedule_in_profile
+from .settings_from_config import dense_products_warning, engine_settings, initial_partition, schedule_in_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,8 @@ def setup_run(config: Config, world: World) -> InitialState:
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
+    if world.is_rank0 and (warning := dense_products_warning(config, settings.sparse, world.device.type)):
+        print_message(f"warning: {warning}")
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))

@@ -137,5 +137,8 @@ def test_tune_sparse_writes_a_readable_table(tmp_path):
     assert code == 0, err
     table = json.loads(out)["thresholds"]
     assert table == read_sparse_table(path)
-    assert set(table) == {"csr", "csr 96x32", "csr 32x32", "csr 128x32", "csr 32x128"}
-    assert table["csr"] == max(value for rule, value in table.items() if rule != "csr")
+    shapes = ("96x32", "32x32", "128x32", "32x128")
+    rules = ("csr", "block", "block16")
+    assert set(table) == {*rules, *(f"{rule} {shape}" for rule in rules for shape in shapes)}
+    assert {each["rule"] for each in json.loads(out)["measured"]} == set(rules)
+    assert table["csr"] == max(value for rule, value in table.items() if rule.startswith("csr "))

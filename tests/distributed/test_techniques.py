@@ -38,6 +38,8 @@ TECHNIQUES = {
     "expert choice": MoeShape(num_experts=4, top_k=2, routing="expert-choice"),
     "balanced experts": MoeShape(num_experts=4, top_k=1, routing="balanced"),
     "2:4": PruningRule(mode="2:4"),
+    "transposable": PruningRule(mode="2:4-transposable"),
+    "blocks": PruningRule(mode="block", block_size=16),
     "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
 }
 
@@ -78,6 +80,8 @@ CASES = {
     "expert choice, moving": (2, "expert choice", {"moves": True}),
     "balanced experts, moving": (2, "balanced experts", {"moves": True, "recompute": True}),
     "2:4": (2, "2:4", {}),
+    "transposable, moving": (2, "transposable", {"moves": True}),
+    "blocks, moving": (2, "blocks", {"moves": True, "recompute": True}),
     "adaptive, moving": (2, "adaptive", {"moves": True}),
     "adaptive, zero-bubble": (2, "adaptive", {"schedule": "zero-bubble", "recompute": True}),
     "sparse, moving": (2, "sparse", {"moves": True, "recompute": True}),

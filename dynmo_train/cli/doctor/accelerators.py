@@ -183,7 +183,7 @@ def fused_adamw(torch: Any) -> Finding:
 
 
 def sparse_products(torch: Any) -> Iterator[Finding]:
-    """The sparse products of pruned weights: CSR on CPUs; block, CSR and 2:4 on GPUs."""
+    """The sparse products of pruned weights: CSR on CPUs, whose blocks need no kernel; block, CSR and 2:4 on GPUs."""
     if not torch.cuda.is_available():
         if torch.backends.mkl.is_available():
             yield ok("Kernels", "sparse CSR", "MKL")

@@ -176,6 +176,11 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --sparsify",
     ),
     EffectRule(
+        options=("pruning_block_size",),
+        when=lambda c: c.pruning.sparsify and c.pruning.pruning_mode == "block",
+        without="without --sparsify and --pruning-mode block",
+    ),
+    EffectRule(
         options=("freeze_tied", "freeze_cache_activations"),
         when=_freezes,
         without="without --freeze-schedule or --freeze-adaptive",

@@ -10,6 +10,7 @@ from ..extensions import balancer_names
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
+BLOCK_SIZES = (16, 32, 64, 128)
 SINGLE_STACK_FAMILIES = ("gpt", "bert", "llama")
 
 
@@ -34,8 +35,13 @@ def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
             f"is {pruning.pruning_mode} with --pruning-scope {pruning.pruning_scope}; must be unstructured and global"
             f" with --zero-stage {config.parallel.zero_stage}, which shards matrices",
         )
-    if pruning.pruning_mode == "2:4" and pruning.final_sparsity > 0.5:
-        yield conflict("--final-sparsity", f"is {pruning.final_sparsity}; must be at most 0.5 with --pruning-mode 2:4")
+    if pruning.pruning_mode.startswith("2:4") and pruning.final_sparsity > 0.5:
+        yield conflict(
+            "--final-sparsity",
+            f"is {pruning.final_sparsity}; must be at most 0.5 with --pruning-mode {pruning.pruning_mode}",
+        )
+    if pruning.pruning_block_size not in BLOCK_SIZES:
+        yield conflict("--pruning-block-size", f"is {pruning.pruning_block_size}; must be 16, 32, 64 or 128")
 
 
 def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:

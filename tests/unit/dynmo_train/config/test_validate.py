@@ -152,6 +152,11 @@ CASES = {
     "pruning order": ({"sparsify": True, "pruning_start_iter": 51}, "--pruning-end-iter"),
     "sparsity order": ({"sparsify": True, "initial_sparsity": 0.95}, "--final-sparsity"),
     "too sparse": ({"sparsify": True, "pruning_mode": "2:4", "final_sparsity": 0.6}, "--final-sparsity"),
+    "transposed": ({"sparsify": True, "pruning_mode": "2:4-transposable", "final_sparsity": 0.6}, "--final-sparsity"),
+    "block size": (
+        {"sparsify": True, "pruning_mode": "block", "pruning_block_size": 48},
+        "--pruning-block-size",
+    ),
     "two ways to freeze": ({"freeze_adaptive": True, "freeze_schedule": "1:1"}, "--freeze-adaptive"),
     "cache of nothing": ({"freeze_cache_activations": 8}, "--freeze-cache-activations"),
     "cache of what trains": ({"freeze_cache_activations": 8, "freeze_adaptive": True}, "--freeze-cache-activations"),

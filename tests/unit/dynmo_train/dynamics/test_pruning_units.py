@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.dynamics.pruning_units import PruningRule, units_of
+from dynmo_train.dynamics.pruning_units import PruningRule, transposable_masks, units_of
 from dynmo_train.dynamics.tuning import threshold_of
 from dynmo_train.models.blocks import Mlp, SelfAttention
 from dynmo_train.models.linear import PrunableLinear
@@ -51,6 +53,44 @@ def test_two_of_four_prunes_the_two_smallest():
     assert float(half.float().mean()) == 0.75
 
 
+def test_transposable_tiles_keep_the_best_of_all_masks():
+    """Against brute force over the masks of each tile, on a weight with edges that are not pruned."""
+    layer = drawn(PrunableLinear(10, 14, CPU))
+    [units] = units_of(layer, PruningRule(mode="2:4-transposable"))
+    assert len(transposable_masks()) == 90
+    [(_, mask)] = weakest(units, 1.0)
+    assert bool(mask[12:].all())
+    assert bool(mask[:, 8:].all())
+    magnitudes = layer.weight.detach().abs()
+    for row in range(0, 12, 4):
+        for column in range(0, 8, 4):
+            tile, kept = magnitudes[row : row + 4, column : column + 4], mask[row : row + 4, column : column + 4]
+            assert kept.sum(0).tolist() == kept.sum(1).tolist() == [2, 2, 2, 2]
+            rows = [[i, j] for i in range(4) for j in range(i)]
+            sums = [
+                float(sum(tile[i, chosen].sum() for i, chosen in enumerate(each)))
+                for each in itertools.product(rows, repeat=4)
+                if sorted(itertools.chain(*each)) == [0, 0, 1, 1, 2, 2, 3, 3]
+            ]
+            assert float((tile * kept).sum()) == pytest.approx(max(sums))
+    [(_, half)] = weakest(units, 0.5)
+    assert int((~half).sum()) == 3 * 8
+
+
+def test_transposable_mask_is_two_of_four_in_both_directions():
+    layer = drawn(PrunableLinear(64, 64, CPU))
+    [units] = units_of(layer, PruningRule(mode="2:4-transposable"))
+    [(_, mask)] = weakest(units, 1.0)
+    assert is_semi_structured(mask)
+    assert is_semi_structured(mask.t())
+    # Pruned again, the mask stays: weights that are zero have the lowest score.
+    with torch.no_grad():
+        layer.weight.mul_(mask)
+    [units] = units_of(layer, PruningRule(mode="2:4-transposable"))
+    [(_, again)] = weakest(units, 1.0)
+    assert torch.equal(again, mask)
+
+
 def test_block_units_include_smaller_edge_blocks():
     layer = drawn(PrunableLinear(64, 96, CPU))
     [units] = units_of(layer, PruningRule(mode="block"))
@@ -59,6 +99,8 @@ def test_block_units_include_smaller_edge_blocks():
     [(_, mask)] = weakest(units, 0.5)
     assert is_in_blocks(mask)
     assert float(mask.float().mean()) == 0.5
+    [small] = units_of(layer, PruningRule(mode="block", block_size=16))
+    assert len(small.scores) == 24
     [uneven] = units_of(drawn(PrunableLinear(40, 33, CPU)), PruningRule(mode="block"))
     assert len(uneven.scores) == 4
     assert sum(m.numel() - int(m.sum()) for _, m in uneven.prune(torch.tensor([True, True, True, False]))) == 8

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.models.linear import PrunableLinear, csr_pattern
-from dynmo_train.models.sparse_formats import BLOCK, BUILT_IN, CSR, DENSE, SEMI_STRUCTURED, SparseTable
+from dynmo_train.models.linear import PrunableLinear
+from dynmo_train.models.sparse_formats import BLOCK, BUILT_IN, CSR, DENSE, SEMI_STRUCTURED, SparseTable, block_size
+from dynmo_train.models.sparse_products import csr_pattern
 
 CPU = torch.device("cpu")
 
@@ -93,6 +95,8 @@ def mask_of(sparsity: float, pattern: str) -> torch.Tensor:
         (0.5, "fours", "cpu", DENSE),
         (0.75, "blocks", "cuda", BLOCK),
         (0.625, "blocks", "cuda", DENSE),
+        (0.625, "blocks", "cpu", BLOCK),
+        (0.4375, "blocks", "cpu", DENSE),
     ],
 )
 def test_sparse_table_form_depends_on_mask_table_and_device(sparsity, pattern, device, form):
@@ -105,15 +109,31 @@ def test_sparse_table_shape_threshold_overrides_general_one():
     assert table.form(mask_of(0.9, "spread")[:64], "cpu") == CSR
 
 
-@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta state")
-def test_block_linear_equals_dense_product_and_gradients():
-    layer = PrunableLinear(128, 128, CPU)
+def test_sparse_table_block_size_rule_precedes_the_general_one():
+    blocks = (torch.arange(16).view(4, 4) >= 8).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    blocks[0, :16] = ~blocks[0, :16]
+    assert block_size(blocks) == 0
+    blocks = ((torch.arange(16).view(4, 4) % 3) == 0).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert block_size(blocks) == 16
+    assert SparseTable(thresholds={"block": 0.5}).form(blocks, "cpu") == BLOCK
+    assert SparseTable(thresholds={"block": 0.5, "block16": 0.9}).form(blocks, "cpu") == DENSE
+    assert SparseTable(thresholds={"cuda.2:4": 0.5, "cuda.2:4-transposable": 0.9}).threshold("cuda.2:4", 1, 1) == 0.5
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("sparsity", [0.25, 0.75, 1.0])
+def test_block_linear_equals_dense_product_and_gradients(size, sparsity):
+    count = (128 // size) * (192 // size)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(size))
+    mask = (order >= round(sparsity * count)).view(128 // size, 192 // size)
+    mask = mask.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    layer = PrunableLinear(192, 128, CPU)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(1)))
-        layer.weight.mul_(mask_of(0.75, "blocks"))
-    layer.set_mask(mask_of(0.75, "blocks"), SparseTable(thresholds={}))
-    layer.form = BLOCK  # CUDA's choice; the arithmetic is the same here
-    x = torch.randn(5, 128, requires_grad=True)
+        layer.weight.copy_(torch.randn(128, 192, generator=torch.Generator().manual_seed(1)))
+        layer.weight.mul_(mask)
+    layer.set_mask(mask, SparseTable(thresholds={"block": 0.0}))
+    assert layer.form == BLOCK
+    x = torch.randn(2, 5, 192, requires_grad=True)
     plain_x = x.detach().clone().requires_grad_()
     weight = layer.weight.detach().clone().requires_grad_()
     y, expected = layer(x), F.linear(plain_x, weight, layer.bias)
@@ -122,6 +142,18 @@ def test_block_linear_equals_dense_product_and_gradients():
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(layer.weight.grad, weight.grad * layer.mask, rtol=1e-4, atol=1e-3)
+
+
+def test_block_linear_multiplies_nonzeros_alone_in_both_directions():
+    """Operations of all GEMMs of forward and backward: none is dense."""
+    mask = mask_of(0.75, "blocks")
+    layer = PrunableLinear(128, 128, CPU, bias=False)
+    layer.set_mask(mask, SparseTable(thresholds={"block": 0.0}))
+    x = torch.randn(16, 128, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    dense = 3 * 2 * 16 * 128 * 128
+    assert counter.get_total_flops() == dense // 4
 
 
 def test_csr_linear_needs_fewer_operations():
