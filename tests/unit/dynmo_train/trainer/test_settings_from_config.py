@@ -6,7 +6,8 @@ import pytest
 
 from dynmo_train.config import config_of
 from dynmo_train.models.registry import family_of
-from dynmo_train.trainer.settings_from_config import flops_counter
+from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.trainer.settings_from_config import dense_products_warning, flops_counter
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 
@@ -20,3 +21,27 @@ def test_model_flops_count_the_tokens_within_the_capacity(factor, share):
     both, one = (model_flops(moe_router_topk=number) for number in (2, 1))
     experts = 2 * (both - one)
     assert model_flops(moe_expert_capacity_factor=factor) == pytest.approx(both - experts * (1 - share), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sparsity", "device", "names"),
+    [
+        ("unstructured", 0.9, "cpu", None),
+        ("unstructured", 0.8, "cpu", ["from 0.85", "--pruning-mode block from 0.6"]),
+        ("unstructured", 0.9, "cuda", ["from 0.98", "--pruning-mode block from 0.7", "2:4-transposable from 0.5"]),
+        ("block", 0.65, "cpu", None),
+        ("block", 0.65, "cuda", ["from 0.7"]),
+        ("2:4", 0.5, "cpu", ["do not exist", "--pruning-mode block from 0.6"]),
+        ("2:4", 0.5, "cuda", None),
+        ("structured", 0.1, "cpu", None),
+    ],
+)
+def test_pruned_run_with_dense_products_names_faster_formats(mode, sparsity, device, names):
+    config = config_of(**SMALL | {"sparsify": True, "pruning_mode": mode, "final_sparsity": sparsity})
+    warning = dense_products_warning(config, SparseTable(), device)
+    if names is None:
+        assert warning is None
+        return
+    assert warning is not None
+    for name in names:
+        assert name in warning
