@@ -35,9 +35,7 @@ class PruningConfig:
     pruning_mode: PruningMode = option(
         "Pruned unit: weights, 2:4 pattern, blocks, or heads and MLP columns.", default="unstructured", common=True
     )
-    pruning_block_size: int = option(
-        "Rows and columns of a block with --pruning-mode block: 16, 32, 64 or 128.", default=32, minimum=16, maximum=128
-    )
+    pruning_block_size: int = option("Rows and columns of a pruned block: 16, 32, 64 or 128.", default=32, minimum=1)
     pruning_scope: PruningScope = option(
         "Scope of magnitude ranking: whole model (global) or each matrix (layer).", default="global"
     )

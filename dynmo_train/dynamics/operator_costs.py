@@ -261,8 +261,9 @@ class OperatorCosts:
     def _pruned_cases(self) -> Iterator[Case]:
         for form, sparsities in SPARSITIES.items():
             for name in ("attention", "mlp"):
-                shapes = [layer.weight.shape for layer in masks_of("", self._dense[name].module).values()]
-                if form != STRUCTURED and any(form not in forms_of(*each, self.device.type) for each in shapes):
+                layers = masks_of("", self._dense[name].module).values()
+                formats = [forms_of(each.outputs, each.weight.shape[1], self.device.type) for each in layers]
+                if form != STRUCTURED and any(form not in each for each in formats):
                     continue
                 for sparsity in sparsities:
                     operator = self._operator(name)

@@ -124,7 +124,7 @@ class CsrOperand:
     def gradients(
         self, grad_NO: torch.Tensor, x_NI: torch.Tensor, *, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As :meth:`SparseOperand.gradients`."""
+        """As :meth:`SparseOperand.gradients`, from ``grad_NO`` ``[N, O]`` and ``x_NI`` ``[N, I]``."""
         grad_ON = grad_NO.t().contiguous()
         grad_x = (self._transpose() @ grad_ON).t().contiguous() if of_input else None
         return grad_x, self._weight_gradient(grad_ON, x_NI) if of_weight else None
@@ -229,7 +229,7 @@ class BlockOperand:
     def gradients(
         self, grad_NO: torch.Tensor, x_NI: torch.Tensor, *, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As :meth:`SparseOperand.gradients`."""
+        """As :meth:`SparseOperand.gradients`, from ``grad_NO`` ``[N, O]`` and ``x_NI`` ``[N, I]``."""
         grad_x = self._input_gradient(grad_NO) if of_input else None
         return grad_x, self._weight_gradient(grad_NO, x_NI) if of_weight else None
 
@@ -296,7 +296,7 @@ class TritonBlockOperand:
     def gradients(
         self, grad_NO: torch.Tensor, x_NI: torch.Tensor, *, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As :meth:`SparseOperand.gradients`."""
+        """As :meth:`SparseOperand.gradients`, from ``grad_NO`` ``[N, O]`` and ``x_NI`` ``[N, I]``."""
         grad_x = None
         if of_input:
             if self._transposed is None:
@@ -332,7 +332,7 @@ class SemiStructuredOperand:
     def gradients(
         self, grad_NO: torch.Tensor, x_NI: torch.Tensor, *, of_input: bool, of_weight: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """As :meth:`SparseOperand.gradients`."""
+        """As :meth:`SparseOperand.gradients`, from ``grad_NO`` ``[N, O]`` and ``x_NI`` ``[N, I]``."""
         grad_x = None
         if of_input and self._is_transposable:
             if self._transposed is None:

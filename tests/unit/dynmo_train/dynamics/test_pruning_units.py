@@ -64,15 +64,15 @@ def test_transposable_tiles_keep_the_best_of_all_masks():
     magnitudes = layer.weight.detach().abs()
     for row in range(0, 12, 4):
         for column in range(0, 8, 4):
-            tile, kept = magnitudes[row : row + 4, column : column + 4], mask[row : row + 4, column : column + 4]
-            assert kept.sum(0).tolist() == kept.sum(1).tolist() == [2, 2, 2, 2]
+            tile, keep = magnitudes[row : row + 4, column : column + 4], mask[row : row + 4, column : column + 4]
+            assert keep.sum(0).tolist() == keep.sum(1).tolist() == [2, 2, 2, 2]
             rows = [[i, j] for i in range(4) for j in range(i)]
             sums = [
                 float(sum(tile[i, chosen].sum() for i, chosen in enumerate(each)))
                 for each in itertools.product(rows, repeat=4)
                 if sorted(itertools.chain(*each)) == [0, 0, 1, 1, 2, 2, 3, 3]
             ]
-            assert float((tile * kept).sum()) == pytest.approx(max(sums))
+            assert float((tile * keep).sum()) == pytest.approx(max(sums))
     [(_, half)] = weakest(units, 0.5)
     assert int((~half).sum()) == 3 * 8
 
