@@ -177,7 +177,8 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         total += sum(parameter.numel() for name, parameter in counts.items() if name not in family.ties)
         local_counts[item.name] = next(each["param_count"] for each in header["items"] if each["name"] == item.name)
     workers = parallel.pipeline_model_parallel_size
-    total += shard_share(header, 0, 1)["param_count"]
+    # The header has the sizes of one tensor-parallel rank.
+    total += shard_share(header, 0, 1)["param_count"] * parallel.tensor_model_parallel_size
     by_worker = {worker: shard_share(header, worker, workers)["param_count"] for worker in range(workers)}
     for stage in simulation.get("stages", []):
         count = sum(local_counts[name] for name in stage["items"])

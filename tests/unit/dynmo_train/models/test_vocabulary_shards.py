@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from dynmo_train.models.blocks import Head
 from dynmo_train.models.cross_entropy import mean_linear_cross_entropy, token_weights
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, stored_rows
+from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, stored_rows, stored_ties, word_parameters
 from dynmo_train.models.vocabulary_shards import (
+    WORDS,
     FinalNorm,
     VocabularyShard,
     merge_tree,
@@ -161,3 +163,39 @@ def test_family_refuses_a_head_of_another_kind():
 
     with pytest.raises(TypeError, match="Identity has no form without its table"):
         VocabularyShardedFamily(Other(), 2).build("head", CPU)
+
+
+def test_embedding_of_a_sharded_family_has_positions_alone():
+    tied = VocabularyShardedFamily(Gpt(replace(FAMILY.shape, tied_embeddings=True)), 3)
+    assert [name for name, _ in tied.build("embedding", CPU).named_parameters()] == ["position.weight"]
+    assert tied.items[0].reads == (WORDS,)
+    assert tied.items[-1].tied_to is None
+    assert (dict(tied.ties), stored_ties(tied)) == ({}, {"head.weight": "embedding.word.weight"})
+    shards = [tied.build(name, CPU) for name in tied.shards]
+    assert [name for name, _ in shards[0].named_parameters()] == ["embedding.word.weight"]
+    table = tied.base.build("embedding", CPU).word.weight
+    assert torch.equal(torch.cat([shard.words for shard in shards]), table[:V])
+    assert word_parameters(tied, ["head", "vocabulary.1"]) == {"vocabulary.1.embedding.word.weight"}
+
+
+def test_slices_of_shards_cover_the_padded_vocabulary():
+    """Two tensor-parallel ranks and 128 padded rows: 64 each, of which three shards have 21, 21 and 22."""
+    family = VocabularyShardedFamily(FAMILY, 3, parts=2)
+    assert [family.rows(index) for index in range(3)] == [(0, 42), (42, 84), (84, 128)]
+    assert [family.local_rows(index, 1) for index in range(3)] == [(21, 42), (63, 84), (106, 128)]
+    last = family.build("vocabulary.2", CPU)
+    assert (len(last.words), len(last.output)) == (44, V - 84)
+
+
+def test_part_of_padding_alone_changes_nothing():
+    weight, x, labels, _ = problem()
+    part, _ = VocabularyShard(0, torch.zeros(V, D), weight)(x.flatten(0, 1), labels.reshape(-1))
+    padding, add_gradient = VocabularyShard(V, torch.zeros(8, D), torch.zeros(8, D), V)(
+        x.flatten(0, 1), labels.reshape(-1)
+    )
+    add_gradient(part.log_sum(), torch.ones(B * T))
+    for merged in (part.merged(padding), padding.merged(part)):
+        for one, other in zip(merged.tensors, part.tensors, strict=True):
+            assert torch.equal(one, other)
+    nothing = padding.merged(padding)
+    assert not any(tensor.isnan().any() for tensor in nothing.tensors)

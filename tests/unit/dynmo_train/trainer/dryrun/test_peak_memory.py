@@ -224,3 +224,23 @@ def test_data_dependent_memory_follows_the_assumptions():
     assert "layers.0.attention" in memories
     assert "layers.0.mlp" not in memories
     assert dry_run(balanced, "cpu").peak_memory_bytes[0] > 0
+
+
+@pytest.mark.parametrize(("untie", "tensor", "zero"), [(True, 1, 0), (False, 1, 0), (False, 2, 0), (False, 1, 2)])
+def test_shards_of_the_vocabulary_leave_the_first_stage(untie, tensor, zero):
+    """A table has a million parameters; blocks and messages are small next to it."""
+    options = SMALL | {"vocab_size": 16_384, "num_layers": 4, "global_batch_size": 8, "micro_batch_size": 1}
+    options |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": untie, "seq_length": 8}
+    options |= {"tensor_model_parallel_size": tensor, "zero_stage": zero}
+    replicas = 2 if zero else 1
+    world = DefaultContext(world_size=4 * tensor * replicas)
+    whole, shards = (dry_run(config_of(world, **options | more), "cpu") for more in ({}, {"vocabulary_parallel": 8}))
+    # Weight and gradient in float32, and two moments, which replicas share with ZeRO.
+    table = (8 + 8 // replicas) * 16_384 * 64 // tensor
+    tables = 2 if untie else 1
+    share = table * tables / 4
+    # Next to a block, as in the second stage of whole tables.
+    assert max(shards.peak_memory_bytes) == pytest.approx(share + whole.peak_memory_bytes[1], rel=0.1)
+    assert shards.peak_memory_bytes[0] < 0.6 * whole.peak_memory_bytes[0]
+    # A first and a last stage with a copy each of a tied table count it once.
+    assert shards.parameters == whole.parameters
