@@ -18,7 +18,7 @@ _CONVERT = "must be given to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or
 _GENERATE = "must be given to text generation: use dynmo-train generate"
 _LAUNCH = "must be given to the launcher: use dynmo-train launch local --nproc N, or torchrun, before the command"
 _MODEL = "changes the model and is not supported: leave it out"
-_FP8 = "fp8 is not supported: use --bf16"
+_SCALES = "scales are computed from each tensor, without a history"
 _MLA = "multi-latent attention is not supported: leave it out, or use --num-query-groups"
 _MTP = "multi-token prediction is not supported: leave it out"
 _ROUTER = "routing is a softmax over the selected experts: leave it out, or see --moe-routing"
@@ -260,16 +260,12 @@ FLAGS: Mapping[str, CompatFlag] = {
     **dict.fromkeys(("--retro-workdir", "--retro-cyclic-train-iters", "--retro-num-neighbors"), refused(_RETRO, 1)),
     # Precision
     **dict.fromkeys(
-        (
-            "--fp8-format",
-            "--fp8-margin",
-            "--fp8-interval",
-            "--fp8-amax-history-len",
-            "--fp8-amax-compute-algo",
-        ),
-        refused(_FP8, 1),
+        ("--fp8-margin", "--fp8-interval", "--fp8-amax-history-len", "--fp8-amax-compute-algo"), ignored(_SCALES, 1)
     ),
-    **dict.fromkeys(("--fp8-e4m3", "--fp8-hybrid", "--fp8-param-gather", "--no-fp8-wgrad"), refused(_FP8)),
+    "--fp8-e4m3": becomes("--fp8-format", "e4m3"),
+    "--fp8-hybrid": becomes("--fp8-format", "hybrid"),
+    "--fp8-param-gather": ignored("parameters are gathered in bfloat16"),
+    "--no-fp8-wgrad": becomes("--fp8-recipe", "rowwise_with_gw_hp"),
     "--fp16-lm-cross-entropy": ignored("the loss is always computed in float32"),
     "--disable-bf16-reduced-precision-matmul": ignored("torch's default"),
     # Schedule, batches and data

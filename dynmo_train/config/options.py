@@ -229,7 +229,8 @@ class OptionSpec:
 def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...], bool]:
     """Type, choices, and whether None is allowed, of a field's annotation."""
     optional = False
-    if isinstance(annotation, types.UnionType):
+    # ``Literal[...] | None`` is a ``typing.Union``, other unions are not.
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         rest = [part for part in typing.get_args(annotation) if part is not types.NoneType]
         optional, annotation = True, rest[0]
     if typing.get_origin(annotation) is Literal:

@@ -22,7 +22,7 @@ _TOKENIZER = "use --tokenizer-model with its tokenizer.json or tokenizer.model"
 _DATASET = "use --hf-dataset with the name on the hub or a path: --hf-dataset allenai/c4 --hf-dataset-name en for c4"
 _VALIDATION = "use --hf-valid-split, or --hf-valid-dataset with the name on the hub or a path"
 _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
-_FP8 = "fp8 is not supported: use --bf16"
+_FP8 = "use --fp8 with --fp8-recipe; other formats are not supported"
 _EXPORT = "not supported: use dynmo-ckpt convert after the run"
 _RECOMPUTE = "--recompute-granularity covers whole layers, or all but matrix products"
 _COMM = "collectives end after 10 minutes and are not traced"
@@ -57,10 +57,12 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "model.hf_assets_path": refused(_TOKENIZER, 1),
     "model.tokenizer_path": refused(_TOKENIZER, 1),
     "model.converters": refused(_FP8, None),
-    "quantize.linear.float8.recipe_name": refused(_FP8, 1),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": refused(_FP8),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": refused(_FP8),
-    "quantize.linear.float8.filter_fqns": refused(_FP8, None),
+    "quantize.linear.float8.recipe_name": becomes("--fp8", "--fp8-recipe", values=1),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": ignored("parameters are gathered in bfloat16"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": ignored("parameters are gathered in bfloat16"),
+    "quantize.linear.float8.filter_fqns": refused(
+        "use --first-last-layers-bf16; the output layer always stays in bfloat16", None
+    ),
     "quantize.linear.mx.recipe_name": refused(_FP8, 1),
     "quantize.linear.mx.filter_fqns": refused(_FP8, None),
     "quantize.grouped_mm.float8.fqns": refused(_FP8, None),

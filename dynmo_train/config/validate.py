@@ -6,6 +6,7 @@ from .._common.document import DocumentError, Problem
 from .extensions import installed_techniques, package_techniques
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES
+from .rules.float8 import FLOAT8_RULES
 from .rules.graphs import GRAPH_RULES
 from .rules.ict import ICT_RULES
 from .rules.model import MODEL_RULES
@@ -22,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *TECHNIQUES_RULES,
     *COMPRESSION_RULES,
+    *FLOAT8_RULES,
     *GRAPH_RULES,
     *EFFECT_RULES,
 )

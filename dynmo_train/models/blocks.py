@@ -454,7 +454,7 @@ class FeedForward(nn.Module):
             # Once for both: each entry costs a collective in the forward or the backward.
             x = gate.enter(x)
         # A compiled graph cannot ask for the storage of a weight.
-        is_plain = gate.is_dense and up.is_dense and not torch.compiler.is_compiling()
+        is_plain = gate.is_dense and up.is_dense and x.numel() > 0 and not torch.compiler.is_compiling()
         if not is_plain or not are_stacked(gate.weight, up.weight):
             return gate.product(x), up.product(x)
         bias = None
@@ -462,7 +462,7 @@ class FeedForward(nn.Module):
             if not are_stacked(gate.bias, up.bias):
                 return gate.product(x), up.product(x)
             bias = stacked_rows(gate.bias, up.bias)
-        return F.linear(x, stacked_rows(gate.weight, up.weight), bias), None
+        return gate.dense_product(x, stacked_rows(gate.weight, up.weight), bias), None
 
     def linear_layers(self) -> list[PrunableLinear]:
         """The linear layers, in the order of their application."""

@@ -58,7 +58,12 @@ BLOCKS = (
     RmsNorm,
     FinalNorm,
 )
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
+PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
+)
 TOKENS_DIM, ROWS_DIM = 1, 0
 NUM_TOKENS = 1024
 """Tokens for which the code of a graph with any number of tokens is generated, whatever their number at its first call:

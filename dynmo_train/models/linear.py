@@ -36,6 +36,7 @@ from .sparse_products import (
 )
 
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -145,6 +146,7 @@ class PrunableLinear(nn.Module):
         self.leave: StreamEnd | None = None
         self.pattern: CsrPattern | BlockPattern | None = None
         self._operand: SparseOperand | None = None
+        self.float8: Product | None = None  # of input and weight; set by ``float8``
         self._handle: torch.Tensor | None = None
 
     @property
@@ -235,9 +237,25 @@ class PrunableLinear(nn.Module):
         if not x.numel():
             return F.linear(x, self.weight, bias)
         if self.form == DENSE:
-            return F.linear(x, self.weight, bias)
+            return self.dense_product(x, self.weight, bias)
         y_NO = self._sparse(x.reshape(-1, x.shape[-1]))
         return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)
+
+    def dense_product(self, x: torch.Tensor, weight_OI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply with a whole weight, in float8 where this layer does.
+
+        Args:
+            x: input, ``[..., I]``, not empty.
+            weight_OI: this layer's weight, or that of this one and the next, ``[O, I]``.
+            bias: ``[O]``, or None.
+
+        Returns:
+            ``[..., O]``.
+        """
+        if self.float8 is None:
+            return F.linear(x, weight_OI, bias)
+        y = self.float8(x, weight_OI)
+        return y if bias is None else y + bias
 
     def _narrow(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight: torch.Tensor = self.weight

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from ..models.compiled import CompileSettings, compile_item
+from ..models.float8 import Float8Items, Float8Settings
 from ..models.layer_list import ModelFamily, vocabulary_rows
 from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_context, join_replicas, shard_experts
 from ..models.vocabulary_family import StoredRows, stored_rows
@@ -145,6 +147,7 @@ class ItemBuilder:
         context: Ranks that share the tokens of a sample; None with one.
         fused_norms: torch's normalization -> class that replaces it (apex).
         compiling: Settings of torch.compile; None does not compile.
+        float8: Products of attention and MLPs that run in float8; None has none.
     """
 
     sharding: ItemSharding
@@ -153,6 +156,7 @@ class ItemBuilder:
     context: ContextRegion | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     compiling: CompileSettings | None = None
+    float8: Float8Settings | None = None
 
     def build(self, name: str, device: torch.device | None = None) -> nn.Module:
         """Build this process's part of an item with its initial weights."""
@@ -160,7 +164,12 @@ class ItemBuilder:
         # Cut after the whole item is initialized: a weight does not depend on the tensor- or expert-parallel size.
         module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
+        module = module if self._float8_items is None else self._float8_items.apply(name, module)
         return join_context(join_replicas(shard_experts(module, sharding.dispatcher), self.replicas), self.context)
+
+    @cached_property
+    def _float8_items(self) -> Float8Items | None:
+        return None if self.float8 is None else Float8Items(self.float8, self.sharding.family.items, self.device)
 
     def blueprint(self, name: str) -> nn.Module:
         """Build this process's part of an item on the meta device."""

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
+from ..models.float8 import Float8Settings
 from ..models.gated import are_stacked, stack
 
 
@@ -53,10 +54,12 @@ class Precision:
     Attributes:
         compute: dtype of the arithmetic, of activations and boundary tensors.
         scaling: Loss scaling; None does not scale the loss.
+        float8: Products of attention and MLPs that run in float8; None has none.
     """
 
     compute: torch.dtype = torch.float32
     scaling: LossScaling | None = None
+    float8: Float8Settings | None = None
 
     @property
     def casts(self) -> bool:

@@ -112,8 +112,7 @@ class EngineSettings:
         fused_norms: torch normalization class to the NVIDIA Apex class that replaces it.
         overlap_reduction: whether gradients are reduced over replicas during the backward.
         reduce_dtype: dtype in which gradients are summed over replicas; their sums over microbatches are float32.
-        sequence_parallel: whether activations between tensor-parallel regions are sharded along the tokens; the
-            boundary's shape is then that of a shard.
+        sequence_parallel: sequence parallelism; the boundary's shape is then that of a shard of the tokens.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
         zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
         compression: compression of the gradients that are sent to other processes.
@@ -187,6 +186,7 @@ class Engine:
             context=context_region(world),
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
+            float8=settings.precision.float8,
         )
         self.item_store = ItemStore(
             builder, OptimizerStates(settings.optimizer, settings.fused_adam, builder.sharding), settings.sparse

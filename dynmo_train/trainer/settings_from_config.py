@@ -18,6 +18,7 @@ from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
 from ..models.compiled import CompileSettings
+from ..models.float8 import Float8Settings
 from ..models.flops import step_flops
 from ..models.layer_list import ItemSpec, ModelFamily
 from ..models.registry import boundary_of
@@ -59,7 +60,7 @@ def precision_settings(config: Config) -> Precision:
     """The dtypes of a run's arithmetic, and its loss scaling."""
     options = config.precision
     if options.bf16:
-        return Precision(compute=torch.bfloat16)
+        return Precision(compute=torch.bfloat16, float8=float8_settings(config))
     if not options.fp16:
         return Precision()
     constant = options.loss_scale
@@ -242,6 +243,20 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32,
         precision=precision,
         compression=compression_settings(config),
+    )
+
+
+def float8_settings(config: Config) -> Float8Settings | None:
+    """The settings of ``--fp8``; None without it."""
+    options = config.precision
+    if not options.uses_float8:
+        return None
+    keeps = options.first_last_layers_bf16
+    return Float8Settings(
+        recipe=options.fp8_recipe,
+        form=options.float8_form,
+        first_in_bf16=options.num_layers_at_start_in_bf16 if keeps else 0,
+        last_in_bf16=options.num_layers_at_end_in_bf16 if keeps else 0,
     )
 
 

@@ -43,6 +43,7 @@ from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_stagi
 from ..formats.plan import initial_plan, plan_ids, write_plan
 from ..formats.profile import Layout, ModelInfo, WorkerInfo
 from ..models.compiled import check_compiler
+from ..models.float8 import check_float8
 from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
 from ..optim.apex import find_apex
@@ -107,6 +108,8 @@ def setup_run(config: Config, world: World) -> InitialState:
         run_on_all_ranks(
             world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
         )
+    if config.precision.uses_float8:
+        run_on_all_ranks(world, lambda: check_float8(world.device))
     if config.training.cuda_graph:
         run_on_all_ranks(world, lambda: check_graph_device(world.device.type))
     # Before anything that takes time; rank 0 alone needs the clients.

@@ -18,6 +18,7 @@ from dynmo_train.dynamics.technique import TechniqueBuilder
 from dynmo_train.formats.plan import V_SCHEDULES
 from dynmo_train.models.compiled import CompileSettings
 from dynmo_train.models.early_exit import EXITED
+from dynmo_train.models.float8 import Float8Settings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.moe import MoeShape
@@ -52,6 +53,7 @@ MODELS = SAMPLES | PACKED
 PRECISIONS = {
     "fp32": FLOAT32_PRECISION,
     "bf16": Precision(compute=torch.bfloat16),
+    "fp8": Precision(compute=torch.bfloat16, float8=Float8Settings()),
     # It overflows in the first steps, and doubles again later on
     "fp16": Precision(compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)),
 }

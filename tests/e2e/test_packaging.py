@@ -200,6 +200,7 @@ STREAMED = PRETRAIN.replace("--vocab-size 9", "--vocab-size 400").replace(
     "--data-path corpus_text_document --save run",
     "--hf-dataset corpus.jsonl --tokenizer-model tokenizer.json --eval-iters 0 --save streamed",
 )
+FLOAT8 = TRACKED.replace("--hidden-size 8", "--hidden-size 16").replace("--save tracked", "--bf16 --fp8 --save float8")
 # What a user of one extra does with it alone. Compressed input and Parquet are additions to prep.
 USES = {
     "prep": SAMPLE,
@@ -209,6 +210,7 @@ USES = {
     "train,wandb": f"{TRACKED} --wandb-project a\nls tracked/wandb/latest-run/files",
     "train,mlflow": f"{TRACKED} --mlflow-experiment a --mlflow-tracking-uri file:store\nls tracked/mlflow.json store",
     "train,datasets": f"{STREAMED}\nls streamed/checkpoints",
+    "train,fp8": f"{FLOAT8}\nls float8/checkpoints",
     "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
     "hf": "dynmo-ckpt convert run hf --to hf",
     "lm-eval": "dynmo-train evaluate lm-eval --help",

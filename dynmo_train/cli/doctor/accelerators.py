@@ -119,7 +119,7 @@ def formats(torch: Any) -> Iterator[Finding]:
     """Number formats with fast matrix products: bfloat16 and FP8."""
     if torch.cuda.is_available():
         capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
-        for name, first, remedy in (("bf16", BF16, "use --fp16"), ("fp8", FP8, "dynmo-train does not use it")):
+        for name, first, remedy in (("bf16", BF16, "use --fp16"), ("fp8", FP8, "leave out --fp8")):
             if capability >= first:
                 yield ok("Kernels", name, "tensor cores")
             else:

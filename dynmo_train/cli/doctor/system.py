@@ -31,6 +31,7 @@ PACKAGES: Mapping[str, tuple[Status, str, str]] = {
     "pyyaml": ("missing", "no `launch kubernetes`", "pip install 'dynmo-toolkit[train]'"),
     "transformers": ("missing", "no comparison with Hugging Face models", "pip install 'dynmo-toolkit[hf]'"),
     "lm_eval": ("missing", "no `evaluate lm-eval`", "pip install 'dynmo-toolkit[lm-eval]'"),
+    "torchao": ("missing", "no `--fp8`", "pip install 'dynmo-toolkit[fp8]'"),
     "wandb": ("missing", "no `--wandb-project`", "pip install 'dynmo-toolkit[wandb]'"),
     "mlflow-skinny": ("missing", "no `--mlflow-experiment`", "pip install 'dynmo-toolkit[mlflow]'"),
     "tensorboard": ("missing", "event files are written, but nothing here shows them", "pip install tensorboard"),

@@ -158,6 +158,18 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --curriculum-shortest and --curriculum-schedule fixed_root",
     ),
     EffectRule(
+        options=("fp8_recipe", "first_last_layers_bf16"),
+        when=lambda c: c.precision.uses_float8,
+        without="without --fp8",
+        refuse=True,
+    ),
+    EffectRule(
+        options=("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        when=lambda c: c.precision.first_last_layers_bf16,
+        without="without --first-last-layers-bf16",
+        refuse=True,
+    ),
+    EffectRule(
         options=("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         when=_scales,
         without="without --fp16 and dynamic loss scaling",

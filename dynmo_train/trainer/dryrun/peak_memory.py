@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...data.registry import zero_microbatch
 from ...models.bert import BertHead
 from ...models.blocks import Embedding
 from ...models.embedding_grad import PendingRows, most_pending
+from ...models.float8 import float8_items, operand_bytes
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, vocabulary_rows
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item, join_context
@@ -32,6 +33,7 @@ from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
 from ...pipeline.pipeline_stage import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES
+from ..settings_from_config import float8_settings
 from .item_memory import (
     NO_ASSUMPTIONS,
     DataAssumptions,
@@ -63,12 +65,16 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
     }
     context = None if size == 1 else ContextRegion(None, 0, size)
     run = recompute_runner(config.training.recompute_granularity)
+    float8 = float8_settings(config)
+    in_float8 = set() if float8 is None else float8_items(family.items, float8)
+    tokens = config.training.micro_batch_size * config.model.seq_length // size
     known: dict[Any, ItemMemory | None] = {}
     keys: dict[str, Any] = {}
     for item in family.items:
         module = family.build(item.name, torch.device("meta"))
         shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
-        keys[item.name] = key = (item.kind, shapes, tuple(boundary.shapes[name] for name in item.reads), item.inputs)
+        read = tuple(boundary.shapes[name] for name in item.reads)
+        keys[item.name] = key = (item.kind, shapes, read, item.inputs, item.name in in_float8)
         if key not in known:
             # No limit: adding the rows to the table finds unique ids, whose number fake tensors cannot have. The memory
             # of the collected rows is counted by ``_deferred_gradient_bytes``.
@@ -76,7 +82,12 @@ def item_memories(config: Config, family: ModelFamily, boundary: BoundaryShape) 
                 module.pending = PendingRows(module.word.weight, sys.maxsize)
             assumptions = _assumptions(config, module)
             cut = join_context(cut_item(item.name, module, family.split_dim, _region(config)), context)
-            known[key] = None if assumptions is None else item_memory(item, cut, boundary, inputs, run, assumptions)
+            memory = None if assumptions is None else item_memory(item, cut, boundary, inputs, run, assumptions)
+            if memory is not None and item.name in in_float8:
+                # Both operands are saved in the compute dtype; their rounded copies live during a product.
+                copies = operand_bytes(cut, tokens)
+                memory = replace(memory, forward=memory.forward + copies, backward=memory.backward + copies)
+            known[key] = memory
     found = {name: known[key] for name, key in keys.items()}
     return {name: memory for name, memory in found.items() if memory is not None}
 

@@ -211,3 +211,5 @@ def print_dry_run(config: Config, device: str, form: Format) -> None:
     for worker, peak in enumerate(report.peak_memory_bytes):
         emit(f"worker {worker}: peak memory per device {human_bytes(peak)}")
     emit(f"step time on {device}: {report.step_s:.3f} s | bubble: {report.bubble_fraction:.1%}")
+    if config.precision.uses_float8:
+        emit("the step time is that of products in bfloat16; those in float8 are faster")

@@ -142,6 +142,25 @@ CASES = {
         {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
         "--start-weight-decay",
     ),
+    "float8 without bf16": ({"fp8": True}, "--fp8"),
+    "float8 of rows, hybrid": (
+        {"bf16": True, "fp8_recipe": "rowwise", "fp8_format": "hybrid"},
+        "--fp8-format",
+    ),
+    "float8 of nothing": (
+        {"bf16": True, "fp8": True, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3},
+        "--first-last-layers-bf16",
+    ),
+    "float8 of odd sizes": ({"bf16": True, "fp8_format": "e4m3", "ffn_hidden_size": 250}, "--ffn-hidden-size"),
+    "float8 of odd slices": (
+        {"bf16": True, "fp8": True, "tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 144},
+        "--ffn-hidden-size",
+    ),
+    "float8 recipe without it": ({"fp8_recipe": "rowwise"}, "--fp8-recipe"),
+    "float8 layers without it": (
+        {"bf16": True, "fp8": True, "num_layers_at_start_in_bf16": 2},
+        "--num-layers-at-start-in-bf16",
+    ),
     "two types": ({"fp16": True, "bf16": True}, "--fp16"),
     "scale of nothing": ({"bf16": True, "loss_scale": 4.0}, "--loss-scale"),
     "scales": ({"fp16": True, "min_loss_scale": 8.0, "initial_loss_scale": 4.0}, "--min-loss-scale"),

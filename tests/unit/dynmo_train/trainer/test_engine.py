@@ -77,6 +77,7 @@ PLAIN = {"prune": False, "freeze": ()}
         *(Scenario(model=model, precision="bf16", dropout=0.0, **PLAIN) for model in ("bert", "ict", "t5")),
         Scenario(precision="bf16", **PLAIN),
         Scenario(precision="fp16", **PLAIN),
+        Scenario(precision="fp8", **PLAIN),
         Scenario(recompute=True, **PLAIN),
         Scenario(tied=False, schedule="gpipe", freeze=((1, 1),), prune=False),
         Scenario(tied=False, shards=3, precision="bf16", schedule="1f1b", **PLAIN),
@@ -84,6 +85,8 @@ PLAIN = {"prune": False, "freeze": ()}
     ids=lambda scenario: f"{scenario.model}-{scenario.precision}-{scenario.schedule}-{scenario.recompute}",
 )
 def test_engine_step_reads_the_device_once(meta_world, copies, scenario):
+    if scenario.precision == "fp8":
+        pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     engine = engine_of(scenario, meta_world)
     for step in (1, 2, 3):
         engine.train_step(batch_of(step, scenario.model), sampled=False)

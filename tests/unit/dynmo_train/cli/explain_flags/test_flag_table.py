@@ -137,6 +137,7 @@ TORCHTITAN_FILE = """
 job.dump_folder = "outputs"
 metrics = {log_freq = 10, save_tb_folder = "tb"}
 memory_estimation.enable = true
+quantize.linear.float8.recipe_name = "rowwise"
 optimizer = {name = "AdamW", lr = 3e-4, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1}
 lr_scheduler = {warmup_steps = 200, total_steps = 1000, decay_type = "linear"}
 debug.seed = 1
@@ -192,7 +193,7 @@ def test_torchtitan_keys_become_options_of_their_type():
     assert set(values) == {key for key, known in TORCHTITAN.items() if known.kind == "becomes"}
     for key, value in values.items():
         known = TORCHTITAN[key]
-        spec = spec_of(known.arguments[0])
+        spec = spec_of(known.arguments[-1])
         renamed = known.renamed_values.get(value, value) if isinstance(value, str) else value
         assert spec.convert(renamed) == (value if renamed == value else renamed, None), key
         assert (spec.kind is bool) == (known.num_values == 0), key
