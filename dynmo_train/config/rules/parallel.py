@@ -221,14 +221,14 @@ def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
         yield unsupported(flag, f"requires family gpt or llama, is {model.family}; remove it")
     given = {
         "--optimizer adafactor, whose state is not per row": config.optimizer.optimizer == "adafactor",
-        "--early-exit-layers": config.exits.early_exit_layers is not None,
-        "--inter-grad-comp": config.compression.inter_grad_comp,
-        "--grad-comp": config.compression.grad_comp,
-        "--emulate": config.emulation.emulate is not None,
+        "--early-exit-layers, whose exits need the whole output layer": config.exits.early_exit_layers is not None,
+        "--inter-grad-comp, which knows the plain schedules": config.compression.inter_grad_comp,
+        "--grad-comp, which compresses the items of stages": config.compression.grad_comp,
+        "--emulate, whose profile has no times of shards": config.emulation.emulate is not None,
     }
     others = [name for name, is_given in given.items() if is_given]
     if others:
-        yield unsupported(flag, f"cannot be combined with {', '.join(others)}; remove one")
+        yield unsupported(flag, f"cannot be combined with {', or '.join(others)}; remove one")
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
