@@ -128,6 +128,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--muon-use-syrk": ignored(_OVERLAP),
     "--muon-scalar-optimizer": refused("not supported: other parameters are updated by AdamW; remove it", 1),
     "--use-distributed-optimizer": becomes("--zero-stage", "1"),
+    "--num-distributed-optimizer-instances": becomes("--hsdp", values=1),
     "--keep-last": ignored("the last batch is always used"),
     # Architecture of llama
     "--swiglu": ignored(_LLAMA, 0, "llama"),

@@ -290,6 +290,12 @@ class ParallelConfig:
             lambda v, _: "microbatch" if v["zero_stage"] >= 2 else "step",
         ),
     )
+    hsdp: int = option(
+        "Hybrid sharding: number of replicas of ZeRO's shards.",
+        default=1,
+        minimum=1,
+        maximum=MAX_RANKS,
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         "Transformer blocks per virtual stage (interleaved-1f1b); sets --virtual-stages-per-worker.",
         default=None,
@@ -329,6 +335,11 @@ class ParallelConfig:
     def data_ranks(self) -> int:
         """Ranks over which gradients are reduced and ZeRO shards: replicas times context-parallel ranks."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which ZeRO shards a parameter; 1 without ZeRO."""
+        return self.data_ranks // self.hsdp if self.zero_stage else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,6 @@ _EXPORT = "not supported: use dynmo-ckpt convert after the run"
 _RECOMPUTE = "--recompute-granularity covers whole layers, or all but matrix products"
 _COMM = "collectives end after 10 minutes and are not traced"
 _FAULTS = "not supported: use --max-restarts of dynmo-train launch"
-_DEGREE = "the number of replicas follows from the number of processes: leave it out; --zero-stage shards them"
 
 TORCHTITAN: Mapping[str, CompatFlag] = {
     # Run
@@ -118,7 +117,9 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
     "debug.deterministic_warn_only": ignored("runs are always deterministic"),
     "debug.moe_force_load_balance": refused("use --moe-routing balanced, which assigns tokens evenly"),
     # Parallelism
-    "parallelism.data_parallel_replicate_degree": refused(_DEGREE, 1, neutral="1"),
+    "parallelism.data_parallel_replicate_degree": becomes(
+        "--hsdp", values=1, reason="replicas of the shards of `--zero-stage`; leave it out for replicas alone"
+    ),
     "parallelism.data_parallel_shard_degree": refused("use --zero-stage 3: leave it out", 1, neutral="1"),
     "parallelism.fsdp_reshard_after_forward": refused("always is --zero-stage 3, never is --zero-stage 2", 1),
     "parallelism.tensor_parallel_degree": becomes(

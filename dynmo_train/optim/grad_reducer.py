@@ -86,6 +86,7 @@ class GradientReducer:
     ) -> None:
         self._compressor, self._excluded = compressor, excluded
         self._store, self._group, self._expert_group = store, world.groups.data, world.groups.expert_data
+        self._copies = world.groups.shard_copies, world.groups.expert_shard_copies
         self._overlap, self._dtype = overlap, dtype
         self._started: dict[str, list[Reduction]] = {}
 
@@ -108,6 +109,11 @@ class GradientReducer:
         # In list order: all replicas must start their collectives in one order, and the overlap has started some.
         for item in self._store.modules:
             self.item_is_final(item)
+        self._store.finish_sharded_reduction()
+        if self._store.sharding.fsdp is not None:
+            for item in self._store.modules:
+                # Hybrid sharding: the rows of the sums of each replica of the shards.
+                self._started[item] = self._sum(self._with_gradients(item), *self._copies)
         # All second collectives start before the first of them is awaited, so that they overlap.
         for reductions in self._started.values():
             for reduction in reductions:
@@ -120,23 +126,32 @@ class GradientReducer:
     def _start(self, item: str) -> list[Reduction]:
         self._store.materialize_grads(item)
         if self._store.sharding.fsdp is not None:
-            self._store.reduce_sharded(item)
+            self._store.start_sharded_reduction(item)
             return []
-        parameters = {
-            name: p
-            for name, p in self._store.local_parameters(item).items()
-            if p.grad is not None and name not in self._excluded
-        }
+        parameters = self._with_gradients(item)
         if self._compressor is not None and parameters:
             compressed, plain = self._compressor.start(item, parameters)
             return [*([compressed] if compressed is not None else []), *self._all_reduce(plain, self._group)]
+        return self._sum(parameters, self._group, self._expert_group)
+
+    def _with_gradients(self, item: str) -> dict[str, nn.Parameter]:
+        local = self._store.local_parameters(item).items()
+        return {name: p for name, p in local if p.grad is not None and name not in self._excluded}
+
+    def _sum(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        expert_group: dist.ProcessGroup | None,
+    ) -> list[Reduction]:
+        """Start the sums of an item over ``group``, of its experts over ``expert_group``."""
         if self._store.sharding.dispatcher is None:
-            return self._all_reduce(list(parameters.values()), self._group)
+            return self._all_reduce(list(parameters.values()), group)
         # An expert has seen the rows of all replicas of its dispatcher: only replicas of other dispatchers, which have
         # the same expert, have more gradients for it.
         experts = [p for name, p in parameters.items() if is_of_expert(name)]
         shared = [p for name, p in parameters.items() if not is_of_expert(name)]
-        return self._all_reduce(shared, self._group) + self._all_reduce(experts, self._expert_group)
+        return self._all_reduce(shared, group) + self._all_reduce(experts, expert_group)
 
     def _all_reduce(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[Reduction]:
         if not parameters or group is None:

@@ -130,7 +130,9 @@ class ItemSharding:
 
     def is_counted(self, tensor_name: str) -> bool:
         """Whether sums over processes count this process's part of a tensor; with ZeRO these are its rows."""
-        return self.is_writer(tensor_name) if self.fsdp is None else self._is_first_in_region(tensor_name)
+        if self.fsdp is None:
+            return self.is_writer(tensor_name)
+        return self.fsdp.is_first_copy and self._is_first_in_region(tensor_name)
 
     def _is_first_in_region(self, tensor_name: str) -> bool:
         return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None

@@ -239,17 +239,23 @@ class ItemStore:
         if pending is not None:
             pending.materialize_grads()
 
-    def reduce_sharded(self, item: str) -> None:
-        """With ZeRO: sum the replicas' gradients of an item and keep this replica's rows of the sum."""
+    def start_sharded_reduction(self, item: str) -> None:
+        """With ZeRO: start to sum the replicas' gradients of an item."""
         fsdp, module = self.sharding.fsdp, self.modules[item]
         if fsdp is not None and isinstance(module, VocabularyShard):
             for name, whole in parameters_of(item, module).items():
                 self._local[item][name].grad = None if whole.grad is None else fsdp.sum_rows(whole.grad)
                 whole.grad = None
         elif fsdp is not None:
-            begin = len(item) + 1
-            local = {name[begin:]: parameter for name, parameter in self._local[item].items()}
-            fsdp.reduce(module, local)
+            fsdp.start_reduction(module)
+
+    def finish_sharded_reduction(self) -> None:
+        """With ZeRO: wait for the sums of all items and keep this replica's rows of them."""
+        if self.sharding.fsdp is not None:
+            self.sharding.fsdp.finish_reduction(
+                (module, {name[len(item) + 1 :]: parameter for name, parameter in self._local[item].items()})
+                for item, module in self.modules.items()
+            )
 
     def gather_shards(self) -> None:
         """With ZeRO: gather the rows that other replicas have updated or loaded; a collective over the replicas."""

@@ -26,6 +26,8 @@ class ParallelDims:
         context: Number of neighboring data-parallel ranks that share the tokens of a replica's samples; divides
             ``data``.
         expert: Number of neighboring data-parallel ranks that share the experts of a layer; divides ``data``.
+        hsdp: Number of replicas of ZeRO's shards: each parameter is sharded over ``data / hsdp`` neighboring ranks, a
+            multiple of ``expert``.
     """
 
     pipeline: int = 1
@@ -33,6 +35,7 @@ class ParallelDims:
     data: int = 1
     context: int = 1
     expert: int = 1
+    hsdp: int = 1
 
     @property
     def size(self) -> int:
@@ -74,6 +77,29 @@ class ParallelDims:
     def expert_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share the experts of ``rank``: ``expert`` neighbors on its data axis."""
         return self._neighbors(rank, self.expert)
+
+    def shard_ranks(self, rank: int, *, expert_local: bool = False) -> tuple[int, ...]:
+        """Return the ranks over which ZeRO shards a parameter of ``rank``, in order of the rows.
+
+        Args:
+            rank: Rank of the run.
+            expert_local: Whether the parameter belongs to an expert, which fewer ranks have.
+        """
+        ranks = self._ranks_with_parameter(rank, expert_local=expert_local)
+        size = len(ranks) // self.hsdp
+        first = ranks.index(rank) // size * size
+        return ranks[first : first + size]
+
+    def shard_copies(self, rank: int, *, expert_local: bool = False) -> tuple[int, ...]:
+        """Return the ranks that have the same rows of a parameter as ``rank``; arguments as :meth:`shard_ranks`."""
+        ranks = self._ranks_with_parameter(rank, expert_local=expert_local)
+        size = len(ranks) // self.hsdp
+        return ranks[ranks.index(rank) % size :: size]
+
+    def _ranks_with_parameter(self, rank: int, *, expert_local: bool) -> tuple[int, ...]:
+        own = self.coordinates(rank)
+        ranks = self.ranks(pipeline=own.pipeline, tensor=own.tensor)
+        return ranks[own.data % self.expert :: self.expert] if expert_local else ranks
 
     def _neighbors(self, rank: int, size: int) -> tuple[int, ...]:
         own = self.coordinates(rank)

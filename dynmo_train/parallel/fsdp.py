@@ -3,39 +3,63 @@
 Each item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. Optimizer, norms
 and migration see plain tensors, the local rows; FSDP2's ``DTensor`` parameters stay inside the modules.
 
-    forward                all-gather of the rows by FSDP2
+    forward                all-gather of the rows by FSDP2, one item ahead
     backward               the same, and per microbatch (stages 2 and 3) a reduce-scatter that adds to the sharded sum;
                            reduced once per step, gradients accumulate unsharded instead
-    end of the step        FsdpSharding.reduce: the rest of the reduce-scatters -> grad of the local rows
+    end of the step        FsdpSharding.start_reduction, .finish_reduction: the rest of the reduce-scatters
+                           -> grad of the local rows
+    hybrid sharding        all-reduce of these over the replicas of the shards (GradientReducer)
     optimizer              updates the local rows, which share memory with the DTensors
 
-Memory of the gradients, float32, of P parameters over D replicas: ``4 P / D`` bytes and those of one item whole where
+Each item is a root of FSDP2, and all items of a process share one communication context (:func:`share_streams`): its
+streams let gathers and reduce-scatters overlap with the arithmetic and with each other, as under a single root.
+
+Hybrid sharding (HSDP) shards over ``data / hsdp`` neighboring ranks instead of all. FSDP2 sees a one-dimensional mesh
+of these: its own sum over replicas of the shards would be an all-reduce in every backward, or a sum over microbatches
+in the dtype of the reduction. Here it is one all-reduce of float32 sums per item and step.
+
+Memory of the gradients, float32, of P parameters over D shards: ``4 P / D`` bytes and those of one item whole where
 they are reduced per microbatch, ``4 P`` where they are reduced per step, with 1/microbatches of the communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
 from .collectives import all_gather_rows, reduce_scatter_rows
 from .process_groups import World
 
 
 class _ShardingGroup:
-    """The replicas that share the rows of a parameter, and this process's ``rank`` among their ``size``."""
+    """The replicas that share the rows of a parameter, and this process's ``rank`` among their ``size``.
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, world: World) -> None:
-        self.rank, self.size = rank, size
+    Args:
+        group: These replicas; None: this process alone.
+        ranks: Their ranks in the run.
+        world: Processes of the run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], world: World) -> None:
+        self.rank, self.size = ranks.index(world.rank), len(ranks)
         # A process may be the only replica with its experts; FSDP2 needs a group of one then.
         self.group = group or dist.new_group([world.rank], use_local_synchronization=True)
         self.mesh = DeviceMesh.from_group(self.group, world.device.type)
+        # Ranks of a group -> its second communicator: one for all items, where torch would create one for each.
+        self._reduce_scatter_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def separate_reduce_scatters(self, module: FSDPModule) -> None:
+        """Let reduce-scatters of ``module`` run next to its gathers: a communicator runs one collective at a time."""
+        for each in param_groups(module):
+            # Private and since torch 2.13; the public ``set_separate_reduce_scatter_group`` cannot share communicators.
+            if hasattr(each, "_set_separate_reduce_scatter_group"):
+                each._set_separate_reduce_scatter_group(True, self._reduce_scatter_groups)
 
 
 class FsdpSharding:
@@ -52,8 +76,12 @@ class FsdpSharding:
         sync_microbatches: Reduce-scatter the gradients of every microbatch; False does so once per step.
         reduce_dtype: dtype of these sums over replicas; sums over microbatches are float32.
 
+    Attributes:
+        is_first_copy: Whether this process is in the first of the replicas of the shards (``ParallelDims.hsdp``), which
+            sums over processes count.
+
     Raises:
-        ValueError: There is one replica.
+        ValueError: There is one replica to shard over.
     """
 
     def __init__(
@@ -66,13 +94,14 @@ class FsdpSharding:
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         dims = world.dims
-        if world.groups.data is None:
-            raise ValueError("ZeRO needs at least two replicas")
-        self._replicas = _ShardingGroup(world.groups.data, world.data_rank, dims.data, world)
+        if world.groups.shard is None:
+            raise ValueError("ZeRO needs at least two replicas to shard over")
+        self._replicas = _ShardingGroup(world.groups.shard, dims.shard_ranks(world.rank), world)
         self._expert_replicas = self._replicas
         if dims.expert > 1:
-            rank, size = world.data_rank // dims.expert, dims.data // dims.expert
-            self._expert_replicas = _ShardingGroup(world.groups.expert_data, rank, size, world)
+            ranks = dims.shard_ranks(world.rank, expert_local=True)
+            self._expert_replicas = _ShardingGroup(world.groups.expert_shard, ranks, world)
+        self.is_first_copy = world.data_rank < dims.data // dims.hsdp
         self._reshard, self._sync_microbatches = reshard, sync_microbatches
         casts = compute != torch.float32
         # None: the dtype of the parameters, float32. FSDP2 adds sharded sums in the dtype of the sharded parameters.
@@ -107,6 +136,7 @@ class FsdpSharding:
                 # Gradients are sums over replicas, as those of plain replicas; FSDP2 would divide them.
                 fsdp.set_gradient_divide_factor(1.0)
                 fsdp.set_force_sum_reduction_for_comms(True)
+                group.separate_reduce_scatters(fsdp)
                 self._begin_step(fsdp)
         return {name: nn.Parameter(_local_rows(parameter).detach()) for name, parameter in module.named_parameters()}
 
@@ -116,30 +146,36 @@ class FsdpSharding:
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(self._reshard)
 
-    def reduce(self, module: nn.Module, local: dict[str, nn.Parameter]) -> None:
-        """Sum the replicas' gradients of an item and set ``grad`` of each local parameter to its rows of the sum.
+    def start_reduction(self, module: nn.Module) -> None:
+        """Start what is left of the sums over replicas of an item, whose gradients no backward changes any more.
 
         Args:
             module: A module that :meth:`wrap` has sharded; another one is left alone.
-            local: Parameters that :meth:`wrap` returned for it.
         """
-        if not isinstance(module, FSDPModule):
-            return
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True)
-        module.set_requires_gradient_sync(True)
-        # The same private calls as torch's own PipelineStage makes for a sharded module at the end of a step
-        # (perform_reduce_grad, torch 2.11 to 2.13): FSDP2 has no public call that reduces accumulated gradients.
-        state = fully_shard.state(module)  # type: ignore[attr-defined]
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                for group in param_groups(part):
-                    group.post_backward()
-        state._root_post_backward_final_callback()
-        self._begin_step(module)
-        for name, parameter in module.named_parameters():
-            local[name].grad = None if parameter.grad is None else _local_rows(parameter.grad)
-            parameter.grad = None
+        for part in _parts(module):
+            part.set_reshard_after_backward(True, recurse=False)
+            part.set_requires_gradient_sync(True, recurse=False)
+            # The same private calls as torch's own PipelineStage makes for a sharded module at the end of a step
+            # (perform_reduce_grad, torch 2.11 to 2.13): FSDP2 has no public call that reduces accumulated gradients.
+            for group in param_groups(part):
+                group.post_backward()
+
+    def finish_reduction(self, items: Iterable[tuple[nn.Module, dict[str, nn.Parameter]]]) -> None:
+        """Wait for the sums of all items and set ``grad`` of each local parameter to its rows of the sum.
+
+        Args:
+            items: Each item's module, after :meth:`start_reduction`, and the parameters that :meth:`wrap` returned.
+        """
+        sharded = [(module, local) for module, local in items if isinstance(module, FSDPModule)]
+        # Only after all reduce-scatters have started: this clears what the items share, and waits for all of them.
+        for module, _ in sharded:
+            module.set_is_last_backward(True)
+            fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        for module, local in sharded:
+            self._begin_step(module)
+            for name, parameter in module.named_parameters():
+                local[name].grad = None if parameter.grad is None else _local_rows(parameter.grad)
+                parameter.grad = None
 
     def reshard(self, module: nn.Module) -> None:
         """Free the parameters that a forward without backward has gathered."""
@@ -201,6 +237,46 @@ class FsdpSharding:
         return own[:num_rows].to(tensor.dtype)
 
 
+def connect_items(items: Sequence[nn.Module], num_frozen: int = 0) -> None:
+    """Let the items of a stage gather the parameters of their neighbors ahead; repeat after every change of the stage.
+
+    The parameters of item k + 1 are gathered while item k runs, in the backward those of item k - 1. Modules that are
+    not sharded are left alone.
+
+    Args:
+        items: Modules of the stage, in list order.
+        num_frozen: Number of first items without a backward.
+    """
+    chain = [(parts, position < num_frozen) for position, item in enumerate(items) if (parts := _parts(item))]
+    for at, (parts, _) in enumerate(chain):
+        after = chain[at + 1][0] if at + 1 < len(chain) else []
+        before, is_frozen = chain[at - 1] if at else ([], True)
+        inner = parts[1:]
+        parts[0].set_modules_to_forward_prefetch([*inner, *after])
+        # Never an empty list: FSDP2 would then prefetch by the order of the forwards, where the first item of a stage
+        # follows the last one of another microbatch. A module's own parameters are there already.
+        parts[0].set_modules_to_backward_prefetch([*inner, *([] if is_frozen else before)] or parts[:1])
+        for part in inner:
+            part.set_modules_to_backward_prefetch([part])
+
+
+def share_streams(items: Iterable[nn.Module]) -> None:
+    """Let all items of a process use the same streams for their collectives; repeat after every change of the items.
+
+    Args:
+        items: Modules, on the device of the run, sharded or not; no collective of theirs is in flight.
+    """
+    parts: list[FSDPModule] = []
+    for module in items:
+        for part in _parts(module):
+            # Each item stays its own root, so that it can leave without the others: before torch chooses the roots by
+            # the first forward, which is the same choice, and creates their streams.
+            fully_shard.state(part)._lazy_init()  # type: ignore[attr-defined]
+            parts.append(part)
+    if parts:
+        share_comm_ctx(parts)
+
+
 def accumulate_sharded_grads(module: nn.Module) -> None:
     """Add the gradients of a split backward to the float32 sums, sharded or not, as FSDP2 does after a full backward.
 
@@ -229,13 +305,18 @@ def row_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
     return chunks + [tensor[:0]] * (num_chunks - len(chunks))
 
 
+def _parts(module: nn.Module) -> list[FSDPModule]:
+    """Return what is sharded of an item: itself, then its experts; nothing of an item that is not sharded."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
 def _fsdp_module(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise TypeError(f"{type(module).__name__} is not sharded")
     return module
 
 
-def param_groups(module: nn.Module) -> list[Any]:
+def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
     """FSDP2's private parameter groups of a module: a list in torch 2.13, at most one in torch 2.11."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)

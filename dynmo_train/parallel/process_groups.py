@@ -45,6 +45,10 @@ class Groups:
         context: Ranks that share the tokens of a sample.
         expert: Ranks that share the experts of a layer.
         expert_data: Ranks that have the same experts as this one.
+        shard: Ranks over which ZeRO shards a parameter.
+        shard_copies: Ranks that have the same rows of it as this one.
+        expert_shard: Ranks over which ZeRO shards a parameter of an expert.
+        expert_shard_copies: Ranks that have the same rows of it as this one.
         vocabulary: Ranks of ``pipeline``, once for each kind of message of a sharded vocabulary; empty without.
     """
 
@@ -56,6 +60,10 @@ class Groups:
     context: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     expert_data: dist.ProcessGroup | None = None
+    shard: dist.ProcessGroup | None = None
+    shard_copies: dist.ProcessGroup | None = None
+    expert_shard: dist.ProcessGroup | None = None
+    expert_shard_copies: dist.ProcessGroup | None = None
     vocabulary: tuple[dist.ProcessGroup, ...] = ()
 
 
@@ -216,6 +224,10 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
         context=group(dims.context_ranks(rank)),
         expert=group(experts),
         expert_data=group(same_experts),
+        shard=group(dims.shard_ranks(rank)),
+        shard_copies=group(dims.shard_copies(rank)),
+        expert_shard=group(dims.shard_ranks(rank, expert_local=True)),
+        expert_shard_copies=group(dims.shard_copies(rank, expert_local=True)),
     )
 
 

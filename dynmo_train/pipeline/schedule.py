@@ -50,6 +50,7 @@ from ..models.compiled import CompileSettings
 from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import float32_matmuls
+from ..parallel.fsdp import connect_items, share_streams
 from ..parallel.process_groups import World
 from ..parallel.seeding import stable_seed
 from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
@@ -200,6 +201,8 @@ class Pipeline:
             if self._vocabulary is not None and begin == 0 and names:
                 module.words = self._vocabulary.lookups.words
             self.modules.append(module)
+            connect_items(list(module.layers), prefixes[number])
+        share_streams(layer for module in self.modules for layer in module.layers)
         self._batch_names = tuple(dict.fromkeys(name for module in self.modules for name in module.batch_names))
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0

@@ -53,6 +53,7 @@ def parallel_dims(config: Config) -> ParallelDims:
         data=parallel.data_ranks,
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
+        hsdp=parallel.hsdp,
     )
 
 

@@ -74,8 +74,9 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     moves = dict(scenario.moves)
     if layout.settings.get("zero_stage"):
         num_local = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
+        shards = world.dims.data / world.dims.hsdp
         part = sum(
-            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.sharding.is_expert_local(full) else 1)
+            p.numel() / shards * (world.dims.expert if engine.item_store.sharding.is_expert_local(full) else 1)
             for item in engine.local_names
             for full, p in parameters_of(item, engine.item_store.blueprint(item)).items()
         )

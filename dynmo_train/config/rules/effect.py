@@ -128,6 +128,11 @@ EFFECTS: tuple[EffectRule, ...] = (
         options=("zero_gradient_sync",), when=lambda c: c.parallel.zero_stage > 0, without="without --zero-stage"
     ),
     EffectRule(
+        options=("hsdp",),
+        when=lambda c: c.parallel.zero_stage > 0 and _replicas(c),
+        without="without --zero-stage and several data-parallel replicas",
+    ),
+    EffectRule(
         options=("DDP_impl", "zero_stage", "grad_reduce_in_bf16"),
         when=_replicas,
         without="with one data-parallel replica",

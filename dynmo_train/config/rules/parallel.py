@@ -205,6 +205,28 @@ def _reduction(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _hybrid(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Sizes of the replicas of ZeRO's shards."""
+    parallel = config.parallel
+    copies, replicas, flag = parallel.hsdp, parallel.data_parallel_size, "--hsdp"
+    if copies == 1 or not parallel.zero_stage or parallel.data_ranks == 1:
+        return
+    if replicas % copies:
+        yield conflict(flag, f"is {copies}; must divide the {replicas} data-parallel replicas")
+    elif parallel.data_ranks == copies:
+        yield conflict(
+            flag,
+            f"is {copies}, the number of data-parallel replicas, so that nothing is sharded; must be smaller, or use"
+            " --zero-stage 0",
+        )
+    elif parallel.data_ranks // copies % parallel.expert_model_parallel_size:
+        yield conflict(
+            flag,
+            f"is {copies}, which shards over {parallel.data_ranks // copies} replicas; these must be a multiple of"
+            f" --expert-model-parallel-size {parallel.expert_model_parallel_size}",
+        )
+
+
 def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
     """What the shards of the vocabulary do not combine with."""
     parallel, model, shards = config.parallel, config.model, config.parallel.vocabulary_parallel
@@ -234,6 +256,7 @@ def _vocabulary(config: Config, _world_size: int) -> Iterator[Problem]:
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
     _reduction,
+    _hybrid,
     _experts,
     _context,
     _tensor,

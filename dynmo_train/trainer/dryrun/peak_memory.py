@@ -150,8 +150,7 @@ class _SingleRankRegion(TensorRegion):
 def _is_by_token(config: Config) -> bool:
     """Whether the gradient of a word table is collected by token until the end of the step."""
     parallel, training = config.parallel, config.training
-    is_sharded = parallel.zero_stage > 0 and parallel.data_ranks > 1
-    return not is_sharded and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
+    return parallel.shard_ranks == 1 and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
 
 
 def _deferred_gradient_bytes(
@@ -267,9 +266,7 @@ def _counts(
 
 def _gradient_shards(config: Config) -> int:
     """Number of replicas over which the sum of the gradients is sharded while it grows."""
-    parallel = config.parallel
-    is_sharded = parallel.zero_stage > 0 and parallel.zero_gradient_sync == "microbatch"
-    return parallel.data_ranks if is_sharded else 1
+    return config.parallel.shard_ranks if config.parallel.zero_gradient_sync == "microbatch" else 1
 
 
 def _reducing_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> int:
@@ -282,13 +279,13 @@ def _reducing_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterC
 
 def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCounts) -> tuple[int, int]:
     """Bytes on a device of a worker: parameters with moments and compute copies, and sums of gradients."""
-    replicas, zero = config.parallel.data_ranks, config.parallel.zero_stage
+    shards, zero = config.parallel.shard_ranks, config.parallel.zero_stage
     copies = boundary.dtype.itemsize
     gradients = FLOAT_BYTES * counts.total // _gradient_shards(config)
-    if zero and replicas > 1:
+    if shards > 1:
         # FSDP2 gathers an item before its forward. Stage 3 frees it afterwards, and the next one may be gathered
         # meanwhile; in the other stages all items stay gathered until the end of the step.
-        sharded = (FLOAT_BYTES * counts.total + counts.state_bytes) // replicas
+        sharded = (FLOAT_BYTES * counts.total + counts.state_bytes) // shards
         gathered = copies * (2 * counts.largest if zero == 3 else counts.total + counts.largest)
         return sharded + gathered, gradients
     state = FLOAT_BYTES * (counts.total - counts.shared) + counts.state_bytes - counts.shared_state_bytes
@@ -299,9 +296,8 @@ def _model_bytes(config: Config, boundary: BoundaryShape, counts: _ParameterCoun
 
 def _shard_model_bytes(config: Config, boundary: BoundaryShape, shards: Mapping[str, int]) -> int:
     """Bytes of parameters, compute copies and moments of shards of the vocabulary; with ZeRO replicas share moments."""
-    replicas = config.parallel.data_ranks if config.parallel.zero_stage else 1
     copies = 0 if boundary.dtype == torch.float32 else boundary.dtype.itemsize
-    return (FLOAT_BYTES + copies) * shards["param_count"] + shards["optimizer_bytes"] // replicas
+    return (FLOAT_BYTES + copies) * shards["param_count"] + shards["optimizer_bytes"] // config.parallel.shard_ranks
 
 
 def worker_peaks(

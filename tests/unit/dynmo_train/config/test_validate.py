@@ -281,6 +281,19 @@ CASES = {
         {"grad_reduce_in_bf16": True, "zero_stage": 1, **REPLICAS},
         "--grad-reduce-in-bf16",
     ),
+    "copies of no shards": ({"hsdp": 2, "zero_stage": 2, **REPLICAS}, "--hsdp"),
+    "copies of unequal size": ({"hsdp": 4, "zero_stage": 2, **REPLICAS}, "--hsdp"),
+    "experts across copies": (
+        {
+            "hsdp": 2,
+            "zero_stage": 2,
+            "num_experts": 4,
+            "expert_model_parallel_size": 4,
+            **REPLICAS,
+            "world_size": 4,
+        },
+        "--hsdp",
+    ),
     "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
     "packed experts": (
         {"grad_comp": True, "expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS},

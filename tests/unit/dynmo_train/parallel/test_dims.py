@@ -32,3 +32,18 @@ def test_parallel_dims_expert_ranks_are_neighbors():
     dims = ParallelDims(tensor=2, data=4, expert=2)
     assert dims.expert_ranks(0) == dims.expert_ranks(2) == (0, 2)
     assert dims.expert_ranks(5) == (5, 7)
+
+
+def test_parallel_dims_hsdp_shards_over_neighbors():
+    dims = ParallelDims(pipeline=2, tensor=2, data=4, hsdp=2)
+    assert dims.shard_ranks(8) == dims.shard_ranks(10) == (8, 10)
+    assert dims.shard_copies(8) == dims.shard_copies(12) == (8, 12)
+    assert ParallelDims(data=4).shard_ranks(2) == (0, 1, 2, 3)
+    assert ParallelDims(data=4).shard_copies(2) == (2,)
+
+
+def test_parallel_dims_hsdp_shards_experts_over_those_that_have_them():
+    dims = ParallelDims(data=8, expert=2, hsdp=2)
+    assert dims.shard_ranks(5) == (4, 5, 6, 7)
+    assert dims.shard_ranks(5, expert_local=True) == (5, 7)
+    assert dims.shard_copies(5, expert_local=True) == (1, 5)

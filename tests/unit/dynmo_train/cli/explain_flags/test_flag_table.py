@@ -155,6 +155,7 @@ compile = true
 dataloader.num_workers = 2
 dataset_path = "allenai/c4"
 [parallelism]
+data_parallel_replicate_degree = 1
 tensor_parallel_degree = 1
 context_parallel_degree = 1
 pipeline_parallel_degree = 2

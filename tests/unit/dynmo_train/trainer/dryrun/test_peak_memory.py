@@ -124,6 +124,17 @@ def test_peak_memory_of_zero_stages_is_near_the_floor(replicas):
     assert peak(2) - peak(3) == pytest.approx(whole, rel=0.05)
 
 
+def test_peak_memory_of_hybrid_sharding_is_that_of_its_shards():
+    """The activations of a replica do not depend on the number of replicas."""
+
+    def peak(replicas: int, **options: int) -> int:
+        options |= {"num_layers": 64, "global_batch_size": 4 * replicas, "pipeline_model_parallel_size": 1}
+        return dry_run(config_of(DefaultContext(world_size=replicas), **SMALL | options), "cpu").peak_memory_bytes[0]
+
+    for stage in (1, 2, 3):
+        assert peak(16, zero_stage=stage, hsdp=4) == peak(4, zero_stage=stage)
+
+
 def test_header_counts_the_state_of_muon_by_parameter():
     config = config_of(**SMALL, optimizer="muon")
     adam = {item["name"]: item for item in profile_header_of_run(config_of(**SMALL), family_of(config), {})["items"]}
