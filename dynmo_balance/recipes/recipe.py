@@ -1,16 +1,23 @@
 """Recipes: one TOML file per dynamic technique, with its assumptions, and the predicted speed-up of balancing.
 
-* balancing only: the technique on Megatron's even split over the technique on the exact partition;
-* technique and balancing: the baseline on the even split over the technique on the exact partition;
-* searched: the same, with schedule, stages per worker, granularity and order of operations searched as well.
+All steps are those of the technique, at the end of its trajectory, on four partitions::
+
+    uniform static         Megatron's even split of the layers
+    dense-optimal static   our exact partition of the dense model: the best that a user has without balancing
+    balanced               our exact partition of the technique
+    bound                  below which no schedule and no partition can be
+
+The gain of balancing is the first or the second over the third. A gain over the uniform partition contains what a
+static plan has for nothing, such as room for the head. The gain of technique and balancing together is the step of the
+dense model, on either partition, over the balanced step; ``--search`` also searches schedule, stages per worker,
+granularity and order of operations.
 
 A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
 ``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
 ``BuildOptions``, ``[script]`` those of ``TrajectorySettings``.
 
-Speed-ups are stated in two ways because a published one may be either: some compare with a static partition of the same
-technique, some with the dense model, and the second contains what the technique itself saves. The end of the trajectory
-counts, where the imbalance is largest, not the mean over a run.
+Published speed-ups are "up to" figures over static training, of runs whose settings are not known. The end of the
+trajectory counts, where the imbalance is largest, not the mean over a run.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from ..partition import uniform
 from ..partition.exact import solve
 from ..planning.plan_builder import problem_of_run
 from ..schedules.registry import SCHEDULES
+from ..simulation.bounds import bounds_of
 from ..simulation.simulator import predict
 
 FOLDER = Path(__file__).parent
@@ -57,43 +65,67 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeResult:
-    """Steps in ns, and the speed-ups."""
+    """Steps in ns, and the speed-ups.
+
+    Attributes:
+        recipe: the technique and its assumptions.
+        dense_uniform_ns, dense_optimal_ns: the dense model on the uniform and on its own exact partition.
+        uniform_ns, static_ns, balanced_ns: the technique on the uniform partition, on the exact one of the dense model,
+            and on its own exact one.
+        bound_ns: lower bound of the technique's step, for any schedule and partition.
+        searched_ns: the best schedule, stages per worker, granularity and order of operations; None if not searched.
+        searched: a short description of it.
+    """
 
     recipe: Recipe
-    baseline_ns: int
-    unbalanced_ns: int
+    dense_uniform_ns: int
+    dense_optimal_ns: int
+    uniform_ns: int
+    static_ns: int
     balanced_ns: int
+    bound_ns: int
     searched_ns: int | None = None
     searched: str = ""
-    bound_ns: int | None = None
 
     @property
-    def balancing_only(self) -> float:
-        """The technique, even split over exact partition."""
-        return self.unbalanced_ns / self.balanced_ns
+    def over_uniform(self) -> float:
+        """The gain of balancing over the uniform partition."""
+        return self.uniform_ns / self.balanced_ns
 
     @property
-    def technique_and_balancing(self) -> float:
-        """The baseline on the even split over the technique on the exact partition."""
-        return self.baseline_ns / self.balanced_ns
+    def over_dense_optimal(self) -> float:
+        """The gain of balancing over the exact partition of the dense model."""
+        return self.static_ns / self.balanced_ns
+
+    @property
+    def with_technique(self) -> float:
+        """The dense model on its exact partition over the technique on its own."""
+        return self.dense_optimal_ns / self.balanced_ns
+
+    @property
+    def with_technique_over_uniform(self) -> float:
+        """The dense model on the uniform partition over the technique on its exact one."""
+        return self.dense_uniform_ns / self.balanced_ns
 
     def document(self) -> dict[str, Any]:
         """The outcome for JSON."""
-        searched = None if self.searched_ns is None else self.baseline_ns / self.searched_ns
         return {
             "recipe": self.recipe.name,
             "technique": self.recipe.technique,
             "assumptions": list(self.recipe.assumptions),
-            "baseline_ns": self.baseline_ns,
-            "unbalanced_ns": self.unbalanced_ns,
+            "dense_uniform_ns": self.dense_uniform_ns,
+            "dense_optimal_ns": self.dense_optimal_ns,
+            "uniform_static_ns": self.uniform_ns,
+            "dense_optimal_static_ns": self.static_ns,
             "balanced_ns": self.balanced_ns,
-            "balancing_only": self.balancing_only,
-            "technique_and_balancing": self.technique_and_balancing,
+            "bound_ns": self.bound_ns,
+            "over_uniform_static": self.over_uniform,
+            "over_dense_optimal_static": self.over_dense_optimal,
+            "with_technique_over_uniform": self.with_technique_over_uniform,
+            "with_technique_over_dense_optimal": self.with_technique,
             "searched_ns": self.searched_ns,
             "searched": self.searched or None,
-            "searched_bound_ns": self.bound_ns,
-            "technique_and_search": searched,
-            "published": self.recipe.published,
+            "published_up_to": self.recipe.published,
         }
 
 
@@ -209,19 +241,24 @@ def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
     """
     header, dense, last = final_costs(recipe)
     before, after = (problem_of_run(header, costs, recipe.run.granularity) for costs in (dense, last))
+    # The minimum bottleneck, not the minimum simulated step: the figure is that of the proven optimum.
+    static, exact = (solve(problem).boundaries for problem in (before, after))
     outcome = RecipeResult(
         recipe=recipe,
-        baseline_ns=predict(before, uniform.boundaries(before)).step_ns,
-        unbalanced_ns=predict(after, uniform.boundaries(after)).step_ns,
-        # The minimum bottleneck, not the minimum simulated step: the figure is that of the proven optimum.
-        balanced_ns=predict(after, solve(after).boundaries).step_ns,
+        dense_uniform_ns=predict(before, uniform.boundaries(before)).step_ns,
+        dense_optimal_ns=predict(before, static).step_ns,
+        uniform_ns=predict(after, uniform.boundaries(after)).step_ns,
+        static_ns=predict(after, static).step_ns,
+        balanced_ns=predict(after, exact).step_ns,
+        bound_ns=bounds_of(after).step_ns,
     )
     if not searching:
         return outcome
     found = search(header, after, tuple(SCHEDULES), ("layer", "sublayer"))
+    # A unit of finer granularity has a smaller bound, which holds for all.
     return replace(
         outcome,
         searched_ns=found.best.timeline.step_ns,
         searched=found.best.label,
-        bound_ns=found.bounds.step_ns,
+        bound_ns=min(outcome.bound_ns, found.bounds.step_ns),
     )

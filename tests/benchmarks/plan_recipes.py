@@ -3,8 +3,7 @@
     python tests/benchmarks/plan_recipes.py [--layers 24,32,40,48] [--no-search]
 
 For one recipe as it stands: ``dynmo-plan recipe NAME --search``. Each recipe states its assumptions; the columns are
-those of ``dynmo_balance/recipes/__init__.py``, and "x bound" is how far the searched step is from what no schedule can
-beat.
+those of ``dynmo_balance/recipes/recipe.py``, and "x bound" is the distance to what no schedule can be below.
 """
 
 from __future__ import annotations
@@ -18,12 +17,15 @@ from dynmo_balance.recipes.recipe import Recipe, load_recipe, recipe_names, run_
 
 def row(recipe: Recipe, layers: int, searching: bool) -> str:
     outcome = run_recipe(replace(recipe, spec=replace(recipe.spec, layers=layers)), searching=searching)
-    searched = "- | - | -"
-    if outcome.searched_ns and outcome.bound_ns:
-        best = outcome.baseline_ns / outcome.searched_ns
-        searched = f"{best:.2f} | {outcome.searched_ns / outcome.bound_ns:.3f} | {outcome.searched}"
-    gains = f"{outcome.balancing_only:.2f} | {outcome.technique_and_balancing:.2f}"
-    return f"| {recipe.name} | {layers} | {gains} | {searched} | {recipe.published:.2f} |"
+    searched = "- | -"
+    if outcome.searched_ns:
+        searched = f"{outcome.searched_ns / outcome.bound_ns:.3f} | {outcome.searched}"
+    steps = (outcome.uniform_ns, outcome.static_ns, outcome.balanced_ns, outcome.bound_ns)
+    cells = [f"{step / 1e6:.1f}" for step in steps]
+    cells += [f"{outcome.over_uniform:.2f}", f"{outcome.over_dense_optimal:.2f}"]
+    cells += [f"{outcome.balanced_ns / outcome.bound_ns:.3f}", searched]
+    cells += [f"{outcome.with_technique_over_uniform:.2f}", f"{outcome.with_technique:.2f}"]
+    return f"| {recipe.name} | {layers} | {' | '.join(cells)} | up to {recipe.published:.2f} |"
 
 
 def main() -> None:
@@ -31,8 +33,11 @@ def main() -> None:
     parser.add_argument("--layers", default="24,32,40,48")
     parser.add_argument("--no-search", action="store_true")
     options = parser.parse_args()
-    emit("| technique | layers | balancing only | technique and balancing | searched | x bound | found | published |")
-    emit("|---|---|---|---|---|---|---|---|")
+    emit(
+        "| technique | layers | uniform ms | dense-optimal ms | balanced ms | bound ms | x uniform | x dense-optimal"
+        " | x bound | searched x bound | found | with technique, x uniform | x dense-optimal | published |"
+    )
+    emit(f"|{'---|' * 14}")
     for name in recipe_names():
         for layers in options.layers.split(","):
             emit(row(load_recipe(name), int(layers), not options.no_search))

@@ -1,11 +1,12 @@
 """The dynamic techniques at scale, emulated: many workers on few cores, whose layers sleep for a recipe's times.
 
-Each run is the real trainer, schedule, planner and migration: two steps of the baseline on Megatron's even split, three
-steps of the technique on it, then the planner (in lockstep) makes a plan, layers move, and five more steps follow.
+Each run is the real trainer, schedule, planner and migration: two steps of the dense model on Megatron's even split,
+three steps of the technique on it, then the planner (in lockstep) makes a plan, layers move, and five more steps
+follow. Another run has the technique on the exact partition of the dense model, the best static one.
 Times come from ``dynmo-plan recipe NAME --layers N --trace FILE``; the assumptions are the recipe's
 (``dynmo-plan recipe NAME`` prints them).
 
-    python tests/benchmarks/train_emulated.py [--recipe NAME ...] [--layers 24,32,40,48] [--workers 8] [--seconds 10]
+    python tests/benchmarks/train_emulated.py [--recipe NAME ...] [--layers 24,32,40,48] [--workers 8] [--repeats 3]
 
     python tests/benchmarks/train_emulated.py --distance [--recipe NAME ...] [--layers 32] [--workers 8]
 
@@ -19,8 +20,9 @@ packs the technique: the fewest workers that keep the throughput of the even spl
 (``dynmo-plan repack --reference static --keep 1`` on the profile of a run), then a run that goes there
 (``--pack-to``): workers leave, and its later steps are compared with the prediction of the plan.
 
-"balancing only" is the technique on the even split over the technique as the planner balanced it, "technique and
-balancing" the baseline on the even split over the same; "predicted" is the simulated value of both.
+Each figure is the median of the repetitions with the least and the greatest. "x uniform" and "x dense-optimal" are the
+gains of balancing over the two static partitions; "with technique" is the dense model on the even split over the
+balanced technique; "predicted" is the simulated value of each, and "x bound" that of the balanced step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from train_techniques import run, write_data
@@ -39,10 +43,12 @@ from train_techniques import run, write_data
 from dynmo_balance._common.document import encode_json
 from dynmo_balance.analysis.search import Candidate
 from dynmo_balance.formats.plan import to_document
-from dynmo_balance.planning.plan_builder import make_proposal, to_plan
+from dynmo_balance.partition.exact import solve
+from dynmo_balance.planning.plan_builder import make_proposal, problem_of_run, to_plan
 from dynmo_balance.recipes.optimality_gap import measure_gap
-from dynmo_balance.recipes.recipe import load_recipe, with_size
+from dynmo_balance.recipes.recipe import final_costs, load_recipe, run_recipe, with_size
 from dynmo_balance.recipes.trace import write_trace
+from dynmo_balance.simulation.simulator import predict
 from dynmo_train._common.console import emit
 
 RECIPES = ("moe-128k-vocabulary", "pruning-7b", "freezing-7b", "sparse-attention-64k", "early-exit-7b", "mod")
@@ -72,39 +78,68 @@ def seconds(lines: list[dict], begin: int, end: int) -> float:
     return statistics.median(line["step_ns"] for line in lines if begin <= line["step"] <= end) / 1e9
 
 
-def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
-    """A row of the table."""
+def once(recipe: str, layers: int, workers: int, dense_s: float) -> dict[str, float]:
+    """The figures of one repetition, steps in seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        trace = folder / "trace.jsonl"
-        command = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
-        run(
-            *command,
-            "--trace",
-            str(trace),
-            "--baseline-steps",
-            str(BASELINE),
-            "--technique-steps",
-            str(BEFORE + AFTER),
-        )
-        predicted = json.loads(run(*command, "--format", "json"))[0]
+        trace, technique = folder / "trace.jsonl", folder / "technique.jsonl"
+        sized = with_size(load_recipe(recipe), layers, workers)
+        write_trace(trace, sized, BASELINE, BEFORE + AFTER)
+        write_trace(technique, sized, 0, 1)
         header, first = map(json.loads, trace.read_text().splitlines()[:2])
+        scale = dense_s * 1e9 / first["step_ns"]
         options = [
-            *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
+            *("--emulate", str(trace), "--emulate-scale", str(scale)),
             *("--global-batch-size", str(header["microbatches"]), "--granularity", header["granularity"]),
             *("--rebalance-interval", str(BASELINE + BEFORE), *ONLINE),
         ]
         lines = train(folder, layers, workers, options, BASELINE + BEFORE + AFTER)
         events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+        parsed, dense, _ = final_costs(sized)
+        problem = problem_of_run(parsed, dense, sized.run.granularity)
+        exact = solve(problem)
+        candidate = Candidate(
+            granularity=sized.run.granularity,
+            problem=problem,
+            solution=exact,
+            timeline=predict(problem, exact.boundaries),
+        )
+        static = steps_of_plan(folder, "dense-optimal", technique, candidate, scale)
     taken = [event for event in events if event.get("kind") == "plan_applied"]
-    dense = seconds(lines, 1, BASELINE)
-    even = seconds(lines, BASELINE + 1, BASELINE + BEFORE)
-    after = seconds(lines, BASELINE + BEFORE + 1, BASELINE + BEFORE + AFTER)
+    return {
+        "dense": seconds(lines, 1, BASELINE),
+        "uniform": seconds(lines, BASELINE + 1, BASELINE + BEFORE),
+        "static": static,
+        "balanced": seconds(lines, BASELINE + BEFORE + 1, BASELINE + BEFORE + AFTER),
+        "moves": sum(len(event["moves"]) for event in taken),
+        "pause_ms": sum(event["pause_ns"] for event in taken) / 1e6,
+        "bound": run_recipe(sized).bound_ns * scale / 1e9,
+    }
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """The median with the least and the greatest."""
+    each = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.median(values):.{digits}f}{each}"
+
+
+def speed_ups(recipe: str, layers: int, workers: int, dense_s: float, repeats: int) -> str:
+    """A row of the table."""
+    predicted = run_recipe(with_size(load_recipe(recipe), layers, workers))
+    all_runs = [once(recipe, layers, workers, dense_s) for _ in range(repeats)]
+
+    def cell(of: Callable[[dict[str, float]], float]) -> str:
+        return spread([of(each) for each in all_runs])
+
     figures = [
-        *(recipe, str(layers), str(workers), f"{dense:.2f}", f"{even:.2f}", f"{after:.2f}"),
-        *(f"{even / after:.2f}", f"{predicted['balancing_only']:.2f}"),
-        *(f"{dense / after:.2f}", f"{predicted['technique_and_balancing']:.2f}", f"{predicted['published']:.2f}"),
-        *(str(sum(len(event["moves"]) for event in taken)), f"{sum(event['pause_ns'] for event in taken) / 1e6:.0f}"),
+        *(recipe, str(layers), str(workers)),
+        *(cell(itemgetter(name)) for name in ("dense", "uniform", "static", "balanced")),
+        *(cell(lambda each: each["uniform"] / each["balanced"]), f"{predicted.over_uniform:.2f}"),
+        *(cell(lambda each: each["static"] / each["balanced"]), f"{predicted.over_dense_optimal:.2f}"),
+        cell(lambda each: each["balanced"] / each["bound"]),
+        *(cell(lambda each: each["dense"] / each["balanced"]), f"{predicted.with_technique_over_uniform:.2f}"),
+        f"up to {predicted.recipe.published:.2f}",
+        *(f"{statistics.median(each[name] for each in all_runs):.0f}" for name in ("moves", "pause_ms")),
     ]
     return f"| {' | '.join(figures)} |"
 
@@ -195,10 +230,12 @@ def main() -> None:
     parser.add_argument("--layers", default="24,32,40,48")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="of the baseline's step; longer on a busy machine")
+    parser.add_argument("--repeats", type=int, default=3, help="of the table of speed-ups")
     parser.add_argument("--distance", action="store_true", help="from perfect, in place of the speed-ups")
     parser.add_argument("--packing", action="store_true", help="onto the fewest workers, in place of the speed-ups")
     given = parser.parse_args()
-    function, columns = one, ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s"]
+    function: Callable[[str, int, int, float], str] = partial(speed_ups, repeats=given.repeats)
+    columns = ["recipe", "layers", "workers"]
     if given.distance:
         function, columns = distance, ["recipe", "layers", "workers", "1F1B predicted x bound", "x bound", "x work"]
         columns += ["found predicted x bound", "x bound", "x work", "found"]
@@ -206,7 +243,8 @@ def main() -> None:
         function, columns = packing, ["recipe", "layers", "workers", "packed on", "even split s", "packed s"]
         columns += ["throughput kept", "predicted s", "measured throughput / predicted"]
     else:
-        columns += ["balancing only", "predicted", "technique and balancing", "predicted", "published"]
+        columns += ["dense s", "uniform s", "dense-optimal s", "balanced s", "x uniform", "predicted"]
+        columns += ["x dense-optimal", "predicted", "x bound", "with technique", "predicted", "published"]
         columns += ["items moved", "pause ms"]
     cases = itertools.product(given.recipe or RECIPES, given.layers.split(","))
     table(columns, (function(recipe, int(layers), given.workers, given.seconds) for recipe, layers in cases))
