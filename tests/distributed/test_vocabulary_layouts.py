@@ -69,9 +69,13 @@ def two():
     return dict(zip([*TWO, *(f"{name}, near" for name in NEAR)], found, strict=True))
 
 
+# Two copies of the shards of two replicas.
+HYBRID = Layout(dims=ParallelDims(data=4, hsdp=2), scenario=replace(PLAIN, tied=True), settings={"zero_stage": 2})
+
+
 @pytest.fixture(scope="module")
 def four():
-    return dict(zip(FOUR, played(4, list(FOUR.values())), strict=True))
+    return dict(zip([*FOUR, "hybrid"], played(4, [*FOUR.values(), HYBRID]), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +90,9 @@ def test_shards_have_the_same_bits_on_two_pipeline_ranks(two, four, name):
     assert four[name] == two[name]
 
 
-@pytest.mark.parametrize("name", NEAR)
-def test_shards_that_ranks_share_are_near_one_process(two, whole, name):
-    expected, found = whole["tied" in name], two[f"{name}, near"]
+@pytest.mark.parametrize("name", [*NEAR, "hybrid, tied"])
+def test_shards_that_ranks_share_are_near_one_process(two, four, whole, name):
+    expected, found = whole["tied" in name], two[f"{name}, near"] if name in NEAR else four["hybrid"]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
