@@ -110,7 +110,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--no-async-tensor-model-parallel-allreduce": ignored(_OVERLAP),
     "--overlap-grad-reduce": becomes("--DDP-impl", "torch"),
     "--overlap-param-gather": ignored(_OVERLAP),
-    "--tp-comm-overlap": ignored(_OVERLAP),
+    "--tp-comm-overlap": becomes("--async-tensor-parallel"),
     "--use-cpu-initialization": ignored("weights are always initialized on CPU"),
     "--no-query-key-layer-scaling": ignored("attention scores are scaled once"),
     "--apply-query-key-layer-scaling": ignored("attention scores are scaled once"),

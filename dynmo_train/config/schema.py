@@ -231,6 +231,9 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         "Shard activations along the sequence dimension across tensor-parallel ranks.", default=False, common=True
     )
+    async_tensor_parallel: bool = option(
+        "Overlap products with the collectives of --sequence-parallel (symmetric memory).", default=False
+    )
     context_parallel_size: int = option(
         "Context-parallel size: ranks that share the tokens of each sample.",
         default=1,

@@ -126,7 +126,7 @@ TORCHTITAN: Mapping[str, CompatFlag] = {
         "--tensor-model-parallel-size", values=1, reason="add `--sequence-parallel`, which torchtitan always uses"
     ),
     "parallelism.disable_loss_parallel": ignored("no effect on results"),
-    "parallelism.enable_async_tensor_parallel": ignored("no effect on results"),
+    "parallelism.enable_async_tensor_parallel": becomes("--async-tensor-parallel"),
     "parallelism.pipeline_parallel_degree": becomes("--pipeline-model-parallel-size", values=1),
     "parallelism.pipeline_parallel_schedule": becomes("--schedule", values=1, renamed_values=_SCHEDULES),
     "parallelism.pipeline_parallel_schedule_csv": refused(

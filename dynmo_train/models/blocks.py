@@ -28,7 +28,7 @@ from .embedding_grad import PendingRows, look_up
 from .gated import GATED, are_stacked, gated_activation, join_gated, stacked_rows
 from .hashed_attention import HashedAttention
 from .key_values import KeysValues, KVCache
-from .linear import PrunableLinear
+from .linear import PrunableLinear, overlapped_pair
 from .positions import RelativeBias, Rotary, add_positions
 from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, whole_offsets, window_mask
 
@@ -409,8 +409,7 @@ class CrossAttention(nn.Module):
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BHSK, v_BHSK, attn_mask=key_mask_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
         )
-        y_BTD = self.dense(y_BHTK.transpose(1, 2).flatten(2))
-        return x_BTD + item_dropout(y_BTD, self.dropout, self.training)
+        return x_BTD + item_dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -450,9 +449,10 @@ class FeedForward(nn.Module):
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both products; where one product has both, they are concatenated in the first."""
         gate, up = self.gate, self.up
-        if gate.enter is not None:
-            # Once for both: each entry costs a collective in the forward or the backward.
-            x = gate.enter(x)
+        if gate.can_overlap(x) and up.can_overlap(x):
+            return overlapped_pair(gate, up, x), None
+        # Once for both: each entry costs a collective in the forward or the backward.
+        x = x if gate.enter is None else gate.enter(x)
         # A compiled graph cannot ask for the storage of a weight.
         is_plain = gate.is_dense and up.is_dense and x.numel() > 0 and not torch.compiler.is_compiling()
         if not is_plain or not are_stacked(gate.weight, up.weight):

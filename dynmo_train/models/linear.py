@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..parallel.tensor_parallel import TensorRegion
+from .gated import are_stacked, stacked_rows
 from .sparse_formats import BLOCK, CSR, DENSE, SparseTable, block_size, unpruned_lines
 from .sparse_products import (
     BlockOperand,
@@ -36,6 +38,7 @@ from .sparse_products import (
 )
 
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
+SAMPLE_DIMS = 3
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -146,6 +149,7 @@ class PrunableLinear(nn.Module):
         self.leave: StreamEnd | None = None
         self.pattern: CsrPattern | BlockPattern | None = None
         self._operand: SparseOperand | None = None
+        self.overlap: TensorRegion | None = None  # whose collectives overlap with the product
         self.float8: Product | None = None  # of input and weight; set by ``float8``
         self._handle: torch.Tensor | None = None
 
@@ -218,6 +222,10 @@ class PrunableLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
+        if self.overlap is not None and self.can_overlap(x):
+            run = self.overlap.leave_product if self.enter is None else self.overlap.enter_product
+            y = run(x, self.weight)
+            return y if self.bias is None else y + self.bias
         if self.enter is not None:
             x = self.enter(x)
         if self.leave is None:
@@ -225,6 +233,11 @@ class PrunableLinear(nn.Module):
         # The bias is replicated: added before the sum over ranks, it would count once per rank.
         y = self.leave(self._product(x, None))
         return y if self.bias is None else y + self.bias
+
+    def can_overlap(self, x: torch.Tensor) -> bool:
+        """Whether this layer's product with ``x`` ``[..., I]`` overlaps with the collective at its end."""
+        is_plain = self.is_dense and self.float8 is None and not torch.compiler.is_compiling()
+        return self.overlap is not None and is_plain and x.dim() == SAMPLE_DIMS and x.numel() > 0
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``, ``[..., I]`` to ``[..., O]``, without entering or leaving a region."""
@@ -276,3 +289,27 @@ class PrunableLinear(nn.Module):
         else:
             y_NO = _SparseLinear.apply(x_NI, weight_OI, self.operand())  # type: ignore[no-untyped-call]
         return y_NO
+
+
+def overlapped_pair(first: PrunableLinear, second: PrunableLinear, x: torch.Tensor) -> torch.Tensor:
+    """The products of two column-parallel layers with one gather of their input, which overlaps with them.
+
+    Args:
+        first: layer with ``can_overlap(x)``.
+        second: the same, of the same shape.
+        x: this rank's tokens, ``[B, T / size, I]``.
+
+    Returns:
+        Both outputs, concatenated, ``[B, T, 2 * O]``.
+
+    Raises:
+        RuntimeError: ``first`` overlaps with no collective.
+    """
+
+    def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return stacked_rows(one, other) if are_stacked(one, other) else torch.cat((one, other))
+
+    if first.overlap is None:
+        raise RuntimeError("the layer overlaps with no collective")
+    y = first.overlap.enter_product(x, both(first.weight, second.weight))
+    return y if first.bias is None or second.bias is None else y + both(first.bias, second.bias)

@@ -165,11 +165,11 @@ def is_of_expert(parameter: str) -> bool:
 def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, region: TensorRegion) -> None:
     if isinstance(child, PrunableLinear):
         if dim == 0:
-            child.enter = region.enter
+            child.enter, child.overlap = region.enter, region if region.overlaps else None
             # Masks and sparse formats have the shape of the local product.
             child.outputs //= region.size
         elif dim == 1:
-            child.leave = region.leave
+            child.leave, child.overlap = region.leave, region if region.overlaps else None
     elif isinstance(child, nn.Embedding):
         if dim == 0:
             parent, _, name = path.rpartition(".")

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .async_tensor_parallel import gather_product, product_scatter
 from .collectives import (
     all_gather_rows,
     all_gather_samples,
@@ -69,11 +70,23 @@ class TensorRegion:
         size: Number of ranks.
         device: Device of this process.
         sequence: Sequence parallelism: activations outside of regions are sharded along the tokens.
+        overlaps: With ``sequence``: linear layers overlap their products with the collectives at their ends.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device, *, sequence: bool) -> None:
+    overlaps = False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        sequence: bool,
+        overlaps: bool = False,
+    ) -> None:
         self.group, self.rank, self.size, self.sequence = group, rank, size, sequence
-        self._device = device
+        self._device, self.overlaps = device, overlaps and sequence
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Enter a region: return the input of a column-parallel product, ``[B, T, ...]`` with all tokens.
@@ -97,6 +110,30 @@ class TensorRegion:
         """
         left: torch.Tensor = _LeaveRegion.apply(partial, self)  # type: ignore[no-untyped-call]
         return self._seed(left, inside=False)
+
+    def enter_product(self, x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Enter a region with a column-parallel product, overlapped with the gather; not in a compiled graph.
+
+        Args:
+            x: This rank's tokens, ``[B, T / size, I]``.
+            weight_OI: This rank's slice of the weight, ``[O, I]``.
+
+        Returns:
+            The product, ``[B, T, O]``.
+        """
+        return gather_product(self._seed(x, inside=True), weight_OI, self.group)
+
+    def leave_product(self, x_BTI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Leave a region with a row-parallel product, overlapped with the reduction; not in a compiled graph.
+
+        Args:
+            x_BTI: Input of this rank's slice, ``[B, T, I]``.
+            weight_OI: This rank's slice of the weight, ``[O, I]``.
+
+        Returns:
+            This rank's tokens of the summed products, ``[B, T / size, O]``.
+        """
+        return self._seed(product_scatter(x_BTI, weight_OI, self.group), inside=False)
 
     def local_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """With sequence parallelism: return this rank's tokens of ``x`` ``[..., T, D]``, as a view; else ``x``."""
@@ -233,12 +270,12 @@ def _is_by_sample(x: torch.Tensor, whole_bytes: int) -> bool:
     return x.device.type != "cpu" or whole_bytes >= len(x) * SAMPLE_BYTES
 
 
-def tensor_region(world: World, *, sequence: bool) -> TensorRegion | None:
-    """Return the region of this process; None without tensor parallelism."""
+def tensor_region(world: World, *, sequence: bool, overlaps: bool = False) -> TensorRegion | None:
+    """Return the region of this process; None without tensor parallelism. See :class:`TensorRegion`."""
     group = world.groups.tensor
     if group is None:
         return None
-    return TensorRegion(group, world.tensor_rank, world.dims.tensor, world.device, sequence=sequence)
+    return TensorRegion(group, world.tensor_rank, world.dims.tensor, world.device, sequence=sequence, overlaps=overlaps)
 
 
 class _EnterRegion(torch.autograd.Function):

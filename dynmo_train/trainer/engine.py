@@ -113,6 +113,7 @@ class EngineSettings:
         overlap_reduction: whether gradients are reduced over replicas during the backward.
         reduce_dtype: dtype in which gradients are summed over replicas; their sums over microbatches are float32.
         sequence_parallel: sequence parallelism; the boundary's shape is then that of a shard of the tokens.
+        async_tensor_parallel: whether products overlap with the collectives of sequence parallelism.
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
         zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
         compression: compression of the gradients that are sent to other processes.
@@ -132,6 +133,7 @@ class EngineSettings:
     overlap_reduction: bool = False
     reduce_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
     zero_stage: int = 0
     zero_sync_microbatches: bool = False
     compression: CompressionSettings = NO_COMPRESSION
@@ -145,16 +147,14 @@ class Engine:
         settings: numerics of the run.
         partition: initial partition of the layer list.
         world: process groups of this rank.
-        profiler: measures the costs of items; an emulated run passes one that also delays them. By default items are
-            measured only.
+        profiler: measures the costs of items; an emulated run passes one that also delays them.
 
     Attributes:
         item_store: modules, optimizer state and sharding of the local items.
         pipeline_config: the configuration that the pipeline is built for; it changes with the size of the batch.
         is_warm: whether a step has run since the pipeline was built; the first one is not profiled.
         advanced_samples: position of the learning-rate schedule, in samples; steps without an update do not count.
-        replica_workers: number of pipeline ranks that compress between their replicas, where it is chosen during the
-            run; None before the choice.
+        replica_workers: pipeline ranks that compress between their replicas; None before a run has chosen it.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Engine:
         world = VocabularyGroups.prepare(world, family)
         self.family, self.settings, self.world = family, settings, world
         self.partition = replace(partition, shards=shard_names(family))
-        region = tensor_region(world, sequence=settings.sequence_parallel)
+        region = tensor_region(world, sequence=settings.sequence_parallel, overlaps=settings.async_tensor_parallel)
         fsdp = None
         # With one replica there is nothing to shard over: every ZeRO stage is then plain training.
         if settings.zero_stage and world.dims.data > 1:

@@ -240,6 +240,7 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         zero_stage=parallel.zero_stage,
         zero_sync_microbatches=parallel.zero_gradient_sync == "microbatch",
         sequence_parallel=parallel.sequence_parallel,
+        async_tensor_parallel=parallel.async_tensor_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32,
         precision=precision,

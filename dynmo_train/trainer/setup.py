@@ -50,6 +50,7 @@ from ..optim.apex import find_apex
 from ..optim.optimizers.protocol import OptimizerContext
 from ..optim.optimizers.registry import optimizer_settings
 from ..optim.scheduler_state import samples_done, scheduler_differences
+from ..parallel.async_tensor_parallel import symmetric_memory_obstacle
 from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
@@ -141,6 +142,10 @@ def setup_run(config: Config, world: World) -> InitialState:
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
+    if settings.async_tensor_parallel and (obstacle := symmetric_memory_obstacle(world)) is not None:
+        settings = replace(settings, async_tensor_parallel=False)
+        if world.is_rank0:
+            print_message(f"warning: --async-tensor-parallel has no effect: no symmetric memory: {obstacle}")
     if world.is_rank0 and (warning := dense_products_warning(config, settings.sparse, world.device.type)):
         print_message(f"warning: {warning}")
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None

@@ -163,6 +163,11 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --curriculum-shortest and --curriculum-schedule fixed_root",
     ),
     EffectRule(
+        options=("async_tensor_parallel",),
+        when=lambda c: c.parallel.sequence_parallel and not c.training.torch_compile and not c.precision.uses_float8,
+        without="without --sequence-parallel, or with --torch-compile or --fp8",
+    ),
+    EffectRule(
         options=("fp8_recipe", "first_last_layers_bf16"),
         when=lambda c: c.precision.uses_float8,
         without="without --fp8",

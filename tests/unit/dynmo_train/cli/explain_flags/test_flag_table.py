@@ -156,6 +156,7 @@ dataloader.num_workers = 2
 dataset_path = "allenai/c4"
 [parallelism]
 data_parallel_replicate_degree = 1
+enable_async_tensor_parallel = true
 tensor_parallel_degree = 1
 context_parallel_degree = 1
 pipeline_parallel_degree = 2
