@@ -5,53 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline import graphed_items
 from tests.distributed.scenario import Scenario, engine_of, merged, play
+from tests.distributed.static_memory import on_static_memory
 from tests.distributed.test_placement import cut, vee
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 BASE = Scenario(steps=8, prune=False, freeze=((3, 1), (6, 2)), attention_dropout=0.0)
-
-
-def on_static_memory(functions, samples, **_options):
-    """Each function with inputs, outputs and gradients in memory that its next call overwrites."""
-    return tuple(map(_on_static_memory, functions, samples))
-
-
-def _on_static_memory(function, static):
-    leaves = [each for each in static if each.requires_grad]
-    output = function(*static)
-    static_output, static_gradient = output.detach().clone(), torch.empty_like(output)
-    static_gradients = [torch.empty_like(each) for each in leaves]
-    now = {}
-
-    class Graphed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            for target, value in zip(static, inputs, strict=True):
-                if target.data_ptr() != value.data_ptr():
-                    assert not target.is_leaf or target.shape == value.shape
-                    target.data.copy_(value)
-            with torch.enable_grad():
-                now["output"] = function(*static)
-            static_output.copy_(now["output"].detach())
-            return static_output.detach()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            static_gradient.copy_(gradient)
-            computed = torch.autograd.grad(now.pop("output"), leaves, static_gradient, allow_unused=True)
-            for target, value in zip(static_gradients, computed, strict=True):
-                target.copy_(value)
-            of_leaf = dict(zip(map(id, leaves), static_gradients, strict=True))
-            return tuple(of_leaf[id(each)].detach() if each.requires_grad else None for each in static)
-
-    return Graphed.apply
 
 
 def graphed_play(world: World, scenario: Scenario):

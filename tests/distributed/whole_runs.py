@@ -137,8 +137,12 @@ def figures(run: Path) -> dict[int, tuple]:
 
 def tensors(run: Path, step: int) -> dict[str, str]:
     """Tensor name -> CRC-32 in the checkpoint of a step."""
-    manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
-    return {name: entry["shards"][0]["crc32"] for name, entry in manifest["tensors"].items()}
+    return {name: entry["shards"][0]["crc32"] for name, entry in manifest_of(run, step)["tensors"].items()}
+
+
+def manifest_of(run: Path, step: int) -> dict:
+    """The manifest of the checkpoint of a step."""
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
 
 
 def events(run: Path, kind: str) -> list[dict]:

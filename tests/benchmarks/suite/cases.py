@@ -28,6 +28,7 @@ PROGRAMS = Path(sys.executable).parent
 PEER_PYTHON = os.environ.get("PEER_PYTHON", sys.executable)
 PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
 CORPUS_COPIES = 8
+EXACT_LAYOUTS = 62
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -176,6 +177,13 @@ def balance(work: Path) -> dict[str, Program]:
     }
 
 
+def exact(work: Path) -> dict[str, Program]:
+    """The placement matrix; a layout that differs fails the case, and its command lines are on stderr."""
+    script = str(ROOT / "tests" / "benchmarks" / "train_exact.py")
+    command = [sys.executable, script, "--layouts", str(EXACT_LAYOUTS)]
+    return {"dynmo-train": Program(command=command, printed="equal", environment=ONE_THREAD)}
+
+
 def convert(work: Path) -> dict[str, Program]:
     make = "from tests.benchmarks.ckpt_copy import make; from pathlib import Path; make(Path('in'), 0.4)"
     prepare(sys.executable, "-c", make, cwd=work)
@@ -242,6 +250,17 @@ CASES = (
         "dynmo-train --balance online",
         balance,
         warm_up=False,  # its first steps are not counted
+    ),
+    case(
+        "train-exact",
+        f"Random layouts with the bits of one pipeline rank, of {EXACT_LAYOUTS}",
+        "equal",
+        "dynmo-train",
+        exact,
+        higher_is_better=True,
+        quick=False,
+        warm_up=False,
+        repeatable=False,  # the same bits each time
     ),
     case("ckpt-convert", "Legacy Megatron checkpoint of 0.4 GB to Hugging Face", "s", "dynmo-ckpt", convert),
     case("ckpt-merge", "Merge two tensor ranks, 0.8 GB", "s", "dynmo-ckpt", merge),

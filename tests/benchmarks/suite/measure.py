@@ -55,6 +55,7 @@ class Case:
         higher_is_better: True for rates; ratios are always above 1 where ours is better.
         quick: Whether ``--quick`` includes it.
         warm_up: Whether each program runs once more before the repetitions, to fill caches.
+        repeatable: Whether the value can differ between repetitions; if not, there is one.
         ours: Name of our program, as the result names it.
         programs: Our program and its peers, by name, made in a working directory; inputs are prepared here, untimed.
     """
@@ -68,6 +69,7 @@ class Case:
     higher_is_better: bool = False
     quick: bool = True
     warm_up: bool = True
+    repeatable: bool = True
 
 
 def run_once(program: Program, work: Path) -> float:
@@ -92,7 +94,7 @@ def run_once(program: Program, work: Path) -> float:
     for path in work.glob("out*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if done.returncode:
-        end = (done.stdout + done.stderr)[-2000:]
+        end = (done.stdout + done.stderr)[-4000:]
         raise BenchmarkError(f"{' '.join(command)}\nfailed with exit code {done.returncode}:\n{end}")
     if program.printed is None:
         return elapsed_s
@@ -149,6 +151,7 @@ def run_case(case: Case, work: Path, *, repeats: int, with_peers: bool, log: Cal
         programs = {case.ours: programs[case.ours]}
     missing = {name: program.missing for name, program in programs.items() if program.missing}
     values: dict[str, list[float]] = {name: [] for name in programs if name not in missing}
+    repeats = repeats if case.repeatable else 1
     for turn in range(0 if case.warm_up else 1, repeats + 1):
         for name in list(values):
             try:
