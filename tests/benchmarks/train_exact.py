@@ -1,6 +1,6 @@
 """The placement matrix: random layouts with every feature of the engine, each on a random placement, bit for bit.
 
-    python tests/benchmarks/train_exact.py [--layouts 62] [--seed 0] [--processes 4] [--only NUMBER]
+    python tests/benchmarks/train_exact.py [--layouts 31] [--seed 0] [--processes 4] [--only NUMBER]
 
 ``tests/distributed/random_placements.py`` draws each layout from the seed and its number, and trains it without a
 pipeline and on the placement. Losses, norms, validation losses and tensors must be the same bits. Progress is on
@@ -49,7 +49,7 @@ def placement_features(drawn: Drawn) -> set[str]:
 def main() -> int:
     """Run the matrix; 1 if a layout differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layouts", type=int, default=62, help="layouts to draw")
+    parser.add_argument("--layouts", type=int, default=31, help="layouts to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=4, help="most processes of a run")
     parser.add_argument("--only", type=int, help="number of the one layout to run")

@@ -28,7 +28,7 @@ PROGRAMS = Path(sys.executable).parent
 PEER_PYTHON = os.environ.get("PEER_PYTHON", sys.executable)
 PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
 CORPUS_COPIES = 8
-EXACT_LAYOUTS = 62
+EXACT_LAYOUTS = 31
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

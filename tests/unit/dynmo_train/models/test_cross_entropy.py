@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynmo_train.models.cross_entropy import linear_cross_entropy, mean_linear_cross_entropy
+from dynmo_train.models.cross_entropy import chunk_tokens_for, linear_cross_entropy, mean_linear_cross_entropy
 from dynmo_train.parallel.tensor_parallel import PendingGather, TensorRegion
 
 N, D, V, R = 37, 16, 50, 64
@@ -36,6 +36,21 @@ def test_linear_cross_entropy_in_chunks_equals_the_whole(chunk_tokens, bias):
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert not got[1][V:].any()
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary", "tokens"),
+    [
+        ("cpu", 50304, 128),
+        ("cpu", 32000, 256),
+        ("cpu", 8192, 512),
+        ("cpu", 97, 512),
+        ("cpu", 1 << 24, 128),
+        ("cuda", 97, 4096),
+    ],
+)
+def test_chunk_tokens_for_a_small_vocabulary_are_more(device, vocabulary, tokens):
+    assert chunk_tokens_for(device, vocabulary) == tokens
 
 
 def test_linear_cross_entropy_same_chunk_gives_same_bits():
