@@ -1,13 +1,22 @@
-"""One device: a GPT's training in bfloat16, the device's own ceiling, and nanoGPT's compiled model.
+"""One device: training in bfloat16 against the device's own ceiling, nanoGPT's compiled model, and published numbers.
 
 The ceiling is the fastest of a few large matrix products, measured in the same run. Model operations are those of
 ``dynmo_train.models.flops``, of every program alike. Goals on an NVIDIA H200: 60 % of the ceiling, 1.05 x nanoGPT's
 model.
 
     python tests/benchmarks/train_gpu.py --nanogpt DIRECTORY [--shape 1.3B] [--compile] [--repeats 3]
+    python tests/benchmarks/train_gpu.py --shape llama-8B [--compile]
     python tests/benchmarks/train_gpu.py --shape tiny --device cpu --repeats 1
+    python tests/benchmarks/train_gpu.py --shape tiny-llama --device cpu --repeats 1
 
 ``--nanogpt`` is a directory that holds nanoGPT's ``model.py``; without it that row is left out, with the reason.
+
+``llama-8B`` has the layers of Llama 3 8B at full width, but two and four of them, since the optimizer state of 32 does
+not fit in one device. A layer is half of the difference; 32 of them and the rest of the step are *extrapolated*. MFU is
+as torchtitan counts it: ``6 (N - N_embedding) + 12 layers width tokens`` operations per token, over the peak of the
+device. The peer is what torchtitan publishes in its ``benchmarks`` for 8 H100 with FSDP, which includes their
+communication; one device has none. The cost of each dynamic technique next to the dense layer
+is ``dynmo-train measure-costs``.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +36,20 @@ from random_batches import random_rows
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers, width, heads, vocabulary, tokens of a sample, samples of a microbatch, microbatches of a step; sizes of
-    the products that measure the ceiling."""
+    """A model and its batches.
+
+    Attributes:
+        layers: layers of the model; of one that is extrapolated, layers of the whole model.
+        width: model width.
+        heads: attention heads.
+        vocabulary: tokens of the vocabulary.
+        tokens: tokens of a sample.
+        samples: samples of a microbatch.
+        microbatches: microbatches of a step.
+        products: sizes of the square products that measure the ceiling.
+        llama: further options of a Llama; None for a GPT.
+        measured: the two depths that are measured where the model is extrapolated.
+    """
 
     layers: int
     width: int
@@ -38,6 +59,8 @@ class Shape:
     samples: int
     microbatches: int
     products: tuple[int, ...]
+    llama: dict[str, int] | None = None
+    measured: tuple[int, int] | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -47,8 +70,17 @@ class Shape:
 SHAPES = {
     # GPT-3 XL (Brown et al. 2020, table 2.1) with 16 heads of 128, as fused attention likes them
     "1.3B": Shape(24, 2048, 16, 50304, 2048, 8, 4, (8192, 16384)),
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3
+    "llama-8B": Shape(
+        32, 4096, 32, 128256, 8192, 1, 1, (8192, 16384), {"ffn_hidden_size": 14336, "num_query_groups": 8}, (2, 4)
+    ),
     "tiny": Shape(2, 32, 2, 128, 32, 2, 2, (128,)),
+    "tiny-llama": Shape(8, 32, 4, 128, 32, 2, 2, (128,), {"ffn_hidden_size": 96, "num_query_groups": 2}, (1, 2)),
 }
+# Dense bfloat16 operations per second by a part of the device's name (torchtitan/tools/utils.py).
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
+# torchtitan on 8 H100 with FSDP: published tokens per second and device, and the MFU that follows from them.
+PUBLISHED = {"eager": (5762, 0.337), "compiled": (6667, 0.390)}
 RATE, DECAY, CLIP = 2e-4, 0.1, 1.0
 
 
@@ -89,8 +121,10 @@ def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def config_of_shape(shape: Shape, device: str, *, compiled: bool) -> Any:
     from dynmo_train.config import DefaultContext, config_of
 
+    own: dict[str, Any] = {} if shape.llama is None else {"family": "llama", **shape.llama}
     return config_of(
         DefaultContext(world_size=1),
+        **own,
         num_layers=shape.layers,
         hidden_size=shape.width,
         num_attention_heads=shape.heads,
@@ -163,6 +197,66 @@ def nanogpt(shape: Shape, device: torch.device, directory: str) -> Callable[[], 
     return step
 
 
+def mfu_operations(shape: Shape) -> int:
+    """Operations per token as torchtitan counts them: no discount for the causal mask, lookup of words not counted.
+
+    Worked: Llama 3 8B at 8,192 tokens: 6 x 7.50e9 + 12 x 32 x 4,096 x 8,192 = 5.79e10.
+    """
+    from dynmo_train.models.flops import step_flops
+    from dynmo_train.models.registry import family_of
+
+    family = family_of(config_of_shape(shape, "cpu", compiled=False))
+    return step_flops(family, width=shape.width, samples=1, tokens=shape.tokens) // shape.tokens
+
+
+def whole_step_s(measured_s: dict[int, float], layers: int) -> float | None:
+    """Seconds of a step of a model, from those of two depths; None where the deeper one took less time.
+
+    Args:
+        measured_s: layers -> seconds, of two models that differ in their layers only.
+        layers: of the model.
+    """
+    (few, few_s), (more, more_s) = sorted(measured_s.items())
+    layer_s = (more_s - few_s) / (more - few)
+    return few_s + (layers - few) * layer_s if layer_s > 0 else None
+
+
+def extrapolated(shape: Shape, device: torch.device, *, compiled: bool, repeats: int, steps: int) -> None:
+    """Measure a model at two depths, and print what the whole one would take."""
+    import gc
+
+    from dynmo_train.parallel.process_groups import destroy_world
+
+    depths = shape.measured or (shape.layers, shape.layers)
+    taken: dict[int, list[float]] = {}
+    for depth in depths:
+        run, _ = ours(replace(shape, layers=depth), device, compiled=compiled)
+        taken[depth] = [seconds_of(run, device, steps) for _ in range(repeats)]
+        # The optimizer state of the next depth needs the memory of this one.
+        del run
+        destroy_world()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    step_s = whole_step_s({depth: min(rounds) for depth, rounds in taken.items()}, shape.layers)
+    operations = mfu_operations(shape)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    sys.stdout.write(f"{operations / 1e9:.4g} GFLOP per token; {name}: peak {peak or 'unknown'}\n\n")
+    sys.stdout.write("| program | layers | s per step | tokens/s | MFU |\n|---|---|---|---|---|\n")
+    for depth in depths:
+        rounds = ", ".join(f"{each:.4f}" for each in taken[depth])
+        sys.stdout.write(f"| ours, measured | {depth} | {rounds} | {shape.step_tokens / min(taken[depth]):.0f} | |\n")
+    if step_s is None:
+        sys.stdout.write(f"| ours, not extrapolated: the deeper model took less time | {shape.layers} | | | |\n")
+    else:
+        rate = shape.step_tokens / step_s
+        share = "" if peak is None else f"{operations * rate / peak:.3f}"
+        sys.stdout.write(f"| ours, extrapolated | {shape.layers} | {step_s:.4f} | {rate:.0f} | {share} |\n")
+    for mode, (published, mfu) in PUBLISHED.items() if shape.layers == 32 else ():
+        sys.stdout.write(f"| torchtitan, {mode}, published for 8 H100 | 32 | | {published} | {mfu} |\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nanogpt", default="", help="directory with nanoGPT's model.py")
@@ -175,6 +269,9 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here; --shape tiny --device cpu tries the script alone")
     shape, device = SHAPES[options.shape], torch.device(options.device)
+    if shape.measured is not None:
+        extrapolated(shape, device, compiled=options.compile, repeats=options.repeats, steps=options.steps)
+        return
     limit = ceiling(shape, device)
     step, operations = ours(shape, device, compiled=options.compile)
     programs: dict[str, Callable[[], float]] = {"ours, compiled" if options.compile else "ours": step}
