@@ -14,6 +14,7 @@ Shapes in names: B samples, T tokens, C active tokens, D model width, V vocabula
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,14 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import Head
+from . import grouped_linear
+from .blocks import Head, Mlp, SelfAttention
 from .layer_list import ItemOutput, ItemSpec, output_of
+from .linear import dense_products_by
 from .mixture_of_depths import RoutedBlock
 from .moe import MoeMlp
-from .token_select import TokenSelection, select_tokens
+from .token_select import TokenSelection, order_tokens, select_all, select_tokens
 
 # The value that later items read, ``[B, T]`` in the type of the stream: 1 where a token has exited.
 EXITED = "exited"
+_SELECTION = "_active_tokens"
 Measure = Literal["softmax", "saturation"]
 METRICS = (("exit_share", 1), ("exit_loss", 1))
 
@@ -101,8 +105,15 @@ class Exit(nn.Module):
 
 
 def active_tokens(exited_BT: torch.Tensor) -> TokenSelection:
-    """The tokens that have not exited; ``exited_BT`` ``[B, T]`` is 1 where a token has."""
-    return select_tokens(exited_BT == 0)
+    """The tokens that have not exited; ``exited_BT`` ``[B, T]`` is 1 where a token has.
+
+    The host reads their number, once for all items of a stage that are called with the same tensor.
+    """
+    selected: TokenSelection | None = getattr(exited_BT, _SELECTION, None)
+    if selected is None:
+        selected = select_tokens(exited_BT == 0)
+        setattr(exited_BT, _SELECTION, selected)
+    return selected
 
 
 class ActiveTokens(nn.Module):
@@ -131,6 +142,16 @@ class ActiveTokens(nn.Module):
         result: torch.Tensor | ItemOutput = super().forward(x_BCD, *given, **extra)
         return result
 
+    def _runs_without_counts(self, x_BTD: torch.Tensor) -> bool:
+        """Whether the item has an entry for every token, and its products compute the active ones on the device.
+
+        Otherwise the host reads the largest number of active tokens of a sample: in evaluation, without a kernel for
+        such products, in a compiled graph, and where routing or hashing depends on the number of entries.
+        """
+        is_plain = issubclass(type(self), (Mlp, SelfAttention)) and getattr(self, "sparse", None) is None
+        is_compiled = "on_tokens" in vars(self)
+        return self.training and is_plain and not is_compiled and grouped_linear.is_fast_device(x_BTD)
+
     def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> ItemOutput:
         """Apply the item to the active tokens and its exit to the result.
 
@@ -144,7 +165,13 @@ class ActiveTokens(nn.Module):
         """
         exited_BT = arguments[0] if self.reads_exited else None
         given = dict(zip(self.active_inputs, arguments[int(self.reads_exited) :], strict=True))
-        selected = None if exited_BT is None else active_tokens(exited_BT)
+        selected: TokenSelection | None = None
+        products: AbstractContextManager[None] = nullcontext()
+        if exited_BT is not None and self._runs_without_counts(x_BTD):
+            selected = order_tokens(exited_BT == 0)
+            products = dense_products_by(grouped_linear.ActiveRows(selected.real_BC).product)
+        elif exited_BT is not None:
+            selected = active_tokens(exited_BT)
         x_BCD = x_BTD
         extra: dict[str, Any] = {}
         if selected is not None:
@@ -157,7 +184,8 @@ class ActiveTokens(nn.Module):
             extra["positions"] = selected.index_BC
         elif selected is not None and issubclass(type(self), RoutedBlock):
             extra = {"positions": selected.index_BC, "real": selected.real_BC}
-        result = self.on_tokens(x_BCD, *given.values(), **extra)
+        with products:
+            result = self.on_tokens(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
         output = y_BCD if selected is None else selected.put(x_BTD, y_BCD)
         inner = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
@@ -168,7 +196,7 @@ class ActiveTokens(nn.Module):
         if exited_BT is None or selected is None:
             # The first exit of the model: no earlier item wrote this value, and all tokens are active.
             exited_BT = x_BTD.new_zeros(x_BTD.shape[:2])
-            selected = select_tokens(exited_BT == 0)
+            selected = select_all(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
         # Entries of padding are tokens that have exited before. They do not exit again, so the sum stays 0 or 1.
         leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, selected.real_BC)
         exited_BT = exited_BT.scatter_add(1, selected.index_BC, leaves_BC.to(exited_BT.dtype))

@@ -38,6 +38,12 @@ def is_fast_device(rows: torch.Tensor) -> bool:
     )
 
 
+def _has_kernel(rows: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    # The kernel requires that strides are multiples of 16 bytes.
+    is_aligned = not any(size * rows.element_size() % ALIGNMENT_BYTES for size in weight_OI.shape)
+    return GROUPED_MM is not None and is_aligned and len(rows) > 0
+
+
 def can_group(layers: Sequence[PrunableLinear], rows: torch.Tensor) -> bool:
     """Whether one grouped product computes ``layers``.
 
@@ -45,13 +51,8 @@ def can_group(layers: Sequence[PrunableLinear], rows: torch.Tensor) -> bool:
         layers: the same layer of each expert.
         rows: input rows, ``[R, I]``.
     """
-    outputs, inputs = layers[0].weight.shape
-    # The kernel requires that strides are multiples of 16 bytes.
-    aligned = not any(size * rows.element_size() % ALIGNMENT_BYTES for size in (outputs, inputs))
     return (
-        GROUPED_MM is not None
-        and aligned
-        and len(rows) > 0
+        _has_kernel(rows, layers[0].weight)
         and len(layers) <= MAX_GROUPS
         and all(layer.is_dense and layer.weight.dtype == rows.dtype for layer in layers)
         and is_fast_device(rows)
@@ -152,3 +153,37 @@ class _GroupedBias(torch.autograd.Function):
         ones = grad_RO.new_ones(len(grad_RO), ALIGNMENT_BYTES // grad_RO.element_size())
         sums = _sums_over_rows(ones.t(), grad_RO, ends_E)
         return grad_RO, None, *sums[:, 0].unbind(0)
+
+
+class ActiveRows:
+    """Dense products on some entries of a batch, whose number only the device knows: one group of rows.
+
+    The other entries are zero in the result, and have no gradient.
+
+    Args:
+        real_BC: bool ``[B, C]``, true for entries to compute.
+    """
+
+    def __init__(self, real_BC: torch.Tensor) -> None:
+        self._inactive_BC1 = ~real_BC[..., None]
+        # Stable: active entries first, in their order.
+        self._order_N = torch.argsort((~real_BC).flatten().to(torch.uint8), stable=True)
+        self._place_N = torch.argsort(self._order_N)
+        self._ends_1 = real_BC.sum(dtype=torch.int32)[None]
+
+    def product(self, x_BCI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+        """Return ``x W^T``, ``[B, C, O]``; None where the device has no kernel for it, or ``x`` another shape.
+
+        Args:
+            x_BCI: input, ``[B, C, I]``.
+            weight_OI: weight, ``[O, I]``, of the same dtype.
+        """
+        if x_BCI.shape[:-1] != self._inactive_BC1.shape[:-1] or x_BCI.dtype != weight_OI.dtype:
+            return None
+        if not is_fast_device(x_BCI) or not _has_kernel(x_BCI, weight_OI):
+            return None
+        # Rows after the group are undefined, in the product and in its gradient: both ends are masked.
+        x_NI = x_BCI.masked_fill(self._inactive_BC1, 0.0).flatten(0, 1)[self._order_N]
+        y_NO: torch.Tensor = _GroupedProduct.apply(x_NI, self._ends_1, weight_OI)  # type: ignore[no-untyped-call]
+        y_BCO = y_NO[self._place_N].view(*x_BCI.shape[:-1], -1)
+        return y_BCO.masked_fill(self._inactive_BC1, 0.0)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -115,6 +116,25 @@ def _sparse_backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | No
 
 
 sparse_product.register_autograd(_sparse_backward, setup_context=_save_operands)
+
+
+class _Active:
+    """What computes dense products now, instead of ``F.linear``: of input and weight, None where it cannot."""
+
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+
+
+_ACTIVE = _Active()
+
+
+@contextmanager
+def dense_products_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Compute dense products within by another function of input and weight; where it returns None by ``F.linear``."""
+    outer, _ACTIVE.product = _ACTIVE.product, product
+    try:
+        yield
+    finally:
+        _ACTIVE.product = outer
 
 
 class PrunableLinear(nn.Module):
@@ -265,9 +285,12 @@ class PrunableLinear(nn.Module):
         Returns:
             ``[..., O]``.
         """
-        if self.float8 is None:
+        if self.float8 is not None:
+            y = self.float8(x, weight_OI)
+        elif _ACTIVE.product is None or (found := _ACTIVE.product(x, weight_OI)) is None:
             return F.linear(x, weight_OI, bias)
-        y = self.float8(x, weight_OI)
+        else:
+            y = found
         return y if bias is None else y + bias
 
     def _narrow(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -48,6 +48,18 @@ def select_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     return TokenSelection(index_BC=index_BT[:, :entries], real_BC=places_C < counts_B[:, None])
 
 
+def select_all(samples: int, tokens: int, device: torch.device) -> TokenSelection:
+    """Select every token of ``samples`` samples of ``tokens`` tokens, on a device."""
+    index_BT = torch.arange(tokens, device=device).expand(samples, -1)
+    return TokenSelection(index_BC=index_BT, real_BC=torch.ones_like(index_BT, dtype=torch.bool))
+
+
+def order_tokens(keep_BT: torch.Tensor) -> TokenSelection:
+    """As :func:`select_tokens`, with an entry for each token: C = T, so that the host need not read their number."""
+    index_BT = torch.argsort(keep_BT.logical_not().to(torch.uint8), dim=1, stable=True)
+    return TokenSelection(index_BC=index_BT, real_BC=keep_BT.gather(1, index_BT))
+
+
 def select_top(scores_BT: torch.Tensor, count: int) -> TokenSelection:
     """Select the ``count`` highest of ``scores_BT`` ``[B, T]`` in each sample, in token order; of equals the first."""
     order_BT = torch.argsort(scores_BT, dim=1, descending=True, stable=True)

@@ -123,6 +123,11 @@ def markdown(result: dict[str, Any]) -> str:
         " Spread is (max - min) / median. A ratio above 1 means that ours is better."
     )
     lines = ["# Benchmarks", "", measured, method]
+    # Cases that a run with --merge kept, or that were added to the document of another run.
+    others = [
+        f"`{case['name']}` at commit {case['commit']} on {case['date']}" for case in result["cases"] if "commit" in case
+    ]
+    lines += [f"From other runs: {', '.join(others)}."] if others else []
     for area in dict.fromkeys(case["area"] for case in result["cases"]):
         lines += [
             "",

@@ -33,6 +33,11 @@ def measured(tmp_path, programs, *, with_peers=True, **more):
     return run_case(case(programs, **more), tmp_path, repeats=3, with_peers=with_peers, log=lambda line: None)
 
 
+def test_run_case_of_the_same_value_each_time_runs_once(tmp_path):
+    found = measured(tmp_path, {"o": printing("o", 2.0)}, warm_up=False, repeatable=False)
+    assert found["programs"]["o"]["values"] == [2.0]
+
+
 def test_run_case_programs_take_turns(tmp_path):
     found = measured(tmp_path, {"o": printing("o", 2.0), "p": printing("p", 5.0)})
     assert (tmp_path / "turns").read_text() == "op" * 4  # one turn of warm-up
@@ -108,6 +113,8 @@ def test_merged_keeps_cases_that_did_not_run(tmp_path):
     new = results.merged(old, results.document([entry], command="second", repeats=3))
     assert [case["name"] for case in new["cases"]] == ["a-case", "b-case"]
     assert [case.get("commit") for case in new["cases"]] == [None, "before"]
+    assert "From other runs: `b-case` at commit before on " in results.markdown(new)
+    assert "From other runs" not in results.markdown(old)
 
 
 def test_bench_runs_a_case_and_writes_both_files(tmp_path):
@@ -126,7 +133,10 @@ def test_committed_results_have_every_case_and_the_page():
     committed = results.read(COMMITTED)
     assert [case["name"] for case in committed["cases"]] == [case.name for case in CASES]
     assert COMMITTED.with_suffix(".md").read_text(encoding="utf-8") == results.markdown(committed)
-    assert all(len(found["values"]) == 3 for case in committed["cases"] for found in case["programs"].values())
+    repeatable = {case.name: case.repeatable for case in CASES}
+    for case in committed["cases"]:
+        for found in case["programs"].values():
+            assert len(found["values"]) == (3 if repeatable[case["name"]] else 1)
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md"])

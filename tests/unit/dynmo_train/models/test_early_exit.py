@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from dynmo_train.models import early_exit, grouped_linear
 from dynmo_train.models.early_exit import EXITED, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
@@ -121,6 +122,57 @@ def test_early_exit_equals_dense_model_with_masks(measure, threshold):
     theirs = gradients((expected * grad).sum() + 0.15 * sum(losses))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def counted_selections(monkeypatch, function):
+    """The result of a function, and how often the host read a number of tokens."""
+    calls = []
+    select = early_exit.select_tokens
+    monkeypatch.setattr(early_exit, "select_tokens", lambda keep: calls.append(keep) or select(keep))
+    return function(), len(calls)
+
+
+def gradients_of(modules, total):
+    for module in modules.values():
+        module.zero_grad()
+    total.backward()
+    return {f"{item}.{n}": p.grad for item, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
+
+
+def test_early_exit_products_on_the_device_equal_those_by_the_host(monkeypatch):
+    """The path of a GPU of today: entries for all tokens, products of a group of rows, no number read."""
+    model = family()
+    modules = built(model)
+    ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
+    grad = torch.randn((3, 16, 20), generator=torch.Generator().manual_seed(2))
+    results = {}
+    for on_device in (False, True):
+        monkeypatch.setattr(grouped_linear, "is_fast_device", lambda _rows, answer=on_device: answer)
+        (logits, outputs), reads = counted_selections(monkeypatch, lambda: run(model, modules, ids, ids.roll(-1, 1)))
+        losses = sum(outputs[f"layers.{n}.mlp"].losses["exit"] for n in (0, 1))
+        shares = [float(outputs[f"layers.{n}.mlp"].metrics["exit_share"]) for n in (0, 1)]
+        results[on_device] = (logits, losses, shares, gradients_of(modules, (logits * grad).sum() + losses), reads)
+    (*expected, by_host), (*found, by_device) = results[False], results[True]
+    # By the host once for each exit that later items read, not once for each item.
+    assert (by_host, by_device) == (2, 0)
+    assert 0 < found[2][0] < found[2][1] < 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_active_rows_leave_other_entries_zero_and_without_gradient(monkeypatch):
+    monkeypatch.setattr(grouped_linear, "is_fast_device", lambda _rows: True)
+    real = torch.tensor([[True, False, True, False], [False, False, False, False], [True, True, False, True]])
+    x = torch.randn(3, 4, 8).masked_fill(~real[..., None], float("nan")).requires_grad_()
+    weight = torch.randn(16, 8, requires_grad=True)
+    y = grouped_linear.ActiveRows(real).product(x, weight)
+    torch.testing.assert_close(y[real], x[real] @ weight.t())
+    assert not y[~real].any()
+    y.backward(torch.full_like(y, 2.0))
+    torch.testing.assert_close(weight.grad, 2.0 * x.detach()[real].sum(0).expand(16, 8))
+    assert not x.grad[~real].any()
+    # Another shape, or rows that the kernel does not align.
+    assert grouped_linear.ActiveRows(real).product(x[:2], weight) is None
+    assert grouped_linear.ActiveRows(real).product(x[..., :6], weight[:, :6]) is None
 
 
 def test_early_exit_exited_tokens_cost_nothing():

@@ -15,6 +15,8 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from dynmo_train.models import grouped_linear
 from dynmo_train.models.cross_entropy import _LinearCrossEntropy
+from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.technique_blocks import DynamicSettings
 from dynmo_train.parallel.context_parallel import ContextRegion
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import Groups, World
@@ -64,6 +66,10 @@ def copies(monkeypatch):
     return CountedCopy
 
 
+EXITS = [
+    ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="softmax"),
+    ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="saturation"),
+]
 PLAIN = {"prune": False, "freeze": ()}
 
 
@@ -81,6 +87,7 @@ PLAIN = {"prune": False, "freeze": ()}
         Scenario(recompute=True, **PLAIN),
         Scenario(tied=False, schedule="gpipe", freeze=((1, 1),), prune=False),
         Scenario(tied=False, shards=3, precision="bf16", schedule="1f1b", **PLAIN),
+        *(Scenario(dynamic=DynamicSettings(exits=each), precision="bf16", **PLAIN) for each in EXITS),
     ],
     ids=lambda scenario: f"{scenario.model}-{scenario.precision}-{scenario.schedule}-{scenario.recompute}",
 )
