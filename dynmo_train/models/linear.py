@@ -129,7 +129,11 @@ _ACTIVE = _Active()
 
 @contextmanager
 def dense_products_by(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Compute dense products within by another function of input and weight; where it returns None by ``F.linear``."""
+    """Compute dense products within by another function than ``F.linear``.
+
+    Args:
+        product: of input ``[..., I]`` and weight ``[O, I]``; None stands for a product that it leaves to ``F.linear``.
+    """
     outer, _ACTIVE.product = _ACTIVE.product, product
     try:
         yield

@@ -55,7 +55,11 @@ def select_all(samples: int, tokens: int, device: torch.device) -> TokenSelectio
 
 
 def order_tokens(keep_BT: torch.Tensor) -> TokenSelection:
-    """As :func:`select_tokens`, with an entry for each token: C = T, so that the host need not read their number."""
+    """Select as :func:`select_tokens`, with an entry for each token: the host need not read how many are selected.
+
+    Args:
+        keep_BT: bool ``[B, T]``, true for tokens to select; C is T.
+    """
     index_BT = torch.argsort(keep_BT.logical_not().to(torch.uint8), dim=1, stable=True)
     return TokenSelection(index_BC=index_BT, real_BC=keep_BT.gather(1, index_BT))
 

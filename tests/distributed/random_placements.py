@@ -192,7 +192,7 @@ def _is_valid(family: str, run: Run) -> bool:
 
 
 def _ranks(options: Options) -> tuple[int, Options]:
-    """Processes of a pipeline rank, and the options without the number of replicas, which is no option."""
+    """Processes of a pipeline rank, and the options without the number of replicas, which follows from the others."""
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "replicas")
     count = 1
     for name in sizes:
