@@ -50,6 +50,9 @@ class RunOptions:
         bool, typer.Option("--sequence-parallel", help="Shard norms and dropouts over the tensor-parallel ranks.")
     ] = False
     data_parallel: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Data-parallel replicas.")] = 1
+    context_parallel: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, help="Context-parallel ranks, which share the tokens of each sample.")
+    ] = 1
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE
     vocabulary_parallel: Annotated[
         int | None,

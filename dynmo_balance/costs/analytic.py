@@ -49,7 +49,7 @@ LOGITS = (5.0, 3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class ItemWork:
-    """What an item computes in a microbatch on each tensor-parallel rank.
+    """What an item computes in a microbatch on each tensor- and context-parallel rank.
 
     Attributes:
         weights: the sizes of the matrices that a token uses (for experts, of the experts that it is routed to).
@@ -57,6 +57,7 @@ class ItemWork:
         score_bytes: memory traffic of the scores, forward and backward.
         stream_bytes: memory traffic apart from matrices and scores, forward and backward.
         reduce_bytes: bytes that tensor parallelism reduces, forward and again backward.
+        exchange_bytes: keys and values that come from other context-parallel ranks; their gradients go back.
         activation_bytes: stored from forward to backward.
     """
 
@@ -65,6 +66,7 @@ class ItemWork:
     score_bytes: tuple[float, float] = (0.0, 0.0)
     stream_bytes: tuple[float, float] = (0.0, 0.0)
     reduce_bytes: float = 0.0
+    exchange_bytes: float = 0.0
     activation_bytes: int = 0
 
 
@@ -73,7 +75,7 @@ class MicrobatchShape:
     """The microbatch and how it is computed.
 
     Attributes:
-        tokens: samples times sequence length of a microbatch.
+        tokens: samples times sequence length of a microbatch, over the context-parallel ranks.
         sequence: sequence length.
         hidden: hidden size.
         dtype: of matrix products.
@@ -81,6 +83,7 @@ class MicrobatchShape:
         sequence_parallel: whether norms and dropouts are sharded over the tensor-parallel ranks.
         recompute: ``none``, ``selective`` or ``full``.
         fused_attention: whether scores stay out of memory.
+        context_parallel: number of ranks that share the tokens of a sample.
     """
 
     tokens: int
@@ -91,6 +94,25 @@ class MicrobatchShape:
     sequence_parallel: bool = False
     recompute: str = "none"
     fused_attention: bool = False
+    context_parallel: int = 1
+
+
+def exposed_exchange_ns(work: ItemWork, shape: MicrobatchShape, device: Device, compute_ns: float) -> float:
+    """The time of an exchange over context-parallel ranks that no computation hides, in ns.
+
+    It runs in two halves, and the second one while the first half of the heads attends.
+
+    Args:
+        work: the item.
+        shape: the microbatch.
+        device: its link, or its network where the ranks do not fit into a node.
+        compute_ns: time of the attention of all heads.
+    """
+    if not work.exchange_bytes:
+        return 0.0
+    rate, latency = device.stage_link(shape.tensor_parallel * shape.context_parallel, 1)
+    half = 1e9 * work.exchange_bytes / rate / 2 + latency
+    return half + max(0.0, half - compute_ns / 2)
 
 
 def item_times(work: ItemWork, shape: MicrobatchShape, device: Device) -> tuple[int, int, int]:
@@ -103,9 +125,11 @@ def item_times(work: ItemWork, shape: MicrobatchShape, device: Device) -> tuple[
     reduce = device.reduce_ns(work.reduce_bytes, shape.tensor_parallel) if work.reduce_bytes else 0.0
     # One launch per matrix, and one for the elementwise operations between them, which queue up behind the products.
     launch = device.operation_ns * (len(work.weights) + 1)
-    forward = products + scores + moved[0] + stream[0] + reduce + launch
+    attention = scores + moved[0], 2 * scores + moved[1]
+    exchange = [exposed_exchange_ns(work, shape, device, each) for each in attention]
+    forward = products + scores + moved[0] + stream[0] + reduce + launch + exchange[0]
     # Scores have no weights: the gradients of both their factors are input gradients, hence twice the operations.
-    backward_input = products + 2 * scores + moved[1] + stream[1] + reduce + launch
+    backward_input = products + 2 * scores + moved[1] + stream[1] + reduce + launch + exchange[1]
     # Recomputation runs before the input gradient, which other workers wait for, so it is counted there. Fused
     # attention always recomputes its scores (FlashAttention: Dao et al. 2022, arXiv 2205.14135, section 3.1).
     if shape.recompute == "full":
@@ -124,6 +148,7 @@ def work_of_item(
     attention: int | None = None,
     keys: int | None = None,
     width: int | None = None,
+    key_values: int | None = None,
 ) -> ItemWork:
     """The work of one item, from its kind and its number of parameters.
 
@@ -136,6 +161,7 @@ def work_of_item(
         keys: maximum number of tokens that a token attends to; default: the sequence length.
         width: numbers per token between its matrices; default: three times the hidden size for attention, four for an
             MLP.
+        key_values: elements of the keys and values of a token; default: twice the hidden size.
     """
     number = BYTES_PER_NUMBER[shape.dtype]
     t, s = shape.tensor_parallel, keys or shape.sequence
@@ -159,6 +185,7 @@ def work_of_item(
     attends = item.kind in ("attention", "cross_attention", "layer")
     parts = 2 if item.kind == "layer" else 1
     score = shape.tokens * s * heads / t * number if attends else 0.0
+    shared = shape.tokens * (key_values or 2 * shape.hidden) / t * number if attends else 0.0
     usual = (3 if item.kind != "mlp" else 0) + (4 if item.kind in ("mlp", "layer") else 0)
     inner = usual if width is None else width / shape.hidden
     return ItemWork(
@@ -170,7 +197,10 @@ def work_of_item(
             parts * STREAM[1] * outer + INNER[1] * inner / 3 * stream / t,
         ),
         reduce_bytes=parts * stream,
-        activation_bytes=_activation_bytes(item.kind, shape, score if attends else 0.0, inner / usual),
+        exchange_bytes=(shape.context_parallel - 1) * shared,
+        activation_bytes=_activation_bytes(item.kind, shape, score if attends else 0.0, inner / usual)
+        # Attention saves the keys and values of all ranks for its backward.
+        + round(0 if shape.recompute == "full" else (shape.context_parallel - 1) * shared),
     )
 
 
@@ -242,13 +272,22 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
     """The work of the items of a profile without measurements.
 
     A tied head has the weights of the item that it is tied to. Without the optional keys, the number of heads is the
-    hidden size over 64, and a token uses all parameters of an item.
+    hidden size over 64, keys and values are as wide as the hidden size, a token attends to all tokens, and uses all
+    parameters of an item.
 
     Raises:
         UsageError: an ``x_`` value is not an integer of at least 0.
     """
     stated = header.model.x_num_attention_heads
     heads = max(1, header.model.hidden_size // 64 if stated is None else whole(stated, "model.num_attention_heads"))
+    window, width = (
+        None if stated is None else max(1, whole(stated, f"model.{name}"))
+        for name, stated in (
+            ("attention_window", header.model.x_attention_window),
+            ("key_value_width", header.model.x_key_value_width),
+        )
+    )
+    keys = shape.sequence if window is None else min(window, shape.sequence)
     params = {item.name: item.param_count for item in header.items}
     works = []
     for item in header.items:
@@ -260,7 +299,7 @@ def header_works(header: Header, shape: MicrobatchShape) -> tuple[ItemWork, ...]
         # A tied head may be listed without parameters of its own, but it multiplies by the whole table.
         if item.kind == "head":
             used = max(used, params.get(item.tied_to or "", 0))
-        works.append(work_of_item(item, shape, heads, (used,)))
+        works.append(work_of_item(item, shape, heads, (used,), keys=keys, key_values=width))
     return tuple(works)
 
 
@@ -280,11 +319,12 @@ def costs_of_header(
         UsageError: the device has no rate for the dtype, the recomputation is unknown, or an ``x_`` value is invalid.
     """
     shape = MicrobatchShape(
-        tokens=header.micro_batch_size * header.model.sequence_length,
+        tokens=header.micro_batch_size * header.model.sequence_length // header.context_parallel_size,
         sequence=header.model.sequence_length,
         hidden=header.model.hidden_size,
         dtype=dtype,
         tensor_parallel=header.tensor_parallel_size,
+        context_parallel=header.context_parallel_size,
         recompute=recompute,
         fused_attention=fused_attention,
     )
@@ -328,8 +368,9 @@ def shard_times(weights: int, shape: MicrobatchShape, device: Device) -> ShardTi
 
 
 def step_flops(header: Header, works: Sequence[ItemWork], shape: MicrobatchShape) -> float:
-    """Useful operations of one step on all tensor-parallel ranks of a replica: forward, and twice that backward.
+    """Useful operations of one step on the tensor-parallel ranks of one data- or context-parallel rank.
 
+    The backward has twice those of the forward.
     Recomputation does not count, as in the model FLOPs utilization of PaLM (arXiv 2204.02311, appendix B).
     """
     forward = sum(2 * shape.tokens * sum(work.weights) + work.score_flops for work in works)

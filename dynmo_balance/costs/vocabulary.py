@@ -144,7 +144,7 @@ def shard_costs(header: Header, times: ShardTimes | None) -> ShardCosts | None:
     sizes = _sizes(header)
     if sizes is None:
         return None
-    tokens = header.micro_batch_size * header.model.sequence_length
+    tokens = header.micro_batch_size * header.model.sequence_length // header.context_parallel_size
     stream = header.items[-1].boundary_bytes if len(header.items) == 1 else header.items[-2].boundary_bytes
     return ShardCosts(
         count=sizes["shards"],

@@ -14,13 +14,19 @@ COST_NEUTRAL_EVENTS = ("evaluated", "checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the run trains; ``x_num_attention_heads`` is optional."""
+    """What the run trains.
+
+    Optional keys: the heads of a layer, the elements of the keys and values of a token in a layer, and the keys that a
+    token attends to under a sliding window.
+    """
 
     family: str
     num_layers: int
     hidden_size: int
     sequence_length: int
     x_num_attention_heads: int | None = None
+    x_key_value_width: int | None = None
+    x_attention_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,14 @@ class Header:
     items: tuple[Item, ...]
     x_replica_link: Mapping[str, Any] | None = None
     x_vocabulary: Mapping[str, Any] | None = None
+    x_context_parallel_size: int | None = None
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that share the tokens of a sample; ``data_parallel_size`` counts them, too."""
+        found = self.x_context_parallel_size
+        is_size = isinstance(found, int) and found > 0 and self.data_parallel_size % found == 0
+        return found if found is not None and is_size else 1
 
     @property
     def replica_bandwidth(self) -> int | None:

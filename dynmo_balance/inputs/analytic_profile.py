@@ -45,6 +45,7 @@ class BuildOptions:
         schedule, virtual_stages: of the pipeline.
         dtype: of matrix products.
         tensor_parallel, data_parallel: number of ranks.
+        context_parallel: number of ranks that share the tokens of a sample; not counted by ``data_parallel``.
         sequence_parallel, recompute, fused_attention: as in ``costs.analytic.MicrobatchShape``.
         granularity: where plans may cut.
         gradient_bytes_per_param, optimizer_bytes_per_param: sizes; None is Adam's.
@@ -60,6 +61,7 @@ class BuildOptions:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     data_parallel: int = 1
+    context_parallel: int = 1
     recompute: str = "none"
     fused_attention: bool = False
     granularity: str = "layer"
@@ -162,7 +164,8 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
     """The header line of the profile.
 
     Raises:
-        UsageError: the tensor-parallel ranks do not divide the heads, or the output layer cannot be split into shards.
+        UsageError: the tensor-parallel ranks do not divide the heads, the output layer cannot be split into shards, or
+            the tokens cannot be split into two chunks for each context-parallel rank.
     """
     shards = options.vocabulary_parallel
     if shards is not None:
@@ -172,9 +175,16 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
             f"{spec.heads} heads do not divide into {options.tensor_parallel} tensor-parallel ranks; choose a divisor"
         )
     sequence = options.sequence or spec.sequence
-    boundary = options.micro_batch_size * sequence * spec.hidden * BYTES_PER_NUMBER[options.dtype]
-    ranks = options.tensor_parallel * options.data_parallel
-    bandwidth, latency = device.stage_link(options.workers * options.tensor_parallel, options.tensor_parallel)
+    context = options.context_parallel
+    if context > 1 and sequence % (2 * context):
+        raise UsageError(
+            f"--sequence-length {sequence}: must be a multiple of {2 * context} with --context-parallel {context}, two"
+            " chunks for each rank"
+        )
+    boundary = options.micro_batch_size * sequence // context * spec.hidden * BYTES_PER_NUMBER[options.dtype]
+    ranks = options.tensor_parallel * options.data_parallel * context
+    devices = options.workers * options.tensor_parallel * context
+    bandwidth, latency = device.stage_link(devices, options.tensor_parallel)
     return {
         **envelope("dynmo.profile", 1, f"dynmo-plan {__version__}"),
         "record": "header",
@@ -193,7 +203,9 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
         "microbatches": options.microbatches,
         "micro_batch_size": options.micro_batch_size,
         "tensor_parallel_size": options.tensor_parallel,
-        "data_parallel_size": options.data_parallel,
+        # As in the trainer: gradients are reduced over both.
+        "data_parallel_size": options.data_parallel * context,
+        **({"x_context_parallel_size": context} if context > 1 else {}),
         "expert_parallel_size": 1,
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_ns": latency},
         "workers": [
@@ -210,7 +222,7 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
             for worker in range(options.workers)
         ],
         "items": _items(spec, options, boundary),
-        **({} if shards is None else {"x_vocabulary": _shards(spec, options, shards, sequence)}),
+        **({} if shards is None else {"x_vocabulary": _shards(spec, options, shards, sequence // context)}),
     }
 
 
@@ -259,7 +271,7 @@ def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildO
 def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> MicrobatchShape:
     """The microbatch of a header under these options."""
     return MicrobatchShape(
-        tokens=header.micro_batch_size * header.model.sequence_length,
+        tokens=header.micro_batch_size * header.model.sequence_length // options.context_parallel,
         sequence=header.model.sequence_length,
         hidden=spec.hidden,
         dtype=options.dtype,
@@ -267,6 +279,7 @@ def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Microbat
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute,
         fused_attention=options.fused_attention,
+        context_parallel=options.context_parallel,
     )
 
 
@@ -297,6 +310,7 @@ def works_of(spec: ModelSpec, header: Header, shape: MicrobatchShape) -> list[It
             attention=spec.score_width,
             # Windows limit self-attention only; cross-attention sees the whole input.
             keys=spec.keys(number, shape.sequence) if item.kind == "attention" else None,
+            key_values=2 * spec.kv_heads * spec.head_size,
             width=spec.mlp_width(number) if item.kind == "mlp" else spec.attention_width,
         )
 

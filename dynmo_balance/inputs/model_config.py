@@ -150,6 +150,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
     binary = _first_value(config, "binary_head", default=bert and not config.get("bert_no_binary_head"))
     untied = _first_value(config, "untie_embeddings_and_output_weights", default=name == "llama")
     biases = not bare and name != "t5"
+    window = _first_value(config, "sliding_window", "attention_window")
     spec = ModelSpec(
         family=name,
         layers=layers,
@@ -172,6 +173,8 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
             if positions == "relative"
             else 0
         ),
+        window=None if window is None else int(window),
+        local_layers=() if window is None else (True,),
         head_transform=bert,
         pooler=bool(binary) and bert,
         norm_biases=biases,

@@ -95,7 +95,7 @@ class Compression:
 
 def no_compression(header: Header, device: Device) -> Compression:
     """The ``Compression`` of a profile's sizes that compresses nothing yet."""
-    rows = header.micro_batch_size * header.model.sequence_length
+    rows = header.micro_batch_size * header.model.sequence_length // header.context_parallel_size
     return Compression(rows=rows, columns=header.model.hidden_size, device=device)
 
 

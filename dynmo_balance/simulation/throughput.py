@@ -86,15 +86,16 @@ def forecast_step(
         dtype: of matrix products, a key of ``device.flops_per_s``.
     """
     step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
-    samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
+    samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size // header.context_parallel_size
     per_s = samples * 1e9 / step_ns if step_ns else 0.0
     sequence = header.model.sequence_length
     shape = MicrobatchShape(
-        tokens=header.micro_batch_size * sequence,
+        tokens=header.micro_batch_size * sequence // header.context_parallel_size,
         sequence=sequence,
         hidden=header.model.hidden_size,
         dtype=dtype,
         tensor_parallel=header.tensor_parallel_size,
+        context_parallel=header.context_parallel_size,
     )
     # Model FLOPs utilization (PaLM: Chowdhery et al. 2022, arXiv 2204.02311, appendix B): the operations that the
     # mathematics needs. Recomputed ones are overhead, so recomputation lowers the figure.

@@ -86,6 +86,25 @@ class Layout:
     expert_parallel_size: int = 1
 
 
+def analytic_keys(
+    *, heads: int, key_value_width: int, window: int | None, context_parallel_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ``x_`` keys that costs are computed from: those of ``model``, and those of the header.
+
+    Args:
+        heads: Attention heads of a layer.
+        key_value_width: Elements of the keys and values of a token in a layer.
+        window: Keys that a token attends to; None means all.
+        context_parallel_size: Ranks that share the tokens of a sample, which ``data_parallel_size`` counts, too.
+    """
+    model = {"x_num_attention_heads": heads, "x_key_value_width": key_value_width}
+    context = {"x_context_parallel_size": context_parallel_size}
+    return (
+        model if window is None else {**model, "x_attention_window": window},
+        context if context_parallel_size > 1 else {},
+    )
+
+
 def _plain(info: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(info).items()}
 

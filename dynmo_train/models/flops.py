@@ -29,12 +29,20 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
 
 
 def step_flops(
-    family: ModelFamily, *, width: int, samples: int, tokens: int, experts: int = 1, active: float = 1
+    family: ModelFamily,
+    *,
+    width: int,
+    samples: int,
+    tokens: int,
+    experts: int = 1,
+    active: float = 1,
+    window: int | None = None,
 ) -> int:
     """Floating-point operations of forward and backward, without recomputation.
 
     Two per weight and token in the forward, four in the backward. The two products of attention take ``4 T D`` per
-    token in the forward, over the whole square (as in Megatron and in PaLM, arXiv:2204.02311, appendix B).
+    token in the forward, over the whole square (as in Megatron and in PaLM, arXiv:2204.02311, appendix B); with a
+    sliding window of W keys ``4 W D``.
 
     Args:
         family: the model.
@@ -43,9 +51,11 @@ def step_flops(
         tokens: tokens of a sample T.
         experts: experts of a layer.
         active: experts of a token; less than chosen where a capacity drops some.
+        window: keys W that a token attends to; None means all.
 
     Worked: GPT 345M, 1,024 tokens, one sample: 6 x 354 M x 1,024 + 12 x 24 x 1,024 x 1,024 x 1,024 = 2.48e12.
     """
     weights = matrix_parameters(family, experts=experts, active=active)
     attention = sum(item.kind in ("attention", "cross_attention") for item in family.items)
-    return samples * tokens * (6 * weights + 12 * attention * tokens * width)
+    keys = tokens if window is None else min(window, tokens)
+    return samples * tokens * (6 * weights + 12 * attention * keys * width)

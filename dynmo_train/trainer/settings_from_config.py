@@ -17,6 +17,7 @@ from ..config.validate import validate
 from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import V_SCHEDULES, Plan, read_plan
 from ..formats.plan_check import validate_plan
+from ..formats.profile import analytic_keys
 from ..models.compiled import CompileSettings
 from ..models.float8 import Float8Settings
 from ..models.flops import step_flops
@@ -413,6 +414,18 @@ def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping
     return place(stages, workers)
 
 
+def analytic_keys_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``x_`` keys of a profile header, see :func:`analytic_keys`."""
+    model = config.model
+    groups = model.num_query_groups if model.base_family == "llama" else model.num_attention_heads
+    return analytic_keys(
+        heads=model.num_attention_heads,
+        key_value_width=2 * groups * model.kv_channels,
+        window=model.attention_window,
+        context_parallel_size=config.parallel.context_parallel_size,
+    )
+
+
 def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
     """A function from the number of samples and the tokens per sample to the model FLOPs of a step."""
     model = config.model
@@ -430,6 +443,7 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
             tokens=tokens,
             experts=model.num_experts or 1,
             active=share * model.moe_router_topk if model.num_experts else 1,
+            window=model.attention_window,
         )
 
     return count

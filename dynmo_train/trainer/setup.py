@@ -64,7 +64,13 @@ from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_shards, describe_workers, measure_links
 from .monitoring.scalar_writers import check_clients
 from .run_directory import RunDirectory, open_run_directory_on_rank0
-from .settings_from_config import dense_products_warning, engine_settings, initial_partition, schedule_in_profile
+from .settings_from_config import (
+    analytic_keys_of,
+    dense_products_warning,
+    engine_settings,
+    initial_partition,
+    schedule_in_profile,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +378,7 @@ def _write_header(config: Config, engine: Engine, logger: RunLogger, workers: Se
         describe_shards(
             engine.family, engine.settings.pipeline.boundary, engine.settings.optimizer, engine.item_store.blueprint
         ),
+        analytic_keys_of(config),
     )
 
 

@@ -11,7 +11,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from tests.distributed.layouts import CUT, FAMILIES, OVERLAP, PLAIN, ZERO, ZERO_1, ZERO_3, Layout, close, play_named
 from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut, vee
-from tests.distributed.whole_runs import close_losses, figures, tensors, train, write_data
+from tests.distributed.whole_runs import close_losses, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -119,6 +119,9 @@ def test_context_run_resumes_with_other_sizes(tmp_path):
     train(data, stopped, 2, exit_interval="11", **parts)
     train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), **parts)
     assert figures(stopped) == figures(whole)
+    header = lines(whole / "profile.jsonl")[0]
+    assert (header["data_parallel_size"], header["x_context_parallel_size"]) == (2, 2)
+    assert header["model"]["x_key_value_width"] == 2 * 32
     assert tensors(stopped, 24) == tensors(whole, 24)
     train(data, child, 1, load=str(stopped / "checkpoints" / "step-00000011"), **plain)
     close_losses(child, whole)

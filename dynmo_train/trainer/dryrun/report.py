@@ -30,7 +30,7 @@ from ...models.layer_list import ModelFamily, parameters_of
 from ...models.registry import family_of
 from ...optim.optimizers.registry import optimizer_settings
 from ..monitoring.profile_writer import describe_items, describe_shards
-from ..settings_from_config import engine_settings, flops_counter
+from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter
 from .item_memory import ItemMemory
 from .peak_memory import item_memories, shard_share, worker_peaks
 
@@ -128,7 +128,9 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
     if shards is not None:
         record["x_vocabulary"] = shards
     # With these the cost model needs no estimate of its own.
-    record["model"]["x_num_attention_heads"] = config.model.num_attention_heads
+    of_model, of_header = analytic_keys_of(config)
+    record["model"] |= of_model
+    record |= of_header
     for item in record["items"]:
         if item["name"] in memories:
             item["x_activation_bytes"] = memories[item["name"]].saved
@@ -188,8 +190,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         parameters_per_worker=max(by_worker.values(), default=sum(local_counts.values())),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
-        # Every operation is divided over the context ranks; the exchange of keys and values is not counted.
-        step_s=simulation["step_ns"] / 1e9 / parallel.context_parallel_size,
+        step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
         processes=workers * parallel.tensor_model_parallel_size * parallel.data_ranks,

@@ -227,6 +227,11 @@ def release_message(released: Sequence[WorkerInfo], remaining: Sequence[WorkerIn
     return f"released workers {workers} (ranks {ranks}); {len(remaining)} of {total} workers remain{hosts}"
 
 
+def _with_keys(record: dict[str, Any], of_model: Mapping[str, Any], of_header: Mapping[str, Any]) -> dict[str, Any]:
+    """A header with further keys of ``model`` and of its own."""
+    return {**record, **of_header, "model": {**record["model"], **of_model}}
+
+
 class RunLogger:
     """Appends to the files of a run directory; on other ranks than 0 the methods have no effect.
 
@@ -277,6 +282,7 @@ class RunLogger:
         workers: Sequence[WorkerInfo],
         items: Sequence[ItemInfo],
         shards: Mapping[str, int] | None = None,
+        keys: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         """Start a segment of the profile.
 
@@ -288,13 +294,14 @@ class RunLogger:
             workers: pipeline ranks, in order.
             items: items of the layer list, in order.
             shards: shards of the output layer, see :func:`describe_shards`.
+            keys: further keys of ``model`` and of the header, see :func:`analytic_keys`.
         """
         link, replica_link = links
         self._num_shards = 0 if shards is None else shards["shards"]
         vocabulary = {} if shards is None else {"x_vocabulary": dict(shards)}
         self._names = [item.name for item in items]
         self._workers = tuple(workers)
-        self._header = lambda remaining: (
+        self._header = lambda remaining: _with_keys(
             header_record(
                 run_id=run_id,
                 segment=next_segment(self.run.profile),
@@ -305,7 +312,8 @@ class RunLogger:
                 workers=remaining,
                 items=items,
             )
-            | vocabulary
+            | vocabulary,
+            *keys,
         )
         self.log_profile_record(self._header(self._workers))
 

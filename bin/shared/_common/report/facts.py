@@ -80,15 +80,16 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     ]
     if header:
         devices = sorted({str(worker["device"]) for worker in header["workers"]})
-        sizes = [
-            f"{header[key]} {name}"
-            for key, name in (
-                ("tensor_parallel_size", "tensor-parallel"),
-                ("data_parallel_size", "data-parallel"),
-                ("expert_parallel_size", "expert-parallel"),
-            )
-            if header[key] > 1
-        ]
+        stated = header.get("x_context_parallel_size")
+        context = stated if isinstance(stated, int) and stated > 0 else 1
+        axes = {
+            "tensor-parallel": header["tensor_parallel_size"],
+            "context-parallel": context,
+            # Counts the context-parallel ranks, too.
+            "data-parallel": header["data_parallel_size"] // context,
+            "expert-parallel": header["expert_parallel_size"],
+        }
+        sizes = [f"{size} {name}" for name, size in axes.items() if size > 1]
         pipeline = f"{plural(len(header['workers']), 'worker')} on {' and '.join(devices)}, {header['schedule']}"
         released = len(run.workers) - len(header["workers"])
         sizes += [f"{plural(released, 'worker')} released"] if released else []

@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.costs.analytic import costs_of_header
+from dynmo_balance.costs.analytic import (
+    MicrobatchShape,
+    costs_of_header,
+    exposed_exchange_ns,
+    header_works,
+    item_times,
+    step_flops,
+)
 from dynmo_balance.costs.devices import PRESETS, load_device
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of, shape_of, works_of
 from dynmo_balance.inputs.model_config import from_config
 from dynmo_balance.inputs.scenarios import TECHNIQUES, TrajectorySettings, scenario_steps
 from dynmo_balance.partition import uniform
@@ -369,3 +377,62 @@ def test_profile_check_warns_of_another_unit(tmp_path, capfd):
     found = warnings_of(read_profile(config))
     assert {warning.kind for warning in found} == {"unit", "value"}
     assert len(found) == n + 1
+
+
+LONG_LLAMA = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 8192}
+
+
+def works(config, **options):
+    run = BuildOptions(**options)
+    spec, header, costs = built(config, run)
+    shape = shape_of(spec, header, run)
+    return header, works_of(spec, header, shape), shape, costs
+
+
+def test_context_ranks_divide_scores_products_and_boundaries():
+    whole_header, whole, whole_shape, _ = works(LONG_LLAMA)
+    header, parts, shape, costs = works(LONG_LLAMA, context_parallel=4)
+    assert (header.data_parallel_size, header.context_parallel_size) == (4, 4)
+    assert header.items[1].boundary_bytes * 4 == whole_header.items[1].boundary_bytes
+    assert [each.score_flops * 4 for each in parts] == [each.score_flops for each in whole]
+    assert step_flops(header, parts, shape) * 4 == step_flops(whole_header, whole, whole_shape)
+    # Keys and values of 2 groups, 128 wide, two bytes each, of the 6,144 tokens of the others; MLPs exchange nothing.
+    assert [each.exchange_bytes for each in parts[1:3]] == [6144 * 2 * 2 * 128 * 2, 0]
+    alone = item_times(replace(parts[1], exchange_bytes=0), shape, PRESETS["h100"])
+    both = costs.forward_ns[1], costs.backward_input_ns[1]
+    exposed = 1e9 * parts[1].exchange_bytes / 2 / (450e9 * 0.65) + 10_000
+    assert [got - each for got, each in zip(both, alone, strict=False)] == pytest.approx([exposed] * 2, abs=2)
+
+
+def test_exchange_of_context_ranks_is_hidden_by_half_of_the_attention():
+    device, (_, parts, shape, _) = PRESETS["h100"], works(LONG_LLAMA, context_parallel=4)
+    half = 1e9 * parts[1].exchange_bytes / 2 / (450e9 * 0.65) + 10_000
+    assert exposed_exchange_ns(parts[1], shape, device, 0.0) == pytest.approx(2 * half, rel=1e-6)
+    assert exposed_exchange_ns(parts[1], shape, device, 1e9) == pytest.approx(half, rel=1e-6)
+    assert exposed_exchange_ns(parts[2], shape, device, 0.0) == 0
+    crossing = replace(shape, context_parallel=16)
+    assert exposed_exchange_ns(parts[1], crossing, device, 1e9) > 4 * half, "over the network between nodes"
+
+
+def test_context_ranks_refuse_samples_without_two_chunks_each():
+    with pytest.raises(UsageError, match="must be a multiple of 12 with --context-parallel 6"):
+        works(LONG_LLAMA, context_parallel=6)
+
+
+def test_header_with_a_window_counts_its_keys_only():
+    _, header, _ = built(LONG_LLAMA)
+    windowed = replace(header, model=replace(header.model, x_attention_window=1024))
+    shape = MicrobatchShape(tokens=8192, sequence=8192, hidden=1024, fused_attention=True)
+    whole, narrow = (header_works(each, shape)[1] for each in (header, windowed))
+    assert narrow.score_flops * 8 == whole.score_flops
+    assert (
+        costs_of_header(windowed, PRESETS["h100"], "bfloat16").forward_ns[1]
+        < (costs_of_header(header, PRESETS["h100"], "bfloat16").forward_ns[1])
+    )
+
+
+def test_dynmo_configuration_with_a_window_has_it_in_every_layer():
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 64}
+    spec = from_config({"family": "gpt", **sizes, "attention_window": 16}, "run.json")
+    assert [spec.keys(layer, 64) for layer in (0, 1)] == [16, 16]
+    assert from_config({"family": "gpt", **sizes}, "run.json").keys(0, 64) == 64

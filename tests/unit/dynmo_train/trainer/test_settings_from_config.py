@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_train.config import config_of
+from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.models.registry import family_of
 from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.trainer.settings_from_config import dense_products_warning, flops_counter
+from dynmo_train.trainer.settings_from_config import analytic_keys_of, dense_products_warning, flops_counter
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 
@@ -45,3 +45,19 @@ def test_pruned_run_with_dense_products_names_faster_formats(mode, sparsity, dev
     assert warning is not None
     for name in names:
         assert name in warning
+
+
+def test_model_flops_of_a_window_count_its_keys_only():
+    width, layers = SMALL["hidden_size"], SMALL["num_layers"]
+    whole, wide, narrow = (model_flops(attention_window=window) for window in (None, 64, 8))
+    assert wide == whole
+    assert whole - narrow == 32 * 12 * layers * (32 - 8) * width
+
+
+def test_profile_keys_state_window_and_context_ranks():
+    plain = analytic_keys_of(config_of(**SMALL))
+    assert plain == ({"x_num_attention_heads": 4, "x_key_value_width": 128}, {})
+    options = {"attention_window": 8, "context_parallel_size": 2, "family": "llama", "num_query_groups": 2}
+    keys = analytic_keys_of(config_of(DefaultContext(world_size=2), **SMALL | options))
+    model = {"x_num_attention_heads": 4, "x_key_value_width": 64, "x_attention_window": 8}
+    assert keys == (model, {"x_context_parallel_size": 2})

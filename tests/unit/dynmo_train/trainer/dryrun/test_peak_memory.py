@@ -165,10 +165,12 @@ def test_dry_run_of_streamed_text_needs_no_other_data():
 
 def test_dry_run_of_context_ranks_divides_time_and_activations():
     sizes = SMALL | {"seq_length": 512, "max_position_embeddings": 512, "attention_dropout": 0.0}
-    whole = dry_run(config_of(DefaultContext(world_size=1), **sizes), "h200")
-    halves = dry_run(config_of(DefaultContext(world_size=2), **sizes | {"context_parallel_size": 2}), "h200")
+    # On a GPU launches dominate at this size, which are not divided.
+    whole = dry_run(config_of(DefaultContext(world_size=1), **sizes), "cpu")
+    halves = dry_run(config_of(DefaultContext(world_size=2), **sizes | {"context_parallel_size": 2}), "cpu")
     assert halves.processes == 2
-    assert halves.step_s == pytest.approx(whole.step_s / 2)
+    assert 0.5 < halves.step_s / whole.step_s < 0.6, "half, and the exchange that nothing hides"
+    assert halves.flops_per_step == whole.flops_per_step
     assert halves.peak_memory_bytes[0] < whole.peak_memory_bytes[0]
 
 
