@@ -14,9 +14,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.fsdp import param_groups
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
-from tests.distributed.layouts import Layout, engine_on, play_layouts
+from tests.distributed.layouts import D2, FAMILIES, ZERO, ZERO_3, Layout, close, engine_on, play_named
 from tests.distributed.scenario import Scenario, batch_of
-from tests.distributed.test_parallel import D2, FAMILIES, LONG, MOVING, SPLIT, ZERO, ZERO_3, close
+from tests.distributed.test_parallel import LONG, MOVING, SPLIT
 from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -190,15 +190,9 @@ PLACED = {
 }
 
 
-def played(size: int, layouts: dict[str, Layout]) -> dict[str, dict]:
-    ranks = run_workers(play_layouts, size, list(layouts.values()))
-    assert all(rank == ranks[0] for rank in ranks)
-    return dict(zip(layouts, ranks[0], strict=True))
-
-
 @pytest.fixture(scope="module")
 def results():
-    return played(1, ALONE) | played(4, HYBRIDS)
+    return play_named(1, ALONE) | play_named(4, HYBRIDS)
 
 
 @pytest.mark.parametrize("name", ["hybrid 1, long", "hybrid 2, long", "hybrid 3, long"])
@@ -216,5 +210,5 @@ def test_hybrid_zero_3_has_the_bits_of_zero_2(results):
 
 
 def test_hybrid_sharding_has_the_same_bits_on_any_pipeline(results):
-    for name, moving in played(8, PLACED).items():
+    for name, moving in play_named(8, PLACED).items():
         assert moving == results[name]

@@ -98,6 +98,7 @@ EVERY_AXIS = [
     Layout(dims=PT, scenario=replace(EXPERTS, schedule="dualpipe-v", virtual=2), settings=CUT),
     Layout(dims=ParallelDims(pipeline=4), scenario=replace(EXPERTS, schedule="zero-bubble")),
     Layout(dims=TD, scenario=EXPERTS, settings=ZERO | OVERLAP),
+    Layout(dims=replace(DE, hsdp=2), scenario=EXPERTS, settings=ZERO_3),
 ]
 DROPPING = replace(PLAIN, dropout=0.1, precision="fp16", steps=6, freeze=())
 REPLICAS = [

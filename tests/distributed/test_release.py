@@ -120,6 +120,12 @@ CASES = {
         {"zero_stage": 3, "overlap_reduction": True},
         [Release(step=4, released=(1,), stages=WHOLE)],
     ),
+    "pipeline x copies of shards": (
+        ParallelDims(pipeline=2, data=4, hsdp=2),
+        LONG,
+        {"zero_stage": 2, "zero_sync_microbatches": True},
+        [Release(step=4, released=(1,), stages=WHOLE)],
+    ),
     "pipeline x tensor x replicas": (
         ParallelDims(pipeline=2, tensor=2, data=2),
         replace(LONG, schedule="gpipe"),

@@ -33,6 +33,7 @@ from ..monitoring.profile_writer import describe_items, describe_shards
 from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter
 from .item_memory import ItemMemory
 from .peak_memory import item_memories, shard_share, worker_peaks
+from .replica_traffic import replica_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class DryRunReport:
         bubble_fraction: predicted fraction of the step time in which workers are idle.
         device: device of the prediction.
         processes: total number of devices.
+        replica_bytes: largest number of bytes that a device sends to other data-parallel ranks in a step.
     """
 
     parameters: int
@@ -58,6 +60,7 @@ class DryRunReport:
     bubble_fraction: float
     device: str
     processes: int
+    replica_bytes: int
 
 
 def _sharded_builder(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]:
@@ -185,15 +188,17 @@ def dry_run(config: Config, device: str) -> DryRunReport:
     for stage in simulation.get("stages", []):
         count = sum(local_counts[name] for name in stage["items"])
         by_worker[stage["worker"]] = by_worker.get(stage["worker"], 0) + count
+    largest = max(by_worker.values(), default=sum(local_counts.values()))
     return DryRunReport(
         parameters=total,
-        parameters_per_worker=max(by_worker.values(), default=sum(local_counts.values())),
+        parameters_per_worker=largest,
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
         step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
         processes=workers * parallel.tensor_model_parallel_size * parallel.data_ranks,
+        replica_bytes=replica_bytes(config, largest, boundary.dtype.itemsize),
     )
 
 
@@ -211,6 +216,8 @@ def print_dry_run(config: Config, device: str, form: Format) -> None:
     emit(f"model FLOPs per step: {report.flops_per_step:.4e} | devices: {report.processes}")
     for worker, peak in enumerate(report.peak_memory_bytes):
         emit(f"worker {worker}: peak memory per device {human_bytes(peak)}")
+    if report.replica_bytes:
+        emit(f"sent to other replicas: at most {human_bytes(report.replica_bytes)} per device and step")
     emit(f"step time on {device}: {report.step_s:.3f} s | bubble: {report.bubble_fraction:.1%}")
     if config.precision.uses_float8:
         emit("the step time is that of products in bfloat16; those in float8 are faster")
