@@ -81,7 +81,7 @@ FORMATS = (
     Format(
         schema="dynmo_balance/formats/expert_plan.schema.json",
         module="formats/expert_plan_fields.py",
-        readers=("dynmo_balance",),
+        readers=("dynmo_balance", "dynmo_train"),
     ),
     Format(
         schema="dynmo_train/formats/profile.schema.json",

@@ -117,9 +117,15 @@ def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMov
         if base.num_ranks != number:
             raise UsageError(f"{moves.current}: is for {base.num_ranks} ranks; use --ranks {base.num_ranks}")
         current = {layer.item: layer.ranks for layer in base.layers}
-    measured = costs.load(source).costs
+    try:
+        measured = costs.load(source).costs
+    except UsageError as error:
+        print_message(f"warning: moves are not weighed against their cost: {error}")
+        measured = None
     step_ns = {
-        item.name: (measured.forward_ns[at] + measured.backward_input_ns[at] + measured.backward_weight_ns[at])
+        item.name: 0
+        if measured is None
+        else (measured.forward_ns[at] + measured.backward_input_ns[at] + measured.backward_weight_ns[at])
         * header.microbatches
         for at, item in enumerate(header.items)
     }

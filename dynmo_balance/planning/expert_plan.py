@@ -40,7 +40,7 @@ class ExpertOptions:
         horizon_steps: Steps within which a move must break even.
         bandwidth_bytes_per_s: Of a rank's link; None is unlimited.
         expert_bytes: Weights and optimizer state of one expert, by item.
-        step_ns: Time of each item in a step with the placement before; 0 where it is unknown.
+        step_ns: Time of each item in a step with the placement before; 0 where it is unknown, and moves cost nothing.
     """
 
     ranks: int
@@ -151,7 +151,7 @@ def _moves(item: str, options: ExpertOptions, before: Ranks, after: Ranks) -> tu
 
 
 def _transfer_ns(item: str, options: ExpertOptions, before: Ranks, after: Ranks) -> float:
-    if not options.bandwidth_bytes_per_s:
+    if not options.bandwidth_bytes_per_s or not options.step_ns.get(item):
         return 0.0
     sent, received = _rank_bytes(_moves(item, options, before, after))
     return max([*sent.values(), *received.values()], default=0) * 1e9 / options.bandwidth_bytes_per_s

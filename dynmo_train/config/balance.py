@@ -59,6 +59,12 @@ class BalanceConfig:
         maximum=1,
         panel=panels.ELASTICITY,
     )
+    expert_plan: str | None = option(
+        "Initial placement of experts on ranks, from `dynmo-plan experts`.", default=None, refers_to="file"
+    )
+    expert_rebalance_interval: int | None = option(
+        "Steps between possible migrations of experts; none: experts stay.", default=None, minimum=1
+    )
     planner: Planner = option(
         "Start dynmo-plan watch (internal), or use one started elsewhere (external).", default="internal"
     )

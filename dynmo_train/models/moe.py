@@ -14,7 +14,7 @@ the experts compute, E experts, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,6 +169,7 @@ def route(
     balanced: bool = False,
     is_fixed: bool = False,
     context: ContextRegion | None = None,
+    position_E: torch.Tensor | None = None,
 ) -> Routing:
     """Choose the experts of highest probability for each token; normalized probabilities weigh their outputs.
 
@@ -182,6 +183,7 @@ def route(
         is_fixed: whether N is the same on all ranks that share the experts.
         context: ranks that share the tokens of a sample: the fractions of the load-balancing loss are those of all
             their tokens. The mean of the ranks' losses is then that of one process.
+        position_E: int64 place of each expert in the order of the rows; None is the order of the experts.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
@@ -202,12 +204,13 @@ def route(
     if context is not None and counted is not None:
         total_E, slots = counted.wait(), slots * context.size
     load_balancing = experts * (total_E.float() / slots * means_E).sum()
+    place_M = expert_M if position_E is None else position_E[expert_M]
     if moe.capacity_factor is None:
-        return Routing(plan_rows(expert_M, experts), weights_NC, load_balancing, z, chosen_E)
+        return Routing(plan_rows(place_M, experts), weights_NC, load_balancing, z, chosen_E)
     capacity = moe.capacity(len(logits_NE))
     computed_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
     weights_NC = weights_NC * computed_M.view_as(weights_NC)
-    rows = plan_rows(expert_M, experts, computed_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
+    rows = plan_rows(place_M, experts, computed_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
     return Routing(rows, weights_NC, load_balancing, z, chosen_E)
 
 
@@ -219,9 +222,29 @@ class LocalRows(NamedTuple):
 
 
 class Experts(nn.ModuleDict):
-    """The experts of a layer on this process, by number; ``dispatcher`` reaches those of other processes."""
+    """The experts of a layer on this process, by number; ``dispatcher`` reaches those of other processes.
+
+    Attributes:
+        order: All experts by rank, then by number, where this differs from the order of their numbers; else None.
+    """
 
     dispatcher: TokenDispatcher | None = None
+    order: tuple[int, ...] | None = None
+    _order_E: torch.Tensor | None = None
+
+    def order_E(self, device: torch.device) -> torch.Tensor | None:
+        """``order`` as an int64 tensor ``[E]``."""
+        if self.order is None:
+            return None
+        # Made once: a copy from the host in each forward would cost time.
+        if self._order_E is None or self._order_E.device != device:
+            self._order_E = torch.tensor(self.order, device=device)
+        return self._order_E
+
+    def position_E(self, device: torch.device) -> torch.Tensor | None:
+        """The place of each expert in ``order``, int64 ``[E]``."""
+        order_E = self.order_E(device)
+        return None if order_E is None else order_E.argsort()
 
     def exchange_counts(self, groups: RowGroups) -> CountExchange | None:
         """Start to exchange the numbers of rows in ``groups`` between processes; None where that is not needed."""
@@ -270,12 +293,18 @@ class Experts(nn.ModuleDict):
         outputs = [expert(part) for expert, part in zip(experts, parts, strict=True)]
         return torch.cat([*outputs, torch.zeros_like(unused)] if len(unused) else outputs)
 
-    def keep(self, dispatcher: TokenDispatcher) -> None:
-        """Remove the experts of other processes; ``dispatcher`` reaches them."""
+    def keep(self, dispatcher: TokenDispatcher, ranks: Sequence[int]) -> None:
+        """Remove the experts of other processes; ``dispatcher`` reaches them.
+
+        Args:
+            dispatcher: Sends rows to the processes of their experts.
+            ranks: Rank of each expert.
+        """
         self.dispatcher = dispatcher
-        local = dispatcher.local_experts(len(self))
+        order = sorted(range(len(ranks)), key=lambda expert: (ranks[expert], expert))
+        self.order = None if order == list(range(len(ranks))) else tuple(order)
         # Experts keep their global numbers, so that their parameters have the same names at every size.
-        for number in [number for number in self if int(number) not in local]:
+        for number in [number for number in self if ranks[int(number)] != dispatcher.rank]:
             del self[number]
 
 
@@ -350,13 +379,21 @@ class MoeMlp(nn.Module):
     def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor, is_fixed: bool) -> tuple[torch.Tensor, int]:
         """Expert choice: the weighted sum, and the number of tokens of each expert."""
         token_EC, weight_EC = expert_choice(logits_NE.float().softmax(-1), self.moe.top_k)
+        order_E, position_E = self.experts.order_E(x_ND.device), self.experts.position_E(x_ND.device)
         token_M = token_EC.reshape(-1)
         experts, count = token_EC.shape
         groups = equal_groups(experts, count, x_ND.device, is_fixed=is_fixed)
         counts = self.experts.exchange_counts(groups)
-        sent = self.experts.send(x_ND.index_select(0, token_M), groups, counts)
+        rows_MD = x_ND.index_select(0, token_M)
+        if order_E is not None:
+            # After the selection, whose backward adds the gradients of a token in the order of the experts.
+            rows_MD = rows_MD.view(experts, count, -1)[order_E].reshape(experts * count, -1)
+        sent = self.experts.send(rows_MD, groups, counts)
         shared_ND = self._shared_output(x_ND)
         sorted_MD = self.experts(sent)
+        if position_E is not None:
+            # Back in the order of the experts, in which the sum below adds.
+            sorted_MD = sorted_MD.view(experts, count, -1)[position_E].reshape(experts * count, -1)
         weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
         return (torch.zeros_like(x_ND) if shared_ND is None else shared_ND).index_add(0, token_M, weighted_MD), count
 
@@ -372,7 +409,15 @@ class MoeMlp(nn.Module):
         # Expert choice and balanced assignment are not causal, so evaluation routes by token. The number of tokens of
         # a mixture of depths is fixed in training only.
         is_fixed = self.has_fixed_tokens and self.training
-        routing = route(logits_NE, moe, balanced=self.training, is_fixed=is_fixed, context=self.context)
+        position_E = self.experts.position_E(logits_NE.device)
+        routing = route(
+            logits_NE,
+            moe,
+            balanced=self.training,
+            is_fixed=is_fixed,
+            context=self.context,
+            position_E=position_E,
+        )
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:
             y_ND, count = self._by_expert(x_ND, logits_NE, is_fixed)

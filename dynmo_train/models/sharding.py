@@ -128,11 +128,11 @@ def needs_whole_stream(module: nn.Module) -> bool:
     )
 
 
-def shard_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
+def shard_experts(item: str, module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
     """Remove the experts of other expert-parallel ranks from an item, in place; returns it."""
     if dispatcher is not None:
         for experts in experts_of(module):
-            experts.keep(dispatcher)
+            experts.keep(dispatcher, dispatcher.ranks_of(item, len(experts)))
     return module
 
 
@@ -160,6 +160,12 @@ def experts_of(module: nn.Module) -> list[Experts]:
 def is_of_expert(parameter: str) -> bool:
     """Whether a parameter, by its global name, belongs to a single expert."""
     return ".experts." in parameter
+
+
+def expert_of(tensor: str) -> int | None:
+    """The number of the expert that a tensor belongs to, by its global name; None where it belongs to no expert."""
+    _, found, rest = tensor.partition(".experts.")
+    return int(rest.partition(".")[0]) if found else None
 
 
 def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, region: TensorRegion) -> None:

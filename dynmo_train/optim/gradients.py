@@ -17,6 +17,7 @@ parameters: a handful of kernels, whatever the number of replicas is. None of th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..models.layer_list import masks_of
-from ..models.sharding import needs_whole_stream
+from ..models.sharding import expert_of, needs_whole_stream
 from ..parallel.process_groups import World
 from .item_store import ItemStore
 
@@ -233,21 +234,40 @@ class ItemSquares:
     Args:
         item_names: All items, in list order.
         ties: Parameter that is a copy -> parameter that owns the value, which is counted once.
+        experts: Item -> number of its experts, where replicas have different ones.
     """
 
     # Tensors per row: the length of a row must not depend on which items are local, because a sum may add in another
     # order for another length. Zeros fill the row and add nothing.
     ROW = 1024
+    # At least the tensors of an expert: weights and biases of up to three layers.
+    EXPERT_ROW = 8
 
-    def __init__(self, item_names: Sequence[str], ties: Mapping[str, str]) -> None:
+    def __init__(
+        self, item_names: Sequence[str], ties: Mapping[str, str], experts: Mapping[str, int] | None = None
+    ) -> None:
         self._index_of = {name: index for index, name in enumerate(item_names)}
         self._ties = ties
         self._counted: tuple[str, ...] = ()
         self._places = torch.empty(0, dtype=torch.int64)
         self._rows = 0
+        self._first_expert: dict[str, int] = {}
+        self._num_experts = 0
+        for item, count in (experts or {}).items():
+            self._first_expert[item] = self._num_experts
+            self._num_experts += count
+
+    @property
+    def length(self) -> int:
+        """Number of items and sharded experts."""
+        return len(self._index_of) + self._num_experts
 
     def __call__(self, store: ItemStore) -> torch.Tensor:
-        """Return float64 ``[items]`` on the device of ``store``; 0 for items that are not local."""
+        """Return float64 ``[items + experts]`` on the device of ``store``; 0 for those that are not local.
+
+        Experts that replicas share are counted one by one, not with their items: their sum over the ranks then has one
+        order, wherever they are.
+        """
         counted = [
             (item, name, parameter.grad)
             for item, name, parameter in store.parameters()
@@ -255,30 +275,40 @@ class ItemSquares:
         ]
         items = len(self._index_of)
         if not counted:
-            return torch.zeros(items, dtype=torch.float64, device=store.device)
+            return torch.zeros(self.length, dtype=torch.float64, device=store.device)
         names = tuple(name for _, name, _ in counted)
         # The places change with the local items and the frozen ones only: copying them to the device takes time.
         if names != self._counted:
             self._counted = names
-            self._place([item for item, _, _ in counted], store.device)
+            self._place([(item, name) for item, name, _ in counted], store.device)
         norms = torch.stack(torch._foreach_norm([gradient for _, _, gradient in counted])).double()
-        squares = torch.zeros(self._rows * items * self.ROW, dtype=torch.float64, device=store.device)
+        of_items = self._rows * items * self.ROW
+        length = of_items + self._num_experts * self.EXPERT_ROW
+        squares = torch.zeros(length, dtype=torch.float64, device=store.device)
         squares.index_copy_(0, self._places, norms.square_())
-        rows = squares.view(self._rows, items, self.ROW).sum(-1)
+        rows = squares[:of_items].view(self._rows, items, self.ROW).sum(-1)
         total = rows[0]
         # One by one: the number of rows may differ between ranks, and zeros added in order change nothing.
         for row in rows[1:]:
             total = total + row
-        return total
+        if not self._num_experts:
+            return total
+        return torch.cat([total, squares[of_items:].view(self._num_experts, self.EXPERT_ROW).sum(-1)])
 
-    def _place(self, items: Sequence[str], device: torch.device) -> None:
-        counts: Counter[str] = Counter()
+    def _place(self, counted: Sequence[tuple[str, str]], device: torch.device) -> None:
+        numbers = [expert_of(name) if item in self._first_expert else None for item, name in counted]
+        whole = Counter(item for (item, _), number in zip(counted, numbers, strict=True) if number is None)
+        self._rows = 1 + (max(whole.values(), default=1) - 1) // self.ROW
+        counts: Counter[tuple[str, int | None]] = Counter()
         places = []
-        for item in items:
-            row, column = divmod(counts[item], self.ROW)
-            places.append((row * len(self._index_of) + self._index_of[item]) * self.ROW + column)
-            counts[item] += 1
-        self._rows = 1 + (max(counts.values()) - 1) // self.ROW
+        for (item, _), number in zip(counted, numbers, strict=True):
+            row, column = divmod(counts[item, number], self.ROW)
+            counts[item, number] += 1
+            if number is None:
+                places.append((row * len(self._index_of) + self._index_of[item]) * self.ROW + column)
+            else:
+                first = self._rows * len(self._index_of) * self.ROW
+                places.append(first + (self._first_expert[item] + number) * self.EXPERT_ROW + column)
         self._places = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
 
 
@@ -296,3 +326,26 @@ def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
         return None
     divisor = (norm + 1e-6) / max_norm
     return torch.where(norm > max_norm, divisor, 1.0).float()
+
+
+def drop_gradients(store: ItemStore, names: Collection[str]) -> None:
+    """Drop the gradients of parameters, by global name, that receive no update."""
+    for _, name, parameter in store.parameters() if names else ():
+        if name in names:
+            parameter.grad = None
+
+
+def largest_weight(store: ItemStore) -> float:
+    """Return the largest absolute value of the local parameters, NaN where one is NaN; waits for the device."""
+    return _largest([parameter.detach() for _, _, parameter in store.parameters()])
+
+
+def is_state_finite(store: ItemStore) -> bool:
+    """Whether the local parameters and moments are finite; waits for the device."""
+    moments = [each for _, name, _ in store.parameters() for each in store.optimizers.moments(name).values()]
+    return math.isfinite(largest_weight(store)) and math.isfinite(_largest(moments))
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(each, math.inf) for each in tensors if each.numel()]
+    return float(torch.stack(norms).max()) if norms else 0.0

@@ -167,7 +167,8 @@ class ItemBuilder:
         module = fuse_norms(sharding.family.build(name, device or self.device), self.fused_norms)
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
         module = module if self._float8_items is None else self._float8_items.apply(name, module)
-        return join_context(join_replicas(shard_experts(module, sharding.dispatcher), self.replicas), self.context)
+        module = shard_experts(name, module, sharding.dispatcher)
+        return join_context(join_replicas(module, self.replicas), self.context)
 
     @cached_property
     def _float8_items(self) -> Float8Items | None:

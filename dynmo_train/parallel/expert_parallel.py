@@ -15,12 +15,16 @@ torch's all-to-all needs the number of rows of each rank on the host. Two cases:
   device. The copy to the host runs in the background of the work that is enqueued between
   :meth:`TokenDispatcher.exchange_counts` and :meth:`TokenDispatcher.send`.
 
+Every rank has E/P experts of a layer, at first a block of neighboring ones; :meth:`TokenDispatcher.place` assigns
+others. Rows are sent by rank, then by expert. An expert gets its rows in the order of their source wherever it is, so
+that its results and gradients have the same bits on every rank.
+
 Shapes in names: R rows of this process, D width, E experts of all processes, P processes, L experts of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +128,38 @@ class TokenDispatcher:
 
     Args:
         group: Processes that share the experts of a layer.
-        rank: Rank of this process in the group; it has the ``rank``-th block of the experts.
+        rank: Rank of this process in the group; at first it has the ``rank``-th block of the experts.
         size: Number of processes in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
+        self.group, self.rank, self.size = group, rank, size
+        self._placed: dict[str, tuple[int, ...]] = {}
 
-    def local_experts(self, num_experts: int) -> range:
-        """Return the indices of this process's experts of ``num_experts``, a multiple of the group's size."""
+    def ranks_of(self, item: str, num_experts: int) -> tuple[int, ...]:
+        """Return the rank of each expert of an item.
+
+        Args:
+            item: Name of the item.
+            num_experts: Its number of experts, a multiple of the group's size.
+        """
         part = num_experts // self.size
-        return range(self.rank * part, (self.rank + 1) * part)
+        return self._placed.get(item) or tuple(expert // part for expert in range(num_experts))
+
+    def place(self, item: str, ranks: Sequence[int]) -> None:
+        """Assign the experts of an item to ranks; items that are built from now on follow it.
+
+        Args:
+            item: Name of the item.
+            ranks: Rank of each expert; every rank occurs equally often.
+
+        Raises:
+            ValueError: Ranks have different numbers of experts, or are outside of the group.
+        """
+        counts = [list(ranks).count(rank) for rank in range(self.size)]
+        if sum(counts) != len(ranks) or len(set(counts)) > 1:
+            raise ValueError(f"{item}: every rank must have the same number of experts; they have {counts}")
+        self._placed[item] = tuple(ranks)
 
     def exchange_counts(self, groups: RowGroups) -> CountExchange | None:
         """Start to exchange the numbers of rows; None where all ranks have the same. A collective.
@@ -146,7 +171,7 @@ class TokenDispatcher:
             return None
         sent_PL = groups.counts_E().view(self.size, -1)
         received_PL = torch.empty_like(sent_PL)
-        dist.all_to_all_single(received_PL, sent_PL, group=self._group)
+        dist.all_to_all_single(received_PL, sent_PL, group=self.group)
         return CountExchange(sent_PL, received_PL)
 
     def send(self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None) -> SentRows:
@@ -205,7 +230,7 @@ class TokenDispatcher:
     def _start(
         self, rows: torch.Tensor, sent_counts: list[int] | None, received_counts: list[int] | None
     ) -> RowExchange:
-        return RowExchange(rows, sent_counts, received_counts, self._group)
+        return RowExchange(rows, sent_counts, received_counts, self.group)
 
 
 def token_dispatcher(world: World) -> TokenDispatcher | None:

@@ -69,6 +69,9 @@ from ..optim.gradients import (
     add_tied_gradients,
     add_token_gradients,
     clip_divisor,
+    drop_gradients,
+    is_state_finite,
+    largest_weight,
     zero_pruned_gradients,
 )
 from ..optim.item_sharding import ItemBuilder, ItemSharding
@@ -85,6 +88,7 @@ from ..parallel.fsdp import FsdpSharding
 from ..parallel.host_copy import HostCopy
 from ..parallel.process_groups import World, all_agree, all_gather_objects, gather_over, sum_over_pipeline
 from ..parallel.tensor_parallel import tensor_region
+from ..pipeline.expert_migration import ExpertMoveReport, move_experts, sharded_experts
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import CostGather, LayerProfiler
@@ -218,8 +222,9 @@ class Engine:
                 settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
             )
         self._presence = TiedPresence()
-        self._squares = ItemSquares((*self._item_names, *self.partition.shards), family.ties)
-        self._sums = StepSums(family.items, world, sharded=fsdp is not None, shards=self.partition.shards)
+        experts = sharded_experts(builder.sharding)
+        self._squares = ItemSquares((*self._item_names, *self.partition.shards), family.ties, experts)
+        self._sums = StepSums(family.items, world, sharded=fsdp is not None, num_squares=self._squares.length)
         self._launched: LaunchedStep | None = None
         self._measured_from_ns = 0
         self._pipeline: Pipeline | None = None
@@ -461,11 +466,7 @@ class Engine:
             add_fused_gradients(self.item_store, ties, owners, self.world, self._presence, self._fused)
         add_tied_gradients(self.item_store, ties, owners, self.world, self._presence, self._fused)
         # With ``freeze_tied`` the other copy of a frozen tied weight still adds a gradient.
-        stopped = self.techniques.frozen_parameters()
-        if stopped:
-            for _, name, parameter in self.item_store.parameters():
-                if name in stopped:
-                    parameter.grad = None
+        drop_gradients(self.item_store, self.techniques.frozen_parameters())
         # After all sums: each of them could add to the gradient of a pruned weight.
         zero_pruned_gradients(self.item_store)
         gradients = [p.grad for _, _, p in self.item_store.parameters() if p.grad is not None]
@@ -479,8 +480,7 @@ class Engine:
         if launched.measured is None:
             return None
         world = self.world
-        on_cuda = world.device.type == "cuda"
-        peak = int(torch.cuda.max_memory_allocated(world.device)) if on_cuda else peak_memory_bytes()
+        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else peak_memory_bytes()
         local = launched.measured.result(self.local_names, launched.microbatches) | {"peak_memory_bytes": peak}
         names = [self.partition.items_of_rank(rank) for rank in range(world.dims.pipeline)]
         return CostGather(world, (*self._item_names, *self.partition.shards), names, local)
@@ -534,13 +534,7 @@ class Engine:
 
     def has_finite_state(self) -> bool:
         """Whether the parameters and moments of all ranks are finite. Every rank calls this."""
-        moments = [
-            each
-            for _, name, _ in self.item_store.parameters()
-            for each in self.item_store.optimizers.moments(name).values()
-        ]
-        largest = [_largest([p.detach() for _, _, p in self.item_store.parameters()]), _largest(moments)]
-        return all_agree(self.world, all(math.isfinite(value) for value in largest))
+        return all_agree(self.world, is_state_finite(self.item_store))
 
     def has_finite_loss(self, batch: Batch) -> bool:
         """Whether the loss of ``batch`` is finite with the current weights. Every rank calls this.
@@ -551,7 +545,7 @@ class Engine:
         """
         # All ranks skip the evaluation, or none does: it contains collectives.
         limit = torch.finfo(self.settings.precision.compute).max ** (1 / 12)
-        if all_agree(self.world, _largest([p.detach() for _, _, p in self.item_store.parameters()]) <= limit):
+        if all_agree(self.world, largest_weight(self.item_store) <= limit):
             return True
         return math.isfinite(self.evaluate([batch]))
 
@@ -583,6 +577,18 @@ class Engine:
         self._pipeline = None
         return report
 
+    def place_experts(self, placements: Mapping[str, Sequence[int]]) -> ExpertMoveReport:
+        """Move experts between the ranks that share them: item -> rank of each expert. Every rank calls this.
+
+        Raises:
+            MoveError: a transfer failed; the old placement is still active.
+            RuntimeError: the result of the last step was not collected.
+        """
+        if self._launched is not None:
+            raise RuntimeError("a step was launched whose result was not collected")
+        self._pipeline = None
+        return move_experts(self.item_store, placements, self.world)
+
     def set_world(self, world: World) -> None:
         """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
         self.world = self._sums.world = world
@@ -592,9 +598,3 @@ class Engine:
             technique.set_world(world)
         if self.replica_codec is not None:
             self.replica_codec.set_world(world)
-
-
-def _largest(tensors: Sequence[torch.Tensor]) -> float:
-    """Largest absolute value of the tensors, NaN where an element is NaN. Synchronizes with the device once."""
-    norms = [torch.linalg.vector_norm(each, math.inf) for each in tensors if each.numel()]
-    return float(torch.stack(norms).max()) if norms else 0.0

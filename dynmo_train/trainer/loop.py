@@ -12,7 +12,7 @@ One iteration of ``Trainer.train``, on every rank::
     -------- step boundary ---+------------------------------------------------------
                               v
         every --eval-interval  evaluation on validation data
-        PlanController         wait for a plan, move layers, release ranks
+        PlanController         wait for a plan, move layers, release ranks; ExpertRebalance: move experts
         CompressionChoice      number of pipeline ranks that compress between replicas
         Checkpointer           progress of an asynchronous save
         signals                SIGTERM, SIGUSR1, time limit, resize request: all ranks agree
@@ -55,6 +55,7 @@ from .garbage_collection import freeze_imports
 from .monitoring.scalar_writers import scalar_writers_on_rank0
 from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
 from .rebalance.compression_choice import CompressionChoice
+from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess
 from .rebalance.resize_requests import ResizeRequests
@@ -169,6 +170,7 @@ class Trainer:
         self._finite_check = FiniteCheck.of(config.training)
         self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
         self._compression_choice = _compression_choice(config, start)
+        self._expert_rebalance = ExpertRebalance.of(config.balance, self.engine, self.directory, self.logger)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
         self.defers_results = self.engine.world.device.type == "cuda"
@@ -233,6 +235,7 @@ class Trainer:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
         self._warn_without_test_data()
         self._start_planner()
+        self._place_experts()
         minutes = training.exit_duration_in_mins
         signals, is_last = BoundarySignals(), False
         with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
@@ -251,6 +254,7 @@ class Trainer:
                     return EXIT_OK
                 if plan is not None:
                     self._log_plan(plan)
+                self._move_experts(is_last=is_last)
                 self._choose_compression(plan)
                 # Before a new save below, which would otherwise wait for a save that is already complete.
                 self._checkpointer.at_boundary()
@@ -375,6 +379,7 @@ class Trainer:
             or self._finite_check.skipped > 0
             or (training.eval_iters and self.step % training.eval_interval == 0)
             or (self.controller is not None and self.step % balance.rebalance_interval == 0)
+            or (self._expert_rebalance is not None and self._expert_rebalance.is_due(self.step))
             or self._is_due(training.exit_interval)
             or self._is_due(self.config.run.save_interval)
         )
@@ -451,6 +456,15 @@ class Trainer:
         chosen = self._compression_choice.at_boundary(self.step, has_moved=plan is not None, planned=planned)
         if chosen is not None:
             self._log.line(f" {chosen} workers compress between replicas after iteration {self.step}")
+
+    def _place_experts(self) -> None:
+        if self._expert_rebalance is not None and (line := self._expert_rebalance.start(self.step)) is not None:
+            self._log.line(f" {line} before iteration {self.step + 1}")
+
+    def _move_experts(self, *, is_last: bool) -> None:
+        moves = None if is_last else self._expert_rebalance
+        if moves is not None and (line := moves.at_boundary(self.step)) is not None:
+            self._log.line(f" {line} after iteration {self.step}")
 
     def _log_plan(self, plan: AppliedPlan) -> None:
         self._log.log_move(plan, self.step)

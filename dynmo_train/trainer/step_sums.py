@@ -47,11 +47,11 @@ class StepSums:
         items: The layer list.
         world: Processes of the run.
         sharded: Whether replicas have different parts of each gradient (ZeRO).
-        shards: Names of the shards of the output layer, which follow the items.
+        num_squares: Number of squares: of items, shards of the output layer, and sharded experts.
     """
 
-    def __init__(self, items: Sequence[ItemSpec], world: World, *, sharded: bool, shards: Sequence[str] = ()) -> None:
-        self._num_items = len(items) + len(shards)
+    def __init__(self, items: Sequence[ItemSpec], world: World, *, sharded: bool, num_squares: int) -> None:
+        self._num_squares = num_squares
         self._declared = [(item.name, name, length) for item in items for name, length in item.metrics]
         self._sharded = sharded
         self._graphs_before = num_compiled_graphs()
@@ -68,7 +68,7 @@ class StepSums:
         Args:
             loss: This replica's part of the loss, a float64 scalar on the device; zero but on the last pipeline rank.
             metrics: Local item -> metric -> float64 values ``[n]``, means over the microbatches.
-            squares: Squares of the gradients by item, then by shard, float64 ``[items]``; None in an evaluation.
+            squares: Squares of the gradients by ``ItemSquares``, float64 ``[squares]``; None in an evaluation.
 
         Returns:
             Float64 ``[1 + 1 + metrics]`` on the device: global norm, loss, metrics, and the number of compiled graphs.
@@ -77,7 +77,7 @@ class StepSums:
         # Without ZeRO the replicas have the same gradients: the first group that shares experts counts.
         counts = self._sharded or self.world.data_rank < self.world.dims.expert
         if squares is None or not counts:
-            squares = torch.zeros(self._num_items, dtype=torch.float64, device=device)
+            squares = torch.zeros(self._num_squares, dtype=torch.float64, device=device)
         values = [loss.reshape(1)]
         for item, name, length in self._declared:
             here = metrics.get(item, {}).get(name)
@@ -93,7 +93,7 @@ class StepSums:
             if group is not None:
                 vector = torch.stack(gather_over(group, vector)).sum(0)
         vector = sum_over_pipeline(self.world, vector)
-        norm, reported = vector[: self._num_items].sum().sqrt(), vector[self._num_items :]
+        norm, reported = vector[: self._num_squares].sum().sqrt(), vector[self._num_squares :]
         # The parts of the loss add up to the mean; a metric is the mean of the replicas' values.
         means = reported[1:] / self.world.dims.data
         return torch.cat([norm.reshape(1), reported[:1], means])

@@ -43,6 +43,8 @@ class Layout:
     scenario: Scenario = field(default_factory=Scenario)
     settings: dict[str, Any] = field(default_factory=dict)
     keeps_values: bool = False  # return the weights, and not their digests alone
+    experts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    """Step after which experts move, 0 at the start -> item -> rank of each expert."""
 
 
 def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:
@@ -82,6 +84,8 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         )
         assert num_local == pytest.approx(part, rel=0.1), "each replica holds its part of the rows"
     losses, norms = [], []
+    if 0 in layout.experts:
+        engine.place_experts(layout.experts[0])
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
         losses.append(result.loss)
@@ -89,6 +93,8 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
+        if step in layout.experts:
+            engine.place_experts(layout.experts[step])
     eval_loss = engine.evaluate([batch_of(9999, scenario.model)])
     rows = vocabulary_rows(engine.family)
     own = {

@@ -75,7 +75,7 @@ def play(training):
                 read.append(len(tensor))
                 return reads(tensor)
 
-            made = shard_experts(layer(options), token_dispatcher(world))
+            made = shard_experts("mlp", layer(options), token_dispatcher(world))
             for expert in made.experts.values():
                 expert.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(len(given[0])))
             dist.all_to_all_single, torch.Tensor.tolist = record, count
@@ -108,7 +108,7 @@ def overlap():
         events.append("start")
         return Recorded(work)
 
-    made = shard_experts(layer(CASES["shared"]), token_dispatcher(world))
+    made = shard_experts("mlp", layer(CASES["shared"]), token_dispatcher(world))
     made.shared.register_forward_hook(lambda *_: events.append("shared"))
     made.shared.register_full_backward_hook(lambda *_: events.append("shared"))
     try:

@@ -281,6 +281,11 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --balance online",
     ),
     EffectRule(
+        options=("expert_plan", "expert_rebalance_interval"),
+        when=lambda c: c.parallel.expert_model_parallel_size > 1,
+        without="without --expert-model-parallel-size above 1",
+    ),
+    EffectRule(
         options=("pack_to", "min_throughput_fraction", "balance_lockstep"),
         when=_several,
         without="with a pipeline size of 1",
