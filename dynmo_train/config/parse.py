@@ -126,6 +126,23 @@ def parse_counts(flag: str, text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def parse_weights(flag: str, text: str, *, words: tuple[str, ...]) -> tuple[float, ...]:
+    """Parse ``0.1,0.2`` into (0.1, 0.2); empty for one of ``words``.
+
+    Raises:
+        UsageError: neither a word nor nonnegative numbers.
+    """
+    if text in words:
+        return ()
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = (-1.0,)
+    if not all(0 <= number < math.inf for number in numbers):
+        raise UsageError(f"{flag} {text!r}: must be {', '.join(words)} or nonnegative numbers, such as 0.1,0.2")
+    return numbers
+
+
 def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     """Parse ``3,7`` into (3, 7): indices of blocks.
 

@@ -9,9 +9,10 @@ from typing import ClassVar, Literal
 
 from . import panels
 from .options import option
-from .parse import parse_freeze_schedule, parse_layers
+from .parse import parse_freeze_schedule, parse_layers, parse_weights
 
 ExitMeasure = Literal["softmax", "saturation"]
+ExitKeyValues = Literal["propagate", "skip"]
 PruningMode = Literal["unstructured", "2:4", "2:4-transposable", "block", "structured"]
 PruningScope = Literal["global", "layer"]
 
@@ -106,6 +107,27 @@ class ExitConfig:
         "Confidence measure: top-two probability difference, or hidden-state cosine similarity.",
         default="softmax",
     )
+    early_exit_loss_tokens: float = option(
+        "Fraction of active tokens in the loss of an exit.", default=1.0, above=0, maximum=1
+    )
+    early_exit_loss_vocabulary: int = option(
+        "Sampled vocabulary ids in the loss of an exit; 0: all.", default=0, minimum=0
+    )
+    exit_layer_weight: str = option(
+        "Loss weights of exits: equal, depth (arXiv:2404.16710), or W,... for each.", default="equal"
+    )
+    early_exit_key_values: ExitKeyValues = option(
+        "Keys and values of exited tokens: of their exit state, or none.", default="propagate"
+    )
+
+    @property
+    def layer_weights(self) -> tuple[float, ...]:
+        """``exit_layer_weight`` as numbers; empty for the words ``equal`` and ``depth``.
+
+        Raises:
+            UsageError: it is neither a word nor a list of nonnegative numbers.
+        """
+        return parse_weights("--exit-layer-weight", self.exit_layer_weight, words=("equal", "depth"))
 
     @property
     def exit_layers(self) -> tuple[int, ...]:

@@ -267,6 +267,49 @@ class SelfAttention(nn.Module):
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
         return x_BTD + item_dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
 
+    def of_selected(
+        self,
+        x_BTD: torch.Tensor,
+        index_BC: torch.Tensor,
+        key_mask_BT: torch.Tensor | None = None,
+        past: KeysValues | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """Apply the sublayer to selected tokens, which attend to keys and values of all tokens.
+
+        Args:
+            x_BTD: the residual stream of all new tokens, ``[B, T, D]``.
+            index_BC: int64 places of the selected tokens among them, ``[B, C]``.
+            key_mask_BT: bool ``[B, T]``, true for tokens that may be attended to; None means all. Not with ``past``.
+            past: keys and values ``[B, G, S, K]`` of the tokens before; None where there are none.
+            positions: int64 ``[B, T]`` of the new tokens; None means 0, 1, 2, ...
+
+        Returns:
+            The output of the selected tokens, ``[B, C, D]``, and keys and values of all tokens.
+        """
+        q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        dropout = self.attention_dropout if self.training else 0.0
+        if self.sparse is not None and past is None:
+            keys, values = self._for_each_head(k), self._for_each_head(v)
+            y_BHTK = self.sparse.attend(
+                q, keys, values, key_mask_BT, causal=self.causal, dropout=dropout, training=self.training
+            )
+        else:
+            mask = None if key_mask_BT is None else key_mask_BT.bool()[:, None, None, :]
+            causal = self.causal and past is None and mask is None
+            if self.causal and not causal:
+                band_TS = window_mask(q.shape[2], k.shape[2], k.shape[2], q.device)
+                mask = band_TS if mask is None else mask & band_TS
+            # Of all queries: the causal kernel without a mask is faster than one with a mask for fewer of them.
+            y_BHTK = self.weighted_values(q, k, v, mask, causal)
+        chosen_BC1 = index_BC[..., None]
+        heads_BTR = y_BHTK.transpose(1, 2).flatten(2)
+        y_BCD = self.dense(heads_BTR.gather(1, chosen_BC1.expand(-1, -1, heads_BTR.shape[2])))
+        x_BCD = x_BTD.gather(1, chosen_BC1.expand(-1, -1, x_BTD.shape[2]))
+        return x_BCD + item_dropout(y_BCD, self.dropout, self.training), (k, v)
+
     def _attend_window(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, window: int
     ) -> torch.Tensor:

@@ -152,16 +152,25 @@ class Decoder:
         """Run one item on the active tokens, by sequence, because the lengths of their caches differ."""
         past = cache.by_item.setdefault(item.name, [None] * len(x_BTD))
         module = self.modules[item.name]
+        attention = module if isinstance(module, SelfAttention) and getattr(module, "propagates", False) else None
         rows, exited_rows = [], []
         for number, (x_1TD, exited_1T) in enumerate(zip(x_BTD.split(1), exited_BT.split(1), strict=True)):
             if bool((exited_1T == 0).any()):
                 selected = active_tokens(exited_1T)
                 x_1CD = selected.take(x_1TD)
                 places = selected.take(positions_BT[number : number + 1])
-                y_1CD, past[number] = _extend(module, x_1CD, past[number], places)
+                if attention is not None:
+                    y_1CD, past[number] = attention.of_selected(
+                        x_1TD, selected.index_BC, past=past[number], positions=positions_BT[number : number + 1]
+                    )
+                else:
+                    y_1CD, past[number] = _extend(module, x_1CD, past[number], places)
                 leaves_1C = _after_exit(module, x_1CD, y_1CD, torch.zeros_like(places, dtype=exited_1T.dtype))
                 x_1TD = selected.put(x_1TD, y_1CD)
                 exited_1T = exited_1T.scatter_add(1, selected.index_BC, leaves_1C)
+            elif attention is not None:
+                # No query is active: the keys and values alone are needed.
+                _, past[number] = attention.extend(x_1TD, past[number], positions_BT[number : number + 1])
             rows.append(x_1TD)
             exited_rows.append(exited_1T)
         return torch.cat(rows), torch.cat(exited_rows)

@@ -30,6 +30,7 @@ from .mixture_of_depths import DepthSettings, RoutedBlock
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..config.techniques import ExitConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,10 @@ class DynamicSettings:
                 loss_weight=exits.early_exit_loss_weight,
                 threshold=exits.early_exit_threshold,
                 measure=exits.early_exit_measure,
+                token_share=exits.early_exit_loss_tokens,
+                vocabulary_samples=exits.early_exit_loss_vocabulary,
+                layer_weights=_layer_weights(exits),
+                propagate=exits.early_exit_key_values == "propagate",
             )
             if exits.exit_layers
             else None,
@@ -76,10 +81,13 @@ class DynamicSettings:
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> DynamicSettings:
         """Read what :meth:`document` returned."""
-        exits = document.get("exits")
+        exits: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in (document.get("exits") or {}).items()
+        }
         return cls(
             depths=DepthSettings(**document["depths"]) if document.get("depths") else None,
-            exits=ExitSettings(**{**exits, "layers": tuple(exits["layers"])}) if exits else None,
+            exits=ExitSettings(**exits) if exits else None,
             sparse_attention=SparseAttentionSettings(**document["sparse_attention"])
             if document.get("sparse_attention")
             else None,
@@ -91,6 +99,13 @@ class DynamicSettings:
         return {
             name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for name, part in parts.items()
         }
+
+
+def _layer_weights(exits: ExitConfig) -> tuple[float, ...]:
+    """The loss weight of each exit; empty where ``--early-exit-loss-weight`` is divided equally."""
+    if exits.exit_layer_weight == "depth":
+        return early_exit.depth_weights(exits.exit_layers, exits.early_exit_loss_weight)
+    return exits.layer_weights
 
 
 def block_of(item: ItemSpec) -> int | None:
@@ -183,9 +198,9 @@ class DynamicFamily:
             self._make_sparse(name, module)
         exits = self.settings.exits
         if exits is not None and EXITED in item.side:
-            module.add_module("exit", Exit(self.base.build("head", device), exits))
+            module.add_module("exit", Exit(self.base.build("head", device), exits, block_of(item) or 0))
         if EXITED in (*item.reads, *item.side):
-            run_on_active_tokens(module, item)
+            run_on_active_tokens(module, item, propagate=exits is not None and exits.propagate)
         return module
 
     def _make_sparse(self, name: str, module: nn.Module) -> None:

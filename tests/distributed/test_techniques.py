@@ -28,6 +28,18 @@ TECHNIQUES = {
     "saturation": DynamicSettings(
         exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.985, measure="saturation")
     ),
+    "sampled exits": DynamicSettings(
+        exits=ExitSettings(
+            layers=(0, 2),
+            loss_weight=0.3,
+            threshold=0.003,
+            measure="softmax",
+            token_share=0.5,
+            vocabulary_samples=16,
+            layer_weights=(0.1, 0.2),
+            propagate=True,
+        )
+    ),
     "depths and exits": DynamicSettings(
         depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
         exits=ExitSettings(layers=(0, 1), loss_weight=0.3, threshold=0.003, measure="softmax"),
@@ -71,6 +83,7 @@ CASES = {
     "depths, moving": (2, "depths", {"moves": True, "recompute": True}),
     "depths, zero-bubble": (2, "depths", {"schedule": "zero-bubble"}),
     "exits, moving": (2, "exits", {"moves": True, "recompute": True}),
+    "sampled exits, moving": (2, "sampled exits", {"moves": True, "recompute": True}),
     "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
     "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
     "saturation, moving": (2, "saturation", {"moves": True}),

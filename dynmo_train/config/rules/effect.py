@@ -219,7 +219,15 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --mod-capacity",
     ),
     EffectRule(
-        options=("early_exit_loss_weight", "early_exit_threshold", "early_exit_measure"),
+        options=(
+            "early_exit_loss_weight",
+            "early_exit_threshold",
+            "early_exit_measure",
+            "early_exit_loss_tokens",
+            "early_exit_loss_vocabulary",
+            "exit_layer_weight",
+            "early_exit_key_values",
+        ),
         when=lambda c: c.exits.early_exit_layers is not None,
         without="without --early-exit-layers",
     ),

@@ -112,6 +112,21 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
             "--early-exit-layers",
             f"has {layers[-1]}; must be below the last of --num-layers {config.model.num_layers} blocks (from 0)",
         )
+    try:
+        weights = exits.layer_weights if layers else ()
+    except UsageError as error:
+        yield Problem("--exit-layer-weight", "form", str(error))
+        return
+    if weights and len(weights) != len(layers):
+        yield conflict(
+            "--exit-layer-weight", f"has {len(weights)} weights; --early-exit-layers has {len(layers)} exits, one each"
+        )
+    if layers and exits.early_exit_loss_vocabulary and config.parallel.tensor_model_parallel_size > 1:
+        yield unsupported(
+            "--early-exit-loss-vocabulary",
+            "needs the whole vocabulary on a rank; remove it with --tensor-model-parallel-size"
+            f" {config.parallel.tensor_model_parallel_size}",
+        )
     routed = [layer for layer in layers if depth.mod_capacity is not None and (layer + 1) % depth.mod_every == 0]
     if routed and exits.early_exit_measure == "saturation":
         yield conflict(

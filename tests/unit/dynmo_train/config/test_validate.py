@@ -176,6 +176,18 @@ CASES = {
         {"sparsify": True, "pruning_mode": "block", "pruning_block_size": 48},
         "--pruning-block-size",
     ),
+    "exit weights form": ({"early_exit_layers": "0", "exit_layer_weight": "x"}, "--exit-layer-weight"),
+    "exit weights count": ({"early_exit_layers": "0", "exit_layer_weight": "0.1,0.2"}, "--exit-layer-weight"),
+    "sampled vocabulary in parts": (
+        {
+            "early_exit_layers": "0",
+            "early_exit_loss_vocabulary": 8,
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "world_size": 2,
+        },
+        "--early-exit-loss-vocabulary",
+    ),
     "two ways to freeze": ({"freeze_adaptive": True, "freeze_schedule": "1:1"}, "--freeze-adaptive"),
     "cache of nothing": ({"freeze_cache_activations": 8}, "--freeze-cache-activations"),
     "cache of what trains": ({"freeze_cache_activations": 8, "freeze_adaptive": True}, "--freeze-cache-activations"),

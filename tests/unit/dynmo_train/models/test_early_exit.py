@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo_train.models import early_exit, grouped_linear
-from dynmo_train.models.early_exit import EXITED, ExitSettings
+from dynmo_train.models.early_exit import EXITED, ExitSettings, depth_weights, sampled_cross_entropy
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.layer_list import output_of
@@ -68,7 +68,9 @@ def dense(modules, ids, labels, exits=EXITS):
     for layer in range(3):
         attention, mlp = modules[f"layers.{layer}.attention"], modules[f"layers.{layer}.mlp"]
         q, k, v = attention.project(x)
-        visible = torch.ones(T, T, dtype=torch.bool).tril() & ~left[:, None, None, :]
+        visible = torch.ones(T, T, dtype=torch.bool).tril().expand(len(x), 1, T, T)
+        if not exits.propagate:
+            visible = visible & ~left[:, None, None, :]
         visible = visible | torch.eye(T, dtype=torch.bool)
         scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
         inner = x + attention.dense((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -88,9 +90,10 @@ def dense(modules, ids, labels, exits=EXITS):
     return modules["head"].logits(x), losses, shares
 
 
+@pytest.mark.parametrize("propagate", [False, True], ids=["active keys", "all keys"])
 @pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
-def test_early_exit_equals_dense_model_with_masks(measure, threshold):
-    model = family(measure=measure, threshold=threshold)
+def test_early_exit_equals_dense_model_with_masks(measure, threshold, propagate):
+    model = family(measure=measure, threshold=threshold, propagate=propagate)
     modules = built(model)
     ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
@@ -199,9 +202,10 @@ def test_early_exit_parameters_are_tied_to_the_head():
         assert torch.equal(values[copy], values[owner]), copy
 
 
+@pytest.mark.parametrize("propagate", [False, True], ids=["active keys", "all keys"])
 @pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
-def test_early_exit_decoding_equals_whole_sequence(measure, threshold):
-    model = family(measure=measure, threshold=threshold)
+def test_early_exit_decoding_equals_whole_sequence(measure, threshold, propagate):
+    model = family(measure=measure, threshold=threshold, propagate=propagate)
     modules = built(model)
     for module in modules.values():
         module.eval()
@@ -335,3 +339,60 @@ def test_exit_loss_by_saturation_computes_no_logits_of_all_tokens(measure, monke
     _, loss = exit_(x, x, labels, real)
     assert len(calls) == (measure == "softmax")
     torch.testing.assert_close(loss, F.cross_entropy(logits(x)[real], labels[real]))
+
+
+def test_exit_loss_with_the_whole_vocabulary_sampled_is_exact():
+    x, weight, bias = torch.randn(6, 16), torch.randn(32, 16), torch.randn(32)
+    labels = torch.randint(0, 20, (6,))
+    losses = sampled_cross_entropy(x, weight, bias, labels, torch.randperm(20), vocabulary=20)
+    expected = F.cross_entropy(F.linear(x, weight, bias)[:, :20], labels, reduction="none")
+    torch.testing.assert_close(losses, expected)
+
+
+def test_exit_loss_of_sampled_vocabulary_has_the_right_partition_function():
+    """The mean over many samples of the estimated sum of exponentials is that of all ids."""
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(1, 16) * 0.3, torch.randn(20, 16), torch.tensor([7])
+    logits = F.linear(x, weight)[0]
+    sums = []
+    for _ in range(4000):
+        loss = sampled_cross_entropy(x, weight, None, labels, torch.randperm(20)[:5], vocabulary=20)
+        sums.append(float((loss + logits[7]).exp()))
+    assert sum(sums) / len(sums) == pytest.approx(float(logits.exp().sum()), rel=0.03)
+
+
+def test_exit_loss_of_sampled_tokens_estimates_the_mean_of_real_ones():
+    torch.manual_seed(0)
+    exit_ = built(family(measure="saturation", token_share=0.25))["layers.0.mlp"].train().exit
+    x, labels, real = torch.randn(2, 16, 16), torch.randint(0, 20, (2, 16)), torch.rand(2, 16) > 0.3
+    each = F.cross_entropy(exit_.head.logits(x)[real], labels[real], reduction="none")
+    losses = [float(exit_(x, x, labels, real)[1].detach()) for _ in range(600)]
+    assert len(set(losses)) > 100
+    assert sum(losses) / len(losses) == pytest.approx(float(each.detach().mean()), rel=0.03)
+
+
+def test_exit_of_sampled_loss_costs_less_and_decides_the_same():
+    whole, sampled = (
+        built(family(**changes))["layers.0.mlp"].train().exit
+        for changes in ({}, {"token_share": 0.125, "vocabulary_samples": 5})
+    )
+    x, labels, real = torch.randn(2, 16, 16), torch.randint(0, 20, (2, 16)), torch.ones(2, 16, dtype=torch.bool)
+    counts = {}
+    for exit_ in (whole, sampled):
+        exit_.settings = replace(exit_.settings, measure="saturation")
+        given = x.clone().requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            exit_(given, given, labels, real)[1].backward()
+        counts[exit_] = counter.get_total_flops()
+        exit_.settings = replace(exit_.settings, measure="softmax")
+    assert counts[sampled] <= 3 * 2 * 4 * 16 * 5 < counts[whole] / 20
+    assert torch.equal(whole(x, x, labels, real)[0], sampled(x, x, labels, real)[0])
+
+
+def test_depth_weights_grow_with_the_number_of_blocks():
+    assert depth_weights((3, 7), 0.46) == pytest.approx((0.10, 0.36))
+    settings = replace(EXITS, layer_weights=(0.1, 0.2))
+    assert [settings.weight_of(layer) for layer in (0, 1)] == [0.1, 0.2]
+    assert [EXITS.weight_of(layer) for layer in (0, 1)] == [0.15, 0.15]
+    restored = DynamicSettings.of_document(DynamicSettings(exits=settings).document())
+    assert restored.exits == settings
