@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import Head
 from .family import Builders, Family, ModelDims, chain_items
+from .head import Head
 from .layer_list import ItemOutput, ItemSpec
 from .linear import PrunableLinear
 

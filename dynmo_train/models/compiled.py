@@ -34,9 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._common.errors import UsageError
 from ..parallel.random_stream import draws_from_generator
 from .bert_tasks import BertTaskHead
-from .blocks import CrossAttention, Embedding, FeedForward, Head, Mlp, SelfAttention
+from .blocks import CrossAttention, Embedding, FeedForward, Mlp, SelfAttention
 from .documents import PackedEmbedding
 from .early_exit import ActiveTokens, Exit
+from .head import Head
 from .ict import Pooler, TowerEmbedding
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock

@@ -33,7 +33,8 @@ from torch import nn
 
 from ..parallel.random_stream import normal
 from . import grouped_linear
-from .blocks import Head, Mlp, SelfAttention
+from .blocks import Mlp, SelfAttention
+from .head import Head
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .linear import dense_products_by
 from .mixture_of_depths import RoutedBlock

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from ..parallel.seeding import stable_seed
-from .blocks import Embedding, Head, Mlp, SelfAttention
+from .blocks import Embedding, Mlp, SelfAttention
+from .head import Head
 from .layer_list import LOSS, ItemSpec, has_vocabulary_rows
 from .layer_list import split_dim as split_dim_of
 from .moe import MoeMlp, MoeShape
@@ -180,7 +181,7 @@ class Family(ABC, Generic[Shape]):
         return Mlp(**options) if moe is None else MoeMlp(moe=moe, **options)
 
     def head_options(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of ``blocks.Head``."""
+        """Arguments of ``head.Head``."""
         shape = self.shape
         return {
             "width": shape.hidden_size,

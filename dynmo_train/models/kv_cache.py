@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import CosSin, Embedding, Head, SelfAttention
+from .blocks import CosSin, Embedding, SelfAttention
 from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
+from .head import Head
 from .key_values import KVCache
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear

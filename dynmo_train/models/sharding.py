@@ -25,8 +25,9 @@ from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.tensor_parallel import TensorRegion
 from .bert import BertHead
-from .blocks import Embedding, Head, SelfAttention
+from .blocks import Embedding, SelfAttention
 from .early_exit import ActiveTokens
+from .head import Head
 from .ict import RetrievalHead
 from .layer_list import ItemOutput
 from .linear import PrunableLinear

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..parallel.tensor_parallel import TensorRegion
-from .blocks import Head
+from .head import Head
 from .layer_list import ItemOutput, ItemSpec, ModelFamily
 
 LOSSES, HITS = "losses", "hits"

@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .blocks import Embedding, Head
+from .blocks import Embedding
+from .head import Head
 from .layer_list import HIDDEN, ItemSpec, ModelFamily, vocabulary_rows
 from .vocabulary_shards import SHARD, WORD_ROWS, WORDS, FinalNorm, SummedEmbedding, VocabularyShard, shard_index
 

@@ -32,10 +32,11 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
 from ..parallel.tensor_parallel import TensorRegion
-from .blocks import Embedding, Head
+from .blocks import Embedding
 from .cross_entropy import CHUNK_TOKENS
 from .documents import PackedEmbedding, positions_in_documents
 from .embedding_grad import PendingRows, most_pending
+from .head import Head
 from .positions import add_positions
 
 SHARD = "vocabulary"

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..models.aux_loss import with_losses
-from ..models.blocks import Head
 from ..models.compiled import PRODUCTS, is_compiled
+from ..models.head import Head
 from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..models.vocabulary_shards import WORDS
 from ..optim.compression.boundary import BoundaryCodec

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynmo_train.models.blocks import Head
 from dynmo_train.models.cross_entropy import mean_linear_cross_entropy, token_weights
 from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.head import Head
 from dynmo_train.models.vocabulary_family import VocabularyShardedFamily, stored_rows, stored_ties, word_parameters
 from dynmo_train.models.vocabulary_shards import (
     WORDS,
