@@ -220,7 +220,7 @@ def sampled_cross_entropy(
 def active_tokens(exited_BT: torch.Tensor) -> TokenSelection:
     """The tokens that have not exited; ``exited_BT`` ``[B, T]`` is 1 where a token has.
 
-    The host reads their number, once for all items of a stage that are called with the same tensor.
+    The host reads their number once for all items that are called with this tensor, which no one may write to.
     """
     selected: TokenSelection | None = getattr(exited_BT, _SELECTION, None)
     if selected is None:

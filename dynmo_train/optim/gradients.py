@@ -286,7 +286,8 @@ class ItemSquares:
         length = of_items + self._num_experts * self.EXPERT_ROW
         squares = torch.zeros(length, dtype=torch.float64, device=store.device)
         squares.index_copy_(0, self._places, norms.square_())
-        rows = squares[:of_items].view(self._rows, items, self.ROW).sum(-1)
+        of_all = squares[:of_items] if self._num_experts else squares
+        rows = of_all.view(self._rows, items, self.ROW).sum(-1)
         total = rows[0]
         # One by one: the number of rows may differ between ranks, and zeros added in order change nothing.
         for row in rows[1:]:

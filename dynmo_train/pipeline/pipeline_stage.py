@@ -162,7 +162,8 @@ class StageModule(nn.Module):
         """
         # The index is on the CPU: reading it does not wait for the device.
         index = int(microbatch)
-        values = dict(zip(self.input_names, received, strict=True))
+        # A schedule receives into the same tensors in every step, and items keep on a value what they derive from it.
+        values = {name: each.view_as(each) for name, each in zip(self.input_names, received, strict=True)}
         if self.words is not None:
             values[WORDS] = self.words(index - self.first_microbatch)
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
