@@ -116,6 +116,7 @@ def search(
     schedules: tuple[str, ...],
     granularities: tuple[str, ...],
     rounds: int = ROUNDS,
+    num_improved: int = NUM_IMPROVED,
 ) -> Search:
     """The minimum simulated step.
 
@@ -125,6 +126,7 @@ def search(
         schedules: names, and ``custom`` for orders made for the costs.
         granularities: where to cut; the last one is the finest.
         rounds: number of rounds of the search for custom orders.
+        num_improved: number of candidates that local search improves.
 
     Raises:
         InfeasibleError: no candidate fits.
@@ -158,7 +160,7 @@ def search(
         ]
     if not found:
         raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
-    for at, candidate in enumerate(found[:NUM_IMPROVED]):
+    for at, candidate in enumerate(found[:num_improved]):
         better = minimize_step(candidate.problem, candidate.solution)
         timeline = predict(candidate.problem, better.boundaries)
         if _fits(candidate.problem, timeline):

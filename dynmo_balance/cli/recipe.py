@@ -13,6 +13,7 @@ from .options import FormatOption
 
 if TYPE_CHECKING:
     from ..recipes.optimality_gap import OptimalityGap
+    from ..recipes.recipe import RecipeResult
 
 
 def recipe(
@@ -77,7 +78,7 @@ def recipe(
         for sentence in outcome.recipe.assumptions:
             emit(f"  - {sentence}")
     columns = ["recipe", "uniform ms", "dense-optimal ms", "balanced ms", "bound ms"]
-    columns += ["x uniform", "x dense-optimal", "x bound", "with technique", "published"]
+    columns += ["x uniform", "x dense-optimal", "x bound", "x 1F1B bound", "with technique", "published"]
     rows = [
         [
             outcome.recipe.name,
@@ -88,21 +89,42 @@ def recipe(
             f"{outcome.over_uniform:.2f}",
             f"{outcome.over_dense_optimal:.2f}",
             f"{outcome.balanced_ns / outcome.bound_ns:.3f}",
+            f"{outcome.balanced_ns / outcome.partition_bound_ns:.3f}" if outcome.partition_bound_ns else "-",
             f"{outcome.with_technique_over_uniform:.2f} / {outcome.with_technique:.2f}",
             "-" if outcome.recipe.published is None else f"up to {outcome.recipe.published:.2f}",
-            *(
-                [f"{outcome.searched_ns / 1e6:.1f}", f"{outcome.searched_ns / outcome.bound_ns:.3f}", outcome.searched]
-                if outcome.searched_ns
-                else []
-            ),
         ]
         for outcome in outcomes
     ]
-    extra = ["searched ms", "x bound", "found"] if search else []
-    emit_table("step with the technique, on static partitions and balanced", [*columns, *extra], rows)
+    emit_table("step with the technique, on static partitions and balanced", columns, rows)
+    emit(
+        "x bound: balanced step over the bound of any schedule and partition; x 1F1B bound: of any partition under 1F1B"
+    )
     emit("x uniform, x dense-optimal: gain of balancing over the static partition of that name")
     emit("with technique: dense model on the uniform / its own exact partition over the balanced step")
     emit("published: over static training, of runs whose settings are not known")
+    if search:
+        _print_searches(outcomes)
+
+
+def _print_searches(outcomes: list[RecipeResult]) -> None:
+    """Print what the search found for each recipe, with the whole output layer and with shards."""
+    rows = [
+        [
+            outcome.recipe.name,
+            layer,
+            f"{step.step_ns / 1e6:.1f}",
+            f"{step.bound_ns / 1e6:.1f} ({step.limit})",
+            f"{step.over_bound:.3f}",
+            f"{step.over_order_bound:.3f}",
+            step.label,
+        ]
+        for outcome in outcomes
+        for layer, step in (("whole", outcome.searched), ("shards", outcome.sharded))
+        if step is not None
+    ]
+    columns = ["recipe", "output layer", "searched ms", "bound ms", "x bound", "x order bound", "found"]
+    emit_table("shortest step of any schedule, granularity and order of operations", columns, rows)
+    emit("x order bound: over the bound of all orders of operations for the partition found")
 
 
 def _print_gaps(gaps: list[OptimalityGap], output_format: Format) -> None:

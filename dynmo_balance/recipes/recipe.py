@@ -9,8 +9,11 @@ All steps are those of the technique, at the end of its trajectory, on four part
 
 The gain of balancing is the first or the second over the third. A gain over the uniform partition contains what a
 static plan has for nothing, such as room for the head. The gain of technique and balancing together is the step of the
-dense model, on either partition, over the balanced step; ``--search`` also searches schedule, stages per worker,
-granularity and order of operations.
+dense model, on either partition, over the balanced step. The balanced step over the bound is the product of two
+distances: to the bound of all partitions under 1F1B, and of that bound to the one of any schedule.
+
+``--search`` also searches schedule, stages per worker, granularity and orders of operations made for the costs; and
+all of it once more with the output layer in shards on all workers, where the trainer can split it.
 
 A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
 ``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
@@ -34,6 +37,7 @@ from ..costs.cost_window import ItemCosts
 from ..costs.devices import load_device
 from ..costs.model_spec import ModelSpec
 from ..costs.sparsity import SparsityModel
+from ..formats.plan import CUSTOM
 from ..formats.profile import Header
 from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from ..inputs.model_config import from_config
@@ -42,10 +46,16 @@ from ..partition import uniform
 from ..partition.exact import solve
 from ..planning.plan_builder import problem_of_run
 from ..schedules.registry import SCHEDULES
-from ..simulation.bounds import bounds_of
+from ..simulation.bounds import bounds_of, partition_bound_ns
+from ..simulation.order_bound import order_bound_ns
 from ..simulation.simulator import predict
 
 FOLDER = Path(__file__).parent
+SHARDED_FAMILIES = ("gpt", "llama", "mixtral")
+"""Families of models whose output layer ``dynmo-train --vocabulary-parallel`` splits; Mixtral is Llama with experts."""
+SHARDED_ROUNDS = 8
+"""Rounds of the search with shards. Their passes wait for all workers, so that partitions are simulated one by one:
+local search would take minutes."""
 _KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "run", "script"}
 
 
@@ -64,6 +74,45 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchedStep:
+    """The shortest step that a search found, and its bounds, in ns.
+
+    Attributes:
+        step_ns: the step.
+        label: a short description of schedule, stages per worker and granularity.
+        bound_ns: lower bound for any schedule and partition.
+        limit: what that bound counts: ``work``, ``fill``, ``unit``, ``packing`` or ``path``.
+        order_bound_ns: lower bound of the partition found, over all orders of operations.
+    """
+
+    step_ns: int
+    label: str
+    bound_ns: int
+    limit: str
+    order_bound_ns: int
+
+    @property
+    def over_bound(self) -> float:
+        """The step over its bound."""
+        return self.step_ns / self.bound_ns
+
+    @property
+    def over_order_bound(self) -> float:
+        """The step over the bound of its partition."""
+        return self.step_ns / self.order_bound_ns
+
+    def document(self, name: str) -> dict[str, Any]:
+        """The step for JSON; the keys begin with ``name``."""
+        return {
+            f"{name}_ns": self.step_ns,
+            name: self.label,
+            f"{name}_bound_ns": self.bound_ns,
+            f"{name}_bound": self.limit,
+            f"{name}_order_bound_ns": self.order_bound_ns,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeResult:
     """Steps in ns, and the speed-ups.
 
@@ -73,8 +122,10 @@ class RecipeResult:
         uniform_ns, static_ns, balanced_ns: the technique on the uniform partition, on the exact one of the dense model,
             and on its own exact one.
         bound_ns: lower bound of the technique's step, for any schedule and partition.
-        searched_ns: the best schedule, stages per worker, granularity and order of operations; None if not searched.
-        searched: a short description of it.
+        partition_bound_ns: lower bound for any partition with one stage per worker under the schedule of the recipe;
+            None if that has several stages per worker, or the output layer is in shards.
+        searched: the best schedule, stages per worker, granularity and order of operations; None if not searched.
+        sharded: the same with the output layer in shards; None if not searched, or if the trainer cannot split it.
     """
 
     recipe: Recipe
@@ -84,8 +135,9 @@ class RecipeResult:
     static_ns: int
     balanced_ns: int
     bound_ns: int
-    searched_ns: int | None = None
-    searched: str = ""
+    partition_bound_ns: int | None = None
+    searched: SearchedStep | None = None
+    sharded: SearchedStep | None = None
 
     @property
     def over_uniform(self) -> float:
@@ -123,8 +175,9 @@ class RecipeResult:
             "over_dense_optimal_static": self.over_dense_optimal,
             "with_technique_over_uniform": self.with_technique_over_uniform,
             "with_technique_over_dense_optimal": self.with_technique,
-            "searched_ns": self.searched_ns,
-            "searched": self.searched or None,
+            "partition_bound_ns": self.partition_bound_ns,
+            **(self.searched.document("searched") if self.searched else {"searched_ns": None, "searched": None}),
+            **(self.sharded.document("sharded") if self.sharded else {"sharded_ns": None, "sharded": None}),
             "published_up_to": self.recipe.published,
         }
 
@@ -243,6 +296,7 @@ def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
     before, after = (problem_of_run(header, costs, recipe.run.granularity) for costs in (dense, last))
     # The minimum bottleneck, not the minimum simulated step: the figure is that of the proven optimum.
     static, exact = (solve(problem).boundaries for problem in (before, after))
+    single = after.virtual_stages == 1 and after.chain.vocabulary is None
     outcome = RecipeResult(
         recipe=recipe,
         dense_uniform_ns=predict(before, uniform.boundaries(before)).step_ns,
@@ -251,14 +305,41 @@ def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
         static_ns=predict(after, static).step_ns,
         balanced_ns=predict(after, exact).step_ns,
         bound_ns=bounds_of(after).step_ns,
+        partition_bound_ns=partition_bound_ns(after) if single else None,
     )
     if not searching:
         return outcome
-    found = search(header, after, tuple(SCHEDULES), ("layer", "sublayer"))
-    # A unit of finer granularity has a smaller bound, which holds for all.
+    searched = _search(header, last, recipe.run.granularity)
+    shards = _in_shards(recipe)
+    if shards is not None:
+        header, _, last = final_costs(shards)
     return replace(
         outcome,
-        searched_ns=found.best.timeline.step_ns,
-        searched=found.best.label,
-        bound_ns=min(outcome.bound_ns, found.bounds.step_ns),
+        searched=searched,
+        sharded=None if shards is None else _search(header, last, recipe.run.granularity),
+        # A unit of finer granularity has a smaller bound, which holds for all.
+        bound_ns=min(outcome.bound_ns, searched.bound_ns),
+    )
+
+
+def _in_shards(recipe: Recipe) -> Recipe | None:
+    """The recipe with one shard of the output layer per worker; None if the trainer cannot split it."""
+    # Exits need the whole output layer.
+    if recipe.technique == "early-exit" or recipe.spec.family not in SHARDED_FAMILIES or recipe.run.vocabulary_parallel:
+        return None
+    return replace(recipe, run=replace(recipe.run, vocabulary_parallel=recipe.run.workers))
+
+
+def _search(header: Header, costs: ItemCosts, granularity: str) -> SearchedStep:
+    """The shortest step over schedules, stages per worker, granularities and orders made for the costs."""
+    problem = problem_of_run(header, costs, granularity)
+    limits = {} if problem.chain.vocabulary is None else {"rounds": SHARDED_ROUNDS, "num_improved": 0}
+    found = search(header, problem, (*SCHEDULES, CUSTOM), ("layer", "sublayer"), **limits)
+    best = found.best
+    return SearchedStep(
+        step_ns=best.timeline.step_ns,
+        label=best.label,
+        bound_ns=found.bounds.step_ns,
+        limit=found.bounds.limit,
+        order_bound_ns=order_bound_ns(best.problem, best.solution.boundaries),
     )

@@ -18,8 +18,8 @@ from dynmo_balance.recipes.recipe import Recipe, load_recipe, recipe_names, run_
 def row(recipe: Recipe, layers: int, searching: bool) -> str:
     outcome = run_recipe(replace(recipe, spec=replace(recipe.spec, layers=layers)), searching=searching)
     searched = "- | -"
-    if outcome.searched_ns:
-        searched = f"{outcome.searched_ns / outcome.bound_ns:.3f} | {outcome.searched}"
+    if outcome.searched:
+        searched = f"{outcome.searched.over_bound:.3f} | {outcome.searched.label}"
     steps = (outcome.uniform_ns, outcome.static_ns, outcome.balanced_ns, outcome.bound_ns)
     cells = [f"{step / 1e6:.1f}" for step in steps]
     cells += [f"{outcome.over_uniform:.2f}", f"{outcome.over_dense_optimal:.2f}"]

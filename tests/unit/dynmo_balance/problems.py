@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from hypothesis import strategies as st
+
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.costs.cost_window import ItemCosts
+from dynmo_balance.costs.vocabulary import ShardCosts
+from dynmo_balance.formats.plan import CUSTOM
 from dynmo_balance.formats.profile import Item
 from dynmo_balance.partition.problem import Chain, PartitionProblem, WorkerSlot
+from dynmo_balance.schedules.operations import Kind, Operation
+from dynmo_balance.simulation.simulator import predict
+
+SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+TIMES = st.integers(0, 40)
 
 
 def make_item(name: str, size: int = 0, kind: str = "layer", boundary: int = 0) -> Item:
@@ -49,3 +64,82 @@ def make_problem(
         for p, (speed, cap) in enumerate(zip(speeds, memory, strict=True))
     )
     return PartitionProblem(chain=chain, slots=slots, schedule=schedule, microbatches=microbatches, **options)
+
+
+@st.composite
+def split_problems(
+    draw: st.DrawFn, schedule: str = "1f1b", virtual: int = 1
+) -> tuple[PartitionProblem, tuple[int, ...]]:
+    """A problem with a frozen front, transfers and speeds, and the boundaries of one partition."""
+    workers = draw(st.integers(1, 4))
+    units = draw(st.integers(workers * virtual, workers * virtual + 5))
+    columns = [draw(st.lists(TIMES, min_size=units, max_size=units)) for _ in range(3)]
+    frozen = draw(st.integers(0, units - 1))
+    for column in columns[1:]:
+        column[:frozen] = [0] * frozen
+    chain = make_chain(columns[0], backward=columns[1], weight=columns[2], boundary=draw(st.integers(0, 3)))
+    if draw(st.booleans()):
+        shards = ShardCosts(
+            count=draw(st.integers(workers, 9)),
+            forward_ns=draw(TIMES),
+            weight_ns=draw(TIMES),
+            static_bytes=0,
+            gradient_bytes=0,
+            activation_bytes=0,
+            stream_bytes=2,
+            part_bytes=1,
+            sums_bytes=1,
+        )
+        chain = replace(chain, vocabulary=shards)
+    problem = make_problem(
+        chain,
+        workers,
+        schedule,
+        draw(st.integers(workers * virtual, 12)),
+        virtual_stages=virtual,
+        speeds=[draw(st.integers(500_000, 1_500_000)) for _ in range(workers)],
+        link_bandwidth=1_000_000_000,
+        link_latency_ns=draw(st.integers(0, 9)),
+    )
+    every = draw(st.permutations(range(1, units)))
+    inner = sorted(every[: problem.num_stages - 1])
+    return problem, (0, *inner, units)
+
+
+def with_random_layout(problem: PartitionProblem, draw: Callable[..., Any]) -> PartitionProblem:
+    """The problem with any stage on any worker, which are numbered in the order of their first stages."""
+    number: dict[int, int] = {}
+    layout = tuple(number.setdefault(worker, len(number)) for worker in draw(st.permutations(problem.positions)))
+    return replace(problem, schedule=CUSTOM, layout=layout)
+
+
+def worker_orders(stage: int, microbatches: int) -> list[tuple[Operation, ...]]:
+    """All orders of the operations of one stage."""
+    found: list[tuple[Operation, ...]] = []
+
+    def extend(row: tuple[Operation, ...], done: tuple[int, ...]) -> None:
+        if sum(done) == 3 * microbatches:
+            found.append(row)
+        for m, kind in enumerate(done):
+            if kind < 3:
+                extend((*row, Operation(stage, SPLIT[kind], m)), (*done[:m], kind + 1, *done[m + 1 :]))
+
+    extend((), (0,) * microbatches)
+    return found
+
+
+def best_of_all_orders(problem: PartitionProblem) -> int:
+    """The shortest step over all partitions with one stage per worker and all orders of operations."""
+    units, workers = len(problem.chain.items), len(problem.slots)
+    rows = [worker_orders(stage, problem.microbatches) for stage in range(workers)]
+    problem = replace(problem, schedule=CUSTOM, layout=tuple(range(workers)))
+    best = None
+    for inner in combinations(range(1, units), workers - 1):
+        for order in product(*rows):
+            try:
+                step = predict(replace(problem, order=order), (0, *inner, units)).step_ns
+            except UsageError:  # a deadlock
+                continue
+            best = step if best is None else min(best, step)
+    assert best is not None
+    return best

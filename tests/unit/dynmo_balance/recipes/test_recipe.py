@@ -66,7 +66,10 @@ def test_recipe_search_is_never_worse():
     recipe = load_recipe("freezing")
     small = replace(recipe, spec=replace(recipe.spec, layers=8), run=replace(recipe.run, workers=2, microbatches=4))
     outcome = run_recipe(small, searching=True)
-    assert outcome.bound_ns <= outcome.searched_ns <= outcome.balanced_ns
+    assert outcome.bound_ns <= outcome.partition_bound_ns <= outcome.balanced_ns
+    for found in (outcome.searched, outcome.sharded):
+        assert found.bound_ns <= found.order_bound_ns <= found.step_ns <= outcome.balanced_ns
+    assert outcome.document()["sharded_ns"] == outcome.sharded.step_ns
 
 
 def test_recipe_command_prints_assumptions_and_speed_ups(tmp_path):
