@@ -21,6 +21,7 @@ from ..partition.problem import PartitionProblem
 from ..schedules.list_scheduler import RULES, OperationTimes, list_order
 from ..schedules.registry import Order
 from ..simulation.batched import compile_order, costs_of, run_compiled
+from ..simulation.bounds import bounds_of
 from ..simulation.shard_passes import shards_of_workers
 from ..simulation.simulator import predict, stage_costs
 from .local_search import with_new_cuts
@@ -100,6 +101,7 @@ class _PlacementSearch:
         # Microbatches in flight per stage: all, twice those of 1F1B's first worker, those, and half of those.
         self.caps = sorted({min(most, cap) for cap in (most, 2 * workers, workers, (workers + 1) // 2)}, reverse=True)
         self.rules: tuple[str, ...] = tuple(RULES)
+        self.bound_ns = bounds_of(self.problem).step_ns
         self.limited = any(slot.memory_bytes is not None for slot in problem.slots)
 
     def order(self, cuts: Sequence[int]) -> ScheduledPartition | None:
@@ -158,9 +160,14 @@ class _PlacementSearch:
         return min(found, key=lambda one: one.step_ns, default=now)
 
     def run(self, first: ScheduledPartition, rounds: int) -> ScheduledPartition:
-        """Search ``rounds`` rounds; worse candidates are accepted ever less, and the best is restored regularly."""
+        """Search ``rounds`` rounds, or until the step is the lower bound of any schedule.
+
+        Worse candidates than ``first`` and its successors are accepted ever less, and the best is restored regularly.
+        """
         best = now = first
         for number in range(rounds):
+            if best.step_ns <= self.bound_ns:
+                break
             left = 1 - number / rounds
             other = self.step(now)
             if other.step_ns <= now.step_ns * (1 + ACCEPTED_LOSS * left * self.random.random()):
@@ -192,7 +199,8 @@ def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[Sche
 
     Args:
         problem: its schedule and stages per worker are ignored; its backward pass must be split.
-        rounds: length of the search; every placement gets a quarter of them, and the best two then the rest.
+        rounds: length of the search, which ends early at the lower bound; every placement gets a quarter of them, and
+            the best two then the rest.
     """
     found = _search(problem, rounds)
     if problem.chain.vocabulary is None:
@@ -229,7 +237,10 @@ def _search(problem: PartitionProblem, rounds: int, *, with_passes: bool = False
     # All placements for a part of the rounds, and two for the rest: the one that starts best is not always the one that
     # ends best. A V may start 10 % behind: the partition of the smallest bottleneck leaves no time for the fill.
     early = rounds // 4
-    improved = [(search.run(first, early), search) for first, search in started]
-    improved.sort(key=lambda one: one[0].step_ns)
-    found = [search.run(first, rounds - early) for first, search in improved[:2]]
-    return sorted([*found, *(first for first, _ in improved[2:])], key=lambda one: one.step_ns)
+    for count, length in ((len(started), early), (2, rounds - early)):
+        started.sort(key=lambda one: one[0].step_ns)
+        for at, (now, search) in enumerate(started[:count]):
+            started[at] = (search.run(now, length), search)
+            if started[at][0].step_ns <= search.bound_ns:
+                break  # no other placement can be better
+    return sorted((one for one, _ in started), key=lambda one: one.step_ns)

@@ -168,14 +168,25 @@ def order_bound_ns(problem: PartitionProblem, boundaries: Sequence[int]) -> int:
         problem: chain, workers, placement of the stages and microbatches; order and schedule have no other effect.
         boundaries: ``[stages + 1]`` item positions.
     """
-    stages = stage_costs(problem, boundaries)
     shards = shards_of_workers(problem) or ()
-    operations = _Operations(stages, shards, problem.microbatches)
+    return stages_bound_ns(stage_costs(problem, boundaries), problem.positions, problem.microbatches, shards)
+
+
+def stages_bound_ns(
+    stages: Sequence[StageCosts], positions: Sequence[int], microbatches: int, shards: Sequence[WorkerShards] = ()
+) -> int:
+    """The same bound for stages placed anywhere, with any number of them per worker, in ns.
+
+    Args:
+        stages: the costs of each stage, ``[stages]``.
+        positions: index of the worker of each stage, ``[stages]``.
+        microbatches: of one step.
+        shards: shards of the output layer of each worker; empty where it is whole.
+    """
+    operations = _Operations(stages, shards, microbatches)
     found = 0
-    for worker in range(len(problem.slots)):
-        jobs = [
-            job for at in range(len(stages)) if problem.positions[at] == worker for job in operations.jobs_of_stage(at)
-        ]
+    for worker in range(1 + max(positions)):
+        jobs = [job for at, place in enumerate(positions) if place == worker for job in operations.jobs_of_stage(at)]
         if shards:
             jobs += operations.jobs_of_shards(shards[worker])
         found = max(found, _one_machine_ns(jobs))

@@ -60,3 +60,11 @@ def test_custom_schedule_satisfies_memory_limits(rng, chain_factory, problem_fac
     for one in found:
         assert max(predict(one.problem, one.solution.boundaries).peak_memory_bytes) <= peak // 2
         assert one.step_ns >= free.step_ns
+
+
+def test_custom_schedule_search_ends_at_the_bound(chain_factory, problem_factory):
+    chain = chain_factory([1] * 8 + [90], backward=[1] * 8 + [90], weight=[1] * 8 + [90])
+    problem = problem_factory(chain, 3, "zero-bubble", 12)
+    # A search that does not end early would take days.
+    best = search_custom_schedules(problem, rounds=10**8)[0]
+    assert best.step_ns == bounds_of(problem).step_ns == 8 + 12 * 270
