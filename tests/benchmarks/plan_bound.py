@@ -89,8 +89,7 @@ def bracket(problem: PartitionProblem) -> Bracket:
         stages, positions = stages_of(problem, row)
         bound = stages_bound_ns(stages, positions, microbatches)
         least = bound if least is None else min(least, bound)
-        kept = len(smallest) < SCHEDULED or bound < -smallest[0][0]
-        if kept:
+        if len(smallest) < SCHEDULED or bound < -smallest[0][0]:
             (heapq.heappush if len(smallest) < SCHEDULED else heapq.heapreplace)(smallest, (-bound, row))
             step = best_step(problem, stages, positions, ("due, 1.5", "later stage first"))
             best = step if best is None else min(best, step)
