@@ -160,3 +160,18 @@ def test_bounds_with_shards_count_their_passes():
     assert bounds_of(problem).work_ns == 6 * (120 + 60) // 2
     assert bounds_of(problem).packing_ns == 6 * (30 * 2 + 30)
     assert all(b > a for a, b in pairwise((0, bounds_of(problem).work_ns, bounds_of(problem).fill_ns)))
+
+
+def test_fill_lets_the_fastest_workers_start_first():
+    chain = make_chain([10, 10], backward=[10, 10], weight=[10, 10])
+    problem = make_problem(chain, 2, "1f1b", 16, speeds=[500_000, 2_000_000])
+    # The slow worker starts after 5 ns, the first unit's time on the fast one.
+    assert bounds_of(problem).fill_ns == (2 * 960 + 5) // 5 == 385
+
+
+def test_frozen_front_receives_no_gradient_transfers():
+    chain = make_chain([1, 1, 1], backward=[0, 0, 1], weight=[0, 0, 1])
+    problem = make_problem(chain, 3, "zero-bubble", 1, link_latency_ns=10)
+    # Forward and two transfers, one input gradient; the step has its weight gradient, too.
+    assert bounds_of(problem).path_ns == 3 + 20 + 1
+    assert predict(problem, (0, 1, 2, 3)).step_ns == bounds_of(problem).step_ns == 25
