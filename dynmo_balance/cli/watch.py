@@ -78,6 +78,17 @@ class ReleaseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Whether experts move."""
+
+    PANEL: ClassVar[Panel] = Panel("Experts", rare=True)
+
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Move experts between the ranks that share them, by the same plans.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
     """How the process runs and ends."""
 
@@ -108,6 +119,7 @@ def watch(
     limits: LimitOptions,
     cadence: CadenceOptions,
     release: ReleaseOptions,
+    experts: ExpertOptions,
     process: ProcessOptions,
 ) -> None:
     """Follow the profile of a run and write a plan when it is worth moving.
@@ -130,6 +142,7 @@ def watch(
         settings=PolicySettings(min_gain=policy.min_gain, margin=policy.margin),
         **vars(cadence),
         **vars(release),
+        **vars(experts),
         min_layers=limits.min_layers,
         memory_bytes=None if limits.memory is None else parse_bytes(limits.memory),
         lockstep=process.lockstep,

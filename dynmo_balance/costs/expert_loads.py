@@ -9,6 +9,8 @@ from .._common.errors import UsageError
 from ..formats.profile import Header, Segment, Step
 
 METRIC = "expert_tokens"
+WINDOW = 20
+"""Steps that tokens are the mean of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class ExpertLoads:
 
 
 def expert_loads(
-    segments: Sequence[Segment], source: str, *, window: int = 20, at_step: int | None = None
+    segments: Sequence[Segment], source: str, *, window: int = WINDOW, at_step: int | None = None
 ) -> ExpertLoads:
     """The mean tokens per expert over the last steps.
 
@@ -42,21 +44,43 @@ def expert_loads(
     """
     segment = next((each for each in reversed(segments) if each.steps), segments[-1])
     steps = [step for step in segment.steps if at_step is None or step.step <= at_step]
-    recorded = [step for step in steps if _counts(step)]
+    recorded = [step for step in steps if has_tokens(step)]
     if not recorded:
         raise UsageError(f"{source}: no step has x_counts.{METRIC}; record a run of a model with --num-experts")
-    header = segment.header
+    return ExpertLoads(
+        header=segment.header,
+        tokens=mean_tokens(recorded[-window:], segment.header, source),
+        last_step=recorded[-1].step,
+    )
+
+
+def mean_tokens(recorded: Sequence[Step], header: Header, source: str) -> dict[str, tuple[int, ...]]:
+    """The mean tokens of each expert in a step, by item, in the order of the header.
+
+    Args:
+        recorded: Steps for which :func:`has_tokens`, at least one.
+        header: Of their segment.
+        source: Path of the profile, for errors.
+
+    Raises:
+        UsageError: The numbers are not those of the header's items.
+    """
     names = [item.name for item in header.items]
     scale = header.microbatches * header.data_parallel_size
     tokens = {}
     for item in sorted(_counts(recorded[-1]), key=lambda name: names.index(name) if name in names else len(names)):
         if item not in names:
             raise UsageError(f"{source}: x_counts.{METRIC} has {item!r}, which is not an item of the run")
-        lines = [_numbers(_counts(step)[item], item, source) for step in recorded[-window:] if item in _counts(step)]
+        lines = [_numbers(_counts(step)[item], item, source) for step in recorded if item in _counts(step)]
         if len({len(line) for line in lines}) > 1:
             raise UsageError(f"{source}: {item} has different numbers of experts in the last steps")
         tokens[item] = tuple(round(sum(column) * scale / len(lines)) for column in zip(*lines, strict=True))
-    return ExpertLoads(header=header, tokens=tokens, last_step=recorded[-1].step)
+    return tokens
+
+
+def has_tokens(step: Step) -> bool:
+    """Whether a step has tokens per expert."""
+    return bool(_counts(step))
 
 
 def _counts(step: Step) -> dict[str, object]:

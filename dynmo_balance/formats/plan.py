@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ RECORDS_KEY = "x_cost_records"
 """Key: number of step records, up to ``read_to_step``, that the costs are the median of."""
 SEGMENT_KEY = "x_segment"
 """Key: segment of the profile in which ``dynmo-plan watch`` made the plan."""
+EXPERTS_KEY = "x_experts"
+"""Key: the ranks of the experts of each layer, and what of them moves."""
 _OPERATION = re.compile(r"(0|[1-9][0-9]{0,6})([FBIW])(0|[1-9][0-9]{0,6})")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
@@ -140,6 +142,42 @@ class Migration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsOfItem:
+    """The ranks of a layer's experts in their expert-parallel group.
+
+    Attributes:
+        item: the layer's item.
+        ranks: the rank of each expert.
+        tokens: of each expert in a step; empty where the base of the plan has the same ranks.
+        max_tokens_before, max_tokens: of the heaviest rank with the base, and with the plan; times of the layer are
+            multiplied by their ratio. 0 where ``tokens`` is empty.
+    """
+
+    item: str
+    ranks: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    max_tokens_before: int = 0
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMoves:
+    """The experts that move, the bytes that they transfer, and the largest number of bytes of a rank.
+
+    Attributes:
+        moves: number of experts.
+        bytes: of all ranks.
+        max_rank_bytes: sent or received by one rank.
+        pause_ns: time of the transfer in ns, apart from that of layers.
+    """
+
+    moves: int = 0
+    bytes: int = 0
+    max_rank_bytes: int = 0
+    pause_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One partition plan; the fields are those of ``plan.md``."""
 
@@ -180,6 +218,26 @@ class Plan:
     def owner(self) -> dict[str, int]:
         """The worker of each item."""
         return {item: stage.worker for stage in self.stages for item in stage.items}
+
+    @property
+    def experts(self) -> tuple[ExpertsOfItem, ...]:
+        """The placements of experts that differ from the order of their numbers; empty where the key is damaged."""
+        found = (self.extra or {}).get(EXPERTS_KEY)
+        layers = found.get("layers") if isinstance(found, dict) else None
+        try:
+            return tuple(ExpertsOfItem(**_tuples(layer)) for layer in layers or ())
+        except (AttributeError, TypeError):
+            return ()
+
+    @property
+    def expert_placements(self) -> dict[str, tuple[int, ...]]:
+        """The rank of each expert, by item."""
+        return {layer.item: layer.ranks for layer in self.experts}
+
+
+def expert_keys(layers: Sequence[ExpertsOfItem], moves: ExpertMoves) -> dict[str, Any]:
+    """The key of a plan's experts; empty without placements."""
+    return {EXPERTS_KEY: {"layers": [_plain(layer) for layer in layers], **vars(moves)}} if layers else {}
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
                                              |  evaluate_last_move   penalty, rollback, blocked partition
                                              |  find_packing         release of workers, if it is enabled
                                              |  evaluate_move        proposal and Evidence
+                                             |  add_experts          experts move, too, if it is enabled
                                              v  verdict_of           policy
                         Decision: plan or None, log line, PolicyState
 
@@ -17,14 +18,17 @@ before the policy, which compares gains and knows neither.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .._common.errors import DynmoError
 from ..costs.cost_window import costs_for, speeds_of_items
-from ..formats.plan import Plan
+from ..costs.expert_loads import mean_tokens
+from ..formats.plan import Plan, expert_keys
 from ..formats.profile import Header
 from ..partition.balance import certify, solve_best
 from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
+from ..planning.joint_plan import JointOptions, expert_choices, experts_of_plan, pause_of, weigh_experts
 from ..planning.migration import BASE_PAUSE_NS
 from ..planning.plan_builder import Proposal, chain_of, current_spans, keep_plan, make_proposal, propose, to_plan
 from ..planning.repack import Packing, make_release_plan, repack_table
@@ -51,6 +55,7 @@ class WatchOptions:
         lockstep: whether to decide only on plan requests.
         pack_to: release workers down to this number.
         min_throughput_fraction: release workers while this share of the throughput is kept.
+        experts: whether experts move to other ranks of their group, by the same plans.
     """
 
     balancer: str = "exact"
@@ -67,6 +72,7 @@ class WatchOptions:
     lockstep: bool = False
     pack_to: int | None = None
     min_throughput_fraction: float | None = None
+    experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +199,57 @@ def _proposal_for(problem: PartitionProblem, boundaries: tuple[int, ...], base: 
     return make_proposal(problem, solution, owner=base.owner, base_pause_ns=state.base_pause_ns)
 
 
+def add_experts(
+    proposal: Proposal,
+    inputs: PolicyInputs,
+    problem: PartitionProblem,
+    base: Plan,
+    state: RunState,
+    options: WatchOptions,
+    penalty: float,
+) -> tuple[Proposal, PolicyInputs, dict[str, Any] | None]:
+    """The proposal with the experts that should move, too; unchanged where none should.
+
+    Args:
+        proposal, inputs: of the move of layers.
+        problem: on the active workers, with the costs as measured.
+        base: the active plan.
+        state: of the run; it has the tokens of the experts.
+        options: how to decide.
+        penalty: factor on the pause.
+
+    Returns:
+        the proposal, the inputs of the policy, and the key of the plan's experts; None keeps those of the base.
+    """
+    header = state.header
+    if not options.experts or header is None or not state.counted:
+        return proposal, inputs, None
+    bandwidth = header.replica_bandwidth or (None if header.link is None else header.link.bandwidth_bytes_per_s)
+    joint = JointOptions(
+        balancer=options.balancer,
+        objective=options.objective,
+        horizon_steps=inputs.horizon_steps,
+        base_pause_ns=state.base_pause_ns,
+        penalty=penalty,
+        bandwidth=bandwidth,
+    )
+    choices = expert_choices(header, mean_tokens(list(state.counted), header, "profile"), base)
+    found, chosen = weigh_experts(problem, proposal, base, choices, joint)
+    if not chosen:
+        return proposal, inputs, None
+    layers, moves = experts_of_plan(base, chosen, bandwidth)
+    # The tokens are a mean over many steps, so that the gain needs no further test out of sample.
+    inputs = replace(
+        inputs,
+        current_step_ns=predict(problem, base.boundaries).step_ns,
+        proposed_step_ns=found.timeline.step_ns,
+        pause_ns=round(pause_of(found, chosen, joint) * penalty),
+        moves=len(found.migration.moves),
+        expert_moves=moves.moves,
+    )
+    return found, inputs, expert_keys(layers, moves)
+
+
 def find_packing(problem: PartitionProblem, options: WatchOptions) -> Packing | None:
     """The release of workers that the options permit with the current costs; None if there is none."""
     if options.pack_to is None and options.min_throughput_fraction is None:
@@ -237,9 +294,18 @@ def decide(
         plan = keep_plan(base, run_id=run_id, read_to_step=read_to, balancer=options.balancer, reason=reason)
         return Decision(plan=plan, line=line, policy_state=policy_state)
 
-    def move(proposal: Proposal, balancer: str, reason: str, policy_state: PolicyState) -> Decision:
+    def move(
+        proposal: Proposal,
+        balancer: str,
+        reason: str,
+        policy_state: PolicyState,
+        *,
+        experts: dict[str, Any] | None = None,
+        measured: PartitionProblem | None = None,
+    ) -> Decision:
         # The policy may use the long window; the gain of a plan compares both steps on the costs that it records.
-        base_step_ns = predict(proposal.problem, base.boundaries).step_ns
+        # Where experts move, those of the base are the measured ones.
+        base_step_ns = predict(measured or proposal.problem, base.boundaries).step_ns
         plan = to_plan(
             proposal,
             run_id=run_id,
@@ -248,6 +314,7 @@ def decide(
             read_to_step=read_to,
             base_step_ns=base_step_ns,
             reason=reason,
+            experts=experts,
         )
         return Decision(
             plan=plan, line=f"step {read_to}: move from plan {base.plan_id}: {reason}", policy_state=policy_state
@@ -273,6 +340,7 @@ def decide(
                 policy_state=PolicyState(),  # regret and windows are those of another number of workers
             )
         proposal, inputs, policy_state = evaluate_move(problem, base, state, options, feedback, policy_state, speeds_of)
+        proposal, inputs, experts = add_experts(proposal, inputs, problem, base, state, options, feedback.penalty)
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certify(problem, previous.boundaries, solve_best(problem))
             returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
@@ -288,11 +356,13 @@ def decide(
     policy_decision, policy_state = apply_policy(inputs, options, policy_state)
     if not policy_decision.move:
         return keep(policy_decision.reason, policy_state)
-    return move(proposal, options.balancer, policy_decision.reason, policy_state)
+    return move(proposal, options.balancer, policy_decision.reason, policy_state, experts=experts, measured=problem)
 
 
 def apply_policy(
     inputs: PolicyInputs, options: WatchOptions, policy_state: PolicyState
 ) -> tuple[PolicyDecision, PolicyState]:
     """Whether the policy moves, and its new state."""
-    return POLICIES[options.policy](inputs, options.settings, policy_state)
+    # Regret is that of partitions; a move of experts has to break even over the horizon.
+    policy = "threshold" if options.policy == "regret" and inputs.expert_moves else options.policy
+    return POLICIES[policy](inputs, options.settings, policy_state)

@@ -34,6 +34,7 @@ class PolicyInputs:
         horizon_steps: the number of steps that the proposal is expected to last.
         next_event_known: whether the horizon ends at a cost change that the profile announced.
         moves: number of items that move.
+        expert_moves: number of experts that move.
     """
 
     step: int
@@ -45,6 +46,7 @@ class PolicyInputs:
     horizon_steps: int
     next_event_known: bool = False
     moves: int
+    expert_moves: int = 0
 
     @property
     def gain_ns(self) -> int:
@@ -109,8 +111,13 @@ class PolicyDecision:
 def _gain_text(inputs: PolicyInputs) -> str:
     return (
         f"step {inputs.current_step_ns / 1e6:.2f} -> {inputs.proposed_step_ns / 1e6:.2f} ms"
-        f" ({inputs.gain_fraction:+.1%} gain), {inputs.moves} items to move, pause {inputs.pause_ns / 1e6:.0f} ms"
+        f" ({inputs.gain_fraction:+.1%} gain), {inputs.moves} items{_experts_text(inputs)} to move,"
+        f" pause {inputs.pause_ns / 1e6:.0f} ms"
     )
+
+
+def _experts_text(inputs: PolicyInputs) -> str:
+    return f" and {inputs.expert_moves} experts" if inputs.expert_moves else ""
 
 
 def never(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
@@ -120,13 +127,14 @@ def never(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) ->
 
 def always(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Move whenever the balancer's partition differs."""
-    return PolicyDecision(move=inputs.moves > 0, reason=f"policy always: {_gain_text(inputs)}"), state
+    is_move = inputs.moves + inputs.expert_moves > 0
+    return PolicyDecision(move=is_move, reason=f"policy always: {_gain_text(inputs)}"), state
 
 
 def threshold(inputs: PolicyInputs, settings: PolicySettings, state: PolicyState) -> tuple[PolicyDecision, PolicyState]:
     """Move if the gain is large enough and, over the horizon, exceeds the pause."""
     text = _gain_text(inputs)
-    if inputs.moves == 0:
+    if inputs.moves + inputs.expert_moves == 0:
         return PolicyDecision(move=False, reason=f"the active partition is the balancer's: {text}"), state
     if inputs.gain_fraction < settings.min_gain:
         return PolicyDecision(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), state

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..costs.cost_window import CostWindow
+from ..costs.expert_loads import WINDOW, has_tokens
 from ..formats.profile import Event, Header, PlanRequest, PlanResult, Record, Step
 from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from .regret import WorkTrace
@@ -37,6 +38,7 @@ class RunState:
         after_move: the last records since the move.
         first_after: the first records since the move.
         expected: for each event kind, the step at which the next one is due.
+        counted: the last steps with tokens per expert. They do not depend on where the experts are.
     """
 
     window_size: int
@@ -54,6 +56,7 @@ class RunState:
     after_move: deque[Step] = field(default_factory=deque)
     first_after: list[Step] = field(default_factory=list)
     expected: dict[str, int | None] = field(default_factory=dict)
+    counted: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
     def next_event_step(self) -> int | None:
@@ -90,6 +93,7 @@ class RunState:
         self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
+        self.counted.clear()
         # ``results`` and ``base_pause_ns`` survive: plan numbers continue over segments, and the pause is that of the
         # same cluster.
 
@@ -102,6 +106,8 @@ class RunState:
         self.window.add(step)
         self.trace.add(step)
         self.after_move.append(step)
+        if has_tokens(step):
+            self.counted.append(step)
         if len(self.first_after) < self.window_size:
             self.first_after.append(step)
 

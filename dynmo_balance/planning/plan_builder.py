@@ -27,7 +27,20 @@ from typing import Any
 
 from ..costs.cost_window import ItemCosts
 from ..costs.vocabulary import shard_costs
-from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
+from ..formats.plan import (
+    RECORDS_KEY,
+    Constraints,
+    ExpertMoves,
+    ExpertsOfItem,
+    Migration,
+    Optimality,
+    Pin,
+    Plan,
+    Predicted,
+    Stage,
+    expert_keys,
+    position_of,
+)
 from ..formats.profile import Header
 from ..partition.balance import balance
 from ..partition.exact import Solution
@@ -185,6 +198,7 @@ def to_plan(
     reason: str,
     action: str = "move",
     released: Sequence[int] = (),
+    experts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan document of a proposal; its number is assigned when it is published.
 
@@ -198,7 +212,11 @@ def to_plan(
         reason: one sentence.
         action: ``move`` or ``keep``.
         released: ids of the released workers.
+        experts: key of the placements of experts; None keeps those of the base.
     """
+    if experts is None:
+        kept = () if base is None else base.experts
+        experts = expert_keys([ExpertsOfItem(item=each.item, ranks=each.ranks) for each in kept], ExpertMoves())
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     begin, end = solution.blocking
     gain = 1 - timeline.step_ns / base_step_ns if base_step_ns else None
@@ -234,7 +252,7 @@ def to_plan(
         granularity=problem.chain.granularity,
         constraints=constraints_of(problem),
         operations=None if problem.order is None else tuple(" ".join(map(str, row)) for row in problem.order),
-        extra={RECORDS_KEY: problem.chain.costs.records, **_shards(problem)},
+        extra={RECORDS_KEY: problem.chain.costs.records, **_shards(problem), **experts},
     )
 
 

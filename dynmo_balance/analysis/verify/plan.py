@@ -31,6 +31,7 @@ from ...planning.migration import BASE_PAUSE_NS
 from ...schedules.registry import Kind, Operation, Order, build_order
 from ...schedules.vocabulary import sharded_order, with_shards
 from .bottleneck import Bound, BoundProblem, bound_of
+from .experts import costs_with_experts, expert_faults
 from .inputs import VerifyInputs
 from .step import (
     Pipeline,
@@ -62,6 +63,7 @@ def verify(plan: Plan, inputs: VerifyInputs, base: Plan | None, file_name: str =
     if faults:
         return faults
     faults = [*_number_faults(plan, file_name), *_source_faults(plan, inputs), *_worker_faults(plan, inputs, base)]
+    faults += expert_faults(plan, inputs, base)
     try:
         pipeline = _pipeline(plan, inputs)
         measures = measure(pipeline)
@@ -109,12 +111,15 @@ def _pipeline(plan: Plan, inputs: VerifyInputs, follower: Plan | None = None) ->
     header = inputs.header
     speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
     limits = inputs.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
-    costs = inputs.costs if follower is None else costs_for(follower.schedule, inputs.costs)
+    costs = costs_for(plan.schedule, inputs.costs if follower is None else costs_for(follower.schedule, inputs.costs))
+    # The base has the placement of experts that the costs were measured with.
+    if follower is None:
+        costs = costs_with_experts(plan, costs, header)
     vocabulary = shard_costs(header, costs.vocabulary)
     order = _operations(plan, inputs.constraints.microbatches, has_shards=vocabulary is not None)
     return Pipeline(
         items=header.items,
-        costs=costs_for(plan.schedule, costs),
+        costs=costs,
         spans=spans_of(plan),
         plan_workers=tuple(
             PlanWorker(
