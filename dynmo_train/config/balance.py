@@ -43,6 +43,7 @@ class BalanceConfig:
         minimum=0,
         below=1,
     )
+    balance_experts: bool = option("Migrate experts between their ranks, too, by the same plans.", default=False)
     balance_lockstep: bool = option("Wait for the planner's answer before continuing.", default=False)
     pack_to: int | None = option(
         "Number of pipeline ranks to shrink to; none: release none.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Plan:
         stage_workers: Worker of each stage.
         operations: With the schedule ``custom``: the operations of each worker.
         selective_grad_comp_way: Number of pipeline ranks that compress between replicas; None where the plan has none.
+        expert_ranks: Item -> rank of each of its experts in the expert-parallel group, for the items that the plan
+            places.
     """
 
     plan_id: int
@@ -62,6 +64,7 @@ class Plan:
     granularity: str | None = None
     operations: tuple[str, ...] | None = None
     selective_grad_comp_way: int | None = None
+    expert_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -182,8 +185,9 @@ def parse_plan(document: Any, source: str) -> Plan:
         granularity=document.get("granularity"),
         operations=tuple(document["operations"]) if "operations" in document else None,
         selective_grad_comp_way=_compressing_stages(document.get("x_selective_grad_comp_way")),
+        expert_ranks=_expert_ranks(document.get("x_experts"), problems),
     )
-    problems = _across(plan, [stage["stage"] for stage in stages])
+    problems += _across(plan, [stage["stage"] for stage in stages])
     problems += _constrained(plan, document.get("constraints"))
     if problems:
         raise DocumentError(source, problems)
@@ -193,6 +197,20 @@ def parse_plan(document: Any, source: str) -> Plan:
 def _compressing_stages(value: Any) -> int | None:
     """Return the number of pipeline ranks that compress between replicas; None where the plan has none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _expert_ranks(value: Any, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
+    """Return the rank of each expert by item; adds a problem where ``x_experts`` has another form."""
+    if value is None:
+        return {}
+    try:
+        ranks = {layer["item"]: tuple(layer["ranks"]) for layer in value["layers"]}
+    except (TypeError, KeyError):
+        ranks = {"": (-1,)}
+    if all(isinstance(item, str) and all(type(rank) is int and rank >= 0 for rank in ranks[item]) for item in ranks):
+        return ranks
+    problems.append(Problem("x_experts", "type", "must have layers, each with item and ranks"))
+    return {}
 
 
 def read_plan(path: Path) -> Plan:

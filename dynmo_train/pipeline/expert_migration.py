@@ -70,6 +70,13 @@ def sharded_experts(sharding: ItemSharding) -> dict[str, int]:
     return {} if sharding.dispatcher is None else experts_by_item(sharding.family.items)
 
 
+def placements_of(sharding: ItemSharding) -> dict[str, tuple[int, ...]]:
+    """The rank of each expert, by item, where ranks share experts; empty where each has all."""
+    dispatcher = sharding.dispatcher
+    counts = sharded_experts(sharding)
+    return {} if dispatcher is None else {item: dispatcher.ranks_of(item, n) for item, n in counts.items()}
+
+
 def move_experts(store: ItemStore, placements: Mapping[str, Sequence[int]], world: World) -> ExpertMoveReport:
     """Move experts between the ranks of this process's expert-parallel group. A collective of all ranks.
 

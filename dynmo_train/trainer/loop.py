@@ -57,7 +57,7 @@ from .monitoring.training_log import TrainingLog, complete_line, graphs_line, st
 from .rebalance.compression_choice import CompressionChoice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
-from .rebalance.planner_process import PlannerProcess
+from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import ResizeRequests
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
@@ -187,7 +187,7 @@ class Trainer:
         if balance.balance != "online" or engine.world.dims.pipeline == 1:
             return None
         if balance.planner == "internal" and engine.world.is_rank0:
-            arguments = _planner_arguments(config)
+            arguments = planner_arguments(config.balance)
             self.planner = PlannerProcess(self.directory.path, arguments, timeout_s=balance.planner_timeout_s)
         return PlanController(
             engine,
@@ -209,6 +209,7 @@ class Trainer:
             ),
             active_plan_id=self._initial_plan_id,
             log_event=self.logger.log_event,
+            log_change=self.logger.log_technique_event,
             finish_saves=lambda: self._checkpointer.wait(),  # a lambda: the checkpointer is created later
             planner=self.planner,
         )
@@ -580,21 +581,3 @@ def _compression_choice(config: Config, start: InitialState) -> CompressionChoic
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         log_event=start.logger.log_event,
     )
-
-
-def _planner_arguments(config: Config) -> list[str]:
-    balance = config.balance
-    arguments = [
-        *("--balancer", balance.balancer),
-        *("--policy", balance.balance_policy),
-        *("--min-gain", str(balance.balance_min_gain)),
-        *("--granularity", balance.granularity),
-    ]
-    if balance.pack_to is not None:
-        arguments += ["--pack-to", str(balance.pack_to)]
-    if balance.min_throughput_fraction is not None:
-        arguments += ["--min-throughput-fraction", str(balance.min_throughput_fraction)]
-    # A lockstep plan must follow from the record of the request's step; else the planner waits for three records.
-    if balance.balance_lockstep:
-        return [*arguments, "--lockstep", "--min-records", "1"]
-    return [*arguments, "--every", str(balance.rebalance_interval)]

@@ -40,6 +40,7 @@ from ..optim.optimizers.registry import optimizer_settings
 from ..optim.precision import LossScaling, Precision
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import all_gather_objects
+from ..pipeline.expert_migration import experts_by_item
 from ..pipeline.partition import Partition, uniform_partition
 from ..pipeline.schedule import CUSTOM, PipelineConfig
 from .engine import Engine, EngineSettings
@@ -335,7 +336,7 @@ def plan_problems(
     Returns:
         The problems; empty for a valid plan.
     """
-    return validate_plan(
+    return _expert_problems(plan, config, family) + validate_plan(
         plan,
         run_id=run_id,
         item_names=[item.name for item in family.items],
@@ -347,6 +348,18 @@ def plan_problems(
         schedule=config.parallel.schedule,
         virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
     )
+
+
+def _expert_problems(plan: Plan, config: Config, family: ModelFamily) -> list[Problem]:
+    """Placements of experts that the groups of ranks of this run cannot have."""
+    counts, size = experts_by_item(family.items), config.parallel.expert_model_parallel_size
+    problems = []
+    for item, ranks in plan.expert_ranks.items():
+        experts = counts.get(item, 0)
+        if len(ranks) != experts or size == 1 or any(ranks.count(rank) * size != experts for rank in range(size)):
+            message = f"{item}: must give each of {size} ranks the same number of its {experts} experts"
+            problems.append(Problem("x_experts", "reference", message))
+    return problems
 
 
 def resize_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:

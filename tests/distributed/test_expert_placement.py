@@ -120,6 +120,15 @@ def test_run_that_moves_experts_has_the_bits_of_one_that_does_not(tmp_path):
     assert events(moving, "experts_moved")[0]["step"] == 0
     assert len(events(moving, "experts_moved")) > 1
     assert events(moving, "experts_kept") == []
+    # By one plan for layers and experts, from the first decision on.
+    joint = tmp_path / "joint"
+    options |= {"expert_rebalance_interval": None, "expert_plan": None, "balance_policy": "always"}
+    given = {name: value for name, value in options.items() if value is not None}
+    train(data, joint, 4, "--balance-lockstep", "--balance-experts", **given)
+    assert events(joint, "experts_moved")
+    assert figures(joint) == figures(still)
+    assert tensors(joint, 9) == tensors(still, 9)
+    verify(joint)
     # From another placement than the one that was saved.
     train(data, moving, 2, **RUN, pipeline_model_parallel_size="1", load=str(moving), expert_rebalance_interval="2")
     assert figures(moving) == figures(still)

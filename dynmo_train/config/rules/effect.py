@@ -289,6 +289,11 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --balance online",
     ),
     EffectRule(
+        options=("balance_experts",),
+        when=lambda c: c.balance.balance == "online" and c.parallel.expert_model_parallel_size > 1,
+        without="without --balance online and --expert-model-parallel-size above 1",
+    ),
+    EffectRule(
         options=("expert_plan", "expert_rebalance_interval"),
         when=lambda c: c.parallel.expert_model_parallel_size > 1,
         without="without --expert-model-parallel-size above 1",

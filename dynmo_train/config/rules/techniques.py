@@ -165,6 +165,12 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance", "offline requires --plan FILE")
     if balance.balance_lockstep and balance.balance != "online":
         yield conflict("--balance-lockstep", f"requires --balance online, is {balance.balance}")
+    for flag, given in (
+        ("--expert-plan", balance.expert_plan),
+        ("--expert-rebalance-interval", balance.expert_rebalance_interval),
+    ):
+        if balance.balance_experts and given is not None:
+            yield conflict(flag, f"is {given}; remove it, or --balance-experts, whose plans place the experts")
     internal = balance.balance == "online" and balance.planner == "internal"
     if internal and balance.balancer not in (known := balancer_names()):
         yield conflict(

@@ -23,7 +23,7 @@ from ...dynamics.technique import Event
 from ...formats.expert_plan import read_placements
 from ...launch.find_command import program_path
 from ...parallel.process_groups import broadcast_object
-from ...pipeline.expert_migration import experts_by_item
+from ...pipeline.expert_migration import ExpertMoveReport, experts_by_item
 from ...pipeline.migration import MoveError
 from ..engine import Engine
 from ..monitoring.profile_writer import RunLogger
@@ -112,12 +112,9 @@ class ExpertRebalance:
             return str(error)
         if not report.num_moves:
             return None
-        experts = f"{report.num_moves:,} expert{'s'[: report.num_moves != 1]}"
-        milliseconds = report.duration_ns / 1e6
-        message = f"Moved {experts} ({report.num_bytes / 1e6:,.1f} MB) in {milliseconds:,.0f} ms"
-        detail = {"moves": report.num_moves, "bytes": report.num_bytes, "pause_ns": report.duration_ns}
-        self._log_change(Event(kind="experts_moved", step=step, message=message, detail=detail))
-        return message
+        event = experts_moved(report, step)
+        self._log_change(event)
+        return event.message
 
     def _plan(self, step: int) -> Placements | None:
         """On rank 0: the placements of a new plan; None where it moves nothing or failed."""
@@ -148,3 +145,12 @@ class ExpertRebalance:
     def _read(self, path: Path) -> Placements:
         engine = self._engine
         return read_placements(path, experts_by_item(engine.family.items), engine.world.dims.expert)
+
+
+def experts_moved(report: ExpertMoveReport, step: int) -> Event:
+    """The event of a migration of experts, after which layers cost something else."""
+    experts = f"{report.num_moves:,} expert{'s'[: report.num_moves != 1]}"
+    milliseconds = report.duration_ns / 1e6
+    message = f"Moved {experts} ({report.num_bytes / 1e6:,.1f} MB) in {milliseconds:,.0f} ms"
+    detail = {"moves": report.num_moves, "bytes": report.num_bytes, "pause_ns": report.duration_ns}
+    return Event(kind="experts_moved", step=step, message=message, detail=detail)

@@ -34,13 +34,16 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.document import DocumentError, Problem
+from ...dynamics.technique import Event
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
 from ...parallel.process_groups import broadcast_object
 from ...parallel.shrink import without_workers
-from ...pipeline.migration import MoveError
+from ...pipeline.expert_migration import ExpertMoveReport, placements_of
+from ...pipeline.migration import MoveError, MoveReport
 from ...pipeline.partition import Partition
 from ..engine import Engine
+from .expert_rebalance import experts_moved
 from .planner_process import PlannerProcess
 
 # Seconds between two listings of the plan folder while a lockstep run waits, short against a step.
@@ -95,6 +98,7 @@ class PlanController:
         problems_of: problems of a plan, given the number and the stages of the active plan; empty for a valid plan.
         active_plan_id: number of the plan that the run starts with; plans up to this number are ignored.
         log_event: appends a line to ``events.jsonl``.
+        log_change: appends an event that changes the costs of layers, to the profile too.
         finish_saves: completes collective work in progress, before some ranks are released.
         planner: process of the planner, where this trainer started it.
     """
@@ -109,12 +113,13 @@ class PlanController:
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         active_plan_id: int,
         log_event: Callable[..., None],
+        log_change: Callable[[Event], None],
         finish_saves: Callable[[], None],
         planner: PlannerProcess | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
-        self._finish_saves, self._planner = finish_saves, planner
+        self._log_change, self._finish_saves, self._planner = log_change, finish_saves, planner
         self.active_plan_id = self._newest_id = active_plan_id
         # Refused plans newer than a plan that waits for its ``apply_at_step``.
         self._refused: set[int] = set()
@@ -138,7 +143,7 @@ class PlanController:
         if released:
             self._finish_saves()
         try:
-            report = self.engine.repartition(self._partition_of(chosen))
+            experts, report = self._move(chosen)
         # Every rank gets this error or none does: all continue with the old partition, and the plan has its result.
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
@@ -162,10 +167,30 @@ class PlanController:
         # Built here, so that the pause includes it and the next step does not.
         self.engine.pipeline()
         pause_ns = time.perf_counter_ns() - started
+        num_bytes = report.total_bytes + (experts.num_bytes if experts is not None else 0)
         detail: dict[str, Any] = {"released_workers": chosen["released"]} if released else {}
         detail["moves"] = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
-        self._result(self.active_plan_id, step, "applied", pause_ns, report.total_bytes, chosen["reason"], **detail)
+        self._result(self.active_plan_id, step, "applied", pause_ns, num_bytes, chosen["reason"], **detail)
+        if experts is not None and experts.num_moves:
+            self._log_change(experts_moved(experts, step))
         return replace(applied, pause_ns=pause_ns)
+
+    def _move(self, chosen: Mapping[str, Any]) -> tuple[ExpertMoveReport | None, MoveReport]:
+        """Move experts, then layers; both or none.
+
+        Raises:
+            MoveError: on every rank, where one of them failed.
+        """
+        placements = chosen["experts"]
+        if not placements:
+            return None, self.engine.repartition(self._partition_of(chosen))
+        former = placements_of(self.engine.item_store.sharding)
+        experts = self.engine.place_experts(placements)
+        try:
+            return experts, self.engine.repartition(self._partition_of(chosen))
+        except MoveError:
+            self.engine.place_experts({item: former[item] for item in placements})
+            raise
 
     def _partition_of(self, chosen: Mapping[str, Any]) -> Partition:
         """The partition of a plan over the current pipeline ranks; released ranks have no stages."""
@@ -216,6 +241,7 @@ class PlanController:
             "stage_workers": chosen.stage_workers,
             "released": sorted(chosen.released_workers),
             "num_compressing_stages": chosen.selective_grad_comp_way,
+            "experts": chosen.expert_ranks,
             "reason": chosen.reason,
         }
 

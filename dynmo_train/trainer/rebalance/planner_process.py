@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from ...config.balance import BalanceConfig
 from ...launch.find_command import program_path
 
 # A planner that has failed this often will probably fail again: the run continues without one.
@@ -147,3 +148,22 @@ class PlannerProcess:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def planner_arguments(balance: BalanceConfig) -> list[str]:
+    """The arguments of ``dynmo-plan watch`` that the options of a run stand for."""
+    arguments = [
+        *("--balancer", balance.balancer),
+        *("--policy", balance.balance_policy),
+        *("--min-gain", str(balance.balance_min_gain)),
+        *("--granularity", balance.granularity),
+    ]
+    if balance.pack_to is not None:
+        arguments += ["--pack-to", str(balance.pack_to)]
+    if balance.min_throughput_fraction is not None:
+        arguments += ["--min-throughput-fraction", str(balance.min_throughput_fraction)]
+    arguments += ["--experts"] if balance.balance_experts else []
+    # A lockstep plan must follow from the record of the request's step; else the planner waits for three records.
+    if balance.balance_lockstep:
+        return [*arguments, "--lockstep", "--min-records", "1"]
+    return [*arguments, "--every", str(balance.rebalance_interval)]

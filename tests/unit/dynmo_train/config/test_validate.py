@@ -96,6 +96,17 @@ CASES = {
         {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
         "--expert-model-parallel-size",
     ),
+    "experts placed twice": (
+        {
+            "expert_model_parallel_size": 2,
+            "num_experts": 4,
+            "balance": "online",
+            "balance_experts": True,
+            "expert_rebalance_interval": 5,
+            **REPLICAS,
+        },
+        "--expert-rebalance-interval",
+    ),
     "experts alone": ({"expert_model_parallel_size": 2, "num_experts": 4}, "--expert-model-parallel-size"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
+from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.trainer.rebalance import plan_controller as module
 from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
 from dynmo_train.trainer.rebalance.planner_process import (
@@ -55,6 +57,7 @@ def controller_of(run, problems_of=lambda *_: []):
         problems_of=problems_of,
         active_plan_id=0,
         log_event=lambda *_, **__: None,
+        log_change=lambda _event: None,
         finish_saves=lambda: None,
     )
 
@@ -98,6 +101,44 @@ def test_invalid_plan_newer_than_a_waiting_one_is_refused_once(run):
     for step in (1, 2, 3):
         controller.at_boundary(step)
     assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
+
+
+class Moves:
+    """An engine that notes placements of experts, and fails to move layers."""
+
+    def __init__(self):
+        dispatcher = SimpleNamespace(ranks_of=lambda item, _experts: self.placed[item])
+        family = SimpleNamespace(items=[SimpleNamespace(name="a", metrics=(("expert_tokens", 4),))])
+        self.item_store = SimpleNamespace(sharding=SimpleNamespace(dispatcher=dispatcher, family=family))
+        self.world = SimpleNamespace(is_rank0=True, worker_ids=(0, 1))
+        self.partition = SimpleNamespace(stages=(("a",), ("b",)))
+        self.placed = {"a": (0, 0, 1, 1)}
+        self.seen = []
+
+    def place_experts(self, placements):
+        self.placed = {**self.placed, **placements}
+        self.seen.append(dict(placements))
+
+    def repartition(self, _partition):
+        raise MoveError("damaged")
+
+
+def test_experts_return_where_the_move_of_layers_fails(run):
+    put_plan(run, 1, action="move", x_experts={"layers": [{"item": "a", "ranks": [0, 1, 0, 1]}]})
+    controller = controller_of(run)
+    controller.engine = Moves()
+    assert controller.at_boundary(1) is None
+    assert results(run) == [(1, 1, "rolled_back")]
+    assert controller.engine.seen == [{"a": (0, 1, 0, 1)}, {"a": (0, 0, 1, 1)}]
+
+
+@pytest.mark.parametrize("experts", [3, {}, {"layers": [{"item": "a"}]}, {"layers": [{"item": "a", "ranks": ["x"]}]}])
+def test_plan_with_damaged_experts_is_refused(run, experts):
+    put_plan(run, 1)
+    path = run / "plans/plan-000001.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"x_experts": experts}))
+    controller_of(run).at_boundary(1)
+    assert results(run) == [(1, 1, "refused")]
 
 
 class Clock:
