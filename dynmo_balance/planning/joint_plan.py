@@ -97,7 +97,12 @@ def max_tokens(tokens: Sequence[int], placement: Sequence[int]) -> int:
 
 
 def placement_in_order(experts: int, ranks: int) -> Placement:
-    """Where a run starts: the experts in order, the same number on each rank."""
+    """Where a run starts: the experts in order, the same number on each rank.
+
+    Args:
+        experts: number of experts of a layer.
+        ranks: number of ranks that share them.
+    """
     return tuple(expert * ranks // experts for expert in range(experts))
 
 
@@ -261,9 +266,9 @@ def experts_of_plan(
         choices: the placements that change.
         bandwidth: bytes per second between the ranks that share experts; None is unlimited.
     """
-    kept = {} if base is None else dict(base.expert_placements)
+    former = {} if base is None else dict(base.expert_placements)
     changed = {choice.item: choice for choice in choices}
-    items = [ExpertsOfItem(item=item, ranks=ranks) for item, ranks in kept.items() if item not in changed]
+    items = [ExpertsOfItem(item=item, ranks=ranks) for item, ranks in former.items() if item not in changed]
     items += [
         ExpertsOfItem(
             item=choice.item,

@@ -215,8 +215,8 @@ def to_plan(
         experts: key of the placements of experts; None keeps those of the base.
     """
     if experts is None:
-        kept = () if base is None else base.experts
-        experts = expert_keys([ExpertsOfItem(item=each.item, ranks=each.ranks) for each in kept], ExpertMoves())
+        former = () if base is None else base.experts
+        experts = expert_keys([ExpertsOfItem(item=each.item, ranks=each.ranks) for each in former], ExpertMoves())
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     begin, end = solution.blocking
     gain = 1 - timeline.step_ns / base_step_ns if base_step_ns else None

@@ -148,7 +148,12 @@ class ExpertRebalance:
 
 
 def experts_moved(report: ExpertMoveReport, step: int) -> Event:
-    """The event of a migration of experts, after which layers cost something else."""
+    """The event of a migration of experts, after which layers cost something else.
+
+    Args:
+        report: The migration.
+        step: Number of completed steps.
+    """
     experts = f"{report.num_moves:,} expert{'s'[: report.num_moves != 1]}"
     milliseconds = report.duration_ns / 1e6
     message = f"Moved {experts} ({report.num_bytes / 1e6:,.1f} MB) in {milliseconds:,.0f} ms"

@@ -113,11 +113,11 @@ class Moves:
         self.world = SimpleNamespace(is_rank0=True, worker_ids=(0, 1))
         self.partition = SimpleNamespace(stages=(("a",), ("b",)))
         self.placed = {"a": (0, 0, 1, 1)}
-        self.seen = []
+        self.placements = []
 
     def place_experts(self, placements):
         self.placed = {**self.placed, **placements}
-        self.seen.append(dict(placements))
+        self.placements.append(dict(placements))
 
     def repartition(self, _partition):
         raise MoveError("damaged")
@@ -129,7 +129,7 @@ def test_experts_return_where_the_move_of_layers_fails(run):
     controller.engine = Moves()
     assert controller.at_boundary(1) is None
     assert results(run) == [(1, 1, "rolled_back")]
-    assert controller.engine.seen == [{"a": (0, 1, 0, 1)}, {"a": (0, 0, 1, 1)}]
+    assert controller.engine.placements == [{"a": (0, 1, 0, 1)}, {"a": (0, 0, 1, 1)}]
 
 
 @pytest.mark.parametrize("experts", [3, {}, {"layers": [{"item": "a"}]}, {"layers": [{"item": "a", "ranks": ["x"]}]}])
