@@ -14,6 +14,7 @@ from .options import FormatOption
 if TYPE_CHECKING:
     from ..recipes.optimality_gap import OptimalityGap
     from ..recipes.recipe import RecipeResult
+    from ..recipes.sensitivity import SensitivityRow
 
 
 def recipe(
@@ -30,6 +31,10 @@ def recipe(
         typer.Option(
             "--table", help="Print the gap to the lower bound, of 1F1B at layer granularity and of the best schedule."
         ),
+    ] = False,
+    sensitivity: Annotated[
+        bool,
+        typer.Option("--sensitivity", help="Print the gains over the range of each parameter, and their sources."),
     ] = False,
     layers: Annotated[
         int | None, typer.Option(min=1, max=MAX_LAYERS, help="Number of layers. Default: the recipe's.")
@@ -54,6 +59,7 @@ def recipe(
     from .._common.errors import UsageError
     from ..recipes.optimality_gap import measure_gap
     from ..recipes.recipe import load_recipe, recipe_names, run_recipe, with_size
+    from ..recipes.sensitivity import sensitivity as rows_of
     from ..recipes.trace import write_trace
 
     # All recipes are read before the first one runs: an error in the last file must not cost minutes.
@@ -68,6 +74,9 @@ def recipe(
         return
     if table:
         _print_gaps([measure_gap(one) for one in recipes], output_format)
+        return
+    if sensitivity:
+        _print_sensitivity([row for one in recipes for row in rows_of(one)], output_format)
         return
     outcomes = [run_recipe(one, searching=search) for one in recipes]
     if output_format is Format.JSON:
@@ -125,6 +134,31 @@ def _print_searches(outcomes: list[RecipeResult]) -> None:
     columns = ["recipe", "output layer", "searched ms", "bound ms", "x bound", "x order bound", "found"]
     emit_table("shortest step of any schedule, granularity and order of operations", columns, rows)
     emit("x order bound: over the bound of all orders of operations for the partition found")
+
+
+def _print_sensitivity(found: list[SensitivityRow], output_format: Format) -> None:
+    """Print one row per parameter and value, and the sources below."""
+    if output_format is Format.JSON:
+        emit_json([one.document() for one in found])
+        return
+    rows = [
+        [
+            one.result.recipe.name,
+            one.parameter,
+            f"{one.value:g}{' (recipe)' if one.is_recipe else ''}",
+            f"{one.result.over_uniform:.2f}",
+            f"{one.result.over_dense_optimal:.2f}",
+            f"{one.result.balanced_ns / one.result.bound_ns:.3f}",
+            f"{one.result.with_technique_over_uniform:.2f} / {one.result.with_technique:.2f}",
+        ]
+        for one in found
+    ]
+    columns = ["recipe", "parameter", "value", "x uniform", "x dense-optimal", "x bound", "with technique"]
+    emit_table("gain of balancing over the range of each parameter", columns, rows)
+    for recipe_name, parameter, source in dict.fromkeys(
+        (one.result.recipe.name, one.parameter, one.source) for one in found
+    ):
+        emit(f"{recipe_name}, {parameter}: {source}")
 
 
 def _print_gaps(gaps: list[OptimalityGap], output_format: Format) -> None:

@@ -17,7 +17,8 @@ all of it once more with the output layer in shards on all workers, where the tr
 
 A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``published`` (a speed-up for comparison),
 ``device`` and ``steps``. ``[model]`` is a model configuration as for ``profile build``, ``[run]`` the fields of
-``BuildOptions``, ``[script]`` those of ``TrajectorySettings``.
+``BuildOptions``, ``[script]`` those of ``TrajectorySettings``. ``[ranges]`` has, for parameters of ``[script]``, other
+values that are plausible, and the source of all of them.
 
 Published speed-ups are "up to" figures over static training, of runs whose settings are not known. The end of the
 trajectory counts, where the imbalance is largest, not the mean over a run.
@@ -26,7 +27,7 @@ trajectory counts, where the imbalance is largest, not the mean over a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,20 @@ SHARDED_FAMILIES = ("gpt", "llama", "mixtral")
 SHARDED_ROUNDS = 8
 """Rounds of the search with shards. Their passes wait for all workers, so that partitions are simulated one by one:
 local search would take minutes."""
-_KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "run", "script"}
+_KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "run", "script", "ranges"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRange:
+    """Plausible values of a parameter of a trajectory.
+
+    Attributes:
+        values: ascending; they need not contain the recipe's.
+        source: where they come from; ``assumed`` where nothing published states them.
+    """
+
+    values: tuple[float, ...]
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +85,7 @@ class Recipe:
     spec: ModelSpec
     run: BuildOptions
     trajectory: TrajectorySettings
+    ranges: Mapping[str, ParameterRange] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +252,29 @@ def load_recipe(name: str) -> Recipe:
         spec=from_config(_table(content, "model", path), str(path)),
         run=_from_table(BuildOptions, content.get("run", {}), str(path), "run"),
         trajectory=_script(content, technique, path),
+        ranges=_ranges(content.get("ranges", {}), path),
     )
+
+
+def _ranges(content: Any, path: Path) -> dict[str, ParameterRange]:
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: [ranges] must be a table")
+    ranges = {}
+    for name, entry in content.items():
+        values, source = (entry.get("values"), entry.get("source")) if isinstance(entry, dict) else (None, None)
+        numbers = [value for value in values if type(value) in (int, float)] if isinstance(values, list) else []
+        if not numbers or numbers != values or not isinstance(source, str) or len(entry) != 2:
+            raise UsageError(f"{path}: ranges.{name} must have values, a list of numbers, and source, a text")
+        if name not in script_parameters():
+            raise UsageError(f"{path}: ranges.{name} is unknown; parameters are {', '.join(script_parameters())}")
+        ranges[name] = ParameterRange(values=tuple(sorted(numbers)), source=source)
+    return ranges
+
+
+def script_parameters() -> tuple[str, ...]:
+    """The numbers of ``[script]`` that may have a range; those of ``[script.sparsity]`` with a prefix."""
+    own = [each.name for each in fields(TrajectorySettings) if each.type == "float"]
+    return (*own, *(f"sparsity.{each.name}" for each in fields(SparsityModel) if each.type == "float"))
 
 
 def _table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
