@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 from dynmo_train.pipeline import pipeline_stage
 from dynmo_train.trainer import engine
-from tests.distributed import workers
+from tests.distributed import ports, workers
+from tests.distributed.ports import free_port
 from tests.distributed.workers import run_workers
 from tests.paths import ROOT
 from tests.waiting import wait_for_exit
@@ -121,6 +123,35 @@ def test_failed_scenario_ends_only_its_pool(monkeypatch, kind, message):
 def test_scenario_with_an_open_file_ends_its_pool(tmp_path):
     left = run_workers(leaves_a_file, SIZE, str(tmp_path / "file"))
     assert not set(left) & {pid for pid, _, _ in run_workers(processes, SIZE)}
+
+
+def test_world_starts_on_another_port_where_its_port_is_taken(monkeypatch):
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        given = [taken.getsockname()[1], free_port()]
+        monkeypatch.setattr(workers, "free_port", lambda: given.pop(0))
+        assert [total for _, total, _ in run_workers(processes, SIZE)] == [SIZE] * SIZE
+    assert not given
+
+
+def test_no_port_is_given_twice(monkeypatch, tmp_path):
+    monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
+    monkeypatch.setattr(ports, "FIRST", ports.LAST - 200)
+    given = [free_port() for _ in range(50)]
+    assert len(set(given)) == len(given)
+    os.utime(tmp_path / "reserved" / str(given[0]), (0, 0))  # a port of long ago
+    monkeypatch.setattr(ports, "FIRST", given[0])
+    monkeypatch.setattr(ports, "LAST", given[0] + 1)
+    assert free_port() == given[0]
+
+
+def test_port_of_any_address_is_not_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
+    port = free_port()
+    with socket.create_server(("127.0.0.2", port)):
+        monkeypatch.setattr(ports, "_RESERVED", tmp_path / "another")
+        monkeypatch.setattr(ports, "FIRST", port)
+        monkeypatch.setattr(ports, "LAST", port + 2)
+        assert free_port() == port + 1
 
 
 def test_workers_end_with_the_process_that_started_them():

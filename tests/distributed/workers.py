@@ -39,7 +39,9 @@ from tests.distributed.ports import free_port
 TIMEOUT_S = 600
 # What the others have once one has failed: they may wait for it in a collective until the world's own timeout.
 OTHERS_S = 5
-RENDEZVOUS_FAILED = "Gloo connectFullMesh failed"
+# Messages of torch before a scenario begins: another program took the port, or a world that starts at the same moment.
+RENDEZVOUS_FAILED = ("Gloo connectFullMesh failed", "failed to listen on any local network address")
+RENDEZVOUS_TRIES = 3
 # Everything of the trainer: what is imported later would not be put back where a scenario changes it.
 PRELOADED = [
     *("torch", "torch.distributed.pipelining", "numpy", "pytest", "typer._adapters"),
@@ -263,13 +265,13 @@ def run_workers(
             the environment that is set for it.
         fresh: use processes that have played nothing before, and end them afterwards.
     """
-    try:
-        return _play_once(function, size, arguments, joins, fresh)
-    except AssertionError as error:
-        # Ports belong to the machine: a world that starts at the same moment can break this one's rendezvous. The
-        # scenario has not begun then.
-        if not joins or RENDEZVOUS_FAILED not in str(error):
-            raise
+    for _ in range(RENDEZVOUS_TRIES - 1):
+        try:
+            return _play_once(function, size, arguments, joins, fresh)
+        except AssertionError as error:
+            # Ports belong to the machine. The scenario has not begun where the rendezvous failed.
+            if not joins or not any(message in str(error) for message in RENDEZVOUS_FAILED):
+                raise
     return _play_once(function, size, arguments, joins, fresh)
 
 
