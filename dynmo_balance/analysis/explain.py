@@ -37,6 +37,7 @@ def explain_plan(
         _certificate(problem, solution, is_best=best is None),
         *([] if best is None or solution.objective != "simulated" else [_gap(timeline, best)]),
         *_shards(problem),
+        *_freed(problem),
         _bubble(problem, solution, timeline),
         *_remedies(header, problem, solution, timeline),
     ]
@@ -71,6 +72,18 @@ def _shards(problem: PartitionProblem) -> list[str]:
     return [
         f"The output layer is outside of the stages: its {shards.count} shards are on all workers and add up to"
         f" {max(times) / 1e6:.3f} ms per microbatch to each."
+    ]
+
+
+def _freed(problem: PartitionProblem) -> list[str]:
+    """What the frozen front no longer stores, if there is one."""
+    chain = problem.chain
+    if not chain.freed_bytes:
+        return []
+    front = _names(chain.names[: chain.frozen_items])
+    return [
+        f"The frozen front ({front}) has no gradients and no optimizer state, which frees"
+        f" {chain.freed_bytes / 1e9:.2f} GB for other layers."
     ]
 
 

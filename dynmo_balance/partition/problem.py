@@ -119,8 +119,29 @@ class Chain:
 
     @cached_property
     def static_bytes(self) -> tuple[int, ...]:
-        """Parameters, gradients and optimizer state of each item, all present for the whole step."""
-        return tuple(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in self.items)
+        """Parameters, and gradients and optimizer state of trained items, all present for the whole step."""
+        return tuple(
+            item.param_bytes + (item.gradient_bytes + item.optimizer_bytes) * trained
+            for item, trained in zip(self.items, self.is_trained, strict=True)
+        )
+
+    @cached_property
+    def is_trained(self) -> tuple[bool, ...]:
+        """Whether each item has gradients and optimizer state: all but the frozen front.
+
+        An item of the front that shares a weight with another item counts as trained: the weight may be trained there.
+        """
+        tied = {item.tied_to for item in self.items}
+        return tuple(
+            index >= self.frozen_items or item.tied_to is not None or item.name in tied
+            for index, item in enumerate(self.items)
+        )
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of gradients and optimizer state that the frozen front does not need."""
+        pairs = zip(self.items, self.is_trained, strict=True)
+        return sum(item.gradient_bytes + item.optimizer_bytes for item, trained in pairs if not trained)
 
     @cached_property
     def move_bytes(self) -> tuple[int, ...]:

@@ -65,21 +65,22 @@ def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Time
         options: bandwidths in bytes per second, number of replicas and compression.
     """
     count = len(problem.slots)
-    items = problem.chain.items
+    items, is_trained = problem.chain.items, problem.chain.is_trained
     gradient, touched = _shard_bytes(problem, options)
     worker_of: dict[str, int] = {}
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        for item in items[begin:end]:
+        for item, trained in zip(items[begin:end], is_trained[begin:end], strict=True):
             worker_of[item.name] = problem.positions[stage]
-            # Each is read or written once per step, whatever the number of microbatches.
-            touched[problem.positions[stage]] += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            # Each is read or written once per step, whatever the number of microbatches; frozen items are not.
+            size = item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            touched[problem.positions[stage]] += size * trained
     ends = [row[-1].end_ns if row else 0 for row in timeline.spans]
     replicas, fused = options.data_parallel, _fused_tables(items, options)
-    for item in items:
+    for item, trained in zip(items, is_trained, strict=True):
         position = worker_of[item.name]
         size, made_ns = _reduced(item, fused.get(item.name, 0), position, options)
-        gradient[position] += size
-        ends[position] += made_ns
+        gradient[position] += size * trained
+        ends[position] += made_ns * trained
     if replicas > 1 and options.data_parallel_bandwidth:
         rate = replicas * options.data_parallel_bandwidth
         ends = [end + 2 * (replicas - 1) * size * 10**9 // rate for end, size in zip(ends, gradient, strict=True)]
@@ -142,8 +143,10 @@ def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options:
     sizes = [0] * len(problem.slots)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         position = problem.positions[stage]
-        for item in problem.chain.items[begin:end]:
-            sizes[position] += _reduced(item, fused.get(item.name, 0), position, options)[0]
+        for index in range(begin, end):
+            item = problem.chain.items[index]
+            size = _reduced(item, fused.get(item.name, 0), position, options)[0]
+            sizes[position] += size * problem.chain.is_trained[index]
     return tuple(sizes)
 
 

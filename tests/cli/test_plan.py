@@ -40,7 +40,7 @@ def test_partition_prints_stages_and_certificate(plan):
     assert out == (
         "1f1b, 8 microbatches\n"
         "  stage  worker  items                                ms/microbatch   busy  memory  limit\n"
-        "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  8.4 MB      -\n"
+        "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  5.5 MB      -\n"
         "      1       1  layers.3.mlp .. head (2)                     4.500  85.2%  1.4 MB      -\n"
         "objective: minimum simulated step | step 42.24 ms, lower bound 36.94 ms, optimal: not proven\n"
         "bottleneck 4.700 ms | minimum: 4.700 ms | blocking run: layers.3.attention .. head (3)\n"

@@ -88,9 +88,8 @@ class _StageFeasibility:
     def __init__(self, question: BoundProblem, limited: bool) -> None:
         pipeline = question.pipeline
         self.work = question.sums(pipeline.costs.total_ns)
-        state = [item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in pipeline.items]
         stored = [0] * pipeline.frozen + list(pipeline.costs.activation_bytes[pipeline.frozen :])
-        self.state, self.stored = question.sums(state), question.sums(stored)
+        self.state, self.stored = question.sums(pipeline.state_bytes), question.sums(stored)
         self.limited = limited
         self.flight = [
             max(count for (count,) in in_flight(pipeline.order[pipeline.worker_of_stage[stage]], (stage,)))

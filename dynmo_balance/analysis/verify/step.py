@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from ...costs.cost_window import SPEED_UNIT, ItemCosts
 from ...costs.vocabulary import ShardCosts
@@ -63,11 +64,24 @@ class Pipeline:
     latency_ns: int = 0
     vocabulary: ShardCosts | None = None
 
-    @property
+    @cached_property
     def frozen(self) -> int:
         """The number of items at the front without a backward pass; 0 if no item has one."""
         trained = [a + b > 0 for a, b in zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)]
         return trained.index(True) if True in trained else 0
+
+    @cached_property
+    def state_bytes(self) -> list[int]:
+        """Of each item the parameters, and gradients and optimizer state unless it is in the frozen front.
+
+        A weight that an item of the front shares with another item may be trained there.
+        """
+        shared = {item.tied_to for item in self.items} | {item.name for item in self.items if item.tied_to}
+        return [
+            item.param_bytes
+            + (item.gradient_bytes + item.optimizer_bytes) * (position >= self.frozen or item.name in shared)
+            for position, item in enumerate(self.items)
+        ]
 
     def is_trained(self, stage: int) -> bool:
         """Whether the stage has a backward pass."""
@@ -244,8 +258,7 @@ def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
     stored = {}
     for stage, (first, last) in enumerate(pipeline.spans):
         if pipeline.worker_of_stage[stage] == worker and any(one.stage == stage for one in row):
-            for item in pipeline.items[first:last]:
-                state += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            state += sum(pipeline.state_bytes[first:last])
             # The frozen front may end inside of a stage: only the items behind it store activations.
             stored[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
     alive: dict[int, int] = dict.fromkeys(stored, 0)
