@@ -88,6 +88,11 @@ FORMATS = (
         module="formats/profile_fields.py",
         readers=("dynmo_balance", "dynmo_train"),
     ),
+    Format(
+        schema="dynmo_train/formats/operator_costs.schema.json",
+        module="formats/operator_costs_fields.py",
+        readers=("dynmo_balance",),
+    ),
     Format(schema="dynmo_train/formats/run.schema.json", module="formats/run_fields.py", readers=("dynmo_train",)),
     Format(
         schema="dynmo_ckpt/formats/checkpoint.schema.json",

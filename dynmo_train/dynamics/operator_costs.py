@@ -4,12 +4,12 @@ The layers are those that a run trains, with everything that a technique adds: r
 and scattering of tokens, sparse formats. Each is measured in turns with its dense counterpart::
 
     case       dense counterpart        setting
-    dense      itself                   -
+    dense      itself                   -; also embedding and head
     frozen     attention, MLP           no gradient: forward only
     pruned     attention, MLP           sparsity, format of the products
     depths     attention + MLP          capacity: share of the tokens that a routed block processes
     exited     attention + MLP          active share: tokens that have not left before
-    exit       MLP                      an exit after the MLP, as the softmax response needs it
+    exit       MLP                      an exit after the MLP: confidence measure, sampled tokens and vocabulary
     sparse     attention                buckets
     experts    MLP                      number of experts, experts per token
 
@@ -25,16 +25,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from .. import __version__
+from .._common.document import envelope
 from ..models.blocks import SelfAttention
-from ..models.early_exit import EXITED, ExitSettings
+from ..models.early_exit import EXITED, ExitSettings, Measure
 from ..models.gpt import Gpt, GptShape
 from ..models.layer_list import ItemOutput, masks_of
 from ..models.mixture_of_depths import DepthSettings
@@ -43,13 +44,15 @@ from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, S
 from ..models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from .tuning import forms_of, mask_with
 
-FORMAT, VERSION = "dynmo-operator-costs", 1
+FORMAT, VERSION = "dynmo.operator_costs", 1
 ACTIVE_SHARES = (0.125, 0.25, 0.5, 0.75)
-BUCKETS = (4, 8, 16, 32)
+BUCKETS = (2, 4, 8, 16, 32)
+# Losses of an exit, by the share of its tokens and the number of sampled ids; LayerSkip and EE-LLM use all of both.
+EXIT_LOSSES = ((1.0, 0), (0.125, 2048))
 STRUCTURED = "structured"
 SPARSITIES = {
-    CSR: (0.5, 0.8, 0.9, 0.95),
-    BLOCK: (0.5, 0.8, 0.9, 0.95),
+    CSR: (0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
+    BLOCK: (0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
     SEMI_STRUCTURED: (0.5,),
     TRANSPOSABLE: (0.5,),
     STRUCTURED: (0.5, 0.9),
@@ -104,7 +107,7 @@ class OperatorCost:
 
     Attributes:
         case: one of ``CASES``.
-        operator: ``attention``, ``mlp``, ``layer`` (attention and MLP) or ``head``.
+        operator: ``embedding``, ``attention``, ``mlp``, ``layer`` (attention and MLP) or ``head``.
         setting: what was varied, by name.
         sequence_length: tokens of a sample.
         times: of the operator.
@@ -128,7 +131,7 @@ class OperatorCost:
             "setting": dict(self.setting),
             "sequence_length": self.sequence_length,
             **vars(self.times),
-            "dense": vars(self.dense),
+            "dense": dict(vars(self.dense)),
             "spread": round(self.spread, 3),
         }
 
@@ -233,6 +236,8 @@ class OperatorCosts:
         operators = {name: self._operator(name) for name in ("attention", "mlp", "layer")}
         head = self._build("head")
         operators["head"] = Operator(name="head", module=head, call=lambda x: [head(x, self._labels_BT)])
+        table = self._build("embedding")
+        operators["embedding"] = Operator(name="embedding", module=table, call=lambda _: [table(self._labels_BT)])
         return operators
 
     def cases(self, names: Sequence[str] = CASES) -> Iterator[Case]:
@@ -307,8 +312,15 @@ class OperatorCosts:
             operator = self._operator("layer", family)
             yield Case(name="depths", setting={"capacity": share}, operator=operator, dense=self._dense["layer"])
 
-    def _exits(self) -> Any:
-        exits = ExitSettings(layers=(0,), loss_weight=0.3, threshold=0.9, measure="softmax")
+    def _exits(self, measure: Measure = "softmax", token_share: float = 1.0, vocabulary_samples: int = 0) -> Any:
+        exits = ExitSettings(
+            layers=(0,),
+            loss_weight=0.3,
+            threshold=0.9,
+            measure=measure,
+            token_share=token_share,
+            vocabulary_samples=vocabulary_samples,
+        )
         return self._family(DynamicSettings(exits=exits))
 
     def _exited_cases(self) -> Iterator[Case]:
@@ -322,8 +334,16 @@ class OperatorCosts:
             yield Case(name="exited", setting=setting, operator=operator, dense=self._dense["layer"])
 
     def _exit_cases(self) -> Iterator[Case]:
-        operator = self._operator("mlp", self._exits(), labels=self._labels_BT)
-        yield Case(name="exit", operator=operator, dense=self._dense["mlp"])
+        for measure in get_args(Measure):
+            for token_share, samples in EXIT_LOSSES:
+                samples = min(samples, self.shape.vocab_size // 2)
+                operator = self._operator("mlp", self._exits(measure, token_share, samples), labels=self._labels_BT)
+                setting: dict[str, float | str] = {
+                    "measure": measure,
+                    "loss_token_share": token_share,
+                    "loss_vocabulary": samples or self.shape.vocab_size,
+                }
+                yield Case(name="exit", setting=setting, operator=operator, dense=self._dense["mlp"])
 
     def _sparse_cases(self) -> Iterator[Case]:
         block = 128 if self.device.type == "cuda" else 32
@@ -450,9 +470,7 @@ def cost_document(shape: OperatorShape, device: torch.device, costs: Sequence[Op
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     threads = torch.get_num_threads() if device.type == "cpu" else None
     return {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
         "device": {"name": device_name(device), "type": device.type, "threads": threads},
         "torch": torch.__version__,
         "dtype": dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jsonschema
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -13,7 +14,9 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app, measure
 from dynmo_train.dynamics import operator_costs
 from dynmo_train.dynamics.operator_costs import CASES, OperatorCosts, OperatorShape
+from dynmo_train.models.early_exit import Exit
 from dynmo_train.models.layer_list import masks_of
+from tests.paths import ROOT
 
 SHAPE = OperatorShape(
     hidden_size=32,
@@ -25,6 +28,7 @@ SHAPE = OperatorShape(
     sequence_lengths=(64,),
 )
 COSTS = OperatorCosts(SHAPE, 64, torch.device("cpu"))
+SCHEMA = json.loads((ROOT / "dynmo_train" / "formats" / "operator_costs.schema.json").read_text())
 COMMAND = ["measure-costs", "--hidden-size", "32", "--num-attention-heads", "4", "--vocab-size", "50", "--repeats", "1"]
 
 
@@ -48,7 +52,7 @@ def test_case_computes_the_stream_with_gradients(name):
         if case.operator.name != "head":
             assert outputs[0].shape == x.shape
         sum(each.sum() for each in outputs).backward()
-        assert x.grad.isfinite().all()
+        assert case.operator.name == "embedding" or x.grad.isfinite().all()
         assert any(p.grad is not None for p in case.operator.module.parameters()), case
 
 
@@ -79,9 +83,22 @@ def test_exited_case_computes_the_active_tokens_only():
 
 
 def test_exit_case_adds_the_loss_of_the_exit():
-    [case] = COSTS.cases(("exit",))
-    assert len(case.operator.call(torch.randn(2, 64, 32))) == 2
-    assert len(case.dense.call(torch.randn(2, 64, 32))) == 1
+    for case in COSTS.cases(("exit",)):
+        assert len(case.operator.call(torch.randn(2, 64, 32))) == 2
+        assert len(case.dense.call(torch.randn(2, 64, 32))) == 1
+
+
+def test_exit_cases_compute_the_stated_part_of_the_logits():
+    settings = {}
+    for case in COSTS.cases(("exit",)):
+        [an_exit] = [module for module in case.operator.module.modules() if isinstance(module, Exit)]
+        stated = an_exit.settings
+        assert (stated.measure, stated.token_share) == (case.setting["measure"], case.setting["loss_token_share"])
+        assert stated.vocabulary_samples in (0, case.setting["loss_vocabulary"])
+        settings[tuple(case.setting.values())] = stated
+    assert list(settings) == [
+        (measure, *loss) for measure in ("softmax", "saturation") for loss in ((1.0, 50), (0.125, 25))
+    ]
 
 
 def test_measured_parts_are_forward_and_both_backwards(clock):
@@ -103,10 +120,10 @@ def test_command_writes_a_row_for_each_case(tmp_path):
     )
     assert done.exit_code == 0, done.output
     document = json.loads(path.read_text())
-    assert document["format"] == "dynmo-operator-costs"
+    jsonschema.validate(document, SCHEMA)
     assert document["device"]["name"]
     rows = [(row["case"], row["operator"], row["sequence_length"]) for row in document["rows"]]
-    layers = [("dense", name) for name in ("attention", "mlp", "layer", "head")] + [("experts", "mlp")] * 2
+    layers = [("dense", name) for name in ("attention", "mlp", "layer", "head", "embedding")] + [("experts", "mlp")] * 2
     assert rows == [(*each, tokens) for tokens in (32, 64) for each in layers]
     assert all(row["forward_ns"] > 0 and row["dense"]["forward_ns"] > 0 for row in document["rows"])
 
