@@ -42,6 +42,10 @@ def recipe(
     workers: Annotated[
         int | None, typer.Option(min=1, max=MAX_RANKS, help="Pipeline workers. Default: the recipe's.")
     ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(help="Table of dynmo-train measure-costs. Default: the recipe's own."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="File to write one recipe to as a profile, for dynmo-train --emulate; must not exist."),
@@ -63,7 +67,7 @@ def recipe(
     from ..recipes.trace import write_trace
 
     # All recipes are read before the first one runs: an error in the last file must not cost minutes.
-    recipes = [with_size(load_recipe(name), layers, workers) for name in names or recipe_names()]
+    recipes = [with_size(load_recipe(name, costs), layers, workers) for name in names or recipe_names()]
     if trace is not None:
         if len(recipes) != 1:
             raise UsageError(f"--trace: needs exactly one recipe, got {len(recipes)}; name one")
@@ -86,6 +90,8 @@ def recipe(
         emit(f"{outcome.recipe.name}:")
         for sentence in outcome.recipe.assumptions:
             emit(f"  - {sentence}")
+        if outcome.recipe.measured is not None:
+            emit(f"  - measured on {outcome.recipe.measured.table.label}")
     columns = ["recipe", "uniform ms", "dense-optimal ms", "balanced ms", "bound ms"]
     columns += ["x uniform", "x dense-optimal", "x bound", "x 1F1B bound", "with technique", "published"]
     rows = [

@@ -1,30 +1,31 @@
 """Scripted trajectories: how the costs of a model change over a run under each dynamic technique.
 
-Each is a stated model, not a measurement. All take the dense costs, the number of steps and a seed.
+Each is a stated model of what the technique does to each item; what that costs comes from formulas (``StatedCosts``) or
+from measured operators (``MeasuredCosts``). All take the dense costs, the number of steps and a seed.
 
 * ``pruning``: gradual pruning to a final sparsity by the cubic schedule of Zhu and Gupta (2017, arXiv 1710.01878).
   Global magnitude pruning makes layers uneven, modelled by a spread of the sparsity that increases with depth.
 * ``freezing``: the frozen front grows in equal steps to a final share of the layers.
 * ``moe``: the busiest expert of each layer sets the time of its MLP; the skew drifts over layers and steps.
-* ``mod``: every other block computes only a share of the tokens, between 12.5 % and 50 % (Raposo et al. 2024, arXiv
+* ``mod``: every other block computes only a share of the tokens, from the first step on (Raposo et al. 2024, arXiv
   2404.02258, which finds 12.5 % in every other block best).
-* ``early-exit``: the share of active tokens decreases exponentially with depth, and with training.
-* ``sparse-attention``: the attention of each layer keeps a share of its blocks that drifts between 10 % and 100 % of
-  the densest. The projections stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
+* ``early-exit``: at each of some evenly spaced exits a share of the tokens leaves, which grows with training.
+* ``sparse-attention``: the attention of each layer keeps a share of its scores that drifts between the sparsest and the
+  densest. The projections stay dense.
 * ``static``: nothing changes.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._common.errors import UsageError
 from ..costs.cost_window import ItemCosts, scaled
 from ..costs.sparsity import PRUNED_KINDS, SparsityModel
+from ..costs.stated_costs import StatedCosts, TechniqueCosts
 from ..formats.profile import Header
 from ..partition.uniform import layer_starts
 
@@ -44,14 +45,15 @@ class TrajectorySettings:
 
     Attributes:
         steps: number of steps.
-        strength: final sparsity, frozen share or expert skew, depending on the technique; within [0, 1).
+        strength: final sparsity, frozen share, expert skew, share of the tokens that a routed block leaves out, or
+            share of the tokens at an exit that leave; within [0, 1).
         noise: relative standard deviation of each time.
         seed: of the noise and the trajectory.
-        sparsity: cost model of pruned items.
-        exit_rate: of ``early-exit``: at the end, the share ``exp(-exit_rate * strength * depth)`` of the tokens is
-            active.
-        densest: of ``sparse-attention``: the largest share of blocks that a layer keeps.
-        cached_forward: of ``freezing``: the outputs of the frozen front are read from a cache instead of computed.
+        sparsity: cost model of pruned items, where costs are not measured.
+        exits: of ``early-exit``: number of evenly spaced exits.
+        densest: of ``sparse-attention``: the largest share of its scores that a layer keeps.
+        cache_hits: of ``freezing``: the share of the samples whose outputs of the frozen front are read from a cache
+            instead of computed; 0 where no sample repeats.
         slope: of ``moe``: how much the skew increases with depth, within [0, 1]; 1 is from zero to twice the
             strength.
     """
@@ -61,13 +63,25 @@ class TrajectorySettings:
     noise: float = 0.0
     seed: int = 0
     sparsity: SparsityModel = field(default_factory=SparsityModel)
-    exit_rate: float = 2.5
+    exits: int = 2
     densest: float = 1.0
-    cached_forward: bool = False
+    cache_hits: float = 0.0
     slope: float = 0.0
 
 
-Factors = Callable[[Header, TrajectorySettings, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
+Changing = Iterator[tuple[ItemCosts, Mapping[str, Any] | None]]
+"""Costs and event of each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Script:
+    """What a trajectory depends on."""
+
+    header: Header
+    dense: ItemCosts
+    settings: TrajectorySettings
+    costs: TechniqueCosts
+    rng: random.Random
 
 
 def depths_of(header: Header) -> list[float]:
@@ -80,79 +94,102 @@ def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
     return {"kind": kind, "detail": detail, "next_expected_step": following}
 
 
-def _pruning(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    model = trajectory.sparsity
+def _pruning(script: _Script) -> Changing:
+    header, settings = script.header, script.settings
     depths = depths_of(header)
     # As the published program of DynMo: of 10,000 steps, four rounds from step 3,000 on, one every 1,000 steps.
     rounds = 4
-    begin, every = trajectory.steps * 3 // 10, max(1, trajectory.steps // 10)
-    factors = [1.0] * len(depths)
-    for step in range(1, trajectory.steps + 1):
+    begin, every = settings.steps * 3 // 10, max(1, settings.steps // 10)
+    costs = script.dense
+    for step in range(1, settings.steps + 1):
         done, rest = divmod(step - begin, every)
         event = None
         if rest == 0 and 0 <= done < rounds:
             progress = (done + 1) / rounds
-            mean = trajectory.strength * (1 - (1 - progress) ** 3)
+            mean = settings.strength * (1 - (1 - progress) ** 3)
             # Global magnitude pruning is modelled to remove more from later layers: at 90 % on average, from about two
             # thirds to 99 %. No layer loses all its weights.
             sparsity = [min(0.99, max(0.0, mean + (d - 0.5) * 0.5 * mean)) for d in depths]
-            pairs = zip(header.items, sparsity, strict=True)
-            factors = [model.factor(s) if item.kind in PRUNED_KINDS else 1.0 for item, s in pairs]
+            costs = script.costs.pruned(header, script.dense, sparsity)
             event = _event("pruned", begin + (done + 1) * every if done + 1 < rounds else None, sparsity=round(mean, 4))
-        yield factors, event
+        yield costs, event
 
 
-def _moe(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+def _moe(script: _Script) -> Changing:
+    header, settings, rng = script.header, script.settings, script.rng
     strength = {
-        item.layer: trajectory.strength * (1 + trajectory.slope * (2 * depth - 1))
+        item.layer: settings.strength * (1 + settings.slope * (2 * depth - 1))
         for item, depth in zip(header.items, depths_of(header), strict=True)
         if item.kind in ("mlp", "layer")
     }
     skew = {layer: abs(rng.gauss(0, deviation)) for layer, deviation in strength.items()}
-    for _ in range(trajectory.steps):
+    for _ in range(settings.steps):
         for layer, deviation in strength.items():
             # 0.995^2 + 0.1^2 is about 1: the skew drifts, but its deviation stays that of the start.
             skew[layer] = abs(0.995 * skew[layer] + 0.1 * deviation * rng.gauss(0, 1))
-        yield [1 + skew[i.layer] if i.kind in ("mlp", "layer") else 1.0 for i in header.items], None
+        excess = [skew.get(item.layer, 0.0) for item in header.items]
+        yield script.costs.experts(header, script.dense, excess), None
 
 
-def _mod(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    routed = {item.layer: index for index, item in enumerate(header.items) if item.kind in PRUNED_KINDS}
-    chosen = set(list(routed)[1::2])
-    for step in range(1, trajectory.steps + 1):
-        capacity = 0.125 + 0.375 * (0.5 + 0.5 * math.cos(2 * math.pi * step / trajectory.steps))
-        share = 1 - trajectory.strength * (1 - capacity)
-        yield [share if item.layer in chosen else 1.0 for item in header.items], None
+def _mod(script: _Script) -> Changing:
+    header = script.header
+    blocks = list(dict.fromkeys(item.layer for item in header.items if item.kind in PRUNED_KINDS))
+    routed = set(blocks[1::2])
+    capacity = [1 - script.settings.strength if item.layer in routed else 1.0 for item in header.items]
+    costs = script.costs.routed(header, script.dense, capacity)
+    for _ in range(script.settings.steps):
+        yield costs, None
 
 
-def _early_exit(
-    header: Header, trajectory: TrajectorySettings, rng: random.Random
-) -> Iterator[tuple[list[float], Any]]:
-    depths = depths_of(header)
-    for step in range(1, trajectory.steps + 1):
-        rate = trajectory.exit_rate * trajectory.strength * step / trajectory.steps
-        pairs = zip(header.items, depths, strict=True)
-        yield [math.exp(-rate * d) if item.kind in PRUNED_KINDS else 1.0 for item, d in pairs], None
+def _early_exit(script: _Script) -> Changing:
+    header, settings = script.header, script.settings
+    blocks = list(dict.fromkeys(item.layer for item in header.items if item.kind in PRUNED_KINDS))
+    # Exits at a third and two thirds of the blocks where there are two, as in the scripts of EE-LLM (2312.04916).
+    last = [len(blocks) * (number + 1) // (settings.exits + 1) - 1 for number in range(settings.exits)]
+    after = sorted({blocks[each] for each in last if 0 <= each < len(blocks) - 1}, key=blocks.index)
+    ends = {item.layer: index for index, item in enumerate(header.items)}
+    for step in range(1, settings.steps + 1):
+        leaving = settings.strength * step / settings.steps
+        share, shares, active, exits = 1.0, {}, [], {}
+        for block in blocks:
+            shares[block] = share
+            if block in after:
+                exits[ends[block]] = share
+                share *= 1 - leaving
+        active = [shares.get(item.layer, 1.0) for item in header.items]
+        yield script.costs.exited(header, script.dense, active, exits), None
 
 
-def _sparse_attention(
-    header: Header, trajectory: TrajectorySettings, rng: random.Random
-) -> Iterator[tuple[list[float], Any]]:
+def _sparse_attention(script: _Script) -> Changing:
+    header, settings = script.header, script.settings
     density = {item.layer: 1.0 for item in header.items if item.kind in ("attention", "layer")}
-    floor = min(trajectory.densest, max(0.1 * trajectory.densest, 1 - trajectory.strength))
-    tokens, hidden = header.model.sequence_length, header.model.hidden_size
-    # Scores 4 s^2 h, projections 8 s h^2; a whole layer has 16 s h^2 more in its MLP
-    shares = {"attention": tokens / (tokens + 2 * hidden), "layer": tokens / (tokens + 6 * hidden)}
-    for step in range(1, trajectory.steps + 1):
+    floor = min(settings.densest, max(0.1 * settings.densest, 1 - settings.strength))
+    for step in range(1, settings.steps + 1):
         for layer in density:
-            target = floor + (trajectory.densest - floor) * ((hash_unit(layer) + step / trajectory.steps) % 1.0)
+            target = floor + (settings.densest - floor) * ((hash_unit(layer) + step / settings.steps) % 1.0)
             density[layer] = 0.99 * density[layer] + 0.01 * target
-        yield [1 - shares.get(i.kind, 0.0) * (1 - density.get(i.layer, 1.0)) for i in header.items], None
+        values = [density.get(item.layer, 1.0) for item in header.items]
+        yield script.costs.sparse(header, script.dense, values), None
 
 
-def _static(header: Header, trajectory: TrajectorySettings, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    for _ in range(trajectory.steps):
-        yield [1.0] * len(header.items), None
+def _static(script: _Script) -> Changing:
+    for _ in range(script.settings.steps):
+        yield script.dense, None
+
+
+def _freezing(script: _Script) -> Changing:
+    header, settings = script.header, script.settings
+    rounds = 6
+    every = max(1, settings.steps // (rounds + 1))
+    costs = script.dense
+    for step in range(1, settings.steps + 1):
+        done, rest = divmod(step - 1, every)
+        event = None
+        if rest == 0 and 1 <= done <= rounds:
+            share = settings.strength * done / rounds
+            costs = script.costs.frozen(header, script.dense, frozen_front(header, share), settings.cache_hits)
+            event = _event("frozen", step - 1 + every if done < rounds else None, share=round(share, 4))
+        yield costs, event
 
 
 def hash_unit(text: str) -> float:
@@ -161,16 +198,17 @@ def hash_unit(text: str) -> float:
     return random.Random(text).random()
 
 
-_FACTORS: Mapping[str, tuple[Factors, float]] = {
+_SCRIPTS = {
     "static": (_static, 0.0),
     "pruning": (_pruning, 0.9),
     "moe": (_moe, 0.5),
-    "mod": (_mod, 0.9),
-    "early-exit": (_early_exit, 0.9),
+    "mod": (_mod, 0.875),
+    "early-exit": (_early_exit, 0.43),
     "sparse-attention": (_sparse_attention, 0.9),
+    "freezing": (_freezing, 0.6),
 }
-TECHNIQUES = (*_FACTORS, "freezing")
-DEFAULT_STRENGTH = {**{name: strength for name, (_, strength) in _FACTORS.items()}, "freezing": 0.6}
+TECHNIQUES = tuple(_SCRIPTS)
+DEFAULT_STRENGTH = {name: strength for name, (_, strength) in _SCRIPTS.items()}
 
 
 def _noisy(costs: ItemCosts, trajectory: TrajectorySettings, rng: random.Random) -> ItemCosts:
@@ -185,22 +223,12 @@ def _noisy(costs: ItemCosts, trajectory: TrajectorySettings, rng: random.Random)
     return scaled(scaled(costs, noise(), ("forward",)), noise(), ("backward",))
 
 
-def _freezing(header: Header, dense: ItemCosts, trajectory: TrajectorySettings) -> Iterator[tuple[ItemCosts, Any]]:
-    rounds = 6
-    every = max(1, trajectory.steps // (rounds + 1))
-    costs = dense
-    for step in range(1, trajectory.steps + 1):
-        done, rest = divmod(step - 1, every)
-        event = None
-        if rest == 0 and 1 <= done <= rounds:
-            share = trajectory.strength * done / rounds
-            costs = frozen_costs(header, dense, share, cached_forward=trajectory.cached_forward)
-            event = _event("frozen", step - 1 + every if done < rounds else None, share=round(share, 4))
-        yield costs, event
-
-
 def scenario_steps(
-    technique: str, header: Header, dense: ItemCosts, trajectory: TrajectorySettings
+    technique: str,
+    header: Header,
+    dense: ItemCosts,
+    trajectory: TrajectorySettings,
+    costs: TechniqueCosts | None = None,
 ) -> Iterator[ScenarioStep]:
     """The costs of every step of a technique.
 
@@ -209,16 +237,14 @@ def scenario_steps(
         header: of the profile.
         dense: the costs without the technique.
         trajectory: number of steps, strength, noise and seed.
+        costs: what the technique costs; None is by formulas.
     """
     # One generator for trajectory and noise: the seed alone determines every number of the profile.
     rng = random.Random(trajectory.seed)
-    if technique == "freezing":
-        changing = _freezing(header, dense, trajectory)
-    else:
-        factors = _FACTORS[technique][0](header, trajectory, rng)
-        changing = ((scaled(dense, factor), event) for factor, event in factors)
-    for step, (costs, event) in enumerate(changing, start=1):
-        noisy = replace(_noisy(costs, trajectory, rng), from_step=step, to_step=step, records=1)
+    costs = costs or StatedCosts(trajectory.sparsity)
+    script = _Script(header=header, dense=dense, settings=trajectory, costs=costs, rng=rng)
+    for step, (changed, event) in enumerate(_SCRIPTS[technique][0](script), start=1):
+        noisy = replace(_noisy(changed, trajectory, rng), from_step=step, to_step=step, records=1)
         yield ScenarioStep(step=step, costs=noisy, event=event)
 
 
@@ -237,28 +263,17 @@ def frozen_front(header: Header, share: float) -> int:
     return starts[count] if count < len(starts) else len(header.items)
 
 
-def frozen_costs(header: Header, costs: ItemCosts, share: float, *, cached_forward: bool = False) -> ItemCosts:
+def frozen_costs(header: Header, costs: ItemCosts, share: float, *, cache_hits: float = 0.0) -> ItemCosts:
     """The costs with this share of the layers frozen, from the front.
 
     Args:
         header: of the profile.
         costs: of all items.
         share: share of the layers, in [0, 1).
-        cached_forward: whether the outputs of the front are read from a cache, so that its forward pass takes no time.
+        cache_hits: share of the samples whose outputs of the front are read from a cache, so that its forward pass
+            takes no time.
 
     Raises:
         UsageError: the share is out of range.
     """
-    # No gradient passes through the front, so it needs neither backward pass nor activations.
-    front = frozen_front(header, share)
-
-    def zero(values: tuple[int, ...]) -> tuple[int, ...]:
-        return (0,) * front + values[front:]
-
-    return replace(
-        costs,
-        forward_ns=zero(costs.forward_ns) if cached_forward else costs.forward_ns,
-        backward_input_ns=zero(costs.backward_input_ns),
-        backward_weight_ns=zero(costs.backward_weight_ns),
-        activation_bytes=zero(costs.activation_bytes),
-    )
+    return StatedCosts().frozen(header, costs, frozen_front(header, share), cache_hits)

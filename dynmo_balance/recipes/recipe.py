@@ -20,13 +20,18 @@ A recipe has ``technique`` and ``assumptions`` (sentences), and optionally ``pub
 ``BuildOptions``, ``[script]`` those of ``TrajectorySettings``. ``[ranges]`` has, for parameters of ``[script]``, other
 values that are plausible, and the source of all of them.
 
+With ``costs``, a table in ``recipes/costs`` or a file of ``dynmo-train measure-costs``, all times of items are measured
+ones: dense, and of the technique. Width, heads, vocabulary, tokens, microbatch and type are then those of the table;
+``[model]`` has the rest. ``form`` selects the format of pruned layers (else the fastest), ``[exit]`` the exit. Without
+a table, times are computed for ``device``, and the technique has the formulas of ``StatedCosts``.
+
 Published speed-ups are "up to" figures over static training, of runs whose settings are not known. The end of the
 trajectory counts, where the imbalance is largest, not the mean over a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +41,15 @@ from .._common.errors import UsageError
 from ..analysis.search import search
 from ..costs.cost_window import ItemCosts
 from ..costs.devices import load_device
+from ..costs.measured_costs import MeasuredCosts
 from ..costs.model_spec import ModelSpec
 from ..costs.sparsity import SparsityModel
+from ..formats.operator_costs import read_operator_costs
 from ..formats.plan import CUSTOM
 from ..formats.profile import Header
 from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from ..inputs.model_config import from_config
-from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, TrajectorySettings, scenario_steps
+from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, ScenarioStep, TrajectorySettings, scenario_steps
 from ..partition import uniform
 from ..partition.exact import solve
 from ..planning.plan_builder import problem_of_run
@@ -52,12 +59,15 @@ from ..simulation.order_bound import order_bound_ns
 from ..simulation.simulator import predict
 
 FOLDER = Path(__file__).parent
+COSTS = FOLDER / "costs"
+"""Tables of ``dynmo-train measure-costs``."""
 SHARDED_FAMILIES = ("gpt", "llama", "mixtral")
 """Families of models whose output layer ``dynmo-train --vocabulary-parallel`` splits; Mixtral is Llama with experts."""
 SHARDED_ROUNDS = 8
 """Rounds of the search with shards. Their passes wait for all workers, so that partitions are simulated one by one:
 local search would take minutes."""
 _KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "run", "script", "ranges"}
+_KEYS |= {"costs", "exit", "form"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,7 @@ class Recipe:
     run: BuildOptions
     trajectory: TrajectorySettings
     ranges: Mapping[str, ParameterRange] = field(default_factory=dict)
+    measured: MeasuredCosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +191,7 @@ class RecipeResult:
             "recipe": self.recipe.name,
             "technique": self.recipe.technique,
             "assumptions": list(self.recipe.assumptions),
+            "costs": None if self.recipe.measured is None else self.recipe.measured.table.label,
             "dense_uniform_ns": self.dense_uniform_ns,
             "dense_optimal_ns": self.dense_optimal_ns,
             "uniform_static_ns": self.uniform_ns,
@@ -224,11 +236,15 @@ def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
     return kind(**content)
 
 
-def load_recipe(name: str) -> Recipe:
+def load_recipe(name: str, costs: Path | None = None) -> Recipe:
     """A built-in recipe by name, or one from a TOML file.
 
+    Args:
+        name: of the recipe, or its path.
+        costs: table of ``dynmo-train measure-costs`` instead of the recipe's own.
+
     Raises:
-        UsageError: the name is neither, or the file is invalid.
+        UsageError: the name is neither, or the file or the table is invalid.
     """
     path = FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
     if not path.is_file():
@@ -243,17 +259,67 @@ def load_recipe(name: str) -> Recipe:
     technique = content.get("technique")
     if technique not in TECHNIQUES:
         raise UsageError(f"{path}: technique must be one of {', '.join(TECHNIQUES)}, is {technique!r}")
+    model = _table(content, "model", path)
+    run = _from_table(BuildOptions, content.get("run", {}), str(path), "run")
+    device = str(content.get("device", "h100"))
+    measured = _measured(content, costs, path)
+    if measured is not None:
+        model, run = _of_table(measured, content, path)
+        device = "cpu" if measured.table.device_type == "cpu" else device
     return Recipe(
         name=path.stem,
         technique=technique,
         published=content.get("published"),
         assumptions=tuple(map(str, content.get("assumptions", ()))),
-        device=str(content.get("device", "h100")),
-        spec=from_config(_table(content, "model", path), str(path)),
-        run=_from_table(BuildOptions, content.get("run", {}), str(path), "run"),
+        device=device,
+        spec=from_config(model, str(path)),
+        run=run,
         trajectory=_script(content, technique, path),
         ranges=_ranges(content.get("ranges", {}), path),
+        measured=measured,
     )
+
+
+def _measured(content: Mapping[str, Any], costs: Path | None, path: Path) -> MeasuredCosts | None:
+    """The measured costs of a recipe, at the longest sequence of its table; None without a table."""
+    stated = content.get("costs")
+    if stated is None and costs is None:
+        return None
+    built_in = COSTS / f"{stated}.json"
+    table = costs or (built_in if built_in.is_file() else path.parent / str(stated))
+    exit_setting = content.get("exit", {})
+    if not isinstance(exit_setting, dict):
+        raise UsageError(f"{path}: [exit] must be a table")
+    measured = read_operator_costs(table)
+    model = _table(content, "model", path)
+    return MeasuredCosts(
+        measured,
+        max(measured.sequence_lengths),
+        form=content.get("form"),
+        exit_setting=exit_setting,
+        experts_per_token=model.get("moe_router_topk") if model.get("num_experts", 1) > 1 else None,
+    )
+
+
+def _of_table(measured: MeasuredCosts, content: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], BuildOptions]:
+    """Model configuration and run with the shape of the measured table.
+
+    Raises:
+        UsageError: the recipe states a part of the shape, too.
+    """
+    table = measured.table
+    shape = {
+        "hidden_size": table.hidden_size,
+        "ffn_hidden_size": table.ffn_hidden_size,
+        "num_attention_heads": table.num_attention_heads,
+        "vocab_size": table.vocab_size,
+        "max_position_embeddings": measured.tokens,
+    }
+    run = {"micro_batch_size": table.micro_batch_size, "dtype": table.dtype}
+    model, stated_run = _table(content, "model", path), content.get("run", {})
+    if twice := sorted({*shape, "seq_length"} & model.keys()) + sorted({*run, "sequence"} & stated_run.keys()):
+        raise UsageError(f"{path}: {', '.join(twice)}: the measured table has the shape of the model; remove them")
+    return {**model, **shape}, _from_table(BuildOptions, {**stated_run, **run}, str(path), "run")
 
 
 def _ranges(content: Any, path: Path) -> dict[str, ParameterRange]:
@@ -309,14 +375,38 @@ def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe
     )
 
 
-def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
-    """The header of a recipe's profile, its dense costs, and the costs at the end of its trajectory."""
+@dataclass(frozen=True, kw_only=True)
+class RecipeCosts:
+    """The header of a recipe's profile, as document and parsed, and its dense costs."""
+
+    document: dict[str, Any]
+    header: Header
+    dense: ItemCosts
+
+
+def dense_costs(recipe: Recipe) -> RecipeCosts:
+    """The header of a recipe's profile and its dense costs, measured or computed."""
     device = load_device(recipe.device)
-    header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
-    dense = last = build_costs(recipe.spec, header, device, recipe.run)
-    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.trajectory):
+    document = build_header(recipe.spec, device, recipe.run, recipe.name)
+    header = header_of(document)
+    dense = build_costs(recipe.spec, header, device, recipe.run)
+    if recipe.measured is not None:
+        dense = recipe.measured.dense(header, dense)
+    return RecipeCosts(document=document, header=header, dense=dense)
+
+
+def steps_of(recipe: Recipe, costs: RecipeCosts) -> Iterator[ScenarioStep]:
+    """The costs of every step of a recipe's technique."""
+    return scenario_steps(recipe.technique, costs.header, costs.dense, recipe.trajectory, recipe.measured)
+
+
+def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
+    """The header of a recipe's profile, its costs without the technique, and the costs at the end of its trajectory."""
+    costs = dense_costs(recipe)
+    last = costs.dense
+    for scenario_step in steps_of(recipe, costs):
         last = scenario_step.costs
-    return header, dense, last
+    return costs.header, costs.dense, last
 
 
 def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:

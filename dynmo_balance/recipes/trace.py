@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..costs.devices import load_device
 from ..formats.profile import write_profile
-from ..inputs.analytic_profile import build_costs, build_header, build_lines, header_of
-from ..inputs.scenarios import ScenarioStep, scenario_steps
-from .recipe import Recipe
+from ..inputs.analytic_profile import build_lines
+from ..inputs.scenarios import ScenarioStep
+from .recipe import Recipe, dense_costs, steps_of
 
 
 def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> Iterator[dict[str, Any]]:
@@ -32,14 +31,12 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
     Raises:
         UsageError: the recipe has fewer steps than requested.
     """
-    device = load_device(recipe.device)
-    document = build_header(recipe.spec, device, recipe.run, recipe.name)
-    header = header_of(document)
-    dense = build_costs(recipe.spec, header, device, recipe.run)
+    costs = dense_costs(recipe)
+    document, header, dense = costs.document, costs.header, costs.dense
     # The trajectory is computed whole, because its costs depend on all steps before.
     last: deque[ScenarioStep] = deque(maxlen=technique_steps)
     event: Mapping[str, Any] | None = None
-    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.trajectory):
+    for scenario_step in steps_of(recipe, costs):
         last.append(scenario_step)
         event = scenario_step.event or event
     if len(last) < technique_steps:

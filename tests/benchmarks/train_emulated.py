@@ -51,7 +51,7 @@ from dynmo_balance.recipes.trace import write_trace
 from dynmo_balance.simulation.simulator import predict
 from dynmo_train._common.console import emit
 
-RECIPES = ("moe-128k-vocabulary", "pruning-7b", "freezing-7b", "sparse-attention-64k", "early-exit-7b", "mod")
+RECIPES = ("moe", "pruning", "pruning-block", "freezing", "sparse-attention", "early-exit", "mod")
 BASELINE, BEFORE, AFTER = 2, 3, 5
 SHAPE = [
     *("--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "4", "--vocab-size", "64"),

@@ -26,11 +26,8 @@ def default_of(parameter):
 def test_recipe_has_a_source_for_each_parameter_it_sets(name):
     recipe = load_recipe(name)
     is_set = {each for each in script_parameters() if parameter_of(recipe, each) != default_of(each)}
-    if recipe.technique != "pruning":
-        is_set = {each for each in is_set if not each.startswith("sparsity.")}
-    # At a strength of 0.99 the rate alone decides how many tokens exit.
-    is_set -= {"strength"} if recipe.technique == "early-exit" else set()
     assert is_set <= set(recipe.ranges)
+    assert (recipe.measured is None) == (name == "pruning-h100"), "the others are measured"
     assert all(given.source.strip() and len(given.values) > 1 for given in recipe.ranges.values())
 
 
@@ -81,10 +78,10 @@ def test_recipe_with_damaged_ranges_is_refused(tmp_path, text, message):
 def test_command_prints_ranges_with_sources():
     command = [sys.executable, "-m", "dynmo_balance", "recipe", "mod", "--sensitivity"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "0.99 (recipe)" in text
+    assert "0.875 (recipe)" in text
     assert "mod, strength: Raposo et al. 2024" in text
     done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)
-    assert [row["value"] for row in rows] == [0.25, 0.5, 0.75, 0.99]
+    assert [row["value"] for row in rows] == [0.25, 0.5, 0.75, 0.875]
     assert [row["is_recipe"] for row in rows] == [False, False, False, True]
     assert all(row["over_dense_optimal_static"] >= 0.999 for row in rows)
