@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dynmo_train.optim.grad_reducer import GradientReducer
 from dynmo_train.parallel.dims import ParallelDims
@@ -76,3 +79,50 @@ def test_gradients_summed_in_bf16_are_near_those_in_float32(zero):
             # The sum itself is a number of bf16.
             assert torch.equal(rounded[name].bfloat16().float(), rounded[name])
     assert differs
+
+
+class _Reduced(TorchDispatchMode):
+    """Counts the elements that all-reduces and reduce-scatters of more than a row of figures receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith(("c10d.allreduce_", "c10d._reduce_scatter_base_", "c10d.reduce_scatter")):
+            self.elements += sum(each.numel() for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def reduced_elements(world: World, layouts: list[Layout]) -> list[tuple[int, int]]:
+    """Elements that are reduced in the second step, and parameters of the front."""
+    found = []
+    for layout in layouts:
+        engine = engine_on(set_parallel_dims(world, layout.dims, 60), layout)
+        engine.train_step(batch_of(1), sampled=False)
+        engine.after_step(1)
+        front = sum(
+            parameter.numel()
+            for item in engine.local_names
+            if item.startswith(("embedding", "layers.0", "layers.1"))
+            for parameter in engine.item_store.blueprint(item).parameters()
+        )
+        with _Reduced() as counted:
+            engine.train_step(batch_of(2), sampled=False)
+        found.append((counted.elements, front))
+    return found
+
+
+def test_gradients_of_a_frozen_front_are_not_reduced():
+    dims = ParallelDims(data=2)
+    zero = {"zero_stage": 2, "zero_sync_microbatches": False}
+    layouts = [
+        Layout(dims=dims, scenario=replace(PLAIN, freeze=freeze), settings=settings)
+        for settings in ({}, zero)
+        for freeze in ((), ((1, 2),))
+    ]
+    for rank in run_workers(reduced_elements, 2, layouts):
+        (dense, front), (frozen, _), (zero_dense, _), (zero_frozen, _) = rank
+        assert dense - frozen == front > 0
+        # A reduce-scatter has the gradients of all replicas as input, and a shard as output.
+        assert zero_dense - zero_frozen >= front

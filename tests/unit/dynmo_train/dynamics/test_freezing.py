@@ -1,0 +1,92 @@
+"""A frozen front: counted operations of its backward, gradients and moments, without a cache of its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import Groups, World
+from tests.distributed.scenario import Scenario, batch_of, engine_of
+
+FROZEN = Scenario(prune=False, tied=False, dropout=0.0, schedule="gpipe", freeze=((1, 2),))
+DENSE = replace(FROZEN, freeze=())
+FRONT = ("embedding", "layers.0", "layers.1")
+# Forward: qkv, dense, fc1, fc2. Backward: two products for each.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 4, 8
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    groups = Groups(pipeline=dist.group.WORLD)
+    yield World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims(), groups=groups)
+    dist.destroy_process_group()
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and backward operations of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        self.products += name.split(".")[0] in ("mm", "addmm", "bmm", "baddbmm")
+        self.attention += "attention" in name and "backward" in name
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of the second step of a run, which is the first one with a frozen front."""
+
+    products: int
+    attention: int
+    with_gradient: set[str]
+    with_moments: set[str]
+
+
+def is_front(name):
+    return name.startswith(FRONT)
+
+
+def counts(world, scenario):
+    engine = engine_of(scenario, world)
+    engine.train_step(batch_of(1), sampled=False)
+    engine.after_step(1)
+    found = set()
+    prepare = engine.prepare_gradients
+
+    def observed(step):
+        found.update(name for _, name, parameter in engine.item_store.parameters() if parameter.grad is not None)
+        return prepare(step)
+
+    engine.prepare_gradients = observed
+    with Products() as counted:
+        engine.train_step(batch_of(2), sampled=False)
+    moments = {name for _, name, _ in engine.item_store.parameters() if engine.item_store.optimizers.moments(name)}
+    return Counts(counted.products, counted.attention, found, moments), engine
+
+
+def test_frozen_front_runs_no_backward_product(world):
+    (dense, _), (frozen, engine) = counts(world, DENSE), counts(world, FROZEN)
+    microbatches = engine.settings.pipeline.microbatches
+    assert dense.products - frozen.products == 2 * BACKWARD_PRODUCTS * microbatches
+    assert dense.attention - frozen.attention == dense.attention / 2 > 0
+
+
+def test_frozen_front_has_no_gradients_and_moments(world):
+    (dense, _), (frozen, engine) = counts(world, DENSE), counts(world, FROZEN)
+    front = {name for _, name, _ in engine.item_store.parameters() if is_front(name)}
+    assert front
+    assert front <= dense.with_gradient
+    assert front <= dense.with_moments
+    assert frozen.with_gradient == dense.with_gradient - front
+    assert frozen.with_moments == dense.with_moments - front
