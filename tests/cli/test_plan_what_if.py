@@ -37,7 +37,7 @@ def test_what_if_reports_workers_to_release(plan):
 
 
 def test_what_if_marks_infeasible_cells(plan):
-    code, out, _ = plan("what-if", EVENTS, "--vary", "stages=1,2", "--memory", "9MB")
+    code, out, _ = plan("what-if", EVENTS, "--vary", "stages=1,2", "--memory", "6MB")
     assert code == 0
     assert "infeasible" in out.splitlines()[2]
     assert "infeasible" not in out.splitlines()[3]
