@@ -162,9 +162,7 @@ class ModelConfig:
     moe_router_score_function: ScoreFunction = option(
         "Scores of the router: over all experts, or of each expert alone.", default="softmax"
     )
-    moe_router_pre_softmax: bool = option(
-        "Do not normalize the softmax over the chosen experts.", default=False
-    )
+    moe_router_pre_softmax: bool = option("Do not normalize the softmax over the chosen experts.", default=False)
     moe_router_topk_scaling_factor: float | None = option(
         "Factor on the weights of the chosen experts; none: 1.", default=None, above=0
     )

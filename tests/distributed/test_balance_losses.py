@@ -1,4 +1,4 @@
-"""Balance losses over the batch of a step and biases of experts: the same bits on any placement, sums of all replicas."""
+"""Balance losses over the batch of a step and biases of experts: the same bits on any placement."""
 
 from __future__ import annotations
 
