@@ -38,8 +38,8 @@ from dynmo_train.trainer.engine import Engine, EngineSettings
 LAYERS, WIDTH, INNER, EXPERTS, TOKENS = 2, 64, 128, 8, 64
 MICROBATCHES, MICRO_BATCH, LAST = 4, 4, 30
 SIGMOID = RouterShape(score_function="sigmoid")
-# The coefficient that Megatron-LM recommends to start with. The update rate is ten times that of DeepSeek-V3, whose runs
-# have millions of steps: biases of 1e-3 per step move by 0.12 at most in 120 steps.
+# The coefficient that Megatron-LM recommends to start with. The update rate is ten times that of DeepSeek-V3, whose
+# runs are far longer: at 1e-3 a bias moves by 0.12 at most in 120 steps.
 FORMS: dict[str, MoeShape] = {
     "none": MoeShape(num_experts=EXPERTS, router=SIGMOID),
     "aux_loss 1e-2": MoeShape(num_experts=EXPERTS, router=SIGMOID, aux_loss_coeff=1e-2),
