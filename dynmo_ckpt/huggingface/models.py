@@ -29,6 +29,15 @@ TASK_HEADS = {
     "multichoice": "MegatronBertForMultipleChoice",
 }
 LAYER_NORMS = {"normalization": "layernorm", "position_embedding": "learned"}
+# What a Mixtral's router computes: the likeliest experts, weighted by their normalized probabilities.
+MIXTRAL_ROUTER: Mapping[str, Any] = {
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,9 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     if family == "llama":
         if model.get("moe_shared_ffn_size"):
             raise UnsupportedError("transformers' Mixtral has no shared experts; use --to native")
+        if unlike := unlike_mixtral(model):
+            fields = ", ".join(f"{field} = {value}" for field, value in unlike.items())
+            raise UnsupportedError(f"transformers' Mixtral implements no router with {fields}; use --to native")
         dense = "mistral" if model.get("sliding_window") else "llama"
         return ("mixtral" if model.get("num_experts") else dense), LLAMA
     if model.get("sliding_window"):
@@ -83,6 +95,15 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
             f"{name}: head_dim {model['head_dim']} times the number of heads must be the hidden size"
         )
     return name, ARCHITECTURES[name]
+
+
+def unlike_mixtral(model: Config) -> dict[str, Any]:
+    """The fields of a model by which its router computes something else than a Mixtral's, with their values."""
+    unlike = {field: model[field] for field, value in MIXTRAL_ROUTER.items() if model.get(field, value) != value}
+    # Training by expert choice ends in a model that routes as a Mixtral; that by an assignment has other weights.
+    if model.get("moe_routing") in ("balanced", "sinkhorn"):
+        unlike["moe_routing"] = model["moe_routing"]
+    return unlike
 
 
 def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, Any]:

@@ -13,13 +13,20 @@ from .._common.document import encode_json, parse_json
 from .._common.errors import DynmoError
 from ..io.errors import CorruptError
 from .config_keys import irrelevant_keys, key_table
-from .models import hf_model
+from .models import MIXTRAL_ROUTER, hf_model
 
 # Remote code, and properties of the original files.
 DROPPED_KEYS = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
 CLASS_NAMES_KEY = "x_class_names"
 DTYPE_KEYS = ("dtype", "torch_dtype")
-NOT_IN_CONFIG = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor", "moe_token_drop_policy")
+NOT_IN_CONFIG = (
+    "padded_vocab_size",
+    "moe_seq_aux_loss_coeff",
+    "moe_global_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_capacity_factor",
+    "moe_token_drop_policy",
+)
 # Keys that change no logit, but belong to this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
 LABEL_KEYS = ("num_labels", "id2label", "label2id")
@@ -130,5 +137,6 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_tokentypes": 0,
         "binary_head": False,
         "moe_routing": "topk",
+        **MIXTRAL_ROUTER,
     }
     return {key: value for key, value in {**defaults, **model}.items() if key not in NOT_IN_CONFIG}

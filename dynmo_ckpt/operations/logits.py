@@ -20,7 +20,7 @@ import numpy as np
 
 from .._common.errors import MissingExtraError
 from ..huggingface.files import read_config
-from ..huggingface.models import LAYER_NORMS, hf_config
+from ..huggingface.models import LAYER_NORMS, hf_config, unlike_mixtral
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..native.checkpoint import NativeCheckpoint
 from .reference_model import Array, Ids, model_logits
@@ -138,6 +138,7 @@ def unsupported_reason(model: Mapping[str, Any]) -> str:
         unlike["activation"] = model["activation"]
     if model.get("moe_routing", "topk") != "topk" or (model.get("num_experts") and "moe_top_k" not in model):
         unlike["moe_routing"] = model.get("moe_routing")
+    unlike |= unlike_mixtral(model) if model.get("num_experts") else {}
     return f"the reference model of a {family} does not implement {unlike}" if unlike else ""
 
 

@@ -17,6 +17,8 @@ from .compat_flags import FLAGS
 # Options with several words as their value, which are joined to one; None: all words before the next flag.
 MULTI_WORD_FLAGS: Mapping[str, int | None] = {
     "--data-path": None,
+    "--moe-aux-loss-coeff": None,
+    "--moe-router-load-balancing-type": None,
     "--retriever-report-topk-accuracies": None,
     "--train-data-path": None,
     "--valid-data-path": None,

@@ -21,7 +21,6 @@ _MODEL = "changes the model and is not supported: leave it out"
 _SCALES = "scales are computed from each tensor, without a history"
 _MLA = "multi-latent attention is not supported: leave it out, or use --num-query-groups"
 _MTP = "multi-token prediction is not supported: leave it out"
-_ROUTER = "routing is a softmax over the selected experts: leave it out, or see --moe-routing"
 _KERNEL = "device and dtype choose the implementation of the experts"
 _FSDP = "not supported: use --zero-stage 1, 2 or 3"
 _OFFLOAD = "offloading is not supported: leave it out; --zero-stage shards parameters and optimizer state"
@@ -179,22 +178,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--moe-layer-recompute": ignored("--recompute-granularity covers all layers"),
     "--moe-router-dtype": ignored("routing is always computed in float32", 1),
     "--moe-per-layer-logging": ignored("not logged by layer"),
-    "--moe-router-load-balancing-type": refused(
-        "use --moe-aux-loss-coeff, or --moe-routing balanced or expert-choice", 1, neutral="aux_loss"
-    ),
     "--moe-router-force-load-balancing": refused("use --moe-routing balanced, which assigns tokens evenly"),
-    "--moe-router-score-function": refused(_ROUTER, 1, neutral="softmax"),
-    "--moe-router-pre-softmax": refused(_ROUTER),
-    **dict.fromkeys(
-        (
-            "--moe-router-num-groups",
-            "--moe-router-group-topk",
-            "--moe-router-topk-scaling-factor",
-            "--moe-router-bias-update-rate",
-        ),
-        refused(_ROUTER, 1),
-    ),
-    "--moe-router-enable-expert-bias": refused(_ROUTER),
     "--expert-tensor-parallel-size": refused(
         "use --tensor-model-parallel-size and --expert-model-parallel-size", 1, neutral="1"
     ),

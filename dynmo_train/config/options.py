@@ -55,6 +55,7 @@ class _Declaration:
     refers_to: Reference
     common: bool
     panel: str | None
+    words: bool
 
 
 _KEY = "dynmo.option"
@@ -73,6 +74,7 @@ def option(
     refers_to: Reference = "value",
     common: bool = False,
     panel: str | None = None,
+    words: bool = False,
 ) -> Any:
     """Declare an option as a dataclass field; it is required without ``default`` and ``derive``.
 
@@ -88,6 +90,7 @@ def option(
         refers_to: what the value refers to, which determines how processes compare it at startup.
         common: whether ``--help`` shows it; ``--help-all`` shows all options.
         panel: section of help pages; None: ``PANEL`` of the dataclass.
+        words: for a string: whether files may have a number or a list instead, whose entries are joined by spaces.
     """
     description, function = derive if derive else ("", None)
     declaration = _Declaration(
@@ -102,6 +105,7 @@ def option(
         refers_to=refers_to,
         common=common,
         panel=panel,
+        words=words,
     )
     if default is dataclasses.MISSING:
         return field(metadata={_KEY: declaration})
@@ -199,6 +203,8 @@ class OptionSpec:
         # TOML and JSON write 1 for 1.0.
         if self.kind is float and type(value) is int:
             value = float(value)
+        if self.declaration.words and not isinstance(value, bool | str):
+            value = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         # Not ``isinstance``: a bool is an int in Python, and ``--num-layers true`` in a file must be an error.
         if type(value) is not self.kind:
             expected = _KIND_NAMES[self.kind]

@@ -154,3 +154,33 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
         raise UsageError(f"{flag} {text!r}: must be ascending block indices from 0, such as 3,7")
     return tuple(numbers)
+
+
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+SINKHORN, NO_BALANCING = "sinkhorn", "none"
+
+
+def parse_balance(types: str, coefficients: str) -> dict[str, float]:
+    """Parse ``aux_loss seq_aux_loss`` and ``0.01 0.001`` into {"aux_loss": 0.01, "seq_aux_loss": 0.001}.
+
+    Raises:
+        UsageError: an unknown type, a type twice, types that exclude each other, or not one coefficient for each type.
+    """
+    flag, coefficient_flag = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
+    names, texts = (text.replace(",", " ").split() for text in (types, coefficients))
+    if unknown := [name for name in names if name not in (*BALANCE_LOSSES, SINKHORN, NO_BALANCING)]:
+        allowed = ", ".join((*BALANCE_LOSSES, SINKHORN, NO_BALANCING))
+        raise UsageError(f"{flag} {types!r}: {unknown[0]!r} must be one of {allowed}")
+    has_other = any(name not in BALANCE_LOSSES for name in names)
+    if not names or len(set(names)) < len(names) or (has_other and len(names) > 1):
+        raise UsageError(f"{flag} {types!r}: must be different losses, or {SINKHORN} or {NO_BALANCING} alone")
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(names) or not all(0 <= number < math.inf for number in numbers):
+        rule = f"must be {len(names)} nonnegative number{'s' * (len(names) > 1)}, one for each of {' '.join(names)}"
+        raise UsageError(f"{coefficient_flag} {coefficients!r}: {rule}")
+    if has_other and numbers != [0.0]:
+        raise UsageError(f"{coefficient_flag} {coefficients!r}: {flag} {names[0]} has no loss; remove the coefficient")
+    return dict(zip(names, numbers, strict=True))

@@ -30,13 +30,14 @@ from .extensions import base_family
 from .ict import IctConfig
 from .optimizer import OptimizerConfig
 from .options import DefaultContext, Source, option
-from .parse import batch_sizes_of, iters_of_samples
+from .parse import batch_sizes_of, iters_of_samples, parse_balance
 from .precision import PrecisionConfig
 from .run import RunConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .tracking import TrackingConfig
 
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -149,8 +150,35 @@ class ModelConfig:
         "Expert routing: top-k per token, expert choice, or balanced assignment.",
         default="topk",
     )
-    moe_aux_loss_coeff: float = option("Coefficient of the load-balancing loss.", default=0.0, minimum=0)
+    moe_router_load_balancing_type: str = option(
+        "Balance losses: aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn or none.",
+        default="aux_loss",
+        words=True,
+    )
+    moe_aux_loss_coeff: str = option(
+        "Coefficient of each loss of --moe-router-load-balancing-type.", default="0.0", words=True
+    )
     moe_z_loss_coeff: float = option("Coefficient of the router z-loss.", default=0.0, minimum=0)
+    moe_router_score_function: ScoreFunction = option(
+        "Scores of the router: over all experts, or of each expert alone.", default="softmax"
+    )
+    moe_router_pre_softmax: bool = option("Do not normalize the softmax over the chosen experts.", default=False)
+    moe_router_topk_scaling_factor: float | None = option(
+        "Factor on the weights of the chosen experts; none: 1.", default=None, above=0
+    )
+    moe_router_enable_expert_bias: bool = option(
+        "Balance by a bias of each expert, which only the choice reads.", default=False
+    )
+    moe_router_bias_update_rate: float = option("Change of an expert's bias per step.", default=1e-3, minimum=0)
+    moe_router_num_groups: int | None = option(
+        "Number of groups of experts that limit a token's choice.",
+        default=None,
+        minimum=1,
+        maximum=MAX_EXPERTS,
+    )
+    moe_router_group_topk: int | None = option(
+        "Number of groups whose experts a token may use.", default=None, minimum=1, maximum=MAX_EXPERTS
+    )
     moe_expert_capacity_factor: float | None = option(
         "Expert capacity factor; tokens beyond it are dropped; none: no limit.",
         default=None,
@@ -210,6 +238,11 @@ class ModelConfig:
     def base_family(self) -> str:
         """The built-in family whose samples, defaults and option rules the family has."""
         return base_family(self.family)
+
+    @property
+    def balance_coefficients(self) -> Mapping[str, float]:
+        """Type of load balancing -> its coefficient, 0 for ``sinkhorn`` and ``none``."""
+        return parse_balance(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
 
 
 def _implies_replicas(values: Mapping[str, Any], context: DefaultContext) -> bool:

@@ -37,10 +37,12 @@ from ..formats.checkpoint import Checkpoint
 from ..models.blocks import join_gated_layers
 from ..models.early_exit import EXITED
 from ..models.layer_list import (
+    EXPERT_BIAS,
     HIDDEN,
     BoundaryShape,
     ItemOutput,
     ModelFamily,
+    expert_biases_of,
     live_before,
     masks_of,
     output_of,
@@ -269,6 +271,10 @@ class _ItemLoader:
         # ``assign``: parameters on the meta device have no memory to copy to, and tied weights must stay one tensor.
         module.load_state_dict(weights, assign=True)
         module.requires_grad_(False)
+        for name, bias in expert_biases_of(item, module).items():
+            # Not ``copy_``: the buffer is on the meta device, too. In float32, as the scores that it is added to.
+            router = module.get_submodule(name[len(item) + 1 :].rpartition(".")[0])
+            router.register_buffer(EXPERT_BIAS, self._read(name, bias.dtype), persistent=False)
         join_gated_layers(module)
         for name, layer in masks_of(item, module).items():
             if self.checkpoint.has(f"{name}.mask"):

@@ -28,6 +28,8 @@ from .linear import PrunableLinear
 HIDDEN = "hidden"
 LOSS = "loss"
 ENDS = ("embedding", "head")
+# The buffer of a router with a bias for each expert.
+EXPERT_BIAS = "expert_bias"
 SUBLAYERS = ("attention", "cross_attention", "mlp")
 
 
@@ -218,6 +220,12 @@ def masks_of(name: str, module: nn.Module) -> dict[str, PrunableLinear]:
     return {
         f"{name}.{child}.weight": layer for child, layer in module.named_modules() if isinstance(layer, PrunableLinear)
     }
+
+
+def expert_biases_of(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The biases of an item's routers, float32 ``[E]``, by global name: ``layers.7.mlp.router.expert_bias``."""
+    buffers = module.named_buffers()
+    return {f"{name}.{child}": bias for child, bias in buffers if child.rpartition(".")[2] == EXPERT_BIAS}
 
 
 def parameters_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:

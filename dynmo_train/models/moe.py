@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,25 +24,26 @@ from torch import nn
 from ..parallel.context_parallel import ContextRegion
 from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
 from ..parallel.random_stream import item_dropout
+from .balance_losses import AUX, GLOBAL, SEQUENCE, StartedLosses, StepCounts, count_slots, start_losses
 from .blocks import FeedForward
 from .grouped_linear import can_group, grouped_linear
-from .layer_list import ItemOutput
+from .layer_list import EXPERT_BIAS, ItemOutput
 from .moe_dispatch import (
     PROBS,
     DropPolicy,
     RowPlan,
-    ends_by_expert,
     plan_rows,
     return_rows,
     take_rows,
     within_capacity,
 )
 from .moe_routing import balanced_assignment, expert_choice
+from .router import RouterShape, best, sinkhorn_choice
 
 if TYPE_CHECKING:
     from ..config import Config
 
-TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
+TOPK, EXPERT_CHOICE, BALANCED, SINKHORN = "topk", "expert-choice", "balanced", "sinkhorn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,14 @@ class MoeShape:
     Attributes:
         num_experts: experts of a layer.
         top_k: experts of a token.
-        aux_loss_coeff: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
+        aux_loss_coeff: weight of the balance loss over a microbatch; see ``balance_losses``.
+        seq_aux_loss_coeff: weight of that over each sequence.
+        global_aux_loss_coeff: weight of that over the batch of a step.
         z_loss_coeff: weight of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
-        routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens) or
-            ``balanced`` (one expert per token, equal numbers of tokens per expert); see ``moe_routing``.
+        routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens),
+            ``balanced`` (one expert per token, equal numbers of tokens per expert), or ``sinkhorn`` (each token its
+            likeliest experts after a balance of the logits); see ``moe_routing`` and ``router``.
+        router: scores, biases and groups of ``topk``.
         capacity_factor: an expert's maximum number of tokens of a microbatch, as a multiple of the even share; further
             tokens are dropped before they are computed. None drops no token.
         drop_policy: which tokens are dropped: those of the lowest probability (``probs``) or the last of the microbatch
@@ -69,11 +74,14 @@ class MoeShape:
     num_experts: int
     top_k: int = 2
     aux_loss_coeff: float = 0.0
+    seq_aux_loss_coeff: float = 0.0
+    global_aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
     drop_policy: DropPolicy = PROBS
     pad_to_capacity: bool = False
     routing: str = TOPK
+    router: RouterShape = field(default_factory=RouterShape)
     shared_ffn_size: int = 0
     shared_gate: bool = False
 
@@ -90,8 +98,25 @@ class MoeShape:
 
     @property
     def metrics(self) -> tuple[tuple[str, int], ...]:
-        """Metrics of a layer: both losses, unweighted, and the number of tokens of each expert."""
-        return (("load_balancing_loss", 1), ("z_loss", 1), ("expert_tokens", self.num_experts))
+        """Metrics of a layer: its losses, unweighted, and the number of tokens of each expert."""
+        losses = tuple((f"{name}_loss", 1) for name in sorted(self.measured_losses))
+        return (*losses, ("z_loss", 1), ("expert_tokens", self.num_experts))
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Balance loss -> its weight, of those that have one."""
+        weights = {AUX: self.aux_loss_coeff, SEQUENCE: self.seq_aux_loss_coeff, GLOBAL: self.global_aux_loss_coeff}
+        return {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def measured_losses(self) -> frozenset[str]:
+        """Balance losses that are computed: those with a weight, and that over a microbatch as a measure."""
+        return frozenset((AUX, *self.coefficients))
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether choices are counted over the microbatches of a step."""
+        return self.router.expert_bias or GLOBAL in self.coefficients
 
     def manifest(self) -> dict[str, object]:
         """The fields of a manifest's ``model`` object."""
@@ -101,10 +126,13 @@ class MoeShape:
             "num_experts": self.num_experts,
             "moe_top_k": self.top_k,
             "moe_aux_loss_coeff": self.aux_loss_coeff,
+            "moe_seq_aux_loss_coeff": self.seq_aux_loss_coeff,
+            "moe_global_aux_loss_coeff": self.global_aux_loss_coeff,
             "moe_z_loss_coeff": self.z_loss_coeff,
             "moe_capacity_factor": self.capacity_factor,
             "moe_token_drop_policy": self.drop_policy,
             "moe_routing": self.routing,
+            **self.router.manifest(),
         }
 
     @classmethod
@@ -113,15 +141,19 @@ class MoeShape:
         model = config.model
         if model.num_experts is None:
             return None
+        coefficients = model.balance_coefficients
         return cls(
             num_experts=model.num_experts,
             top_k=model.moe_router_topk,
-            aux_loss_coeff=model.moe_aux_loss_coeff,
+            aux_loss_coeff=coefficients.get("aux_loss", 0.0),
+            seq_aux_loss_coeff=coefficients.get("seq_aux_loss", 0.0),
+            global_aux_loss_coeff=coefficients.get("global_aux_loss", 0.0),
             z_loss_coeff=model.moe_z_loss_coeff,
             capacity_factor=model.moe_expert_capacity_factor,
             drop_policy=model.moe_token_drop_policy,
             pad_to_capacity=model.moe_pad_expert_input_to_capacity,
-            routing=model.moe_routing,
+            routing=SINKHORN if SINKHORN in coefficients else model.moe_routing,
+            router=RouterShape.from_config(config),
             shared_ffn_size=model.moe_shared_expert_intermediate_size or 0,
             shared_gate=model.moe_shared_expert_gate,
         )
@@ -135,10 +167,13 @@ class MoeShape:
             num_experts=model["num_experts"],
             top_k=model["moe_top_k"],
             aux_loss_coeff=model.get("moe_aux_loss_coeff", 0.0),
+            seq_aux_loss_coeff=model.get("moe_seq_aux_loss_coeff", 0.0),
+            global_aux_loss_coeff=model.get("moe_global_aux_loss_coeff", 0.0),
             z_loss_coeff=model.get("moe_z_loss_coeff", 0.0),
             capacity_factor=model.get("moe_capacity_factor"),
             drop_policy=model.get("moe_token_drop_policy", PROBS),
             routing=model.get("moe_routing", TOPK),
+            router=RouterShape.of_manifest(model),
             shared_ffn_size=model.get("moe_shared_ffn_size", 0),
             shared_gate=model.get("moe_shared_gate", False),
         )
@@ -150,14 +185,14 @@ class Routing(NamedTuple):
     Attributes:
         rows: rows of each expert; slot ``n * C + c`` is choice ``c`` of token ``n``.
         weights_NC: float32 weights of each token's choices; 0 where the expert dropped the token.
-        load_balancing: ``E sum_e f_e P_e`` with f the fraction of slots and P the mean probability: 1 at balance.
+        balance: the balance losses, whose counts of other ranks are on their way.
         z: mean squared log-sum-exp of the router's logits.
         chosen_E: int64 number of slots of each expert before any token was dropped.
     """
 
     rows: RowPlan
     weights_NC: torch.Tensor
-    load_balancing: torch.Tensor
+    balance: StartedLosses
     z: torch.Tensor
     chosen_E: torch.Tensor
 
@@ -170,48 +205,67 @@ def route(
     is_fixed: bool = False,
     context: ContextRegion | None = None,
     position_E: torch.Tensor | None = None,
+    sequences: int = 1,
+    bias_E: torch.Tensor | None = None,
+    counts: StepCounts | None = None,
 ) -> Routing:
-    """Choose the experts of highest probability for each token; normalized probabilities weigh their outputs.
+    """Choose the experts of highest score for each token; their scores weigh their outputs.
 
-    The result is a function of the microbatch alone; ties go to the lower expert and the earlier token.
+    The result is a function of the microbatch alone, except for the biases and the loss over the batch of a step; ties
+    go to the lower expert and the earlier token.
 
     Args:
         logits_NE: the router's output, ``[N, E]``.
         moe: number of experts per token, capacity and routing.
         balanced: with the routing ``balanced``, assign one expert per token and equal numbers of tokens per expert;
-            the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2).
+            the weight is the sigmoid of the logit (Lewis et al. 2021, arXiv:2103.16716, section 2). With ``sinkhorn``,
+            choose by balanced logits.
         is_fixed: whether N is the same on all ranks that share the experts.
-        context: ranks that share the tokens of a sample: the fractions of the load-balancing loss are those of all
-            their tokens. The mean of the ranks' losses is then that of one process.
+        context: ranks that share the tokens of a sample; see ``start_losses``.
         position_E: int64 place of each expert in the order of the rows; None is the order of the experts.
+        sequences: number of sequences of equal length that the tokens are.
+        bias_E: float32 bias of each expert, for the choice alone; None is 0.
+        counts: counts of the step, in training; None counts this microbatch alone.
     """
     # In float32 in every precision: rounding would make ties, and so choices that depend on the dtype.
     logits_NE = logits_NE.float()
     experts = logits_NE.shape[1]
-    probabilities_NE = logits_NE.softmax(-1)
-    sorted_NE, ids_NE = probabilities_NE.sort(dim=-1, descending=True, stable=True)
-    weights_NC, expert_NC = sorted_NE[:, : moe.top_k], ids_NE[:, : moe.top_k]
-    weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
-    if moe.routing == BALANCED:
-        expert_NC = balanced_assignment(logits_NE)[:, None] if balanced else ids_NE[:, :1]
+    scores_NE = moe.router.scores(logits_NE)
+    if moe.routing == SINKHORN:
+        expert_NC, weights_NC = sinkhorn_choice(logits_NE, moe.top_k, balanced=balanced)
+    elif moe.routing == BALANCED:
+        expert_NC = balanced_assignment(logits_NE)[:, None] if balanced else best(scores_NE, 1)
         weights_NC = logits_NE.gather(1, expert_NC).sigmoid()
+    else:
+        expert_NC = moe.router.choose(scores_NE, moe.top_k, bias_E)
+        weights_NC = moe.router.weights(scores_NE, expert_NC)
     expert_M = expert_NC.reshape(-1)
-    # Before tokens are dropped: the loss must see the overload that it is to reduce.
-    chosen_E = ends_by_expert(expert_M.sort().values, experts).long().diff(prepend=expert_M.new_zeros(1))
-    counted = None if context is None else context.start_sum(chosen_E)
-    z, means_E = logits_NE.logsumexp(-1).square().mean(), probabilities_NE.mean(0)
-    total_E, slots = chosen_E, expert_M.numel()
-    if context is not None and counted is not None:
-        total_E, slots = counted.wait(), slots * context.size
-    load_balancing = experts * (total_E.float() / slots * means_E).sum()
+    # Before tokens are dropped: losses and biases must see the overload that they are to reduce.
+    chosen_E = count_slots(expert_NC, experts)[0]
+    if counts is not None and moe.router.expert_bias:
+        counts.record(chosen_E)
+    highest_NC, highest_E = expert_NC, chosen_E
+    if not moe.router.chooses_by_scores:
+        highest_NC = best(scores_NE, moe.top_k)
+        highest_E = count_slots(highest_NC, experts)[0]
+    balance = start_losses(
+        moe.router.probabilities(scores_NE),
+        highest_NC,
+        highest_E,
+        moe.measured_losses,
+        sequences=sequences,
+        context=context,
+        counts=counts,
+    )
+    z = logits_NE.logsumexp(-1).square().mean()
     place_M = expert_M if position_E is None else position_E[expert_M]
     if moe.capacity_factor is None:
-        return Routing(plan_rows(place_M, experts), weights_NC, load_balancing, z, chosen_E)
+        return Routing(plan_rows(place_M, experts), weights_NC, balance, z, chosen_E)
     capacity = moe.capacity(len(logits_NE))
     computed_M = within_capacity(expert_M, weights_NC.detach().reshape(-1), experts, capacity, moe.drop_policy)
     weights_NC = weights_NC * computed_M.view_as(weights_NC)
     rows = plan_rows(place_M, experts, computed_M, capacity, pad=moe.pad_to_capacity, is_fixed=is_fixed)
-    return Routing(rows, weights_NC, load_balancing, z, chosen_E)
+    return Routing(rows, weights_NC, balance, z, chosen_E)
 
 
 class LocalRows(NamedTuple):
@@ -342,7 +396,12 @@ class MoeMlp(nn.Module):
         super().__init__()
         self.moe, self.norm, self.dropout = moe, norm, dropout
         self.context: ContextRegion | None = None  # set by ``join_context``
+        self.counts = StepCounts()
         self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
+        if moe.router.expert_bias:
+            # A buffer of the router in float32, whatever the compute dtype is; ``ItemStore`` stores it with the item.
+            bias_E = torch.zeros(moe.num_experts, dtype=torch.float32, device=device)
+            self.router.register_buffer(EXPERT_BIAS, bias_E, persistent=False)
         self.experts = Experts(
             {
                 str(number): FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
@@ -357,6 +416,11 @@ class MoeMlp(nn.Module):
             )
             if moe.shared_gate:
                 self.shared_router = nn.Linear(width, 1, bias=False, device=device)
+
+    @property
+    def expert_bias(self) -> torch.Tensor | None:
+        """Biases of the experts, float32 ``[E]``; None where the choice has none."""
+        return getattr(self.router, EXPERT_BIAS, None)
 
     def _shared_output(self, x_ND: torch.Tensor) -> torch.Tensor | None:
         """The output of the shared experts ``[N, D]``; None where there are none."""
@@ -417,6 +481,10 @@ class MoeMlp(nn.Module):
             is_fixed=is_fixed,
             context=self.context,
             position_E=position_E,
+            sequences=len(x_BTD),
+            bias_E=self.expert_bias,
+            # Evaluation and frozen layers have no losses, and change no bias.
+            counts=self.counts if moe.counts_steps and self.training and torch.is_grad_enabled() else None,
         )
         loads_E = routing.chosen_E
         if moe.routing == EXPERT_CHOICE and self.training:
@@ -425,15 +493,15 @@ class MoeMlp(nn.Module):
         else:
             y_ND = self._by_token(x_ND, routing)
         y_BTD = y_ND.view_as(x_BTD)
-        losses: dict[str, torch.Tensor] = {}
-        if moe.aux_loss_coeff:
-            losses["load_balancing"] = moe.aux_loss_coeff * routing.load_balancing
+        # The counts of other ranks have been on their way while the experts computed.
+        balance = routing.balance.finish()
+        losses = {name: weight * balance[name] for name, weight in moe.coefficients.items()}
         if moe.z_loss_coeff:
             losses["z"] = moe.z_loss_coeff * routing.z
         return ItemOutput(
             output=x_BTD + item_dropout(y_BTD, self.dropout, self.training),
             metrics={
-                "load_balancing_loss": routing.load_balancing,
+                **{f"{name}_loss": value for name, value in balance.items()},
                 "z_loss": routing.z,
                 "expert_tokens": loads_E.float(),
             },

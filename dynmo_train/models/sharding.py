@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -150,6 +151,14 @@ def join_context(module: nn.Module, region: ContextRegion | None) -> nn.Module:
     for child in module.modules():
         if region is not None and isinstance(child, (Embedding, SummedEmbedding, SelfAttention, MoeMlp)):
             child.context = region
+    return module
+
+
+def join_step_counts(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Give layers of experts the ranks that have other tokens of a step, in place; returns the item."""
+    for child in module.modules():
+        if isinstance(child, MoeMlp):
+            child.counts.group = group
     return module
 
 

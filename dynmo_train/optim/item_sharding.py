@@ -15,12 +15,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..models.compiled import CompileSettings, compile_item
 from ..models.float8 import Float8Items, Float8Settings
 from ..models.layer_list import ModelFamily, vocabulary_rows
-from ..models.sharding import cut_item, cut_tensor, is_of_expert, join_context, join_replicas, shard_experts
+from ..models.sharding import (
+    cut_item,
+    cut_tensor,
+    is_of_expert,
+    join_context,
+    join_replicas,
+    join_step_counts,
+    shard_experts,
+)
 from ..models.vocabulary_family import StoredRows, stored_rows
 from ..parallel.collectives import ReplicaGather
 from ..parallel.context_parallel import ContextRegion
@@ -28,7 +37,7 @@ from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.tensor_parallel import TensorRegion
 from .apex import fuse_norms
-from .item_state import has_token_rows, parameter_of, role_of
+from .item_state import has_token_rows, is_whole, parameter_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +68,10 @@ class ItemSharding:
             tensor: Global tensor ``[rows, ...]``.
 
         Returns:
-            ``[n, ...]``: cut along :meth:`split_dim`, and unless it is a mask to ZeRO's rows.
+            ``[n, ...]``: cut along :meth:`split_dim`, and to ZeRO's rows unless it is whole on each replica.
         """
         part = cut_tensor(tensor, self.split_dim(tensor_name), self.region)
-        return part if role_of(tensor_name) == "mask" else self.local_rows(tensor_name, part)
+        return part if is_whole(tensor_name) else self.local_rows(tensor_name, part)
 
     def local_from_checkpoint(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a stored tensor.
@@ -147,6 +156,7 @@ class ItemBuilder:
         device: Device of the items.
         replicas: Gathers the inputs of losses over all replicas; None with one replica.
         context: Ranks that share the tokens of a sample; None with one.
+        data_group: Ranks that have other tokens of a step, context-parallel ranks counted; None with one.
         fused_norms: torch's normalization -> class that replaces it (apex).
         compiling: Settings of torch.compile; None does not compile.
         float8: Products of attention and MLPs that run in float8; None has none.
@@ -156,6 +166,7 @@ class ItemBuilder:
     device: torch.device
     replicas: ReplicaGather | None = None
     context: ContextRegion | None = None
+    data_group: dist.ProcessGroup | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     compiling: CompileSettings | None = None
     float8: Float8Settings | None = None
@@ -168,6 +179,7 @@ class ItemBuilder:
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
         module = module if self._float8_items is None else self._float8_items.apply(name, module)
         module = shard_experts(name, module, sharding.dispatcher)
+        module = join_step_counts(module, self.data_group)
         return join_context(join_replicas(module, self.replicas), self.context)
 
     @cached_property

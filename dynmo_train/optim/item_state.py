@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.layer_list import has_vocabulary_rows
+from ..models.layer_list import EXPERT_BIAS, has_vocabulary_rows
 
 # Suffix of the reference weights that adaptive freezing compares with.
 REFERENCE = "reference"
@@ -18,6 +18,7 @@ FACTORS = ("row_var", "col_var")
 ROLES = {
     "mask": "mask",
     REFERENCE: "buffer",
+    EXPERT_BIAS: "buffer",
     **dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "variance", *FACTORS), "optimizer"),
     **dict.fromkeys(MEMORIES, "buffer"),
 }
@@ -29,7 +30,8 @@ class ItemState:
 
     Attributes:
         tensors: Parameters and, where they exist, ``NAME.mask`` (bool), optimizer state such as ``NAME.exp_avg``
-            (float32), ``NAME.reference`` (adaptive freezing) and ``ITEM.memory.*`` (gradient compression).
+            (float32), ``NAME.reference`` (adaptive freezing), ``ITEM.memory.*`` (gradient compression), and biases of
+            experts.
         steps: Parameter name -> number of optimizer updates, for parameters with optimizer state.
     """
 
@@ -45,6 +47,11 @@ def parameter_of(tensor_name: str) -> str:
 def role_of(tensor_name: str) -> str:
     """Return the role of a tensor of an ``ItemState``: ``parameter``, ``mask``, ``buffer`` or ``optimizer``."""
     return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
+
+
+def is_whole(tensor_name: str) -> bool:
+    """Whether ZeRO leaves a tensor of an ``ItemState`` whole: masks, and biases of experts."""
+    return role_of(tensor_name) == "mask" or tensor_name.endswith(f".{EXPERT_BIAS}")
 
 
 def has_token_rows(tensor_name: str) -> bool:

@@ -26,13 +26,13 @@ from torch import nn
 
 from ..models.blocks import Embedding, join_gated_layers
 from ..models.embedding_grad import PendingRows, most_pending
-from ..models.layer_list import masks_of, parameters_of
+from ..models.layer_list import expert_biases_of, masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
 from ..models.vocabulary_shards import VocabularyShard
 from .item_sharding import ItemBuilder, ItemSharding
-from .item_state import FACTORS, REFERENCE, ItemState, is_memory, parameter_of, role_of
+from .item_state import FACTORS, REFERENCE, ItemState, is_memory, is_whole, parameter_of
 from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes, Update
 
 
@@ -300,6 +300,7 @@ class ItemStore:
             if moments := self.optimizers.moments(name):
                 tensors.update({f"{name}.{key}": value for key, value in moments.items()})
                 steps[name] = self.optimizers.steps(name)
+        tensors.update(expert_biases_of(item, self.modules[item]))
         tensors.update(self.extras.get(item, {}))
         tensors.update(self.memories.get(item, {}))
         return ItemState(tensors=tensors, steps=steps)
@@ -315,7 +316,7 @@ class ItemStore:
         rows = {name: parameter.shape[0] for name, parameter in parameters_of(item, self.blueprint(item)).items()}
         tensors = {
             name: tensor
-            if role_of(name) == "mask" or is_memory(item, name)
+            if is_whole(name) or is_memory(item, name)
             else self.sharding.gather_rows(name, tensor, rows[parameter_of(name)])
             for name, tensor in state.tensors.items()
         }
@@ -330,7 +331,7 @@ class ItemStore:
             owned: Use the tensors, which are on this device, as they are; False copies them.
 
         Raises:
-            KeyError: A parameter is missing in ``state``.
+            KeyError: A parameter or the bias of a router is missing in ``state``.
         """
         # From the meta device: initial weights would cost time, and memory next to those that arrive.
         module = self.blueprint(item).to_empty(device=self.device)
@@ -344,6 +345,8 @@ class ItemStore:
                     parameter.data = state.tensors[name]
                 else:
                     parameter.copy_(state.tensors[name])
+            for name, bias in expert_biases_of(item, module).items():
+                bias.copy_(state.tensors[name])
             if owned and self.sharding.fsdp is None:
                 join_gated_layers(module)
         for name, layer in masks_of(item, module).items():

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from .._common.errors import DynmoError
-from ..models.layer_list import masks_of, parameters_of
+from ..models.layer_list import expert_biases_of, masks_of, parameters_of
 from ..optim.item_state import REFERENCE, ItemState, is_memory
 from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, all_agree, all_gather_objects
@@ -77,13 +77,14 @@ def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str
         name: list(store.sharding.local_rows(name, parameter.detach()).shape) for name, parameter in whole.items()
     }
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
-    for name, shape in expected.items():
+    biases = {name: list(bias.shape) for name, bias in expert_biases_of(item, module).items()}
+    for name, shape in (expected | biases).items():
         if announced.get(name) != shape:
             return f"{name}: announced as {announced.get(name)}, the model has {shape}"
     allowed = {f"{name}.mask" for name in masks_of(item, module)}
     state = {name: store.optimizers.state_shapes(name, tuple(shape)) for name, shape in expected.items()}
     allowed |= {f"{name}.{key}" for name, keys in state.items() for key in (*keys, REFERENCE)}
-    unknown = {name for name in set(announced) - set(expected) - allowed if not is_memory(item, name)}
+    unknown = {name for name in set(announced) - set(expected) - set(biases) - allowed if not is_memory(item, name)}
     if unknown:
         return f"{item}: announced tensors that the model does not have: {', '.join(sorted(unknown))}"
     for name in announcement["steps"]:

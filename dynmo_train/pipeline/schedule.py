@@ -46,6 +46,7 @@ from .._common.vocabulary_order import (
     with_shard_passes,
 )
 from ..data.batch import Batch
+from ..models.balance_losses import GLOBAL
 from ..models.compiled import CompileSettings
 from ..models.layer_list import HIDDEN, BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.compression.boundary import BoundaryCodec
@@ -204,6 +205,8 @@ class Pipeline:
             connect_items(list(module.layers), prefixes[number])
         share_streams(layer for module in self.modules for layer in module.layers)
         self._batch_names = tuple(dict.fromkeys(name for module in self.modules for name in module.batch_names))
+        if any(name == f"{GLOBAL}_loss" for spec in specs for name, _ in spec.metrics):
+            _check_forward_order(config.operations or ())
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0
         if self._vocabulary is None:
@@ -383,6 +386,29 @@ def _schedule(
     if config.schedule == CUSTOM and config.operations is not None:
         return _custom(config, stages, config.operations, loss)
     raise UsageError(f"schedule {config.schedule!r}: must be one of {', '.join([*SINGLE, *LOOPED, CUSTOM])}")
+
+
+def _check_forward_order(operations: Sequence[str]) -> None:
+    """Check that a plan's operations run the forwards of each stage in the order of the microbatches.
+
+    The balance loss over a batch counts the microbatches before each one. The schedules of torch have this order.
+
+    Raises:
+        UsageError: they do not.
+    """
+    last: dict[int, int] = {}
+    for word in (word for line in operations for word in line.split()):
+        action = _Action.from_str(word)
+        for one in () if action is None else action.sub_actions or (action,):
+            if one.computation_type is not _ComputationType.FORWARD or one.microbatch_index is None:
+                continue
+            before = last.get(one.stage_index, -1)
+            if one.microbatch_index < before:
+                raise UsageError(
+                    f"the plan's operations run microbatch {before} of stage {one.stage_index} before"
+                    f" {one.microbatch_index}; global_aux_loss needs their order: use another loss or --schedule"
+                )
+            last[one.stage_index] = one.microbatch_index
 
 
 def _custom(

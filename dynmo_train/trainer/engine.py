@@ -62,6 +62,7 @@ from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
+from ..optim.expert_bias import update_expert_biases
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
     ItemSquares,
@@ -188,6 +189,7 @@ class Engine:
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),
+            data_group=world.groups.data,
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
             float8=settings.precision.float8,
@@ -382,6 +384,7 @@ class Engine:
             skip=sums[:2].isfinite().all().logical_not().float(),
         )
         self.item_store.step(update)
+        update_expert_biases(self.item_store, self.world, update.skip)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,

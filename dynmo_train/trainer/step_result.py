@@ -59,14 +59,22 @@ class StepResult:
 
     @property
     def losses(self) -> dict[str, float]:
-        """``lm_loss``, followed by the scalar metrics of items, each a mean over the items that report it."""
+        """``lm_loss``, followed by the scalar metrics of items, each a mean over the items that report it.
+
+        With experts also ``expert_load``: the tokens of a layer's busiest expert over the mean, as a mean over layers.
+        """
         scalars: dict[str, list[float]] = {}
         for metrics in self.metrics.values():
             for name, values in metrics.items():
                 if len(values) == 1:
                     scalars.setdefault(name, []).append(values[0])
         means = {name: sum(values) / len(values) for name, values in scalars.items()}
-        return {"lm_loss": self.loss} | means
+        loads = [max(tokens) * len(tokens) / sum(tokens) for tokens in self._expert_tokens if sum(tokens) > 0]
+        return {"lm_loss": self.loss} | means | ({"expert_load": sum(loads) / len(loads)} if loads else {})
+
+    @property
+    def _expert_tokens(self) -> list[list[float]]:
+        return list(self.counts.get("expert_tokens", {}).values())
 
     @property
     def counts(self) -> dict[str, dict[str, list[float]]]:

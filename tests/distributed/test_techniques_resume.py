@@ -24,6 +24,10 @@ TECHNIQUES = {
         **{"pruning_mode": "block", "num_experts": "4", "moe_routing": "balanced", "moe_router_topk": "1"},
         **{"freeze_cache_activations": "8"},
     },
+    "biases of experts": {
+        **{"num_experts": "4", "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": "0.01"},
+        **{"moe_router_load_balancing_type": "global_aux_loss seq_aux_loss", "moe_aux_loss_coeff": "0.01 0.001"},
+    },
     "adaptive freezing": {
         "freeze_interval": "1",
         "freeze_window": "2",
@@ -50,6 +54,7 @@ def test_resume_on_other_workers_has_the_same_bits(data, tmp_path, technique, mo
         (tmp_path / "table.json").write_text('{"thresholds": {"csr": 0.8, "csr 128x32": 0.4}}')
     flags = {
         "sparse": ("--sparse-attention",),
+        "biases of experts": ("--moe-router-enable-expert-bias",),
         "adaptive freezing": ("--freeze-adaptive",),
         "blocks, balanced experts and a cached front": ("--untie-embeddings-and-output-weights",),
     }

@@ -147,5 +147,5 @@ def test_llama_decoding_logits_equal_whole_sequence(name):
 def test_moe_load_balancing_loss_equals_transformers():
     """Theirs sums over the choices of a token, ours means over them: a factor of ``top_k``."""
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
-    ours = route(logits, MoeShape(num_experts=8, top_k=2)).load_balancing
+    ours = route(logits, MoeShape(num_experts=8, top_k=2)).balance.finish()["load_balancing"]
     torch.testing.assert_close(ours * 2, load_balancing_loss_func((logits,), 8, 2))

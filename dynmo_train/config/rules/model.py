@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ..._common.document import MAX_ALL_EXPERTS, Problem
+from ..._common.errors import UsageError
 from ..ict import IctConfig
+from ..parse import SINKHORN
 from ..resolve import ALIASES
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
@@ -31,6 +33,14 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "moe_router_topk": MOE_FAMILIES,
     "moe_routing": MOE_FAMILIES,
     "moe_aux_loss_coeff": MOE_FAMILIES,
+    "moe_router_load_balancing_type": MOE_FAMILIES,
+    "moe_router_score_function": MOE_FAMILIES,
+    "moe_router_pre_softmax": MOE_FAMILIES,
+    "moe_router_topk_scaling_factor": MOE_FAMILIES,
+    "moe_router_enable_expert_bias": MOE_FAMILIES,
+    "moe_router_bias_update_rate": MOE_FAMILIES,
+    "moe_router_num_groups": MOE_FAMILIES,
+    "moe_router_group_topk": MOE_FAMILIES,
     "moe_z_loss_coeff": MOE_FAMILIES,
     "moe_expert_capacity_factor": MOE_FAMILIES,
     "moe_token_drop_policy": MOE_FAMILIES,
@@ -79,6 +89,83 @@ def _routing(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(
             "--moe-expert-capacity-factor",
             f"has no effect with --moe-routing {model.moe_routing}; remove it",
+        )
+    if model.num_experts is not None:
+        yield from _balance(config)
+        yield from _scores(config)
+
+
+def _balance(config: Config) -> Iterator[Problem]:
+    """Types of load balancing, and what they combine with."""
+    model, flag = config.model, "--moe-router-load-balancing-type"
+    try:
+        coefficients = model.balance_coefficients
+    except UsageError as error:
+        yield conflict(*str(error).split(": ", 1))
+        return
+    types = " ".join(coefficients)
+    is_sinkhorn = SINKHORN in coefficients
+    by_sequence_or_batch = {"seq_aux_loss", "global_aux_loss"} & coefficients.keys()
+    if (is_sinkhorn or by_sequence_or_batch) and model.moe_routing != "topk":
+        yield conflict(flag, f"is {types}; requires --moe-routing topk, is {model.moe_routing}")
+    if is_sinkhorn and model.moe_expert_capacity_factor is not None:
+        yield conflict("--moe-expert-capacity-factor", f"cannot be combined with {flag} {types}; remove one")
+    if is_sinkhorn and config.parallel.context_parallel_size > 1:
+        size = config.parallel.context_parallel_size
+        yield unsupported(flag, f"is {types}, which needs whole microbatches; --context-parallel-size is {size}")
+    # Samples have different numbers of active tokens: the padding between them would be counted.
+    counted = [name for name in coefficients if name in by_sequence_or_batch or name == SINKHORN]
+    counted += ["--moe-router-enable-expert-bias"] if model.moe_router_enable_expert_bias else []
+    if counted and config.exits.early_exit_layers is not None:
+        others = ", ".join(counted)
+        yield unsupported(
+            "--early-exit-layers", f"cannot be combined with {others}, which would count padding; remove one"
+        )
+
+
+def _scores(config: Config) -> Iterator[Problem]:
+    """Scores of the router, weights of the chosen experts, the experts' biases and groups."""
+    model = config.model
+    given = {
+        "--moe-router-score-function": model.moe_router_score_function != "softmax",
+        "--moe-router-pre-softmax": model.moe_router_pre_softmax,
+        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor is not None,
+        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+        "--moe-router-group-topk": model.moe_router_group_topk is not None,
+    }
+    other = "--moe-routing " + model.moe_routing if model.moe_routing != "topk" else ""
+    if model.moe_router_load_balancing_type.strip() == SINKHORN:
+        other = "--moe-router-load-balancing-type " + SINKHORN
+    if other and any(given.values()):
+        flags = ", ".join(flag for flag, is_given in given.items() if is_given)
+        yield conflict(flags, f"cannot be combined with {other}, which has scores of its own; remove one")
+    if model.moe_router_score_function == "sigmoid" and model.moe_router_pre_softmax:
+        yield conflict("--moe-router-pre-softmax", "has no effect with --moe-router-score-function sigmoid; remove it")
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield conflict(
+            "--moe-router-enable-expert-bias",
+            f"requires --moe-router-score-function sigmoid, is {model.moe_router_score_function}",
+        )
+    yield from _groups(config)
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    """Routing limited to groups of experts."""
+    model = config.model
+    groups, chosen, experts = model.moe_router_num_groups, model.moe_router_group_topk, model.num_experts
+    if (groups is None) != (chosen is None):
+        yield conflict("--moe-router-num-groups", "and --moe-router-group-topk require each other; give both or none")
+    if groups is None or chosen is None or experts is None:
+        return
+    if experts % groups:
+        yield conflict("--moe-router-num-groups", f"is {groups}; must divide --num-experts {experts}")
+    elif chosen > groups:
+        yield conflict("--moe-router-group-topk", f"is {chosen}; must be at most --moe-router-num-groups {groups}")
+    elif model.moe_router_topk % chosen or model.moe_router_topk > chosen * (experts // groups):
+        yield conflict(
+            "--moe-router-topk",
+            f"is {model.moe_router_topk}; must be a multiple of --moe-router-group-topk {chosen}, and at most the"
+            f" {chosen * (experts // groups)} experts of that many groups",
         )
 
 

@@ -45,10 +45,19 @@ from ...formats.checkpoint import (
     write_shard,
 )
 from ...formats.checkpoint.writer import dtype_name
-from ...models.layer_list import ModelFamily, masks_of, parameters_of, vocabulary_rows
+from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
-from ...optim.item_state import FACTORS, REFERENCE, ItemState, has_token_rows, is_memory, parameter_of, role_of
+from ...optim.item_state import (
+    FACTORS,
+    REFERENCE,
+    ItemState,
+    has_token_rows,
+    is_memory,
+    is_whole,
+    parameter_of,
+    role_of,
+)
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
 from ...optim.optimizers.adamw import AdamWSettings
@@ -322,8 +331,8 @@ def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtyp
             if is_memory(item, name):
                 shapes[name] = tensor.shape, tensor.dtype
             elif is_writer and _is_stored(engine, name):
-                is_whole = role_of(name) == "mask" or name.endswith(FACTORS)
-                shape = tensor.shape if is_whole else whole[parameter_of(name)].shape
+                has_own_shape = is_whole(name) or name.endswith(FACTORS)
+                shape = tensor.shape if has_own_shape else whole[parameter_of(name)].shape
                 shapes[name] = shape, tensor.dtype
     return shapes
 
@@ -505,9 +514,25 @@ GROUPS = ("decay", "no_decay")
 # Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
 # Keys that affect the training of experts and not their output: another run may change them.
-TRAINING_KEYS = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor", "moe_token_drop_policy"})
+TRAINING_KEYS = frozenset(
+    {
+        "moe_aux_loss_coeff",
+        "moe_seq_aux_loss_coeff",
+        "moe_global_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_capacity_factor",
+        "moe_token_drop_policy",
+    }
+)
 # Keys that earlier versions did not write, and the values that those used.
-FORMER_VALUES = {"moe_token_drop_policy": "probs"}
+FORMER_VALUES = {
+    "moe_token_drop_policy": "probs",
+    "moe_seq_aux_loss_coeff": 0.0,
+    "moe_global_aux_loss_coeff": 0.0,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_enable_expert_bias": False,
+}
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:
@@ -581,6 +606,7 @@ def state_reader(
         parameters = parameters_of(item, module)
         names = list(parameters)
         to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        to_load += expert_biases_of(item, module)
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         stored_as = store.sharding.stored_name
         trained = {name: steps[key] for name in names if (key := checkpoint.stored_name(stored_as(name))) in steps}

@@ -19,6 +19,8 @@ REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_si
 CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
 CONTEXT = {"context_parallel_size": 2, "world_size": 2}
+EXPERTS = {"num_experts": 4}
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
@@ -222,6 +224,67 @@ CASES = {
         {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
         "--freeze-tied",
     ),
+    "unknown balance": (
+        {**EXPERTS, "moe_router_load_balancing_type": "aux_los"},
+        "--moe-router-load-balancing-type 'aux_los'",
+    ),
+    "balance twice": (
+        {**EXPERTS, "moe_router_load_balancing_type": "aux_loss aux_loss", "moe_aux_loss_coeff": "1 1"},
+        "--moe-router-load-balancing-type 'aux_loss aux_loss'",
+    ),
+    "balance of two kinds": (
+        {**EXPERTS, "moe_router_load_balancing_type": "aux_loss sinkhorn", "moe_aux_loss_coeff": "1 0"},
+        "--moe-router-load-balancing-type 'aux_loss sinkhorn'",
+    ),
+    "one coefficient of two losses": (
+        {**EXPERTS, "moe_router_load_balancing_type": "aux_loss,seq_aux_loss", "moe_aux_loss_coeff": "0.1"},
+        "--moe-aux-loss-coeff '0.1'",
+    ),
+    "negative coefficient": ({**EXPERTS, "moe_aux_loss_coeff": -1.0}, "--moe-aux-loss-coeff '-1.0'"),
+    "coefficient of no loss": (
+        {**EXPERTS, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+        "--moe-aux-loss-coeff '0.1'",
+    ),
+    "batch loss of expert choice": (
+        {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss", "moe_routing": "expert-choice"},
+        "--moe-router-load-balancing-type",
+    ),
+    "capacity of sinkhorn": (
+        {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_expert_capacity_factor": 1.0},
+        "--moe-expert-capacity-factor",
+    ),
+    "context of sinkhorn": (
+        {**EXPERTS, **CONTEXT, "moe_router_load_balancing_type": "sinkhorn"},
+        "--moe-router-load-balancing-type",
+    ),
+    "exits of sequences": (
+        {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "early_exit_layers": "1"},
+        "--early-exit-layers",
+    ),
+    "exits of biases": ({**EXPERTS, **BIASED, "early_exit_layers": "1"}, "--early-exit-layers"),
+    "scores of sinkhorn": (
+        {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"},
+        "--moe-router-score-function",
+    ),
+    "scores of expert choice": (
+        {**EXPERTS, "moe_routing": "expert-choice", "moe_router_topk_scaling_factor": 2.0},
+        "--moe-router-topk-scaling-factor",
+    ),
+    "softmax of sigmoids": (
+        {**EXPERTS, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+        "--moe-router-pre-softmax",
+    ),
+    "biases of a softmax": ({**EXPERTS, "moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
+    "groups alone": ({**EXPERTS, "moe_router_num_groups": 2}, "--moe-router-num-groups"),
+    "odd groups": ({**EXPERTS, "moe_router_num_groups": 3, "moe_router_group_topk": 1}, "--moe-router-num-groups"),
+    "more groups than there are": (
+        {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
+        "--moe-router-group-topk",
+    ),
+    "experts of too few groups": (
+        {**EXPERTS, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+        "--moe-router-topk",
+    ),
     "balanced pairs": ({"num_experts": 4, "moe_routing": "balanced"}, "--moe-router-topk"),
     "experts of all layers": ({"num_experts": 10_000, "num_layers": 14}, "--num-experts"),
     "no overflow": (
@@ -387,6 +450,11 @@ def test_validate_every_rule_has_a_case():
 
 
 def test_validate_neighboring_cases_pass():
+    losses = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.01]}
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+    assert problems(**EXPERTS, **BIASED, **losses, **groups) == []
+    assert problems(**EXPERTS, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1) == []
+    assert problems(**EXPERTS, moe_aux_loss_coeff=0.01, mod_capacity=0.5) == []
     assert problems(world_size=6, global_batch_size=12) == []
     assert problems(world_size=10, global_batch_size=20, granularity="sublayer") == []
     assert problems(world_size=2, global_batch_size=2, schedule="gpipe") == []

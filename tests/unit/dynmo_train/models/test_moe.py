@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dynmo_train.models import grouped_linear
 from dynmo_train.models.moe import MoeMlp, MoeShape, route
+from dynmo_train.models.router import RouterShape
 from dynmo_train.pipeline.pipeline_stage import save_products
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -247,6 +248,23 @@ def test_moe_mlp_grouped_products_read_nothing_on_the_host(grouped, host_reads, 
     assert host_reads(layer(**options), drawn(2, 13, WIDTH).requires_grad_()) == []
 
 
+ROUTERS = [
+    {
+        "router": RouterShape(score_function="sigmoid", expert_bias=True, num_groups=2, group_topk=1),
+        **{"seq_aux_loss_coeff": 0.1, "global_aux_loss_coeff": 0.1},
+    },
+    {"routing": "sinkhorn", "aux_loss_coeff": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", ROUTERS, ids=["biased groups", "sinkhorn"])
+def test_moe_mlp_routers_and_losses_read_nothing_on_the_host(grouped, host_reads, options):
+    made = layer(**options)
+    made.counts.begin_step(0)
+    made.counts.microbatch = 0
+    assert host_reads(made, drawn(2, 13, WIDTH).requires_grad_()) == []
+
+
 @pytest.mark.parametrize(
     "options", [c for c in CASES if c["pad_to_capacity"]] + [{"routing": "expert-choice"}], ids=str
 )
@@ -258,7 +276,7 @@ def test_moe_mlp_loop_reads_its_counts_once(host_reads):
     assert host_reads(layer(capacity_factor=1.0), drawn(2, 13, WIDTH).requires_grad_()) == ["tolist"]
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize("options", CASES + ROUTERS, ids=str)
 def test_moe_mlp_runs_without_values(grouped, options):
     """A meta tensor has no values: any shape or branch that depends on them would raise."""
     x = torch.empty(2, 13, WIDTH, device=META, dtype=torch.bfloat16, requires_grad=True)

@@ -38,7 +38,13 @@ WITH = {
     "split": {},
     "rebalance_interval": {"balance": "online"},
 }
-OTHER = {"moe_routing": "expert-choice", "split": "80,20,0", "selective_grad_comp_way": "1"}
+OTHER = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": "0.5",
+    "moe_routing": "expert-choice",
+    "split": "80,20,0",
+    "selective_grad_comp_way": "1",
+}
 
 
 def other_value(name):

@@ -1,0 +1,40 @@
+"""The update of the experts' biases after a step: balance without an auxiliary loss.
+
+Wang et al. 2024 (arXiv:2408.15664), algorithm 1: ``b_e += u sign(mean(n) - n_e)``, with n the choices of a whole step.
+
+    microbatches of this replica      StepCounts.recorded      int64 [E] per layer
+    all replicas                      all-reduce               exact: integers
+    ItemStore.modules                 bias_E += ...            on the device; nothing where the step is skipped
+
+A bias is no parameter: it has no gradient, takes no part in the gradient norm, and no optimizer updates it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..models.moe import MoeMlp
+from ..parallel.process_groups import World, sum_over
+from .item_store import ItemStore
+
+
+@torch.no_grad()
+def update_expert_biases(store: ItemStore, world: World, skip: torch.Tensor) -> None:
+    """Update the biases of the local layers by the choices of the step; a collective over the replicas.
+
+    Args:
+        store: local items, in the same order on all replicas.
+        world: processes of the run.
+        skip: float32 scalar on the device, 1 where the optimizer skips the step, else 0.
+    """
+    layers = [part for item in store.modules.values() for part in item.modules() if isinstance(part, MoeMlp)]
+    biased = [(layer, bias_E) for layer in layers if (bias_E := layer.expert_bias) is not None]
+    if not biased:
+        return
+    # Of all layers at once: one collective in a step.
+    counts_LE = torch.stack([layer.counts.recorded(len(bias_E), bias_E.device) for layer, bias_E in biased])
+    counts_LE = sum_over(world.groups.data, counts_LE)
+    # In integers: a mean of float32 would round, and a load at the mean must not change its bias.
+    signs_LE = (counts_LE.sum(1, keepdim=True) - counts_LE.shape[1] * counts_LE).sign()
+    for (layer, bias_E), signs_E in zip(biased, signs_LE, strict=True):
+        bias_E.add_(signs_E * (layer.moe.router.bias_update_rate * (1 - skip)))

@@ -1,0 +1,145 @@
+"""Balance losses over the batch of a step and biases of experts: the same bits on any placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dynmo_train.models.balance_losses import GLOBAL, StepCounts
+from dynmo_train.models.moe import MoeShape, route
+from dynmo_train.models.router import RouterShape
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import set_parallel_dims
+from tests.distributed.layouts import D2, OVERLAP, PD, ZERO, Layout, close, play_lists
+from tests.distributed.scenario import Scenario
+from tests.distributed.test_placement import cut
+from tests.distributed.workers import run_workers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+ROUTER = RouterShape(
+    score_function="sigmoid", expert_bias=True, bias_update_rate=0.02, scaling_factor=1.5, num_groups=2, group_topk=1
+)
+BALANCED = Scenario(
+    steps=5,
+    prune=False,
+    freeze=((4, 1),),
+    moe=MoeShape(
+        num_experts=4, top_k=2, aux_loss_coeff=0.05, seq_aux_loss_coeff=0.1, global_aux_loss_coeff=0.2, router=ROUTER
+    ),
+)
+MOVING = replace(BALANCED, recompute=True, moves=((1, cut(2, 2)), (3, cut(2, 5))))
+SINKHORN = replace(BALANCED, moe=MoeShape(num_experts=4, top_k=2, routing="sinkhorn", z_loss_coeff=0.01))
+P2 = ParallelDims(pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return play_lists(
+        1,
+        {
+            "balanced": [Layout(dims=ParallelDims(), scenario=replace(BALANCED, schedule="gpipe"))],
+            "sinkhorn": [Layout(dims=ParallelDims(), scenario=SINKHORN)],
+            "unbiased": [Layout(dims=ParallelDims(), scenario=replace(BALANCED, moe=MoeShape(num_experts=4, top_k=2)))],
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def two():
+    scenarios = {
+        "moving, recomputed": MOVING,
+        "zero-bubble": replace(BALANCED, schedule="zero-bubble"),
+        "interleaved": replace(BALANCED, schedule="interleaved-1f1b", virtual=2),
+        "v-shaped": replace(BALANCED, schedule="zb-v", virtual=2, recompute=True),
+        "sinkhorn": replace(SINKHORN, recompute=True, moves=MOVING.moves),
+    }
+    layouts = {name: Layout(dims=P2, scenario=scenario) for name, scenario in scenarios.items()}
+    layouts |= {
+        "replicas": Layout(dims=D2, scenario=BALANCED),
+        "recomputing replicas": Layout(dims=D2, scenario=replace(BALANCED, recompute=True), settings=OVERLAP),
+        "ZeRO": Layout(dims=D2, scenario=BALANCED, settings=ZERO),
+    }
+    return play_lists(2, {name: [layout] for name, layout in layouts.items()})
+
+
+@pytest.mark.parametrize("name", ["moving, recomputed", "zero-bubble", "interleaved", "v-shaped"])
+def test_two_stages_have_the_bits_of_one(name, one, two):
+    assert two[name] == one["balanced"]
+
+
+def test_sinkhorn_two_stages_have_the_bits_of_one(one, two):
+    assert two["sinkhorn"] == one["sinkhorn"]
+
+
+def test_scenario_moves_the_biases_and_changes_the_losses(one):
+    [balanced], [unbiased] = one["balanced"], one["unbiased"]
+    assert balanced["losses"] != unbiased["losses"]
+    biases = {name: value for name, value in balanced["weights"].items() if "expert_bias" in name}
+    assert len(biases) == 4
+    assert len(set(biases.values())) > 1
+    assert not any("expert_bias" in name for name in unbiased["weights"])
+
+
+def test_recomputing_replicas_have_the_same_bits(two):
+    assert two["recomputing replicas"] == two["replicas"]
+
+
+def test_zero_replicas_share_whole_biases(two):
+    [got], [expected] = two["ZeRO"], two["replicas"]
+    close(got, expected)
+    assert got["weights"].keys() == expected["weights"].keys()
+
+
+def test_two_stages_of_two_replicas_have_the_bits_of_one_stage(two):
+    layout = Layout(dims=PD, scenario=replace(MOVING, schedule="zero-bubble"))
+    assert play_lists(4, {"both": [layout]})["both"] == two["replicas"]
+
+
+EXPERTS, TOP_K = 4, 2
+SHAPE = MoeShape(num_experts=EXPERTS, top_k=TOP_K, global_aux_loss_coeff=1.0)
+
+
+def logits_of(replica, microbatch):
+    # Replicas with different numbers of tokens.
+    generator = torch.Generator().manual_seed(10 * replica + microbatch)
+    return torch.randn(6 + 3 * replica, EXPERTS, generator=generator)
+
+
+def global_losses(world):
+    world = set_parallel_dims(world, ParallelDims(data=world.size), 60)
+    counts = StepCounts()
+    counts.group = world.groups.data
+    losses = []
+    for step in (1, 2):
+        counts.begin_step(3 * world.data_rank)
+        for microbatch in range(3):
+            # The second pass of a microbatch is a recomputation, after its successor has run.
+            for at in (microbatch, microbatch - 1):
+                counts.microbatch = 3 * world.data_rank + max(at, 0)
+                routed = route(logits_of(world.data_rank, 10 * step + max(at, 0)), SHAPE, counts=counts)
+                losses.append(float(routed.balance.finish()[GLOBAL]))
+    return losses
+
+
+def expected_losses(replica):
+    losses = []
+    for step in (1, 2):
+        for microbatch in range(3):
+            for at in (microbatch, max(microbatch - 1, 0)):
+                n = torch.zeros(EXPERTS)
+                for other in (0, 1):
+                    for before in range(at + 1):
+                        for row in logits_of(other, 10 * step + before).tolist():
+                            for expert in sorted(range(EXPERTS), key=lambda e, row=row: -row[e])[:TOP_K]:
+                                n[expert] += 1
+                p = logits_of(replica, 10 * step + at).softmax(-1).mean(0)
+                losses.append(float(EXPERTS * (n / n.sum() * p).sum()))
+    return losses
+
+
+def test_global_loss_counts_all_replicas_and_the_microbatches_so_far():
+    for replica, losses in enumerate(run_workers(global_losses, 2)):
+        assert losses == pytest.approx(expected_losses(replica), rel=1e-6)
