@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel sizes of a round.
+
+    Attributes:
+        config: configuration of the run, as in ``run.json``.
+        processes: number of processes.
+    """
+
+    config: Mapping[str, Mapping[str, Any]]
+    processes: int
 
 
 def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processes: int) -> int | None:
@@ -45,3 +59,17 @@ def pack_to_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) 
     """Flags that keep the planner from releasing any of the ``workers`` pipeline ranks that a user requested."""
     pack_to = config.get("balance", {}).get("pack_to")
     return () if workers is None or pack_to is None else ("--pack-to", str(max(int(pack_to), workers)))
+
+
+def layout_flags(run_dir: str, layout: Layout, processes: int) -> tuple[str, ...]:
+    """Flags that, appended to the command, resume the run of ``run_dir`` with ``processes``.
+
+    They depend on the largest round of the launch (``layout``) and on the number of processes, not on the rounds in
+    between: a run that lost nodes and got them again has its former sizes.
+    """
+    return resume_flags(run_dir, pipeline_size(layout.config, layout.processes, processes))
+
+
+def join_layout(layout: Layout, processes: int) -> int | None:
+    """Number of pipeline ranks with ``processes``; None if it is that of the command."""
+    return pipeline_size(layout.config, layout.processes, processes)
