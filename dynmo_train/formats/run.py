@@ -120,3 +120,8 @@ def read_join_request(path: Path) -> tuple[int, int | None]:
     if problems:
         raise DocumentError(str(path), problems)
     return document["processes"], document["workers"]
+
+
+def refused_join_file(request: Path) -> Path:
+    """The name of a join request after the trainer refused it."""
+    return request.with_suffix(".refused.json")

@@ -27,7 +27,13 @@ from .._common.console import print_message
 from .._common.document import write_whole
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, DynmoError, UsageError
 from ..formats.os_errors import reason
-from ..formats.run import encode_join_request, read_run, take_resize_request
+from ..formats.run import (
+    encode_join_request,
+    read_join_request,
+    read_run,
+    refused_join_file,
+    take_resize_request,
+)
 from .coordinator import Round
 from .exit_status import (
     PERMANENT_CODES,
@@ -42,7 +48,15 @@ from .membership import Incarnation, Membership, NodeState, join_ranks
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
-from .restart import Layout, join_layout, layout_flags, pack_to_flags, process_count, resume_flags
+from .restart import (
+    Layout,
+    fitting_nodes,
+    join_layout,
+    layout_flags,
+    pack_to_flags,
+    process_count,
+    resume_flags,
+)
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -123,6 +137,8 @@ class _Launcher:
         layout: parallel sizes of the largest round; those of other rounds follow from it, so that a run which shrank
             returns to the sizes that it had.
         workers: number of pipeline ranks that a user requested.
+        processes: number of processes with these.
+        refused: numbers of processes for which the trainer refused a join request.
     """
 
     launch: LocalLaunch
@@ -131,6 +147,7 @@ class _Launcher:
     layout: Layout | None = None
     workers: int | None = None
     processes: int | None = None
+    refused: set[int] = field(default_factory=set)
     rendezvous: Rendezvous = field(init=False)
 
     def join(self, connect_s: float | None = None) -> None:
@@ -184,16 +201,28 @@ class _Launcher:
         if self.layout is None or found.processes >= self.layout.processes:
             self.layout = found
 
+    def _read_refusal(self) -> None:
+        """Record a number of processes that the trainer refused: no later round may have it."""
+        path = refused_join_file(self.launch.join_file)
+        if path.exists():
+            self.refused.add(read_join_request(path)[0])
+            path.unlink()
+
     def _request_join(self, nodes: Sequence[Incarnation]) -> None:
         """On node 0, ask rank 0 to save and exit, so that ``nodes`` join; no effect before it has a run directory."""
         membership, path = self.rendezvous.coordinator.membership, self.launch.join_file
         members = membership.members_in(NodeState.ALIVE)
+        self._read_refusal()
         if path.exists() or self._run_dir() is None:
             return
         before = sum(node.processes for node in members)
         if self.layout is None:
             self._read_layout(before)
-        processes = before + sum(node.processes for node in nodes)
+        counts = [node.processes for node in sorted((*members, *nodes), key=lambda node: node.rank)]
+        count = fitting_nodes(self.layout, counts, len(members) + 1, self.refused)
+        processes = sum(counts[:count])
+        if processes <= before or processes in self.refused:
+            return
         workers = join_layout(self.layout, processes) if self.layout is not None else None
         write_whole(path, encode_join_request(processes, workers))
         print_message(
@@ -253,7 +282,10 @@ class _Launcher:
 
     def _open_round(self, *, is_first: bool) -> Round:
         """On node 0, wait for the members of the next round and begin it."""
+        self._read_refusal()
         members = self.rendezvous.wait_for_members()
+        min_nodes = self.rendezvous.coordinator.membership.min_nodes
+        members = members[: fitting_nodes(self.layout, [n.processes for n in members], min_nodes, self.refused)]
         if self.launch.nodes.max_nodes == 1 and self.processes is not None:
             members = (replace(members[0], processes=self.processes),)
         self.launch.join_file.unlink(missing_ok=True)

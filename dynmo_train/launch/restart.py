@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +73,23 @@ def layout_flags(run_dir: str, layout: Layout, processes: int) -> tuple[str, ...
 def join_layout(layout: Layout, processes: int) -> int | None:
     """Number of pipeline ranks with ``processes``; None if it is that of the command."""
     return pipeline_size(layout.config, layout.processes, processes)
+
+
+def fitting_nodes(layout: Layout | None, processes: Sequence[int], min_nodes: int, refused: Collection[int]) -> int:
+    """Number of nodes of the next round: the first ones, whose processes make whole tensor-parallel groups.
+
+    Args:
+        layout: sizes of the largest round; None before the first one.
+        processes: number of processes of each node that is ready.
+        min_nodes: minimum number of nodes. If no number fits, all are used, and the trainer reports the conflict.
+        refused: numbers of processes that the trainer refused.
+    """
+    if layout is None:
+        return len(processes)
+    parallel = layout.config["parallel"]
+    group = int(parallel["tensor_model_parallel_size"]) * int(parallel.get("context_parallel_size", 1))
+    for count in range(len(processes), min_nodes - 1, -1):
+        total = sum(processes[:count])
+        if total % group == 0 and total not in refused:
+            return count
+    return len(processes)

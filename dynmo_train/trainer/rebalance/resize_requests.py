@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..._common.document import DocumentError, Problem
-from ...formats.run import read_join_request, read_resize_request
+from ...formats.run import read_join_request, read_resize_request, refused_join_file
 
 # A file that changed more recently may still be being written, and is not yet invalid.
 UNCHANGED_S = 1.0
@@ -87,7 +87,6 @@ class JoinRequests:
         self, request: Path | None, problems_of: Callable[[int], Sequence[Problem]], log_event: Callable[..., None]
     ) -> None:
         self._request, self._problems_of, self._log_event = request, problems_of, log_event
-        self._is_refused = False
 
     def is_pending(self, step: int, processes: int) -> bool:
         """Whether nodes wait to join a run of ``processes``; a request that is not possible is logged once.
@@ -96,16 +95,18 @@ class JoinRequests:
             step: number of completed steps, for the log.
             processes: current number of processes.
         """
-        if self._request is None or self._is_refused or not self._request.exists():
+        if self._request is None or not self._request.exists():
             return False
         try:
             requested, workers = read_join_request(self._request)
             # Without a number of workers the command determines it, with which a round has run before.
             problems = self._problems_of(workers) if workers is not None else ()
         except DocumentError as error:
+            self._request.unlink(missing_ok=True)
             requested, problems = 0, error.problems
         if problems:
-            self._is_refused = True
+            if requested:  # the launcher reads which number of processes is not possible
+                self._request.replace(refused_join_file(self._request))
             reasons = "; ".join(map(str, problems))
             message = f"waiting nodes cannot join, training continues without them: {reasons}"
             self._log_event("resize_refused", message, step=step)

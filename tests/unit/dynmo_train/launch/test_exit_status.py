@@ -20,6 +20,7 @@ from dynmo_train.launch.exit_status import (
 from dynmo_train.launch.node_agent import interface_towards, worker_environment
 from dynmo_train.launch.restart import (
     Layout,
+    fitting_nodes,
     join_layout,
     layout_flags,
     pack_to_flags,
@@ -102,6 +103,16 @@ def test_run_that_shrank_returns_to_the_sizes_of_its_largest_round():
     assert layout_flags("/r", layout, 2)[-2:] == ("--pipeline-model-parallel-size", "2")
     assert layout_flags("/r", layout, 3) == resume_flags("/r", None)
     assert (join_layout(layout, 2), join_layout(layout, 3)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "refused", "nodes"),
+    [([1, 1, 1], (), 2), ([2, 2, 2], (), 3), ([2, 2, 2], (6,), 2), ([1, 1, 2], (4,), 2), ([3], (), 1)],
+)
+def test_next_round_has_whole_tensor_parallel_groups_and_no_refused_size(counts, refused, nodes):
+    layout = Layout(config=parallel(2, 1), processes=2)
+    assert fitting_nodes(layout, counts, 1, refused) == nodes
+    assert fitting_nodes(None, counts, 1, refused) == len(counts)
 
 
 def test_interface_towards_this_machine_is_loopback():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_train._common.document import Problem
-from dynmo_train.formats.run import encode_join_request
+from dynmo_train.formats.run import encode_join_request, read_join_request, refused_join_file
 from dynmo_train.trainer.rebalance.resize_requests import JoinRequests
 
 
@@ -36,6 +36,7 @@ def test_request_that_is_not_possible_is_logged_once_and_training_continues(tmp_
     reader = requests(path, events, [Problem("--num-layers", "conflict", "must be at least 3")])
     assert not reader.is_pending(5, 2)
     assert not reader.is_pending(6, 2)
+    assert read_join_request(refused_join_file(path)) == (3, 3)
     ((kind, message, _),) = events
     assert kind == "resize_refused"
     assert "--num-layers" in message
