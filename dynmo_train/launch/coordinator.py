@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .membership import (
     Incarnation,
@@ -270,5 +270,6 @@ class Coordinator:
 
 def decode_round(value: bytes) -> Round:
     """The round of a value in the store."""
-    found: dict[str, Any] = json.loads(value)
-    return Round(**{name: tuple(each) if isinstance(each, list) else each for name, each in found.items()})
+    found = json.loads(value)
+    lists = {name: tuple(found[name]) for name in ("members", "names", "processes", "extra_flags")}
+    return Round(number=found["number"], port=found["port"], **lists)

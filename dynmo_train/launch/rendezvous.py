@@ -216,6 +216,9 @@ class Rendezvous:
     def _has(self, key: str) -> bool:
         return bool(self._request(lambda: self.store.check([key])))
 
+    def _get(self, key: str) -> bytes:
+        return bytes(self._request(lambda: self.store.get(key)))
+
     def open_round(self, members: Sequence[Incarnation], extra_flags: tuple[str, ...]) -> Round:
         """On node 0, begin a round.
 
@@ -265,11 +268,11 @@ class Rendezvous:
             if found != changes:
                 changes = found
                 if self._has("end"):
-                    return LaunchEnd(**json.loads(self._request(lambda: self.store.get("end"))))
+                    return LaunchEnd(**json.loads(self._get("end")))
                 self._check_exclusion()
                 number = int(self._request(lambda: self.store.add("round", 0)))
                 if number > self._number:
-                    current = decode_round(self._request(lambda number=number: self.store.get(f"round/{number}")))
+                    current = decode_round(self._get(f"round/{number}"))
                     if self.name in current.names:
                         self._number = number
                         return current
@@ -288,7 +291,7 @@ class Rendezvous:
         rank, key = self.nodes.node_rank, f"gone/{self.name}"
         if not self._has(key):
             return
-        if str(self._request(lambda: self.store.get(key)), "utf-8") == NodeState.REPLACED:
+        if str(self._get(key), "utf-8") == NodeState.REPLACED:
             raise DynmoError(f"another launcher of node {rank} joined; start one launcher per --node-rank")
         raise ExcludedError(f"node 0 lost node {rank}")
 

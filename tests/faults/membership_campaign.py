@@ -37,7 +37,7 @@ from tests.paths import ROOT
 
 BOUND_S = 90.0
 EVENTS = ("kill launcher", "lose power", "drain", "rolling restart", "cut", "cut briefly", "return", "restart node 0")
-TRAIN_ITERS = 1200
+TRAIN_ITERS = 120
 
 
 def report(line: str) -> None:
@@ -312,12 +312,8 @@ def trainer_words(data: Path, run: Path) -> tuple[str, ...]:
     """The smallest run of the trainer."""
     from tests.distributed.whole_runs import arguments
 
-    options = {
-        "train_iters": str(TRAIN_ITERS),
-        "eval_interval": "100000",
-        "save_interval": "100",
-        "lr_decay_iters": "24",
-    }
+    options = {"train_iters": str(TRAIN_ITERS), "lr_decay_iters": str(TRAIN_ITERS), "eval_interval": "100000"}
+    options |= {"global_batch_size": "4", "num_layers": "3", "save_interval": "20"}
     words = arguments(data, run, "--save", str(run), "--load", str(run), **options, rebalance_interval=None)
     return tuple(words)
 
