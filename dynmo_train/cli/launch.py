@@ -140,6 +140,7 @@ def launch_node(
     """Run COMMAND on this node and, with the same command there, on the other nodes.
 
     Node 0 hosts the rendezvous. After the loss of a node or a failure the remaining nodes, at least MIN, restart from
-    the last checkpoint, at most --max-restarts times. Exits with code 75 if node 0 is lost.
+    the last checkpoint, at most --max-restarts times. Nodes that come late or return join after the next save. Exits
+    with code 75 if node 0 is lost and does not return.
     """
     _launch(arguments, nproc, log_dir, exits, nodes, dry_run=dry_run)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._common.checks import integer, obj
+from .._common.checks import integer, nullable, obj
 from .._common.document import (
     MAX_CONFIG_BYTES,
     DocumentError,
@@ -23,6 +23,7 @@ from .run_fields import DOCUMENT
 FORMAT = "dynmo.run"
 VERSION = 1
 _RESIZE = obj({"workers": integer(1)})
+_JOIN = obj({"processes": integer(1), "workers": nullable(integer(1))})
 
 
 def write_run(path: Path, document: Mapping[str, Any]) -> None:
@@ -95,3 +96,32 @@ def take_resize_request(path: Path) -> int | None:
     workers = read_resize_request(request)
     request.replace(request.with_suffix(".taken.json"))
     return workers
+
+
+def encode_join_request(processes: int, workers: int | None) -> bytes:
+    """The request of a launcher to restart because nodes wait to join.
+
+    Args:
+        processes: number of processes after the restart.
+        workers: number of pipeline ranks after the restart; None for that of the command.
+    """
+    return encode_json({"processes": processes, "workers": workers})
+
+
+def read_join_request(path: Path) -> tuple[int, int | None]:
+    """Return the number of processes and of pipeline ranks of a join request.
+
+    Raises:
+        DocumentError: The document is not a join request.
+    """
+    document = read_json(path, MAX_CONFIG_BYTES)
+    problems: list[Problem] = []
+    _JOIN(document, "", problems)
+    if problems:
+        raise DocumentError(str(path), problems)
+    return document["processes"], document["workers"]
+
+
+def refused_join_file(request: Path) -> Path:
+    """The name of a join request after the trainer refused it."""
+    return request.with_suffix(".refused.json")

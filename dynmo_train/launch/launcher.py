@@ -2,25 +2,39 @@
 
 ::
 
-    Rendezvous.next_round ──> run_worker_group ──> failures ──> Rendezvous.report
-            ^                                                        │
-            └────── Decision.restart <── node 0: _decide <───────────┘
+    Rendezvous.wait_for_round ──> run_worker_group ──> failures ──> Rendezvous.report
+            ^                                                            │
+            └── node 0: open_round <── restart <── node 0: _decide <─────┘
+
+Node 0 decides, the others follow. A node that waits to join a running round makes node 0 write a join request, a file
+that the trainer reads at the next step boundary: it saves and exits with 75, and the next round has the node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .._common.console import print_message
-from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
+from .._common.document import write_whole
+from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, DynmoError, UsageError
 from ..formats.os_errors import reason
-from ..formats.run import read_run, take_resize_request
+from ..formats.run import (
+    encode_join_request,
+    read_join_request,
+    read_run,
+    refused_join_file,
+    take_resize_request,
+)
+from .coordinator import Round
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
@@ -30,19 +44,19 @@ from .exit_status import (
     shell_exit_code,
     usage_message,
 )
+from .membership import Incarnation, Membership, NodeState, join_ranks
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
-from .rendezvous import (
-    FINISHED,
-    RESTART_JOIN_S,
-    SIGNALED,
-    Decision,
-    NodeResult,
-    Rendezvous,
-    RendezvousLostError,
-    Round,
+from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
+from .restart import (
+    Layout,
+    fitting_nodes,
+    join_layout,
+    layout_flags,
+    pack_to_flags,
+    process_count,
+    resume_flags,
 )
-from .restart import pack_to_flags, pipeline_size, process_count, resume_flags
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -72,6 +86,11 @@ class LocalLaunch:
         """A file that exists once this launcher received a signal; other nodes may share its folder."""
         return self.log_dir / f"shutdown-{socket.gethostname()}-{os.getpid()}"
 
+    @property
+    def join_file(self) -> Path:
+        """The join request of this launcher to rank 0."""
+        return self.log_dir / f"join-{socket.gethostname()}-{os.getpid()}.json"
+
 
 def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
     """Print the causes of a failed round, without lines that the log of rank 0 has already shown.
@@ -98,36 +117,54 @@ def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
     print_message(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
-def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, tuple[str, ...]]:
-    """Number of processes of the next round, and the flags appended to the command.
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """What follows a round: another one, or the end of the launch with ``code`` and ``message``."""
 
-    Args:
-        run_dir: run directory; without ``run.json`` each process is a pipeline rank.
-        before: number of processes of the last round.
-        workers: number of pipeline ranks that a user requested.
-        now: number of remaining processes, if nodes were lost.
-    """
-    try:
-        document = read_run(run_dir / "run.json")
-        config, before = document["config"], document["world_size"]
-    except UsageError:
-        config = {"parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": before}}
-    if workers is not None:
-        flags = resume_flags(str(run_dir), workers) + pack_to_flags(config, workers)
-        return process_count(config, before, workers), flags
-    processes = before if now is None else now
-    return processes, resume_flags(str(run_dir), pipeline_size(config, before, processes))
+    is_restart: bool
+    code: int = 0
+    message: str = ""
 
 
 @dataclass
 class _Launcher:
-    """The rounds of a launch, seen from one node; ``restarts`` counts rounds after a failure."""
+    """The rounds of a launch, seen from one node.
+
+    Attributes:
+        launch: the processes of this node.
+        launch_file: file in which rank 0 records the run directory.
+        restarts: number of restarts after failures.
+        layout: parallel sizes of the largest round; those of other rounds follow from it, so that a run which shrank
+            returns to the sizes that it had.
+        workers: number of pipeline ranks that a user requested.
+        processes: number of processes with these.
+        refused: numbers of processes for which the trainer refused a join request.
+    """
 
     launch: LocalLaunch
-    rendezvous: Rendezvous
     launch_file: Path
     restarts: int = 0
+    layout: Layout | None = None
     workers: int | None = None
+    processes: int | None = None
+    refused: set[int] = field(default_factory=set)
+    rendezvous: Rendezvous = field(init=False)
+
+    def join(self, connect_s: float | None = None) -> None:
+        """Join the launch as another incarnation of this node; ``connect_s`` bounds the time to reach node 0.
+
+        Raises:
+            UsageError: the store cannot be created, or node 0 is unreachable.
+        """
+        launch = self.launch
+        launch.join_file.unlink(missing_ok=True)
+        self.rendezvous = Rendezvous(
+            launch.nodes,
+            launch.nproc,
+            is_draining=launch.shutdown_file.exists,
+            on_joining=self._request_join,
+            connect_s=connect_s,
+        )
 
     def _worker_group(self, current: Round) -> WorkerGroupConfig:
         launch, nodes = self.launch, self.launch.nodes
@@ -135,14 +172,13 @@ class _Launcher:
         log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.node_rank}"
         return WorkerGroupConfig(
             name=f"round-{current.number - 1}",
-            nproc=current.processes[index],
+            processes=current.processes,
             command=(*launch.command, *launch.arguments, *current.extra_flags),
             log_dir=log_dir,
             grace_s=launch.exits.grace_s,
             save_s=launch.exits.save_s,
             shutdown_file=launch.shutdown_file,
             index=index,
-            count=len(current.members),
             host=nodes.master_addr,
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
@@ -151,67 +187,123 @@ class _Launcher:
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
 
-    def _decide(self, current: Round, own: list[Failure]) -> Decision:
-        """On node 0, decide what follows the round from the results of all nodes."""
-        results, lost = self.rendezvous.collect_results(self.launch.exits.grace_s + self.launch.nodes.node_timeout_s)
-        failures = [
-            Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures
-        ] or own
-        code = root_causes(failures)[0].code if failures else EXIT_FAILURE
-        if lost:
-            print_message(f"dynmo-train: lost node {', '.join(map(str, lost))}")
+    def _read_layout(self, processes: int) -> None:
+        """Record the parallel sizes of the round that ended, if it is the largest one; it had ``processes``."""
         run_dir = self._run_dir()
-        is_relaunch = code == EXIT_RELAUNCH and not lost
-        if run_dir is None or (
-            not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.launch.exits.max_restarts)
-        ):
-            message = "a process requested a restart before it created a run directory" if is_relaunch else ""
-            return Decision(restart=False, code=shell_exit_code(code), message=message)
-        self.restarts += 0 if is_relaunch else 1
-        away = self.rendezvous.departed_nodes().union(lost)
-        self.workers = take_resize_request(run_dir) or (self.workers if not away else None)
-        remaining = [count for node, count in zip(current.members, current.processes, strict=True) if node not in away]
-        processes, flags = _next_size(run_dir, sum(current.processes), self.workers, sum(remaining) if away else None)
-        return self._restart(processes, remaining, flags)
+        if run_dir is None:
+            return
+        try:
+            document = read_run(run_dir / "run.json")
+            found = Layout(config=document["config"], processes=document["world_size"])
+        except UsageError:  # without run.json each process is a pipeline rank
+            sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": processes}
+            found = Layout(config={"parallel": sizes}, processes=processes)
+        if self.layout is None or found.processes >= self.layout.processes:
+            self.layout = found
+
+    def _read_refusal(self) -> None:
+        """Record a number of processes that the trainer refused: no later round may have it."""
+        path = refused_join_file(self.launch.join_file)
+        if path.exists():
+            self.refused.add(read_join_request(path)[0])
+            path.unlink()
+
+    def _request_join(self, nodes: Sequence[Incarnation]) -> None:
+        """On node 0, ask rank 0 to save and exit, so that ``nodes`` join; no effect before it has a run directory."""
+        membership, path = self.rendezvous.coordinator.membership, self.launch.join_file
+        members = membership.members_in(NodeState.ALIVE)
+        self._read_refusal()
+        if path.exists() or self._run_dir() is None:
+            return
+        before = sum(node.processes for node in members)
+        if self.layout is None:
+            self._read_layout(before)
+        counts = [node.processes for node in sorted((*members, *nodes), key=lambda node: node.rank)]
+        count = fitting_nodes(self.layout, counts, len(members) + 1, self.refused)
+        processes = sum(counts[:count])
+        if processes <= before or processes in self.refused:
+            return
+        workers = join_layout(self.layout, processes) if self.layout is not None else None
+        write_whole(path, encode_join_request(processes, workers))
+        print_message(
+            f"dynmo-train: node {join_ranks(node.rank for node in nodes)} joins after the next save"
+            f" | processes: {before} -> {processes}"
+        )
+
+    def _decide(self, current: Round, own: list[Failure]) -> _Decision:
+        """On node 0, decide what follows the round from the results of all nodes."""
+        exits, nodes = self.launch.exits, self.launch.nodes
+        membership = self.rendezvous.coordinator.end_round(max(exits.grace_s, exits.save_s) + nodes.node_timeout_s)
+        self._read_layout(sum(current.processes))
+        members = [membership.incarnations[name] for name in current.names]
+        failures = [Failure(rank=r, code=code, log="") for node in members for r, code in node.failures] or own
+        code = root_causes(failures)[0].code if failures else EXIT_FAILURE
+        lost = _report_departures(membership)
+        is_drain = not lost and bool(membership.members_in(NodeState.DRAINED)) and code not in PERMANENT_CODES
+        is_free = (code == EXIT_RELAUNCH and not lost) or is_drain
+        has_run, has_left = self._run_dir() is not None, bool(lost) or is_drain
+        is_permanent = code in PERMANENT_CODES and not lost
+        if not is_free and (is_permanent or self.restarts == exits.max_restarts):
+            return _Decision(is_restart=False, code=shell_exit_code(code))
+        # A run that a lost or drained node interrupted before it created its directory starts from scratch.
+        if not has_run and not has_left:
+            message = "a process requested a restart before it created a run directory" if is_free else ""
+            return _Decision(is_restart=False, code=shell_exit_code(code), message=message)
+        self.restarts += 0 if is_free else 1
+        return self._apply_resize_request(members)
+
+    def _apply_resize_request(self, members: Sequence[Incarnation]) -> _Decision:
+        """Restart, with the number of workers that a user requested."""
+        run_dir = self._run_dir()
+        workers = take_resize_request(run_dir) if run_dir is not None else None
+        if workers is None or self.layout is None:
+            return _Decision(is_restart=True)
+        processes = process_count(self.layout.config, self.layout.processes, workers)
+        max_nodes, sizes = self.launch.nodes.max_nodes, {node.processes for node in members}
+        if max_nodes > 1:
+            if len(sizes) > 1 or processes % min(sizes) or processes // min(sizes) > max_nodes:
+                message = (
+                    f"{processes} processes must be a multiple of the {min(sizes)} per node, on at most"
+                    f" {max_nodes} nodes"
+                )
+                return _Decision(is_restart=False, code=EXIT_USAGE, message=message)
+            self.rendezvous.coordinator.resize(processes // min(sizes))
+        self.workers, self.processes = workers, processes
+        return _Decision(is_restart=True)
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
-        """Flags of a round with fewer processes than decided."""
-        run_dir = self._run_dir()
-        return _next_size(run_dir, processes, None, processes)[1] if run_dir else ()
+        """Flags of a round after the first one."""
+        run_dir, layout = self._run_dir(), self.layout
+        if run_dir is None or layout is None:
+            return ()
+        if self.workers is not None and processes == self.processes:
+            return resume_flags(str(run_dir), self.workers) + pack_to_flags(layout.config, self.workers)
+        return layout_flags(str(run_dir), layout, processes)
 
-    def _restart(self, processes: int, remaining: list[int], flags: tuple[str, ...]) -> Decision:
-        """Decide on another round.
+    def _open_round(self, *, is_first: bool) -> Round:
+        """On node 0, wait for the members of the next round and begin it."""
+        self._read_refusal()
+        members = self.rendezvous.wait_for_members()
+        min_nodes = self.rendezvous.coordinator.membership.min_nodes
+        members = members[: fitting_nodes(self.layout, [n.processes for n in members], min_nodes, self.refused)]
+        if self.launch.nodes.max_nodes == 1 and self.processes is not None:
+            members = (replace(members[0], processes=self.processes),)
+        self.launch.join_file.unlink(missing_ok=True)
+        processes = sum(node.processes for node in members)
+        current = self.rendezvous.open_round(members, self._flags_of(processes))
+        if not is_first:
+            place = f" | nodes: {join_ranks(current.members)}" if self.launch.nodes.max_nodes > 1 else ""
+            print_message(f"dynmo-train: restarting from {self._run_dir()} | processes: {processes}{place}")
+        return current
 
-        Args:
-            processes: total number of processes.
-            remaining: number of processes of each remaining node.
-            flags: flags that are appended to the command.
-        """
-        max_nodes = self.launch.nodes.max_nodes
-        if max_nodes == 1:
-            return Decision(restart=True, processes=processes, nodes=1, extra_flags=flags)
-        if processes == sum(remaining):
-            return Decision(restart=True, processes=processes, nodes=len(remaining), extra_flags=flags)
-        nodes = processes // remaining[0]
-        if len(set(remaining)) > 1 or processes % remaining[0] or nodes > max_nodes:
-            message = (
-                f"{processes} processes must be a multiple of the {remaining[0]} per node, on at most {max_nodes} nodes"
-            )
-            return Decision(restart=False, code=EXIT_USAGE, message=message)
-        return Decision(restart=True, processes=processes, nodes=nodes, extra_flags=flags)
-
-    def _finish(self) -> int:
+    def _finish(self) -> _Decision:
         """On node 0, wait for the processes of the other nodes, which may still fail."""
-        self.rendezvous.wait_for_others()
-        results, lost = self.rendezvous.collect_results(0.0)
-        failures = [Failure(rank=rank, code=code, log="") for result in results for rank, code in result.failures]
-        code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if lost else 0)
-        self.rendezvous.publish_decision(Decision(restart=False, code=code))
-        # The store ends with this process; other nodes first read the decision.
-        if code:
-            time.sleep(RESTART_JOIN_S)
-        self.rendezvous.leave(FINISHED)
-        return code
+        membership = self.rendezvous.coordinator.wait_for_finish()
+        members = [membership.incarnations[name] for name in membership.members]
+        failures = [Failure(rank=rank, code=code, log="") for node in members for rank, code in node.failures]
+        has_lost = bool(membership.members_in(NodeState.LOST, NodeState.REPLACED))
+        code = shell_exit_code(root_causes(failures)[0].code) if failures else (EXIT_FAILURE if has_lost else 0)
+        return _Decision(is_restart=False, code=code)
 
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
@@ -220,55 +312,130 @@ class _Launcher:
         except PeerFailureError as error:
             print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
-        except SystemExit:
-            self.rendezvous.leave(SIGNALED)
-            raise
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
             report_failures(failures, has_rank0=current.members.index(self.launch.nodes.node_rank) == 0)
         return failures
 
-    def _next_decision(self, current: Round, failures: list[Failure]) -> Decision:
-        """Report the failures and return the decision of node 0."""
-        nodes = self.launch.nodes
-        self.rendezvous.report(NodeResult(node=nodes.node_rank, failures=tuple((f.rank, f.code) for f in failures)))
-        if not self.rendezvous.is_leader:
-            return self.rendezvous.wait_for_decision(self.launch.exits.grace_s + 2 * nodes.node_timeout_s)
-        decision = self._decide(current, failures)
-        self.rendezvous.publish_decision(decision)
-        if decision.restart:
-            print_message(f"dynmo-train: restarting from {self._run_dir()} | processes: {decision.processes}")
-        return decision
+    def lead(self) -> LaunchEnd:
+        """On node 0, run all rounds and return the end of the launch."""
+        is_first, nodes = True, self.launch.nodes
+        try:
+            while True:
+                current = self._open_round(is_first=is_first)
+                is_first, failures = False, self._run_round(current)
+                if failures is None:
+                    decision = self._finish()
+                else:
+                    self.rendezvous.report(tuple((f.rank, f.code) for f in failures))
+                    decision = self._decide(current, failures)
+                if not decision.is_restart:
+                    break
+        except DynmoError as error:
+            decision = _Decision(is_restart=False, code=error.exit_code, message=str(error))
+        end = LaunchEnd(code=decision.code, message=decision.message)
+        if nodes.max_nodes > 1:
+            self.rendezvous.coordinator.publish_end(end.code, end.message, nodes.node_timeout_s)
+        return end
 
-    def run(self) -> int:
-        """Run all rounds and return the exit code."""
-        decision: Decision | None = None
-        while decision is None or decision.restart:
-            is_single = self.launch.nodes.max_nodes == 1 and decision is not None
-            current = self.rendezvous.next_round(
-                decision.processes if is_single and decision else self.launch.nproc, decision, self._flags_of
-            )
+    def follow(self) -> LaunchEnd:
+        """On another node, take part in rounds until the launch ends or the processes of this node finish.
+
+        Raises:
+            ExcludedError: node 0 lost this node; it may join again.
+            RendezvousLostError: node 0 is unreachable.
+        """
+        while not isinstance(current := self.rendezvous.wait_for_round(), LaunchEnd):
             failures = self._run_round(current)
-            if failures is None and self.rendezvous.is_leader:
-                return self._finish()
             if failures is None:
-                self.rendezvous.leave(FINISHED)
-                return 0
-            decision = self._next_decision(current, failures)
-        if decision.message:
-            print_message(f"dynmo-train: error: {decision.message}")
-        if self.rendezvous.is_leader and self.launch.nodes.max_nodes > 1:
-            time.sleep(RESTART_JOIN_S)  # other nodes read the decision
-        self.rendezvous.leave(FINISHED)
-        return decision.code
+                return LaunchEnd(code=0)
+            self.rendezvous.report(tuple((f.rank, f.code) for f in failures))
+        return current
+
+    def rejoin(self, error: DynmoError) -> None:
+        """Join again after node 0 lost this node, or after this node lost node 0.
+
+        Raises:
+            RendezvousLostError: node 0 is unreachable for ``--reconnect-s``.
+        """
+        nodes = self.launch.nodes
+        self.rendezvous.close()
+        print_message(f"dynmo-train: {error}; joining again, for at most {nodes.reconnect_s:g} s")
+        end = time.monotonic() + nodes.reconnect_s
+        while (left := end - time.monotonic()) > 0:
+            try:
+                return self.join(max(1.0, left))
+            except (UsageError, RendezvousLostError):
+                time.sleep(1.0)
+        raise RendezvousLostError(str(error)) from error
+
+
+def _report_departures(membership: Membership) -> list[Incarnation]:
+    """Print which members left the round, and return those that were lost or replaced."""
+    lost = membership.members_in(NodeState.LOST, NodeState.REPLACED)
+    states = {"lost": lost, "drained": membership.members_in(NodeState.DRAINED)}
+    for state, nodes in states.items():
+        if nodes:
+            print_message(f"dynmo-train: {state} node {join_ranks(node.rank for node in nodes)}")
+    return lost
+
+
+def _run(launcher: _Launcher) -> int:
+    """Run all rounds on this node and return the exit code.
+
+    Raises:
+        SystemExit: this process received a signal, while its processes ran or while it waited.
+    """
+    is_leader, leaves = launcher.launch.nodes.node_rank == 0, NodeState.FINISHED
+    launcher.join()
+    try:
+        while True:
+            try:
+                end = launcher.lead() if is_leader else launcher.follow()
+                break
+            except (ExcludedError, RendezvousLostError) as error:
+                launcher.rejoin(error)
+    except SystemExit:
+        leaves = NodeState.DRAINED
+        raise
+    finally:
+        launcher.rendezvous.leave(leaves)
+        launcher.launch.join_file.unlink(missing_ok=True)
+    if end.message:
+        print_message(f"dynmo-train: error: {end.message}")
+    return end.code
+
+
+@contextlib.contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
+
+    While its processes run, the elastic agent handles signals.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {
+        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def launch_local(launch: LocalLaunch) -> int:
     """Launch a run; restart it when a process exits with 75, and at most ``--max-restarts`` times after failures.
 
     Returns:
-        0, or the exit code of the process that failed; 75 if node 0 is lost.
+        0, or the exit code of the process that failed; 75 if node 0 is lost and does not return.
 
     Raises:
         UsageError: the log folder cannot be created, or the rendezvous fails.
@@ -289,11 +456,13 @@ def launch_local(launch: LocalLaunch) -> int:
             grace_s=launch.exits.grace_s,
             save_s=launch.exits.save_s,
             shutdown_file=launch.shutdown_file.absolute(),
+            join_file=launch.join_file.absolute(),
             interface=interface_towards(launch.nodes.master_addr),
         )
     )
     try:
-        return _Launcher(launch, Rendezvous(launch.nodes), launch_file).run()
+        with _exit_on_signals():
+            return _run(_Launcher(launch, launch_file))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

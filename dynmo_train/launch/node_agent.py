@@ -1,7 +1,8 @@
 """Run the processes of one round on this node with torch's elastic agent.
 
-The agent is overridden in three places: membership comes from :class:`~.rendezvous.Rendezvous`, there is no exit
-barrier, so that nodes with released ranks can leave, and shutdown waits for processes that save a checkpoint.
+The agent is overridden in four places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
+that no agent waits for others, of which one may have left since. There is no exit barrier, so that nodes with released
+ranks can leave. Shutdown waits for processes that save a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ from typing import IO, TYPE_CHECKING, Any
 from .._common.console import print_message
 from .._common.errors import DynmoError
 from .exit_status import Failure
-from .worker import GRACE_VARIABLE, LAUNCH_FILE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, SHUTDOWN_FILE_VARIABLE
+from .worker import (
+    GRACE_VARIABLE,
+    JOIN_FILE_VARIABLE,
+    LAUNCH_FILE_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
+    SAVE_VARIABLE,
+    SHUTDOWN_FILE_VARIABLE,
+)
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest
     from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -48,31 +55,34 @@ class WorkerGroupConfig:
 
     Attributes:
         name: name of the round, in the paths of logs.
-        nproc: number of processes.
+        processes: number of processes of each member.
         command: command of each process.
         log_dir: folder of process logs.
         grace_s: seconds that processes have to exit.
         save_s: seconds that processes have to exit if the launcher received a signal.
         shutdown_file: file that exists once the launcher received a signal.
         index: index of this node among the members.
-        count: number of members.
         host: host of the processes' store.
         port: port of the processes' store.
         failure_reason: returns why another node ended the round, else None.
     """
 
     name: str
-    nproc: int
+    processes: tuple[int, ...]
     command: tuple[str, ...]
     log_dir: Path
     grace_s: float
     save_s: float
     shutdown_file: Path
     index: int
-    count: int
     host: str
     port: int
     failure_reason: Callable[[], str | None]
+
+    @property
+    def nproc(self) -> int:
+        """Number of processes on this node."""
+        return self.processes[self.index]
 
 
 # glibc returns large freed blocks to the kernel, which zeroes their pages again at the next access. Measured with two
@@ -88,6 +98,7 @@ def worker_environment(
     grace_s: float,
     save_s: float,
     shutdown_file: Path,
+    join_file: Path,
     interface: str | None,
 ) -> dict[str, str]:
     """Environment variables of workers in addition to those of the launcher; existing values are kept.
@@ -103,6 +114,7 @@ def worker_environment(
         grace_s: seconds that processes have to exit.
         save_s: seconds that processes have to exit if the launcher received a signal.
         shutdown_file: file that exists once the launcher received a signal.
+        join_file: file by which node 0 asks rank 0 to save and exit with 75.
         interface: network interface for gloo.
     """
     defaults = {"OMP_NUM_THREADS": "1", **KEEP_MEMORY} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
@@ -112,6 +124,7 @@ def worker_environment(
         GRACE_VARIABLE: str(grace_s),
         SAVE_VARIABLE: str(save_s),
         SHUTDOWN_FILE_VARIABLE: str(shutdown_file),
+        JOIN_FILE_VARIABLE: str(join_file),
     }
 
 
@@ -166,14 +179,13 @@ class _Tail(threading.Thread):
 
 def _rendezvous_handler(group: WorkerGroupConfig) -> type:
     """The class from which the elastic agent gets the members of a round; imports torch."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
     class FixedMembers(RendezvousHandler):
         """Returns members that the launchers have already agreed on."""
 
         def __init__(self) -> None:
-            self.store: PrefixStore | None = None
             self.since: float | None = None
 
         use_agent_store = True
@@ -182,9 +194,9 @@ def _rendezvous_handler(group: WorkerGroupConfig) -> type:
             return "dynmo"
 
         def next_rendezvous(self) -> RendezvousInfo:
-            store = TCPStore(group.host, group.port, is_master=False)
-            self.store = PrefixStore("agents", store)
-            return RendezvousInfo(self.store, group.index, group.count, RendezvousStoreInfo(group.host, group.port))
+            # The agents exchange nothing, so their store is a local one; the processes use that of node 0.
+            place = RendezvousStoreInfo(group.host, group.port)
+            return RendezvousInfo(HashStore(), group.index, len(group.processes), place)
 
         def num_nodes_waiting(self) -> int:
             """Called at every check of the processes, which may exit within the grace period.
@@ -218,7 +230,7 @@ def _rendezvous_handler(group: WorkerGroupConfig) -> type:
 
 def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[LogsDest]]:
     """The agent, and a list to which it appends the log paths when its workers have started."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
@@ -230,6 +242,20 @@ def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[Logs
             return log_paths[-1]
 
     class Agent(LocalElasticAgent):
+        def _assign_worker_ranks(self, *_: Any) -> list[Worker]:
+            """Ranks of this node's workers. torch's agents ask each other, and would wait 5 minutes for a lost node."""
+            first, world = sum(group.processes[: group.index]), sum(group.processes)
+            return [
+                Worker(
+                    local_rank=local_rank,
+                    global_rank=first + local_rank,
+                    role_rank=first + local_rank,
+                    world_size=world,
+                    role_world_size=world,
+                )
+                for local_rank in range(group.nproc)
+            ]
+
         def _exit_barrier(self) -> None:
             """Do not wait: a node whose processes finished leaves; torch's barrier would block it."""
 
@@ -238,8 +264,9 @@ def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[Logs
 
             Waits for the workers here, because ``_shutdown`` of torch 2.11 has no timeout parameter.
             """
-            number = signals[0] if signals else signal.SIGTERM
-            may_save = bool(signals) and number in (signal.SIGTERM, signal.SIGINT)
+            received = signals[0] if signals else _received_signal(sys.exc_info()[1])
+            number = received or signal.SIGTERM
+            may_save = received in (signal.SIGTERM, signal.SIGINT)
             if may_save:
                 group.shutdown_file.touch()
             else:  # a second signal while the workers save cancels the time to save
@@ -263,6 +290,19 @@ def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[Logs
         logs_specs=Logs(log_dir=str(group.log_dir), redirects=Std.ALL),
     )
     return agent, log_paths
+
+
+def _received_signal(error: BaseException | None) -> signal.Signals | None:
+    """The signal that led to an exception; None if there is none.
+
+    torch raises ``SignalException`` in a handler. If that happens in its decorator of timed functions, an
+    ``UnboundLocalError`` replaces it.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    while error is not None and not isinstance(error, SignalException):
+        error = error.__context__
+    return None if error is None else signal.Signals(error.sigval)
 
 
 def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
@@ -289,9 +329,11 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
         tail.start()
     try:
         result = agent.run()
-    except SignalException as received:
-        print_message(f"dynmo-train: {signal.Signals(received.sigval).name}: terminated | processes: {group.nproc}")
-        raise SystemExit(128 + received.sigval) from received
+    except (SignalException, UnboundLocalError) as error:
+        if (received := _received_signal(error)) is None:
+            raise
+        print_message(f"dynmo-train: {received.name}: terminated | processes: {group.nproc}")
+        raise SystemExit(128 + received) from error
     finally:
         for tail in active:
             tail.finish()

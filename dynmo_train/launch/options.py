@@ -123,6 +123,24 @@ class NodeConfig:
             rich_help_panel=_RARE_RENDEZVOUS,
         ),
     ] = 30.0
+    rejoin_s: Annotated[
+        float,
+        typer.Option(
+            "--rejoin-s",
+            min=0,
+            help="Seconds that a restart waits for nodes that left.",
+            rich_help_panel=_RARE_RENDEZVOUS,
+        ),
+    ] = 30.0
+    reconnect_s: Annotated[
+        float,
+        typer.Option(
+            "--reconnect-s",
+            min=0,
+            help="Seconds to reach node 0 again after its loss; then exit 75.",
+            rich_help_panel=_RARE_RENDEZVOUS,
+        ),
+    ] = 120.0
     end_with_stdin: Annotated[
         bool,
         typer.Option(

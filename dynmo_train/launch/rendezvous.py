@@ -1,43 +1,42 @@
-"""Rendezvous of the nodes of a launch: membership, heartbeats, results and decisions.
+"""Rendezvous of the nodes of a launch, seen from one node: joining, heartbeats, rounds and their ends.
 
-One launcher runs on each node. The launchers share a key-value store on node 0, which exists for the whole launch. A
-launch is a sequence of *rounds*; processes are restarted by a new round::
+One launcher runs on each node. The launchers share a key-value store on node 0. A launch is a sequence of *rounds*;
+processes are restarted by another round::
 
-    node 0                                   node N
-    wait for min_nodes, publish members  <-- R/ready/N
-    R/members                            --> start the processes
-    R/result/0                               R/result/N
-    R/decision: restart or exit code     --> next round, or exit
+    node 0 (coordinator.py)                    node N
+    fold records into a membership        <-- join record, heartbeats
+    publish the members of round R        --> start the processes
+    publish why the round ends            <-- record: processes ended
+    next round, or the end of the launch  --> start, or exit
 
-Members are in the order of their ranks, so that global rank 0 is on the node with the store. Every node increments its
-heartbeat once per second. A member without heartbeat is lost, which ends the round.
-
-Keys, with the name of the launch as prefix: ``round`` number of the current round R; ``R/ready/N`` number of processes
-of node N; ``R/members``; ``R/result/N``; ``R/decision``; ``heartbeat/N`` counter; ``left/N`` node N left for good.
+Members are in the order of their node ranks, so that global rank 0 is on the node with the store. A launcher that finds
+itself excluded, because it was cut off, joins again as another incarnation (``membership.py``). A launcher that loses
+the store tries to reach node 0 again: its host may return, or the launcher of node 0 may be started again, with an
+empty store, which the other nodes then join.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .._common.console import print_message
 from .._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
+from .coordinator import POLL_S, Coordinator, Round, append_record, decode_round, heartbeat_period_s
+from .membership import Incarnation, Limits, NodeState, Record, RecordKind, join_ranks
 from .options import NodeConfig
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store
 
-POLL_S = 0.1
-HEARTBEAT_S = 1.0
-# Seconds to wait for more than the minimum number of nodes: in the first round, and in later ones.
-FIRST_JOIN_S, RESTART_JOIN_S = 30.0, 3.0
-# Why a node left: its processes finished, or its launcher received a signal.
-FINISHED, SIGNALED = "finished", "signaled"
+# Seconds that the first round waits for more than the minimum number of nodes.
+FIRST_JOIN_S = 30.0
 
 
 class RendezvousLostError(DynmoError):
@@ -46,63 +45,16 @@ class RendezvousLostError(DynmoError):
     exit_code = EXIT_RELAUNCH
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """One start of the processes on all nodes.
-
-    Attributes:
-        number: number of the round, from 1.
-        members: ranks of its nodes, ascending.
-        processes: number of processes of each member.
-        port: port of the processes' store on node 0.
-        extra_flags: flags that are appended to the command.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    processes: tuple[int, ...]
-    port: int
-    extra_flags: tuple[str, ...]
+class ExcludedError(DynmoError):
+    """Node 0 counts this incarnation as lost: this node may join again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeResult:
-    """Result of a round on one node: (rank, exit code) of each failed process."""
+class LaunchEnd:
+    """The end of a launch: its exit code, and an error message or an empty string."""
 
-    node: int
-    failures: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What follows a round: another round, or the exit of the launch.
-
-    Attributes:
-        restart: whether another round follows.
-        code: exit code, if not.
-        processes: number of processes of the next round; only a single node can change its number.
-        nodes: number of nodes of the next round.
-        extra_flags: flags that are appended to the command.
-        message: error message.
-    """
-
-    restart: bool
-    code: int = 0
-    processes: int = 0
-    nodes: int = 0
-    extra_flags: tuple[str, ...] = ()
+    code: int
     message: str = ""
-
-
-@dataclass
-class _Observations:
-    """State of the other nodes, written by the heartbeat thread; ``results`` has (round, node)."""
-
-    silent: set[int] = field(default_factory=set)
-    signaled: set[int] = field(default_factory=set)
-    results: set[tuple[int, int]] = field(default_factory=set)
-    store_lost: bool = False
-    answered_s: float = field(default_factory=time.monotonic)
 
 
 def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
@@ -124,17 +76,18 @@ def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
     return results[0]
 
 
-def _connect(nodes: NodeConfig, *, is_leader: bool) -> Store:
+def _connect(nodes: NodeConfig, seconds: float) -> Store:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
 
+    is_leader = nodes.node_rank == 0
     try:
         return TCPStore(
             nodes.master_addr,
             nodes.master_port,
             is_master=is_leader,
             wait_for_workers=False,
-            timeout=timedelta(seconds=nodes.join_timeout_s),
+            timeout=timedelta(seconds=seconds),
         )
     except (DistNetworkError, RuntimeError) as error:
         first = str(error).splitlines()[0]
@@ -142,152 +95,155 @@ def _connect(nodes: NodeConfig, *, is_leader: bool) -> Store:
         raise UsageError(
             f"cannot open the rendezvous store at {place}: {first}; give another --master-port"
             if is_leader
-            else f"node {nodes.node_rank} cannot reach node 0 at {place} within {nodes.join_timeout_s:g} s: {first}"
+            else f"node {nodes.node_rank} cannot reach node 0 at {place} within {seconds:g} s: {first}"
         ) from error
 
 
 class Rendezvous:
-    """Membership and decisions of a launch, seen from one node."""
+    """Membership of a launch, seen from one node.
 
-    def __init__(self, nodes: NodeConfig) -> None:
-        """Create the store on node 0, or connect to it.
+    Args:
+        nodes: this node and the rendezvous.
+        processes: number of processes of this node.
+        is_draining: whether the launcher of this node received a signal, while its processes save.
+        on_joining: on node 0, called while nodes wait that should join the running round, with these nodes.
+        connect_s: seconds to reach node 0; None for ``--join-timeout-s``.
 
-        Raises:
-            UsageError: the store cannot be created, or node 0 is unreachable.
-        """
+    Raises:
+        UsageError: the store cannot be created, or node 0 is unreachable.
+    """
+
+    def __init__(
+        self,
+        nodes: NodeConfig,
+        processes: int,
+        is_draining: Callable[[], bool] = lambda: False,
+        on_joining: Callable[[Sequence[Incarnation]], None] = lambda _: None,
+        connect_s: float | None = None,
+    ) -> None:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self.nodes = nodes
-        store = _connect(nodes, is_leader=nodes.node_rank == 0)
+        self.nodes, self.name = nodes, secrets.token_hex(4)
+        store = _connect(nodes, nodes.join_timeout_s if connect_s is None else connect_s)
         self.port = store.port if isinstance(store, TCPStore) else nodes.master_port
         self.store: PrefixStore = PrefixStore(nodes.job, store)
         self._process_stores: list[Store] = []
-        self._observations = _Observations()
-        self._members: tuple[int, ...] = ()
         self._number = 0
+        # Round and reason: a reason of an earlier round must not end a later one.
+        self._stop: tuple[int, str] | None = None
+        self._is_store_lost = False
+        self._answered_s = time.monotonic()
+        self._is_draining = is_draining
         self._stopped = threading.Event()
+        # Before the record: node 0 reads the heartbeats of all that joined.
+        self._request(lambda: self.store.set(f"beat/{self.name}", "0"))
+        joined = Record(kind=RecordKind.JOINED, name=self.name, rank=nodes.node_rank, processes=processes)
+        self._coordinator: Coordinator | None = None
+        if self.is_leader:
+            limits = Limits(
+                min_nodes=nodes.min_nodes,
+                max_nodes=nodes.max_nodes,
+                node_timeout_s=nodes.node_timeout_s,
+                first_wait_s=FIRST_JOIN_S,
+                rejoin_s=nodes.rejoin_s,
+            )
+            self._coordinator = Coordinator(self._connection(), limits, self.name, on_joining)
+        self._append(joined)
         if nodes.max_nodes > 1:
-            threading.Thread(target=self._send_heartbeats, daemon=True).start()
+            if self._coordinator is not None:
+                self._coordinator.start()
+            else:
+                threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     @property
     def is_leader(self) -> bool:
         """Whether this is node 0."""
         return self.nodes.node_rank == 0
 
-    def _send_heartbeats(self) -> None:
-        """Send heartbeats and observe the other members; runs in a thread with a separate connection."""
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator, on node 0."""
+        if self._coordinator is None:
+            raise RuntimeError("only node 0 coordinates")
+        return self._coordinator
+
+    def _connection(self) -> PrefixStore:
+        """A connection of its own: a request that blocks in the main thread would delay this one."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         nodes = self.nodes
-        last_beats: dict[int, tuple[int, float]] = {}
+        timeout = timedelta(seconds=nodes.node_timeout_s)
+        return PrefixStore(nodes.job, TCPStore(nodes.master_addr, self.port, is_master=False, timeout=timeout))
+
+    def _append(self, record: Record) -> None:
+        self._request(lambda: append_record(self.store, record))
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats and read why the round ends; runs in a thread."""
         try:
-            # A connection of its own: a request that blocks in the main thread would delay heartbeats.
-            connection = TCPStore(
-                nodes.master_addr, self.port, is_master=False, timeout=timedelta(seconds=nodes.node_timeout_s)
-            )
-            store = PrefixStore(nodes.job, connection)
-            while not self._stopped.wait(HEARTBEAT_S):
-                store.add(f"heartbeat/{nodes.node_rank}", 1)
-                self._observations.answered_s = time.monotonic()
-                now, number = time.monotonic(), self._number
-                for node in self._members:
-                    if store.check([f"left/{node}"]):
-                        if json.loads(store.get(f"left/{node}")) == SIGNALED:
-                            self._observations.signaled.add(node)
-                        continue
-                    if store.check([f"{number}/result/{node}"]):
-                        self._observations.results.add((number, node))
-                    # Adding zero reads the counter. Only whether it changes counts, because clocks of nodes differ.
-                    count = store.add(f"heartbeat/{node}", 0)
-                    if node not in last_beats or last_beats[node][0] != count:
-                        last_beats[node] = (count, now)
-                        self._observations.silent.discard(node)
-                    elif now - last_beats[node][1] > nodes.node_timeout_s:
-                        self._observations.silent.add(node)
+            store, changes, count, is_draining = self._connection(), -1, 0, False
+            while not self._stopped.wait(heartbeat_period_s(self.nodes.max_nodes)):
+                count += 1
+                store.set(f"beat/{self.name}", str(count))
+                if not is_draining and self._is_draining():
+                    is_draining = True
+                    append_record(store, Record(kind=RecordKind.DRAINING, name=self.name))
+                # An acknowledged request: ``set`` to a store that is gone returns without an error.
+                found = store.add("changes", 0)
+                number, self._answered_s = self._number, time.monotonic()
+                if found == changes:
+                    continue
+                if store.check([f"stop/{number}"]):
+                    self._stop = (number, str(store.get(f"stop/{number}"), "utf-8"))
+                elif store.check([f"gone/{self.name}"]):
+                    self._stop = (number, f"node 0 lost node {self.nodes.node_rank}")
+                changes = found if number == self._number else -1
         except (RuntimeError, OSError):
-            self._observations.store_lost = True
+            self._is_store_lost = True
 
     def _request(self, action: Callable[[], Any]) -> Any:
         """The result of a store operation; raises ``RendezvousLostError`` if node 0 is unreachable."""
         try:
-            if self._observations.store_lost:
+            if self._is_store_lost:
                 raise RuntimeError("an earlier request failed")
             # Node 0 has the store in its own process: no link to it can break.
             return action() if self.is_leader else _call_with_timeout(action, self.nodes.node_timeout_s)
         except RuntimeError as error:
-            self._observations.store_lost = True
-            raise RendezvousLostError(
-                f"lost node 0 at {self.nodes.master_addr}:{self.port}, which hosts the rendezvous; launch again"
-            ) from error
+            self._is_store_lost = True
+            place = f"{self.nodes.master_addr}:{self.port}"
+            raise RendezvousLostError(f"lost node 0 at {place}, which hosts the rendezvous; launch again") from error
 
     def _has(self, key: str) -> bool:
         return bool(self._request(lambda: self.store.check([key])))
 
-    def _get(self, key: str) -> Any:
-        return json.loads(self._request(lambda: self.store.get(key)))
+    def _get(self, key: str) -> bytes:
+        return bytes(self._request(lambda: self.store.get(key)))
 
-    def _set(self, key: str, value: Any) -> None:
-        self._request(lambda: self.store.set(key, json.dumps(value)))
-
-    def _absent(self, nodes: Iterable[int]) -> set[int]:
-        return {node for node in nodes if node in self._observations.silent or self._has(f"left/{node}")}
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                return False
-            time.sleep(POLL_S)
-        return True
-
-    def next_round(
-        self, processes: int, previous: Decision | None, flags_of: Callable[[int], tuple[str, ...]] | None = None
-    ) -> Round:
-        """Wait for the nodes of the next round.
+    def open_round(self, members: Sequence[Incarnation], extra_flags: tuple[str, ...]) -> Round:
+        """On node 0, begin a round.
 
         Args:
-            processes: number of processes of this node.
-            previous: decision on the previous round; None in the first round of this node.
-            flags_of: maps the total number of processes to flags, if fewer nodes join than decided.
+            members: its members.
+            extra_flags: flags that are appended to the command.
+        """
+        current = self.coordinator.open_round(members, self._open_process_store(), extra_flags)
+        self._number = current.number
+        return current
+
+    def wait_for_members(self) -> tuple[Incarnation, ...]:
+        """On node 0, wait for the members of the next round.
 
         Raises:
             DynmoError: too few nodes joined in time.
-            RendezvousLostError: node 0 is unreachable.
         """
-        if self.is_leader:
-            self._number = int(self._request(lambda: self.store.add("round", 1)))
-            current = self._open_round(processes, previous, flags_of)
-        else:
-            current = self._join(processes)
-        self._number, self._members = current.number, current.members
-        return current
-
-    def _open_round(
-        self, processes: int, previous: Decision | None, flags_of: Callable[[int], tuple[str, ...]] | None
-    ) -> Round:
-        """On node 0, wait for the other nodes and publish the members."""
-        nodes, number = self.nodes, self._number
-        target = previous.nodes if previous and previous.nodes else nodes.max_nodes
-        self._set(f"{number}/ready/0", processes)
-
-        def ready() -> list[int]:
-            return [node for node in range(nodes.max_nodes) if self._has(f"{number}/ready/{node}")]
-
-        if not self._wait(lambda: len(ready()) >= nodes.min_nodes, nodes.join_timeout_s):
-            names = ", ".join(map(str, ready()))
-            raise DynmoError(
-                f"{len(ready())} of {nodes.min_nodes} nodes joined within {nodes.join_timeout_s:g} s: {names}"
-            )
-        self._wait(lambda: len(ready()) >= target, RESTART_JOIN_S if previous else FIRST_JOIN_S)
-        members = tuple(ready()[:target])
-        counts = tuple(self._get(f"{number}/ready/{node}") for node in members)
-        extra_flags = previous.extra_flags if previous else ()
-        if flags_of is not None and previous and previous.nodes and len(members) < target:
-            extra_flags = flags_of(sum(counts))
-        port = self._open_process_store()
-        current = Round(number=number, members=members, processes=counts, port=port, extra_flags=extra_flags)
-        self._set(f"{number}/members", asdict(current))
-        return current
+        seconds = self.nodes.join_timeout_s
+        members = self.coordinator.wait_for_members(seconds)
+        if members is None:
+            membership = self.coordinator.membership
+            ready = [node.rank for node in membership.latest() if node.is_ready]
+            found = f"{len(ready)} of {membership.min_nodes} nodes joined within {seconds:g} s: {join_ranks(ready)}"
+            raise DynmoError(found)
+        return members
 
     def _open_process_store(self) -> int:
         """Open a store for the processes of a round, without keys of earlier rounds, and return its port."""
@@ -297,104 +253,75 @@ class Rendezvous:
         self._process_stores = [store]  # releases the previous one
         return int(store.port)
 
-    def _join(self, processes: int) -> Round:
-        """On other nodes, register for the current or the next round, and wait for its members."""
-        rank, registered = self.nodes.node_rank, -1
-        end = time.monotonic() + self.nodes.join_timeout_s
-        while time.monotonic() < end:
-            number = int(self._request(lambda: self.store.add("round", 0)))
-            if number > self._number and number != registered:
-                self._set(f"{number}/ready/{rank}", processes)
-                registered = number
-            if number == registered and self._has(f"{number}/members"):
-                found = self._get(f"{number}/members")
-                lists = {name: tuple(found[name]) for name in ("members", "processes", "extra_flags")}
-                current = Round(number=number, port=found["port"], **lists)
-                if rank in current.members:
-                    return current
-                self._number, end = number, time.monotonic() + self.nodes.join_timeout_s  # too late for this round
-            time.sleep(POLL_S)
-        raise DynmoError(f"node 0 opened no round for node {rank} within {self.nodes.join_timeout_s:g} s")
+    def wait_for_round(self) -> Round | LaunchEnd:
+        """On other nodes, wait for the next round with this node, or for the end of the launch.
 
-    def _failed_nodes(self) -> set[int]:
-        """Nodes that reported a result, because processes of this round failed."""
-        return {node for number, node in self._observations.results if number == self._number}
+        Raises:
+            ExcludedError: node 0 lost this incarnation.
+            DynmoError: another launcher of this node replaced this one.
+            RendezvousLostError: node 0 is unreachable.
+        """
+        rank, is_reported = self.nodes.node_rank, False
+        changes = -1
+        while True:
+            found = int(self._request(lambda: self.store.add("changes", 0)))
+            if found != changes:
+                changes = found
+                if self._has("end"):
+                    return LaunchEnd(**json.loads(self._get("end")))
+                self._check_exclusion()
+                number = int(self._request(lambda: self.store.add("round", 0)))
+                if number > self._number:
+                    current = decode_round(self._get(f"round/{number}"))
+                    if self.name in current.names:
+                        self._number = number
+                        return current
+                    # Also a round that this node was a member of and that ended before it could start.
+                    self._append(Record(kind=RecordKind.ENDED, name=self.name, round=number))
+                    self._number = number
+                    if not is_reported:
+                        is_reported = True
+                        nodes = join_ranks(current.members)
+                        print_message(
+                            f"dynmo-train: node {rank} waits: round {number} runs on node {nodes} until its next save"
+                        )
+            time.sleep(max(POLL_S, heartbeat_period_s(self.nodes.max_nodes) / 10))
+
+    def _check_exclusion(self) -> None:
+        rank, key = self.nodes.node_rank, f"gone/{self.name}"
+        if not self._has(key):
+            return
+        if str(self._get(key), "utf-8") == NodeState.REPLACED:
+            raise DynmoError(f"another launcher of node {rank} joined; start one launcher per --node-rank")
+        raise ExcludedError(f"node 0 lost node {rank}")
 
     def failure_reason(self) -> str | None:
-        """Why another node ends this round: it was lost, signaled, or its processes failed; else None."""
-        observed = self._observations
-        if not self.is_leader and time.monotonic() - observed.answered_s > self.nodes.node_timeout_s + HEARTBEAT_S:
-            observed.store_lost = True
-        if observed.store_lost:
+        """Why the round ends on this node: another one was lost, drained or failed; None while it runs."""
+        if self.is_leader:
+            return self.coordinator.reason()
+        limit_s = self.nodes.node_timeout_s + heartbeat_period_s(self.nodes.max_nodes)
+        if time.monotonic() - self._answered_s > limit_s:
+            self._is_store_lost = True
+        if self._is_store_lost:
             return "lost node 0"
-        if silent := sorted(observed.silent & set(self._members)):
-            return f"node {', '.join(map(str, silent))} sent no heartbeat for {self.nodes.node_timeout_s:g} s"
-        if signaled := sorted(observed.signaled & set(self._members)):
-            return f"node {', '.join(map(str, signaled))} received a signal"
-        if failed := sorted(self._failed_nodes() - {self.nodes.node_rank}):
-            return f"processes of node {', '.join(map(str, failed))} failed"
-        return None
+        stop = self._stop
+        return stop[1] if stop is not None and stop[0] == self._number else None
 
-    def departed_nodes(self) -> set[int]:
-        """Members that left for good: their processes finished, or their launcher received a signal."""
-        return {node for node in self._members if self._has(f"left/{node}")}
+    def report(self, failures: tuple[tuple[int, int], ...]) -> None:
+        """Report that the processes of this node ended, with (rank, exit code) of those that failed."""
+        self._append(Record(kind=RecordKind.ENDED, name=self.name, round=self._number, failures=failures))
 
-    def report(self, result: NodeResult) -> None:
-        """Publish the result of this node."""
-        self._set(f"{self._number}/result/{result.node}", asdict(result))
-
-    def collect_results(self, wait_s: float) -> tuple[list[NodeResult], list[int]]:
-        """On node 0, the results of the members and the lost nodes.
-
-        Args:
-            wait_s: maximum time to wait for results, in seconds.
-
-        Raises:
-            RendezvousLostError: the store does not answer.
-        """
-
-        def missing() -> set[int]:
-            reported = {node for node in self._members if self._has(f"{self._number}/result/{node}")}
-            return set(self._members) - reported - self._absent(self._members)
-
-        self._wait(lambda: not missing(), wait_s)
-        reported = [node for node in self._members if self._has(f"{self._number}/result/{node}")]
-        found = [self._get(f"{self._number}/result/{node}") for node in reported]
-        results = [NodeResult(node=f["node"], failures=tuple((r, c) for r, c in f["failures"])) for f in found]
-        finished = {
-            node for node in self._members if self._has(f"left/{node}") and self._get(f"left/{node}") == FINISHED
-        }
-        return results, sorted(set(self._members) - set(reported) - finished - {self.nodes.node_rank})
-
-    def publish_decision(self, decision: Decision) -> None:
-        """On node 0, publish what follows this round."""
-        self._set(f"{self._number}/decision", asdict(decision))
-
-    def wait_for_decision(self, wait_s: float) -> Decision:
-        """The decision of node 0.
-
-        Args:
-            wait_s: maximum time to wait, in seconds.
-
-        Raises:
-            RendezvousLostError: node 0 published no decision in time.
-        """
-        key = f"{self._number}/decision"
-        if not self._wait(lambda: self._has(key), wait_s):
-            raise RendezvousLostError(f"node 0 published no decision within {wait_s:g} s; launch again")
-        found = self._get(key)
-        return Decision(**found | {"extra_flags": tuple(found["extra_flags"])})
-
-    def wait_for_others(self) -> None:
-        """On node 0, wait for all other members: they need its store until they finish."""
-        others = set(self._members) - {self.nodes.node_rank}
-        self._wait(lambda: others <= self._absent(others) | self._failed_nodes(), float("inf"))
-
-    def leave(self, reason: str) -> None:
-        """Leave for good; ``reason`` is ``FINISHED`` or ``SIGNALED``."""
+    def leave(self, state: NodeState) -> None:
+        """Leave for good; ``state`` is ``FINISHED`` or ``DRAINED``."""
         try:
-            self._set(f"left/{self.nodes.node_rank}", reason)
+            self._append(Record(kind=RecordKind.LEFT, name=self.name, state=state))
         except RendezvousLostError:
             pass  # node 0 is gone: no other node can observe this
         finally:
-            self._stopped.set()
+            self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stopped.set()
+        if self._coordinator is not None:
+            self._coordinator.stop()

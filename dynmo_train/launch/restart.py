@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel sizes of a round.
+
+    Attributes:
+        config: configuration of the run, as in ``run.json``.
+        processes: number of processes.
+    """
+
+    config: Mapping[str, Mapping[str, Any]]
+    processes: int
 
 
 def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processes: int) -> int | None:
@@ -45,3 +59,37 @@ def pack_to_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) 
     """Flags that keep the planner from releasing any of the ``workers`` pipeline ranks that a user requested."""
     pack_to = config.get("balance", {}).get("pack_to")
     return () if workers is None or pack_to is None else ("--pack-to", str(max(int(pack_to), workers)))
+
+
+def layout_flags(run_dir: str, layout: Layout, processes: int) -> tuple[str, ...]:
+    """Flags that, appended to the command, resume the run of ``run_dir`` with ``processes``.
+
+    They depend on the largest round of the launch (``layout``) and on the number of processes, not on the rounds in
+    between: a run that lost nodes and got them again has its former sizes.
+    """
+    return resume_flags(run_dir, pipeline_size(layout.config, layout.processes, processes))
+
+
+def join_layout(layout: Layout, processes: int) -> int | None:
+    """Number of pipeline ranks with ``processes``; None if it is that of the command."""
+    return pipeline_size(layout.config, layout.processes, processes)
+
+
+def fitting_nodes(layout: Layout | None, processes: Sequence[int], min_nodes: int, refused: Collection[int]) -> int:
+    """Number of nodes of the next round: the first ones, whose processes make whole tensor-parallel groups.
+
+    Args:
+        layout: sizes of the largest round; None before the first one.
+        processes: number of processes of each node that is ready.
+        min_nodes: minimum number of nodes. If no number fits, all are used, and the trainer reports the conflict.
+        refused: numbers of processes that the trainer refused.
+    """
+    if layout is None:
+        return len(processes)
+    parallel = layout.config["parallel"]
+    group = int(parallel["tensor_model_parallel_size"]) * int(parallel.get("context_parallel_size", 1))
+    for count in range(len(processes), min_nodes - 1, -1):
+        total = sum(processes[:count])
+        if total % group == 0 and total not in refused:
+            return count
+    return len(processes)

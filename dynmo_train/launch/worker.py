@@ -20,6 +20,8 @@ SAVE_VARIABLE = "DYNMO_SAVE_S"
 SHUTDOWN_FILE_VARIABLE = "DYNMO_SHUTDOWN_FILE"
 # The file in which rank 0 records the run directory, from which the launcher restarts the workers.
 LAUNCH_FILE_VARIABLE = "DYNMO_LAUNCH_FILE"
+# The file by which node 0 asks rank 0 to save and exit with 75, because nodes wait to join.
+JOIN_FILE_VARIABLE = "DYNMO_JOIN_FILE"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
 

@@ -31,9 +31,11 @@ The result is collected first where something acts on it: profiled steps, evalua
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from ..data.loader import BatchLoader
 from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.worker import JOIN_FILE_VARIABLE
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
@@ -58,7 +61,7 @@ from .rebalance.compression_choice import CompressionChoice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
-from .rebalance.resize_requests import ResizeRequests
+from .rebalance.resize_requests import JoinRequests, ResizeRequests
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
@@ -154,6 +157,12 @@ class Trainer:
         self.controller = self._plan_controller()
         self._resize_requests = ResizeRequests(
             self.directory.requests,
+            lambda workers: resize_problems(config, self.engine.world.dims, workers),
+            self.logger.log_event,
+        )
+        join_file = os.environ.get(JOIN_FILE_VARIABLE)
+        self._join_requests = JoinRequests(
+            Path(join_file) if join_file else None,
             lambda workers: resize_problems(config, self.engine.world.dims, workers),
             self.logger.log_event,
         )
@@ -324,7 +333,11 @@ class Trainer:
     def _is_resize_requested(self) -> bool:
         world = self.engine.world
         # Rank 0 alone reads the file, which other ranks could find in another state; the signals carry its answer.
-        return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
+        if not world.is_rank0:
+            return False
+        return self._resize_requests.is_pending(self.step, world.dims.pipeline) or self._join_requests.is_pending(
+            self.step, world.size
+        )
 
     def _batch_loader(self) -> BatchLoader:
         data, replica, context = self.data, self.engine.world.replica, self.engine.world.context_rank

@@ -22,10 +22,10 @@ from dynmo_train.launch import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.options import ExitOptions, NodeConfig
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
-rendezvous.FIRST_JOIN_S = rendezvous.RESTART_JOIN_S = 300.0
+rendezvous.FIRST_JOIN_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
 nodes = NodeConfig(node_rank=int(rank), nnodes=f"{least}:{most}", master_port=int(port), join_timeout_s=300,
-              node_timeout_s=float(silence_s))
+              node_timeout_s=float(silence_s), rejoin_s=0, reconnect_s=2)
 launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), command=(sys.executable, "-c", program), nodes=nodes,
                      exits=ExitOptions(grace_s=1.0, max_restarts=int(restarts)))
 sys.exit(launch_local(launch))
@@ -132,7 +132,7 @@ def test_terminated_node_leaves_immediately(tmp_path):
     assert finish(second)[0] == 143
     code, _, err = finish(first)
     assert code == 0, err
-    assert "lost node 1" in err
+    assert "drained node 1" in err
 
 
 def test_loss_of_node_zero_requests_a_relaunch(tmp_path):

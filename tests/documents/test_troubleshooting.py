@@ -65,6 +65,10 @@ IN_SOURCE = (
     "finds no CUDA device",
     "cannot open the rendezvous store at",
     "which hosts the rendezvous; launch again",
+    "joining again",
+    "joined; start one launcher per --node-rank",
+    "until its next save",
+    "waiting nodes cannot join, training continues without them:",
     "the checkpoint of step",
     "(--planner-timeout-s); training continues",
 )

@@ -18,7 +18,16 @@ from dynmo_train.launch.exit_status import (
     usage_message,
 )
 from dynmo_train.launch.node_agent import interface_towards, worker_environment
-from dynmo_train.launch.restart import pack_to_flags, pipeline_size, process_count, resume_flags
+from dynmo_train.launch.restart import (
+    Layout,
+    fitting_nodes,
+    join_layout,
+    layout_flags,
+    pack_to_flags,
+    pipeline_size,
+    process_count,
+    resume_flags,
+)
 
 
 def failures(*codes):
@@ -71,12 +80,14 @@ def test_failure_message_lists_all_ranks():
 
 def test_worker_environment_defaults_yield_to_existing_values():
     options = {"launcher": 7, "launch_file": Path("f"), "grace_s": 2.0, "save_s": 90.0, "shutdown_file": Path("t")}
+    options |= {"join_file": Path("j")}
     fresh = worker_environment({}, **options, interface="lo")
     assert fresh["OMP_NUM_THREADS"] == "1"
     assert int(fresh["MALLOC_TRIM_THRESHOLD_"]) > 1 << 30
     assert fresh["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert (fresh["DYNMO_LAUNCHER_PID"], fresh["DYNMO_GRACE_S"], fresh["DYNMO_LAUNCH_FILE"]) == ("7", "2.0", "f")
     assert (fresh["DYNMO_SAVE_S"], fresh["DYNMO_SHUTDOWN_FILE"]) == ("90.0", "t")
+    assert fresh["DYNMO_JOIN_FILE"] == "j"
     existing = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
     added = worker_environment(existing, **options, interface="lo")
     assert not added.keys() & existing.keys()
@@ -84,6 +95,24 @@ def test_worker_environment_defaults_yield_to_existing_values():
 
 def parallel(tensor, pipeline):
     return {"parallel": {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}}
+
+
+def test_run_that_shrank_returns_to_the_sizes_of_its_largest_round():
+    layout = Layout(config=parallel(1, 3), processes=3)
+    assert layout_flags("/r", layout, 1)[-2:] == ("--pipeline-model-parallel-size", "1")
+    assert layout_flags("/r", layout, 2)[-2:] == ("--pipeline-model-parallel-size", "2")
+    assert layout_flags("/r", layout, 3) == resume_flags("/r", None)
+    assert (join_layout(layout, 2), join_layout(layout, 3)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "refused", "nodes"),
+    [([1, 1, 1], (), 2), ([2, 2, 2], (), 3), ([2, 2, 2], (6,), 2), ([1, 1, 2], (4,), 2), ([3], (), 1)],
+)
+def test_next_round_has_whole_tensor_parallel_groups_and_no_refused_size(counts, refused, nodes):
+    layout = Layout(config=parallel(2, 1), processes=2)
+    assert fitting_nodes(layout, counts, 1, refused) == nodes
+    assert fitting_nodes(None, counts, 1, refused) == len(counts)
 
 
 def test_interface_towards_this_machine_is_loopback():

@@ -1,0 +1,275 @@
+"""Decides on node 0 who takes part in a round: reads records and heartbeats, publishes rounds and their ends.
+
+Decisions are in ``membership.py``. Keys of the store, with the name of the launch as prefix:
+
+=================  =============================================================================
+``log``, ``log/K``  number of records, and the K-th record, by any node
+``beat/NAME``       heartbeat counter of an incarnation
+``changes``         counter that node 0 increments after each of the following keys
+``round``, ``round/R``  number of rounds, and the members of round R
+``stop/R``          why round R ends on all nodes
+``gone/NAME``       state of an incarnation that node 0 excluded: it cannot be a member any more
+``end``             exit code and message of the launch
+=================  =============================================================================
+
+A node sends one heartbeat and reads ``changes`` once per period, and node 0 reads all heartbeats in one request. So the
+number of requests grows with the number of nodes, and not with its square.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from .membership import (
+    Incarnation,
+    Limits,
+    Membership,
+    NodeState,
+    Record,
+    RecordKind,
+    apply_beats,
+    apply_record,
+    end_reason,
+    is_complete,
+    joining,
+    next_members,
+    open_round,
+    resize,
+    restart_timeouts,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+POLL_S = 0.1
+# Each node sends a heartbeat per period; at most 1,000 nodes per second, because the store has one thread.
+HEARTBEAT_S, NODES_PER_S = 1.0, 1000
+
+
+def heartbeat_period_s(max_nodes: int) -> float:
+    """Seconds between two heartbeats of a node."""
+    return max(HEARTBEAT_S, max_nodes / NODES_PER_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One start of the processes on all nodes.
+
+    Attributes:
+        number: number of the round, from 1.
+        members: ranks of its nodes, ascending.
+        names: names of their incarnations.
+        processes: number of processes of each member.
+        port: port of the processes' store on node 0.
+        extra_flags: flags that are appended to the command.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    processes: tuple[int, ...]
+    port: int
+    extra_flags: tuple[str, ...]
+
+
+def encode_record(record: Record) -> str:
+    """The value of a record in the store."""
+    return json.dumps(asdict(record))
+
+
+def decode_record(value: bytes) -> Record:
+    """The record of a value in the store."""
+    found = json.loads(value)
+    failures = tuple((rank, code) for rank, code in found["failures"])
+    changed = {"kind": RecordKind(found["kind"]), "state": NodeState(found["state"]), "failures": failures}
+    return Record(**{**found, **changed})
+
+
+def append_record(store: Store, record: Record) -> None:
+    """Append a record to the log of the launch."""
+    number = store.add("log", 1)
+    store.set(f"log/{number}", encode_record(record))
+
+
+class Coordinator:
+    """The membership of a launch on node 0.
+
+    Args:
+        store: a connection of its own: requests of the main thread must not delay the reading of heartbeats.
+        limits: sizes and times of the launch.
+        name: incarnation of node 0, which needs no heartbeat.
+        on_joining: called while nodes wait that should join the running round, with these nodes.
+    """
+
+    def __init__(
+        self, store: Store, limits: Limits, name: str, on_joining: Callable[[Sequence[Incarnation]], None]
+    ) -> None:
+        self._store, self._name, self._on_joining = store, name, on_joining
+        self._membership = Membership.start(limits)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._num_read, self._unread = 0, list[int]()
+        self._published: set[str] = set()
+        self._is_running = False
+        self._polls, self._polled_s, self._beats_s = 0, time.monotonic(), 0.0
+
+    @property
+    def membership(self) -> Membership:
+        """The membership at the last poll."""
+        return self._membership
+
+    def start(self) -> None:
+        """Poll in a thread until :meth:`stop`."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(POLL_S):
+                self.poll()
+        except RuntimeError:
+            return  # the store ends with this process
+
+    def poll(self) -> Membership:
+        """Read new records and heartbeats, publish what follows from them, and return the membership."""
+        with self._lock:
+            now_s = time.monotonic()
+            limits = self._membership.limits
+            membership = self._membership
+            if now_s - self._polled_s > limits.node_timeout_s / 2:
+                membership = restart_timeouts(membership, now_s)
+            self._polled_s, self._polls = now_s, self._polls + 1
+            for record in self._new_records():
+                membership = apply_record(membership, record, now_s)
+            if now_s - self._beats_s >= heartbeat_period_s(limits.max_nodes) / 2:
+                self._beats_s = now_s
+                membership = apply_beats(membership, self._read_beats(membership), now_s)
+            self._membership = membership
+            self._publish_exclusions(membership)
+            if self._is_running:
+                self._publish_reason(membership)
+                if nodes := joining(membership, now_s):
+                    self._on_joining(nodes)
+            return membership
+
+    def _new_records(self) -> list[Record]:
+        """New records in their order; a record whose writer has only reserved its number is read at a later poll."""
+        count = self._store.add("log", 0)
+        self._unread += range(self._num_read + 1, count + 1)
+        self._num_read = count
+        present = [number for number in self._unread if self._store.check([f"log/{number}"])]
+        if not present:
+            return []
+        self._unread = [number for number in self._unread if number not in set(present)]
+        return [decode_record(value) for value in self._store.multi_get([f"log/{number}" for number in present])]
+
+    def _read_beats(self, membership: Membership) -> dict[str, int]:
+        names = [node.name for node in membership.latest() if node.is_alive and node.name != self._name]
+        # The key exists: a node sets it before it joins.
+        values = self._store.multi_get([f"beat/{name}" for name in names]) if names else []
+        return {name: int(value) for name, value in zip(names, values, strict=True)} | {self._name: self._polls}
+
+    def _publish(self, key: str, value: str) -> None:
+        """Write a key that never changes, once."""
+        if key not in self._published:
+            self._published.add(key)
+            self._store.set(key, value)
+            self._store.add("changes", 1)
+
+    def _publish_exclusions(self, membership: Membership) -> None:
+        for node in membership.incarnations.values():
+            if node.state in (NodeState.LOST, NodeState.REPLACED, NodeState.DRAINED):
+                self._publish(f"gone/{node.name}", node.state)
+
+    def _publish_reason(self, membership: Membership) -> None:
+        if (reason := end_reason(membership)) is not None:
+            self._publish(f"stop/{membership.round}", reason)
+
+    def reason(self) -> str | None:
+        """Why the current round ends; None while it runs."""
+        return end_reason(self._membership)
+
+    def wait_for_members(self, seconds: float) -> tuple[Incarnation, ...] | None:
+        """Wait until the next round can begin and return its members; None after ``seconds``."""
+        opened_s = time.monotonic()
+        while True:
+            membership = self.poll()
+            now_s = time.monotonic()
+            if (names := next_members(membership, opened_s, now_s)) is not None:
+                return tuple(membership.incarnations[name] for name in names)
+            if now_s - opened_s > seconds:
+                return None
+            time.sleep(POLL_S)
+
+    def open_round(self, members: Sequence[Incarnation], port: int, extra_flags: tuple[str, ...]) -> Round:
+        """Publish the members of the next round."""
+        with self._lock:
+            self._membership = open_round(self._membership, tuple(node.name for node in members))
+            current = Round(
+                number=self._membership.round,
+                members=tuple(node.rank for node in members),
+                names=tuple(node.name for node in members),
+                processes=tuple(node.processes for node in members),
+                port=port,
+                extra_flags=extra_flags,
+            )
+            self._store.set(f"round/{current.number}", json.dumps(asdict(current)))
+            self._store.add("round", 1)
+            self._store.add("changes", 1)
+            self._is_running = True
+            return current
+
+    def end_round(self, seconds: float) -> Membership:
+        """Wait until no processes of the round run on any node, at most ``seconds``; the membership then."""
+        self._publish_end_of_round()
+        end = time.monotonic() + seconds
+        while not is_complete(membership := self.poll()) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return membership
+
+    def _publish_end_of_round(self) -> None:
+        """Let the other nodes end the round, also where only processes of node 0 failed."""
+        with self._lock:
+            self._is_running = False
+            reason = end_reason(self._membership) or "processes of node 0 failed"
+            self._publish(f"stop/{self._membership.round}", reason)
+
+    def wait_for_finish(self) -> Membership:
+        """Wait until all other members finished or left, or until the processes of one failed; the membership then."""
+        while True:
+            membership = self.poll()
+            others = [membership.incarnations[name] for name in membership.members if name != self._name]
+            if end_reason(membership) is not None or not any(node.is_alive for node in others):
+                return membership
+            time.sleep(POLL_S)
+
+    def resize(self, nodes: int) -> None:
+        """Set the maximum number of nodes of the next rounds."""
+        with self._lock:
+            self._membership = resize(self._membership, nodes)
+
+    def publish_end(self, code: int, message: str, seconds: float) -> None:
+        """End the launch; wait at most ``seconds`` until all other nodes have read it."""
+        with self._lock:
+            self._publish("end", json.dumps({"code": code, "message": message}))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            nodes = self.poll().latest()
+            if not any(node.is_alive and node.name != self._name for node in nodes):
+                return
+            time.sleep(POLL_S)
+
+
+def decode_round(value: bytes) -> Round:
+    """The round of a value in the store."""
+    found = json.loads(value)
+    lists = {name: tuple(found[name]) for name in ("members", "names", "processes", "extra_flags")}
+    return Round(number=found["number"], port=found["port"], **lists)
