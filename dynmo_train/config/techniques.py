@@ -145,4 +145,6 @@ class SparseAttentionConfig:
         "Restrict attention to hash buckets, redrawn per step and layer.", default=False, common=True
     )
     sparse_attention_buckets: int = option("Number of hash buckets, even.", default=16, minimum=2)
-    sparse_attention_block: int = option("Block size of sparse attention in tokens.", default=32, minimum=1)
+    sparse_attention_block: int = option(
+        "Largest tile of sparse attention in tokens; a multiple of 128 on CUDA.", default=128, minimum=1
+    )

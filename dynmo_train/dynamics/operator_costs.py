@@ -37,6 +37,7 @@ from .._common.document import envelope
 from ..models.blocks import SelfAttention
 from ..models.early_exit import EXITED, ExitSettings, Measure
 from ..models.gpt import Gpt, GptShape
+from ..models.hashed_attention import FLEX_TILE, SMALLEST_TILE
 from ..models.layer_list import ItemOutput, masks_of
 from ..models.mixture_of_depths import DepthSettings
 from ..models.moe import MoeShape
@@ -346,9 +347,9 @@ class OperatorCosts:
                 yield Case(name="exit", setting=setting, operator=operator, dense=self._dense["mlp"])
 
     def _sparse_cases(self) -> Iterator[Case]:
-        block = 128 if self.device.type == "cuda" else 32
+        block = FLEX_TILE
         for buckets in BUCKETS:
-            if buckets * block > 2 * self.tokens:
+            if buckets * SMALLEST_TILE > self.tokens:
                 continue
             sparse = SparseAttentionSettings(buckets=buckets, block=block)
             operator = self._operator("attention", self._family(DynamicSettings(sparse_attention=sparse)))

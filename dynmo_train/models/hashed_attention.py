@@ -1,19 +1,30 @@
-"""Dynamic sparse attention: a query attends to the keys of its hash bucket, by a block mask of each forward.
+"""Dynamic sparse attention: a query attends to the keys of its hash bucket, redrawn in each forward.
 
 Queries and keys are hashed by direction (angular LSH: Andoni et al. 2015, arXiv:1509.02897; Kitaev et al. 2020,
-arXiv:2001.04451, section 2) and sorted by bucket. Only blocks of the sorted score matrix that contain a query and a key
-of the same bucket are computed (Pagliardini et al. 2023, arXiv:2306.01160, section 3.2).
+arXiv:2001.04451, section 2) and sorted by bucket and position (Pagliardini et al. 2023, arXiv:2306.01160, section 3.2).
+Then the keys of a query are one range of the sorted keys, also under a causal mask: they begin where its bucket begins,
+and end behind the last key of the bucket that is not later than the query. Keys under the padding mask are in a bucket
+of their own, which no query has. Two integers per query are the whole mask; no mask of T x T is built:
 
-    q, k ─▶ hash_directions ─▶ sort by (bucket, position) ─▶ HashMask ─┬─▶ attend_by_gather (SDPA on gathered blocks)
-                                                                       └─▶ FlexAttention (CUDA, without dropout)
+    q, k ─▶ hash_directions ─▶ sort ─▶ HashMask ─┬─▶ TileTable ─▶ attend_by_tiles   (CPU, or with dropout)
+                                                 └─▶ TileLists ─▶ attend_by_lists   (FlexAttention on CUDA)
 
-Shapes in names: B samples, H heads, T queries, S keys (T = S here), K head width, Q and J blocks of queries and keys,
-P = B*H, G block rows with the same number of blocks, L rows of a block.
+``attend_by_tiles`` cuts the queries of each bucket into tiles. A tile needs the first keys of its bucket up to the end
+of its last query, so that a causal mask saves half of the scores of a large bucket. Tiles with the same number of key
+blocks are one batched product. The shapes follow the data, which costs nothing on CPU.
+
+``attend_by_lists`` has constant shapes: tiles are cut from all sorted rows, whatever their buckets, and the key tiles
+of each are a list in a tensor. The host reads nothing, and another selection compiles nothing.
+
+Shapes in names: B samples, H heads, T queries, S keys (T = S here), K head width, P = B*H, N buckets and one end, Q and
+J tiles of queries and keys, L rows of a tile, G tiles with the same number of key blocks, M keys of such a tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +32,11 @@ import torch.nn.functional as F
 
 from ..parallel.random_stream import normal
 from ..parallel.seeding import stable_seed
+
+FLEX_TILE = 128
+"""Tiles of FlexAttention are multiples of this: its kernels read the keys of 128 rows at a time."""
+
+SMALLEST_TILE = 16
 
 
 def hash_directions(x_BHTK: torch.Tensor, axes_HKR: torch.Tensor) -> torch.Tensor:
@@ -36,138 +52,359 @@ def hash_directions(x_BHTK: torch.Tensor, axes_HKR: torch.Tensor) -> torch.Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class HashMask:
-    """Which key each query attends to, and which blocks of the sorted scores that needs.
-
-    Rows are padded to whole blocks. Padding sorts last: its bucket is ``buckets``, which no token has.
+class TileLists:
+    """The mask of all samples and heads as tile lists of constant shapes, for FlexAttention.
 
     Attributes:
-        block: rows and columns of a block.
-        causal: whether a query attends to earlier keys and its own only.
-        q_order_PT: int64 position of each sorted query.
-        k_order_PT: int64 position of each sorted key.
-        q_bucket_PT: buckets of the sorted queries, ascending.
-        k_bucket_PT: buckets of the sorted keys, ascending.
-        key_mask_PT: bool, false for sorted keys that no query may attend to.
-        blocks_PQJ: bool, whether a block is computed.
+        tile: rows and columns of a tile L; the rows are padded to whole tiles.
+        first_BHT: int32 first sorted key of each sorted query.
+        end_BHT: int32 end of its keys; padding rows have none.
+        counts_BHQ: int32 number of key tiles that a query tile needs in part.
+        indices_BHQJ: int32 numbers of these tiles first in each row.
+        full_counts_BHQ: int32 number of key tiles that all queries of the tile attend to as a whole.
+        full_indices_BHQJ: int32 numbers of these tiles first in each row.
     """
 
-    block: int
-    causal: bool
+    tile: int
+    first_BHT: torch.Tensor
+    end_BHT: torch.Tensor
+    counts_BHQ: torch.Tensor
+    indices_BHQJ: torch.Tensor
+    full_counts_BHQ: torch.Tensor
+    full_indices_BHQJ: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashMask:
+    """The keys that each query attends to: one range of the sorted keys.
+
+    Attributes:
+        q_order_PT: int64 position of each sorted query.
+        k_order_PT: int64 position of each sorted key.
+        q_edges_PN: int64 number of sorted queries before each bucket; the last entry is T.
+        k_edges_PN: int64 number of sorted keys before each bucket. The last bucket has the masked keys, and no query.
+        bucket_PT: int64 bucket of each sorted query.
+        first_PT: int64 first sorted key of each sorted query.
+        end_PT: int64 end of the keys of each sorted query; ``first_PT`` where there are none.
+    """
+
     q_order_PT: torch.Tensor
     k_order_PT: torch.Tensor
-    q_bucket_PT: torch.Tensor
-    k_bucket_PT: torch.Tensor
-    key_mask_PT: torch.Tensor
-    blocks_PQJ: torch.Tensor
+    q_edges_PN: torch.Tensor
+    k_edges_PN: torch.Tensor
+    bucket_PT: torch.Tensor
+    first_PT: torch.Tensor
+    end_PT: torch.Tensor
 
-    def allowed(self, p: Any, query: Any, key: Any) -> torch.Tensor:
-        """Whether a sorted query attends to a sorted key; arguments are index tensors that broadcast."""
-        same = self.q_bucket_PT[p, query] == self.k_bucket_PT[p, key]
-        if self.causal:
-            same = same & (self.q_order_PT[p, query] >= self.k_order_PT[p, key])
-        return same & self.key_mask_PT[p, key]
+    def allowed(self) -> torch.Tensor:
+        """Whether a sorted query attends to a sorted key, bool ``[P, T, S]``; for tests."""
+        keys = torch.arange(self.end_PT.shape[1], device=self.end_PT.device)
+        return (self.first_PT[..., None] <= keys) & (keys < self.end_PT[..., None])
 
-    def flex_mask(self, batch: int, heads: int) -> Any:
-        """The same mask for ``torch.nn.attention.flex_attention``; ``batch`` is B, ``heads`` is H, with P = B*H."""
-        from torch.nn.attention.flex_attention import BlockMask
+    def tile_lists(self, tile: int, heads: int) -> TileLists:
+        """The mask as lists of tiles.
 
-        counts = self.blocks_PQJ.sum(-1, dtype=torch.int32).view(batch, heads, -1)
-        # FlexAttention wants the numbers of the computed blocks first in each row; a stable sort keeps them ascending.
-        first = torch.argsort(self.blocks_PQJ.logical_not().to(torch.uint8), dim=-1, stable=True).to(torch.int32)
+        Args:
+            tile: rows and columns of a tile.
+            heads: number of heads H.
+        """
+        P, T = self.first_PT.shape
+        first_PT, end_PT = (F.pad(x.int(), (0, -T % tile)) for x in (self.first_PT, self.end_PT))
+        first, end = (x.view(P, -1, tile, 1) for x in (first_PT, end_PT))
+        begin_J = torch.arange(0, first_PT.shape[1], tile, device=first.device)
+        stop_J = begin_J + tile
+        needed_PQJ = ((first < end) & (first < stop_J) & (begin_J < end)).any(2)
+        full_PQJ = ((first <= begin_J) & (stop_J <= end)).all(2)
+        counts, indices = _ordered(needed_PQJ & ~full_PQJ)
+        full_counts, full_indices = _ordered(full_PQJ)
+        by_head = (-1, heads)
+        return TileLists(
+            tile=tile,
+            first_BHT=first_PT.unflatten(0, by_head),
+            end_BHT=end_PT.unflatten(0, by_head),
+            counts_BHQ=counts.unflatten(0, by_head),
+            indices_BHQJ=indices.unflatten(0, by_head),
+            full_counts_BHQ=full_counts.unflatten(0, by_head),
+            full_indices_BHQJ=full_indices.unflatten(0, by_head),
+        )
 
-        def mask_mod(b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
-            return self.allowed(b * heads + h, query, key)
 
-        indices = first.view(batch, heads, *first.shape[1:])
-        return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=self.block, mask_mod=mask_mod)
+def _ordered(tiles_PQJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of true entries of each row, and their places in ascending order, followed by the other places."""
+    places = torch.argsort(tiles_PQJ.logical_not().to(torch.uint8), dim=-1, stable=True)
+    return tiles_PQJ.sum(-1, dtype=torch.int32), places.to(torch.int32)
 
 
 def hash_mask(
-    q_bucket_PT: torch.Tensor, k_bucket_PT: torch.Tensor, key_mask_PT: torch.Tensor, *, block: int, causal: bool
+    q_bucket_PT: torch.Tensor,
+    k_bucket_PT: torch.Tensor,
+    key_mask_PT: torch.Tensor | None,
+    *,
+    buckets: int,
+    causal: bool,
 ) -> HashMask:
-    """Sort by bucket and position, and find the blocks that contain a query and a key of the same bucket.
+    """Sort by bucket and position, and find the range of keys of each query.
 
     Args:
-        q_bucket_PT: int64 bucket of each query by position, ``[P, T]``; T is a multiple of ``block``.
+        q_bucket_PT: int64 bucket of each query by position, ``[P, T]``.
         k_bucket_PT: int64 bucket of each key by position, ``[P, T]``.
-        key_mask_PT: bool by position, ``[P, T]``, false for keys that no query may attend to.
-        block: rows and columns of a block.
+        key_mask_PT: bool by position, ``[P, T]``, false for keys that no query may attend to; None means all.
+        buckets: number of buckets.
         causal: whether a query attends to earlier keys and its own only.
     """
-    P = len(q_bucket_PT)
-    # A stable sort by bucket keeps positions ascending within a bucket.
-    q_sorted, q_order = q_bucket_PT.sort(dim=1, stable=True)
-    k_sorted, k_order = k_bucket_PT.sort(dim=1, stable=True)
-    q_blocks, k_blocks = q_sorted.view(P, -1, block), k_sorted.view(P, -1, block)
-    # Rows are sorted, so the buckets of a block are a range: first to last row. Two ranges are compared, not all pairs.
-    overlaps = (q_blocks[:, :, None, 0] <= k_blocks[:, None, :, -1]) & (
-        k_blocks[:, None, :, 0] <= q_blocks[:, :, None, -1]
-    )
-    if causal:
-        # A block of keys that are all later than the last query of a block has no allowed score.
-        latest_PQ = q_order.view(P, -1, block).amax(-1)
-        earliest_PJ = k_order.view(P, -1, block).amin(-1)
-        overlaps = overlaps & (earliest_PJ[:, None, :] <= latest_PQ[:, :, None])
+    P, T = q_bucket_PT.shape
+    if key_mask_PT is not None:
+        k_bucket_PT = k_bucket_PT.masked_fill(~key_mask_PT, buckets)
+    places_T = torch.arange(T, device=q_bucket_PT.device)
+    # One number for bucket and position: no two are equal, so the order needs no stable sort.
+    q_sorted, k_sorted = ((x * T + places_T).sort(dim=1).values for x in (q_bucket_PT, k_bucket_PT))
+    edges = (torch.arange(buckets + 2, device=q_sorted.device) * T).expand(P, -1).contiguous()
+    q_edges, k_edges = (torch.searchsorted(x, edges) for x in (q_sorted, k_sorted))
+    bucket_PT = q_sorted // T
+    end_PT = torch.searchsorted(k_sorted, q_sorted, right=True) if causal else k_edges.gather(1, bucket_PT + 1)
     return HashMask(
-        block=block,
-        causal=causal,
-        q_order_PT=q_order,
-        k_order_PT=k_order,
-        q_bucket_PT=q_sorted,
-        k_bucket_PT=k_sorted,
-        key_mask_PT=key_mask_PT.gather(1, k_order),
-        blocks_PQJ=overlaps,
+        q_order_PT=q_sorted % T,
+        k_order_PT=k_sorted % T,
+        q_edges_PN=q_edges,
+        k_edges_PN=k_edges,
+        bucket_PT=bucket_PT,
+        first_PT=k_edges.gather(1, bucket_PT),
+        end_PT=end_PT,
     )
 
 
-def attend_by_gather(
-    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, mask: HashMask, *, dropout: float
-) -> torch.Tensor:
-    """Attention over sorted rows, ``[P, T, K]``; a query without any key gets 0.
+class _TakeRows(torch.autograd.Function):
+    """``x[index]``, whose backward is ``gradient[inverse]``, a gather instead of a scatter.
 
-    Block rows with the same number of blocks are computed together, so that no other block is computed.
+    Each row of ``x`` is taken once, apart from entries of ``index`` whose gradient does not count. Rows of ``x`` that
+    are not taken are ``padding``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse, padding)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        inverse, padding = ctx.saved_tensors
+        gradient = gradients[0].index_select(0, inverse)
+        return gradient if padding is None else gradient.index_fill_(0, padding, 0.0), None, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Rows of buckets in blocks of L slots, each bucket in blocks of its own; ``rows[entry]`` is the row of a slot.
+
+    Attributes:
+        entry: int64 row of each slot, ``[slots]``; of padding slots any.
+        slot: int64 slot of each row, ``[P*T]``.
+        padding: int64 slots without a row.
+        block_PN: int64 first block of each bucket.
+        counts: int64 number of rows of each block.
+        bucket: int64 bucket of each block, counted over all P, ``[blocks]``.
+    """
+
+    entry: torch.Tensor
+    slot: torch.Tensor
+    padding: torch.Tensor
+    block_PN: torch.Tensor
+    counts: torch.Tensor
+    bucket: torch.Tensor
+
+
+def bucket_slots(order_PT: torch.Tensor, edges_PN: torch.Tensor, tile: int) -> Slots:
+    """Cut the rows of each bucket into blocks.
 
     Args:
-        q_PTK: sorted queries, ``[P, T, K]``.
-        k_PTK: sorted keys, ``[P, T, K]``.
-        v_PTK: sorted values, ``[P, T, K]``.
-        mask: which scores exist.
+        order_PT: int64 position of each sorted row.
+        edges_PN: int64 number of sorted rows before each bucket, and the end of the last.
+        tile: rows of a block L.
+    """
+    P, T = order_PT.shape
+    device = order_PT.device
+    rows_PN = edges_PN.diff(dim=1).flatten()
+    blocks_PN = (rows_PN + tile - 1) // tile
+    block_PN = blocks_PN.cumsum(0) - blocks_PN
+    bucket = torch.arange(len(blocks_PN), device=device).repeat_interleave(blocks_PN)
+    offset = (torch.arange(len(bucket), device=device) - block_PN[bucket]) * tile
+    first_row = torch.arange(P, device=device).repeat_interleave(edges_PN.shape[1] - 1) * T + edges_PN[:, :-1].flatten()
+    sorted_row = (first_row[bucket] + offset)[:, None] + torch.arange(tile, device=device)
+    counts = (rows_PN[bucket] - offset).clamp(max=tile)
+    is_row = torch.arange(tile, device=device) < counts[:, None]
+    by_row = (order_PT + torch.arange(P, device=device)[:, None] * T).flatten()
+    entry = torch.where(is_row, by_row[sorted_row.clamp(max=P * T - 1)], 0).flatten()
+    slot = torch.empty(P * T, dtype=torch.int64, device=device)
+    taken = is_row.flatten().nonzero()[:, 0]
+    slot[entry[taken]] = taken
+    padding = is_row.flatten().logical_not().nonzero()[:, 0]
+    return Slots(entry=entry, slot=slot, padding=padding, block_PN=block_PN, counts=counts, bucket=bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileTable:
+    """The products of :func:`attend_by_tiles`: query tiles, sorted by their number of key blocks.
+
+    Attributes:
+        tile: rows of a tile and of a block of keys L.
+        queries: slots of the queries, in the order of the tiles.
+        keys: slots of the keys.
+        key_blocks: int64 numbers of the key blocks of all tiles, one tile after another.
+        keys_QL: int64 number of keys of each query slot, counted from the first key of its tile; 0 for padding.
+        groups: number of tiles, and number of key blocks of each, per group.
+    """
+
+    tile: int
+    queries: Slots
+    keys: Slots
+    key_blocks: torch.Tensor
+    keys_QL: torch.Tensor
+    groups: tuple[tuple[int, int], ...]
+
+
+def tile_table(mask: HashMask, tile: int) -> TileTable:
+    """Cut the queries of each bucket into tiles, and list the key blocks that each needs.
+
+    Args:
+        mask: keys of each query.
+        tile: rows of a tile.
+    """
+    queries = bucket_slots(mask.q_order_PT, mask.q_edges_PN, tile)
+    keys = bucket_slots(mask.k_order_PT, mask.k_edges_PN, tile)
+    # By position, as slots name rows: the number of keys of each query.
+    found_PT = torch.empty_like(mask.end_PT).scatter_(1, mask.q_order_PT, mask.end_PT - mask.first_PT)
+    inner = torch.arange(tile, device=found_PT.device)
+    keys_QL = found_PT.flatten()[queries.entry].view(-1, tile).masked_fill_(inner >= queries.counts[:, None], 0)
+    # The last query of a tile is its latest, and has all keys of the others.
+    blocks_Q = (keys_QL.amax(1) + tile - 1) // tile
+    order_Q = torch.argsort(blocks_Q, stable=True)
+    blocks_Q = blocks_Q[order_Q]
+    sizes, tiles = blocks_Q.unique_consecutive(return_counts=True)
+    before = torch.arange(int(blocks_Q.sum()), device=found_PT.device)
+    start = blocks_Q.cumsum(0) - blocks_Q
+    key_blocks = (keys.block_PN[queries.bucket[order_Q]] - start).repeat_interleave(blocks_Q) + before
+    entry_QL = queries.entry.view(-1, tile)[order_Q]
+    place_Q = torch.argsort(order_Q)
+    keys_QL = keys_QL[order_Q]
+    queries = replace(
+        queries,
+        entry=entry_QL.flatten(),
+        slot=place_Q[queries.slot // tile] * tile + queries.slot % tile,
+        padding=place_Q[queries.padding // tile] * tile + queries.padding % tile,
+        counts=queries.counts[order_Q],
+        bucket=queries.bucket[order_Q],
+    )
+    return TileTable(
+        tile=tile,
+        queries=queries,
+        keys=keys,
+        key_blocks=key_blocks,
+        keys_QL=keys_QL,
+        groups=tuple(zip(tiles.tolist(), sizes.tolist(), strict=True)),
+    )
+
+
+def attend_by_tiles(
+    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, table: TileTable, *, dropout: float
+) -> torch.Tensor:
+    """Attention of each query to its keys, ``[P, T, K]``; a query without any key gets 0.
+
+    Args:
+        q_PTK: queries by position, ``[P, T, K]``.
+        k_PTK: keys by position, ``[P, T, K]``.
+        v_PTK: values by position, ``[P, T, K]``.
+        table: the products to compute.
         dropout: dropout probability of the attention weights.
     """
     P, T, K = q_PTK.shape
-    L = mask.block
-    Q = T // L
-    counts = mask.blocks_PQJ.sum(-1).view(-1)
-    q_rows, k_rows, v_rows = (x.reshape(P * Q, L, K) for x in (q_PTK, k_PTK, v_PTK))
-    inner = torch.arange(L, device=q_PTK.device)
+    L, queries, keys = table.tile, table.queries, table.keys
+    q_QLK = _TakeRows.apply(q_PTK.reshape(P * T, K), queries.entry, queries.slot, None).view(-1, L, K)
+    # A block is one row of L * K numbers: copying and adding rows of K numbers takes several times as long.
+    k_blocks, v_blocks = (
+        _TakeRows.apply(x.reshape(P * T, K), keys.entry, keys.slot, None).view(-1, L * K)[table.key_blocks]
+        for x in (k_PTK, v_PTK)
+    )
+    tiles, sizes = zip(*table.groups, strict=True)
+    rows = [count * size for count, size in table.groups]
     done: list[torch.Tensor] = []
-    where: list[torch.Tensor] = []
-    for count in counts.unique().tolist():
-        # Grouped by number of blocks, so that no row is padded: one product per number that occurs.
-        rows_G = (counts == count).nonzero()[:, 0]
-        where.append(rows_G)
-        if count == 0:
-            done.append(torch.zeros(len(rows_G), L, K, dtype=q_PTK.dtype, device=q_PTK.device))
+    for q_GLK, keys_GL, k_rows, v_rows, size in zip(
+        q_QLK.split(tiles), table.keys_QL.split(tiles), k_blocks.split(rows), v_blocks.split(rows), sizes, strict=True
+    ):
+        if size == 0:
+            done.append(torch.zeros_like(q_GLK))
             continue
-        p_G = rows_G // Q
-        j_GC = mask.blocks_PQJ.view(P * Q, -1)[rows_G].nonzero()[:, 1].view(-1, count)
-        blocks_GC = p_G[:, None] * Q + j_GC
-        query_GL = (rows_G % Q)[:, None] * L + inner
-        key_GM = (j_GC[..., None] * L + inner).flatten(1)
-        allowed_GLM = mask.allowed(p_G[:, None, None], query_GL[:, :, None], key_GM[:, None, :])
-        any_GL1 = allowed_GLM.any(-1, keepdim=True)
+        # A softmax over no key is NaN: such a query attends to the first key here, and is zeroed below.
+        allowed_GLM = torch.arange(size * L, device=q_GLK.device) < keys_GL.clamp(min=1)[..., None]
         y_GLK = F.scaled_dot_product_attention(
-            q_rows[rows_G][:, None],
-            k_rows[blocks_GC].flatten(1, 2)[:, None],
-            v_rows[blocks_GC].flatten(1, 2)[:, None],
-            # A softmax over no key is NaN: such a row attends to all keys here, and is zeroed below.
-            attn_mask=(allowed_GLM | ~any_GL1)[:, None],
+            q_GLK[:, None],
+            k_rows.view(-1, 1, size * L, K),
+            v_rows.view(-1, 1, size * L, K),
+            attn_mask=allowed_GLM[:, None],
             dropout_p=dropout,
         )[:, 0]
-        done.append(y_GLK * any_GL1)
-    back = torch.argsort(torch.cat(where))
-    return torch.cat(done)[back].view(P, T, K)
+        done.append(y_GLK)
+    y = _TakeRows.apply(torch.cat(done).view(-1, K), queries.slot, queries.entry, queries.padding)
+    is_empty = (table.keys_QL.flatten() == 0)[queries.slot]
+    return y.masked_fill(is_empty[:, None], 0.0).view(P, T, K)
+
+
+def attend_by_lists(
+    q_BHTK: torch.Tensor, k_BHTK: torch.Tensor, v_BHTK: torch.Tensor, lists: TileLists, *, compiled: bool = True
+) -> torch.Tensor:
+    """Attention of each query to its keys by FlexAttention, ``[B, H, T, K]``; a query without any key gets 0.
+
+    Another selection changes the contents of tensors only: a shape is compiled once, and the host reads nothing.
+
+    Args:
+        q_BHTK: sorted queries, padded to whole tiles, ``[B, H, T, K]``.
+        k_BHTK: sorted keys, padded likewise.
+        v_BHTK: sorted values, padded likewise.
+        lists: the tiles to compute.
+        compiled: whether to compile. The backward needs it, and CUDA.
+    """
+    attend = _compiled(flex_by_lists) if compiled else flex_by_lists
+    return attend(
+        q_BHTK,
+        k_BHTK,
+        v_BHTK,
+        lists.tile,
+        (lists.first_BHT, lists.end_BHT),
+        (lists.counts_BHQ, lists.indices_BHQJ),
+        (lists.full_counts_BHQ, lists.full_indices_BHQJ),
+    )
+
+
+@cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # One wrapper for all layers: they share its graphs. A length that differs is compiled for itself.
+    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled
+
+
+def flex_by_lists(
+    q_BHTK: torch.Tensor,
+    k_BHTK: torch.Tensor,
+    v_BHTK: torch.Tensor,
+    tile: int,
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    partial: tuple[torch.Tensor, torch.Tensor],
+    full: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """See :func:`attend_by_lists`; first and end, and counts and indices of both lists, are those of ``TileLists``."""
+    # All tensors are arguments of the graph. A block mask that is made outside of it holds another function in each
+    # forward, which a guard would compare.
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    first_BHT, end_BHT = ranges
+
+    def mask_mod(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return (first_BHT[b, h, query] <= key) & (key < end_BHT[b, h, query])
+
+    block_mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=tile, mask_mod=mask_mod)
+    y_BHTK: Any = flex_attention(q_BHTK, k_BHTK, v_BHTK, block_mask=block_mask)
+    return torch.as_tensor(y_BHTK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +413,7 @@ class HashedAttention:
 
     Attributes:
         buckets: number of hash buckets, even.
-        block: queries and keys of a block.
+        block: largest number of rows of a tile; on CUDA rounded up to a multiple of ``FLEX_TILE``.
         seed: of the axes in evaluation. Training draws them in each forward from the item's random numbers.
         name: name of the item, part of the evaluation's seed.
         part: which of ``parts`` equal slices of the heads this rank has under tensor parallelism. Evaluation uses the
@@ -190,6 +427,14 @@ class HashedAttention:
     name: str
     part: int = 0
     parts: int = 1
+
+    def tile(self, tokens: int) -> int:
+        """The rows of a tile of :func:`attend_by_tiles` for a number of tokens."""
+        # Keys are copied once per tile of queries, and a causal mask saves all but half a tile: measured from 512 to
+        # 8,192 tokens, a quarter of a bucket is best. Smaller tiles than 32 need a bucket that does not fill one.
+        per_bucket = -(-tokens // self.buckets)
+        rows = max(per_bucket // 4, min(per_bucket, 2 * SMALLEST_TILE))
+        return min(self.block, -(-rows // SMALLEST_TILE) * SMALLEST_TILE)
 
     def draw_axes(self, heads: int, head_width: int, device: torch.device, *, training: bool) -> torch.Tensor:
         """Draw the random axes whose directions are the buckets of queries and keys.
@@ -230,18 +475,12 @@ class HashedAttention:
             causal: whether a query attends to earlier keys and its own only.
             training: whether the axes are drawn from the item's random numbers.
         """
-        B, H, T, K = q_BHTK.shape
+        _, H, _, K = q_BHTK.shape
         # The same axes for both: a query and a key of equal direction must be in one bucket.
         axes_HKR = self.draw_axes(H, K, q_BHTK.device, training=training)
-        extra = -T % self.block
-        q_bucket, k_bucket = (
-            F.pad(hash_directions(x, axes_HKR), (0, extra), value=self.buckets).flatten(0, 1) for x in (q_BHTK, k_BHTK)
-        )
-        key_mask = (
-            torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if key_mask_BT is None else key_mask_BT.bool()
-        )
-        key_mask_PT = F.pad(key_mask, (0, extra)).repeat_interleave(H, dim=0)
-        return hash_mask(q_bucket, k_bucket, key_mask_PT, block=self.block, causal=causal)
+        q_bucket, k_bucket = (hash_directions(x, axes_HKR).flatten(0, 1) for x in (q_BHTK, k_BHTK))
+        key_mask_PT = None if key_mask_BT is None else key_mask_BT.bool().repeat_interleave(H, dim=0)
+        return hash_mask(q_bucket, k_bucket, key_mask_PT, buckets=self.buckets, causal=causal)
 
     def attend(
         self,
@@ -257,6 +496,7 @@ class HashedAttention:
         """Attention of each query to the keys of its bucket, ``[B, H, T, K]``; 0 where there is none.
 
         FlexAttention runs on CUDA where no attention weight is dropped (it has no dropout, and no backward on CPU).
+        With dropout the shapes follow the data on CUDA as well, so that the host waits for them.
 
         Args:
             q_BHTK: queries, ``[B, H, T, K]``.
@@ -267,37 +507,48 @@ class HashedAttention:
             dropout: dropout probability of the attention weights.
             training: whether the axes are drawn from the item's random numbers.
         """
-        B, H, T, K = q_BHTK.shape
         mask = self.mask(q_BHTK, k_BHTK, key_mask_BT, causal=causal, training=training)
-        extra = -T % self.block
-
-        def sorted_rows(x_BHTK: torch.Tensor, order_PT: torch.Tensor) -> torch.Tensor:
-            padded = F.pad(x_BHTK, (0, 0, 0, extra)).flatten(0, 1)
-            return padded.gather(1, order_PT[..., None].expand(-1, -1, K))
-
-        q, k, v = (
-            sorted_rows(x, order)
-            for x, order in (
-                (q_BHTK, mask.q_order_PT),
-                (k_BHTK, mask.k_order_PT),
-                (v_BHTK, mask.k_order_PT),
-            )
-        )
-        if q.device.type == "cuda" and dropout == 0.0:
-            y = _attend_by_flex(q, k, v, mask, B, H)
-        else:
-            y = attend_by_gather(q, k, v, mask, dropout=dropout)
-        back_PT = torch.argsort(mask.q_order_PT, dim=1)[:, :T]
-        return y.gather(1, back_PT[..., None].expand(-1, -1, K)).view(B, H, T, K)
+        if q_BHTK.device.type == "cuda" and dropout == 0.0:
+            return attend_sorted(q_BHTK, k_BHTK, v_BHTK, mask, tile=-(-self.block // FLEX_TILE) * FLEX_TILE)
+        q, k, v = (x.flatten(0, 1) for x in (q_BHTK, k_BHTK, v_BHTK))
+        y_PTK = attend_by_tiles(q, k, v, tile_table(mask, self.tile(q_BHTK.shape[2])), dropout=dropout)
+        return y_PTK.view(q_BHTK.shape)
 
 
-def _attend_by_flex(
-    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, mask: HashMask, batch: int, heads: int
+def attend_sorted(
+    q_BHTK: torch.Tensor,
+    k_BHTK: torch.Tensor,
+    v_BHTK: torch.Tensor,
+    mask: HashMask,
+    *,
+    tile: int,
+    compiled: bool = True,
 ) -> torch.Tensor:
-    """``attend_by_gather`` by a compiled FlexAttention, for CUDA."""
-    from torch.nn.attention.flex_attention import flex_attention
+    """Sort and pad rows, attend by tile lists, and put the rows back, ``[B, H, T, K]``.
 
-    q, k, v = (x.unflatten(0, (batch, heads)) for x in (q_PTK, k_PTK, v_PTK))
-    y: Any = torch.compile(flex_attention)(q, k, v, block_mask=mask.flex_mask(batch, heads))
-    # A query that sees nothing: FlexAttention gives 0 there as well.
-    return torch.as_tensor(y).flatten(0, 1)
+    Args:
+        q_BHTK: queries by position, ``[B, H, T, K]``.
+        k_BHTK: keys by position.
+        v_BHTK: values by position.
+        mask: keys of each query.
+        tile: rows of a tile.
+        compiled: as in :func:`attend_by_lists`.
+    """
+    B, H, T, K = q_BHTK.shape
+
+    def take(x_BHTK: torch.Tensor, index_PT: torch.Tensor, inverse_PT: torch.Tensor) -> torch.Tensor:
+        offset = torch.arange(B * H, device=index_PT.device)[:, None] * T
+        index, inverse = ((each + offset).flatten() for each in (index_PT, inverse_PT))
+        return _TakeRows.apply(x_BHTK.reshape(-1, K), index, inverse, None).view(B, H, T, K)
+
+    q_back, k_back = (torch.argsort(order, dim=1) for order in (mask.q_order_PT, mask.k_order_PT))
+    sorted_rows = (
+        F.pad(take(x, order, back), (0, 0, 0, -T % tile))
+        for x, order, back in (
+            (q_BHTK, mask.q_order_PT, q_back),
+            (k_BHTK, mask.k_order_PT, k_back),
+            (v_BHTK, mask.k_order_PT, k_back),
+        )
+    )
+    y_BHTK = attend_by_lists(*sorted_rows, mask.tile_lists(tile, H), compiled=compiled)
+    return take(y_BHTK[:, :, :T], q_back, mask.q_order_PT)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .layer_list import ItemOutput, output_of
-from .token_select import TokenSelection, select_tokens, select_top
+from .moe import MoeMlp
+from .token_select import TokenSelection, select_tokens, select_top, whole_tiles
 
 METRICS = (("depth_share", 1), ("depth_agreement", 1))
 
@@ -63,6 +64,8 @@ class RoutedBlock(nn.Module):
         device: where the router is created.
     """
 
+    padded_devices = ("cuda",)
+
     def __init__(
         self, attention: nn.Module, mlp: nn.Module, settings: DepthSettings, width: int, device: torch.device
     ) -> None:
@@ -82,14 +85,23 @@ class RoutedBlock(nn.Module):
         weight_BC1 = selected.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
         return selected.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
 
-    def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor) -> TokenSelection:
+    def _entries(self, count: int, scores_BT: torch.Tensor, *, masked: bool) -> int:
+        """The entries of a sample for ``count`` selected tokens: whole tiles on CUDA, where padding changes nothing."""
+        # Without a mask, only causal attention leaves the entries at the end out; experts would count them.
+        is_hidden = masked or bool(getattr(self.attention, "causal", False))
+        if scores_BT.device.type not in self.padded_devices or not is_hidden or isinstance(self.mlp, MoeMlp):
+            return count
+        return whole_tiles(len(scores_BT), count, scores_BT.shape[1])
+
+    def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor, *, masked: bool) -> TokenSelection:
         """The tokens that go through: the highest scores in training, the positive scores in evaluation."""
         if not self.training:
             return select_tokens((scores_BT > 0) & real_BT)
         # A fixed number, so that the cost of a block does not depend on the scores.
         capacity = self.settings.tokens(scores_BT.shape[1])
-        selected = select_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity)
-        return TokenSelection(index_BC=selected.index_BC, real_BC=selected.take(real_BT))
+        entries = self._entries(capacity, scores_BT, masked=masked)
+        selected = select_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity, entries)
+        return replace(selected, real_BC=selected.real_BC & selected.take(real_BT))
 
     def forward(
         self,
@@ -113,7 +125,7 @@ class RoutedBlock(nn.Module):
         scores_BT = self._scores(x_BTD)
         real_BT = torch.ones_like(scores_BT, dtype=torch.bool) if real is None else real
         keep_BT = (scores_BT.detach() > 0) & real_BT
-        selected = self._choose(scores_BT.detach(), real_BT)
+        selected = self._choose(scores_BT.detach(), real_BT, masked=key_mask_BT is not None)
         x_BCD = selected.take(x_BTD)
         key_mask_BC = None if key_mask_BT is None else selected.take(key_mask_BT).bool() & selected.real_BC
         places_BC = selected.index_BC if positions is None else selected.take(positions)

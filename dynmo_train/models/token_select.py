@@ -5,9 +5,14 @@ Shapes in names: B samples, T tokens of a sample, C selected tokens of the fulle
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+TILE_ROWS = 128
+"""Rows of a tile of matrix products on CUDA: products of a part of a tile take the time of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +69,32 @@ def order_tokens(keep_BT: torch.Tensor) -> TokenSelection:
     return TokenSelection(index_BC=index_BT, real_BC=keep_BT.gather(1, index_BT))
 
 
-def select_top(scores_BT: torch.Tensor, count: int) -> TokenSelection:
-    """Select the ``count`` highest of ``scores_BT`` ``[B, T]`` in each sample, in token order; of equals the first."""
+def select_top(scores_BT: torch.Tensor, count: int, entries: int | None = None) -> TokenSelection:
+    """Select the highest scores of each sample, in token order; of equals the first.
+
+    Args:
+        scores_BT: ``[B, T]``.
+        count: number of selected tokens.
+        entries: number of entries C, at least ``count``; the last ones are padding. None means ``count``.
+    """
     order_BT = torch.argsort(scores_BT, dim=1, descending=True, stable=True)
     index_BC = order_BT[:, :count].sort(dim=1).values
-    return TokenSelection(index_BC=index_BC, real_BC=torch.ones_like(index_BC, dtype=torch.bool))
+    real_BC = torch.ones_like(index_BC, dtype=torch.bool)
+    if entries is not None and entries > count:
+        # Padding comes last, so that no selected token sees it through a causal mask.
+        index_BC = torch.cat([index_BC, order_BT[:, count:entries]], dim=1)
+        real_BC = F.pad(real_BC, (0, entries - count))
+    return TokenSelection(index_BC=index_BC, real_BC=real_BC)
+
+
+def whole_tiles(samples: int, count: int, tokens: int, rows: int = TILE_ROWS) -> int:
+    """The least number of entries of a sample, from ``count`` on, with which all samples fill whole tiles of rows.
+
+    Args:
+        samples: number of samples.
+        count: selected tokens of each.
+        tokens: tokens of each; the result is no larger.
+        rows: rows of a tile.
+    """
+    step = rows // math.gcd(samples, rows)
+    return min(tokens, -(-count // step) * step)

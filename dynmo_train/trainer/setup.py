@@ -70,6 +70,7 @@ from .settings_from_config import (
     engine_settings,
     initial_partition,
     schedule_in_profile,
+    sparse_attention_warning,
 )
 
 
@@ -152,8 +153,14 @@ def setup_run(config: Config, world: World) -> InitialState:
         settings = replace(settings, async_tensor_parallel=False)
         if world.is_rank0:
             print_message(f"warning: --async-tensor-parallel has no effect: no symmetric memory: {obstacle}")
-    if world.is_rank0 and (warning := dense_products_warning(config, settings.sparse, world.device.type)):
-        print_message(f"warning: {warning}")
+    if world.is_rank0:
+        device = world.device.type
+        for warning in (
+            dense_products_warning(config, settings.sparse, device),
+            sparse_attention_warning(config, device),
+        ):
+            if warning is not None:
+                print_message(f"warning: {warning}")
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))

@@ -53,6 +53,28 @@ def dense(module, x, keep):
     return torch.where(keep[..., None], x + weight * (y - x), x)
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_routed_block_padded_to_whole_tiles_changes_nothing(masked):
+    module = block().train()
+    x = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(1))
+    key_mask = torch.ones(3, 20, dtype=torch.bool) if masked else None
+    found = []
+    for devices in ((), ("cpu",)):
+        module.padded_devices = devices
+        module.zero_grad()
+        x_BTD = x.clone().requires_grad_()
+        rows = []
+        hook = module.mlp.register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0].shape[1]))
+        result = module(x_BTD, key_mask)
+        hook.remove()
+        result.output.sin().sum().backward()
+        values = [result.output, x_BTD.grad, result.losses["router"], *result.metrics.values()]
+        found.append((rows, [*values, *(p.grad.clone() for p in module.parameters())]))
+    (plain_rows, plain), (padded_rows, padded) = found
+    assert (plain_rows, padded_rows) == ([8], [20])
+    torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_routed_block_equals_dense_block_with_masks(training):
     module = block().train(training)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from dynmo_train.models.token_select import select_tokens, select_top
+from dynmo_train.models.token_select import select_tokens, select_top, whole_tiles
 
 X = torch.arange(24.0).view(2, 4, 3)
 
@@ -27,6 +28,27 @@ def test_select_tokens_without_any_token_keeps_one_padding_entry():
     assert torch.equal(back, X)
     back.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(3))
+
+
+def test_select_top_puts_padding_behind_the_selected_tokens():
+    chosen = select_top(torch.tensor([[1.0, 3.0, 5.0, 2.0, 4.0]]), 2, 4)
+    assert chosen.index_BC.tolist() == [[2, 4, 1, 3]]
+    assert chosen.real_BC.tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "tokens", "entries"),
+    [
+        (1, 100, 512, 128),
+        (1, 128, 512, 128),
+        (4, 100, 512, 128),
+        (16, 100, 512, 104),
+        (128, 7, 16, 7),
+        (1, 100, 120, 120),
+    ],
+)
+def test_whole_tiles_is_the_least_number_of_entries(samples, count, tokens, entries):
+    assert whole_tiles(samples, count, tokens) == entries
 
 
 def test_select_top_equal_scores_take_the_earlier_token():

@@ -7,7 +7,12 @@ import pytest
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.models.registry import family_of
 from dynmo_train.models.sparse_formats import SparseTable
-from dynmo_train.trainer.settings_from_config import analytic_keys_of, dense_products_warning, flops_counter
+from dynmo_train.trainer.settings_from_config import (
+    analytic_keys_of,
+    dense_products_warning,
+    flops_counter,
+    sparse_attention_warning,
+)
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 
@@ -45,6 +50,17 @@ def test_pruned_run_with_dense_products_names_faster_formats(mode, sparsity, dev
     assert warning is not None
     for name in names:
         assert name in warning
+
+
+@pytest.mark.parametrize(("tokens", "device", "warns"), [(511, "cpu", True), (512, "cpu", False), (64, "cuda", False)])
+def test_sparse_attention_of_short_samples_is_reported_as_slower_on_cpu(tokens, device, warns):
+    options = {"seq_length": tokens, "max_position_embeddings": tokens}
+    config = config_of(**SMALL | options | {"sparse_attention": True})
+    warning = sparse_attention_warning(config, device)
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert "--seq-length 511: below 512 tokens" in warning
+    assert sparse_attention_warning(config_of(**SMALL), device) is None
 
 
 def test_model_flops_of_a_window_count_its_keys_only():
