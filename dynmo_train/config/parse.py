@@ -154,3 +154,19 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
         raise UsageError(f"{flag} {text!r}: must be ascending block indices from 0, such as 3,7")
     return tuple(numbers)
+
+
+def parse_fractions(flag: str, text: str) -> tuple[float, ...]:
+    """Parse ``0.5,0.9`` into (0.5, 0.9).
+
+    Raises:
+        UsageError: not numbers from 0 to 1.
+    """
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    # ``not`` also refuses NaN.
+    if not numbers or not all(0.0 <= number <= 1.0 for number in numbers):
+        raise UsageError(f"{flag} {text!r}: must be numbers from 0 to 1, such as 0.5,0.7,0.9")
+    return numbers
