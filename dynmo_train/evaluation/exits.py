@@ -205,11 +205,12 @@ class ExitModel:
             for hook in hooks:
                 hook.remove()
         scores = []
+        # Of several confident exits the first one counts. Self-speculation has the output of the last layer.
+        numbers = [] if self.key_values == "speculative" else list(reversed(range(len(self.exits))))
         for threshold in thresholds:
             chosen_BTD = x_BTD
             exits_BT = torch.full_like(labels_BT, len(self.exits))
-            # Of several confident exits the first one counts. Self-speculation has the output of the last layer.
-            for number in () if self.key_values == "speculative" else reversed(range(len(self.exits))):
+            for number in numbers:
                 set_threshold(self.modules, threshold)
                 leaves_BT = self.exits[number].exits(confidences[number])
                 chosen_BTD = torch.where(leaves_BT[..., None], states[number], chosen_BTD)
@@ -350,7 +351,7 @@ def evaluate_exits(
     family = check_exits(source, task)
     length = source.window_length(task.seq_length)
     tokens = model_tokenizer(source, inference).encode(detokenize(read_text(Path(task.valid_data)), "none"))
-    windows = np.array(_windows(tokens, length, task), np.int64)
+    windows = np.array(windows_of(tokens, length, task), np.int64)
     model = load_exit_model(source, inference, task, family, length, world)
     thresholds = sorted({*task.thresholds, 1.0})
     scores = score_windows(model, windows, thresholds, inference.micro_batch_size, world.device)
@@ -384,8 +385,12 @@ def check_exits(source: ModelCheckpoint, task: ExitsConfig) -> DynamicFamily:
     return DynamicFamily(family.base, changed, seed=family.seed, width=family.width, std=family.std)
 
 
-def _windows(tokens: Sequence[int], length: int, task: ExitsConfig) -> list[Sequence[int]]:
-    """Rows of ``length + 1`` tokens, the last of which is only a label; at most ``--max-windows``."""
+def windows_of(tokens: Sequence[int], length: int, task: ExitsConfig) -> list[Sequence[int]]:
+    """Rows of ``length + 1`` tokens, the last of which is only a label; at most ``--max-windows``.
+
+    Raises:
+        UsageError: there are too few tokens, or a window has no room for a prompt.
+    """
     if len(tokens) <= length:
         raise UsageError(
             f"--valid-data {task.valid_data}: has {len(tokens):,} tokens, fewer than one window of {length + 1:,};"

@@ -1,9 +1,9 @@
 """Early exits of a trained model: quality, exit share, layers per token and decoding speed at each threshold.
 
-A GPT with exits after a third and two thirds of its blocks is trained on a text (BPE vocabulary of the text itself), all
-tokens through all blocks (threshold 1), with a classifier at each exit. Held-out text of the same file is then evaluated
-as ``dynmo-train evaluate exits`` does: with each confidence measure, and with copied, exact and verified keys and values.
-Times are processor time of one thread, in turns of the thresholds.
+A GPT with exits after a third and two thirds of its blocks is trained on a text (BPE vocabulary of the text itself),
+all tokens through all blocks (threshold 1), with a classifier at each exit. Held-out text of the same file is then
+evaluated as ``dynmo-train evaluate exits`` does: with each confidence measure, and with copied, exact and verified keys
+and values. Times are processor time of one thread, in turns of the thresholds.
 
     python tests/benchmarks/train_exits.py [--text FILE] [--seed 0] [--steps 200] [--layers 6] [--width 128]
 

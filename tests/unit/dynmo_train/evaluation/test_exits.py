@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,19 @@ from dynmo_train.evaluation.exit_decoding import (
     exits_of,
     set_threshold,
 )
-from dynmo_train.evaluation.exits import ExitModel, decoded_results, report, score_windows
+from dynmo_train.evaluation.exits import (
+    ExitModel,
+    check_exits,
+    decoded_results,
+    evaluate_exits,
+    report,
+    score_windows,
+    windows_of,
+)
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 
 CPU = torch.device("cpu")
@@ -34,7 +44,10 @@ SIZES = {
     "padded_vocab_size": 32,
     "init_method_std": 0.4,
 }
-BASES = {"gpt": lambda: Gpt(GptShape(**SIZES)), "llama": lambda: Llama(LlamaShape(**SIZES, num_key_value_heads=1, head_dim=8))}
+BASES = {
+    "gpt": lambda: Gpt(GptShape(**SIZES)),
+    "llama": lambda: Llama(LlamaShape(**SIZES, num_key_value_heads=1, head_dim=8)),
+}
 EXITS = ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.4, measure="softmax", propagate=True)
 THRESHOLDS = (0.2, 0.4, 0.7, 1.0)
 IDS = torch.randint(0, 20, (3, 17), generator=torch.Generator().manual_seed(1))
@@ -172,8 +185,9 @@ def test_speculation_has_the_output_of_the_full_model(base, drafts, threshold):
         found = segments.speculate(row, 14, ExitThreshold(value=threshold), drafts)
         assert found.ids == expected.ids
         assert len(found.exits) == 14
-        assert (found.drafted > 0) == (threshold < 1.0)
         assert found.accepted <= found.drafted
+        if threshold in (0.0, 1.0):
+            assert (found.drafted > 0) == (threshold == 0.0)
 
 
 def test_speculation_accepts_some_drafts_and_refuses_some():
@@ -251,6 +265,45 @@ def test_decoding_is_timed_without_reading_the_prompt():
     assert (first.tokens_per_s, first.accepted_share, first.decoded_match) == (2 / 5.0, 0.25, 1.0)
     assert first.decoded_layers == pytest.approx((1 + 4 + 4) / 3)
     assert len(found.rows()[0]) == len(found.columns()) == 11
+
+
+def source_of(model):
+    return SimpleNamespace(family=model, directory="runs/x")
+
+
+def task(**options) -> ExitsConfig:
+    return ExitsConfig(valid_data="text", **options)
+
+
+def test_models_without_exits_and_exact_keys_of_routed_blocks_are_refused():
+    with pytest.raises(UsageError, match="has no early exits; train it with --early-exit-layers"):
+        check_exits(source_of(BASES["gpt"]()), task())
+    depths = DynamicSettings(exits=EXITS, depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01))
+    routed = source_of(DynamicFamily(BASES["gpt"](), depths, seed=5, width=16, std=1.0))
+    with pytest.raises(UsageError, match="--exit-key-values exact: must be propagate, skip or stored"):
+        check_exits(routed, task(exit_key_values="exact"))
+    assert check_exits(routed, task(exit_key_values="skip")).settings.exits == replace(EXITS, propagate=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "propagate"),
+    [({}, False), ({"exit_key_values": "propagate"}, True), ({"exit_key_values": "exact"}, False)],
+)
+def test_key_values_are_those_of_the_model_unless_others_are_requested(options, propagate):
+    found = check_exits(source_of(family(propagate=False)), task(**options))
+    assert found.settings.exits == replace(EXITS, propagate=propagate)
+
+
+def test_short_texts_several_processes_and_long_continuations_are_refused():
+    with pytest.raises(UsageError, match="has 8 tokens, fewer than one window of 9"):
+        windows_of(range(8), 8, task())
+    with pytest.raises(UsageError, match="--new-tokens 8: must be below 8"):
+        windows_of(range(9), 8, task(new_tokens=8))
+    with pytest.raises(UsageError, match="must run in one process, not in 2"):
+        evaluate_exits(None, task(), SimpleNamespace(size=2), {})
+    rows = [list(row) for row in windows_of(range(26), 8, task(decoded_prompts=0))]
+    assert rows == [list(range(9)), list(range(8, 17)), list(range(16, 25))]
+    assert len(windows_of(range(26), 8, task(decoded_prompts=0, max_windows=2))) == 2
 
 
 @pytest.mark.parametrize("text", ["", "0.5,", "0.5,1.5", "nan", "high"])
