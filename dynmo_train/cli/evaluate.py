@@ -9,7 +9,14 @@ import typer
 from .._common.console import Format, emit, emit_json, emit_table, print_message
 from .._common.help import CommandLine
 from ..config.command import with_specs
-from ..config.evaluation import ClassifyConfig, HarnessConfig, InferenceConfig, LambadaConfig, WikitextConfig
+from ..config.evaluation import (
+    ClassifyConfig,
+    ExitsConfig,
+    HarnessConfig,
+    InferenceConfig,
+    LambadaConfig,
+    WikitextConfig,
+)
 from ..config.fields import specs_of, values_of
 from ..config.panels import TASK
 from ..config.rules.task_effect import task_warnings
@@ -71,6 +78,23 @@ def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> N
     with evaluation_world(config, task, world_size()) as world:
         found = evaluate_lambada(config, task, world, model_flags(ctx))
     _report(found, found.line("LAMBADA"), report)
+
+
+@evaluate.command("exits", cls=TaskCommand)
+@with_specs(specs_of(InferenceConfig, ExitsConfig))
+def exits(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
+    """Quality, exit shares, layers per token and decoding speed at several thresholds of early exit."""
+    config, task = _configs(ExitsConfig, flags)
+    from ..evaluation.exits import evaluate_exits
+    from ..evaluation.model_checkpoint import evaluation_world
+
+    with evaluation_world(config, task, world_size()) as world:
+        found = evaluate_exits(config, task, world, model_flags(ctx))
+    if report is Format.JSON:
+        emit_json(found.document())
+    else:
+        title = f"exits of {config.load}: {found.measure}, keys and values: {found.key_values}, {found.tokens:,} tokens"
+        emit_table(title, found.columns(), found.rows())
 
 
 def _classify(name: str, ctx: typer.Context, report: Format, flags: dict[str, Any]) -> None:

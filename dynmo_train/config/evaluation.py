@@ -11,6 +11,7 @@ from .._common.document import MAX_JOBS, MAX_RANKS
 from . import panels
 from .data import TokenizerType, default_tokenizer_type
 from .options import option
+from .parse import parse_fractions
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -88,6 +89,43 @@ class WikitextConfig:
         "Window stride in tokens; none: 32, or --seq-length if shorter.", default=None, minimum=1, common=True
     )
     detokenizer: Detokenizer = option("Detokenization rules of the text.", default="wikitext")
+
+
+ExitKeyValues = Literal["stored", "propagate", "skip", "exact", "speculative"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitsConfig:
+    """Options of ``evaluate exits``."""
+
+    PANEL: ClassVar[str] = panels.TASK
+
+    valid_data: str = option("Text file.", refers_to="file", common=True)
+    exit_thresholds: str = option("Thresholds between 0 and 1; 1 is added.", default="0.5,0.7,0.9", common=True)
+    exit_key_values: ExitKeyValues = option(
+        "Keys and values of exited tokens: as trained, copied state, none, the full model's, or verified drafts.",
+        default="stored",
+        common=True,
+    )
+    seq_length: int | None = option(
+        "Window size in tokens; none: the model's maximum.", default=None, minimum=1, common=True
+    )
+    max_windows: int | None = option("Maximum number of scored windows; none: all.", default=None, minimum=1)
+    decoded_prompts: int = option("Number of windows whose begin is continued; 0: none.", default=8, minimum=0)
+    new_tokens: int = option("New tokens of each continuation.", default=32, minimum=2)
+    exit_decay: float | None = option(
+        "Decay of the threshold over the new tokens (arXiv:2207.07061); none: constant.", default=None, minimum=0
+    )
+    draft_tokens: int = option("Maximum number of drafts before they are verified.", default=6, minimum=1)
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """``exit_thresholds`` as numbers.
+
+        Raises:
+            UsageError: not numbers of 0 to 1.
+        """
+        return parse_fractions("--exit-thresholds", self.exit_thresholds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,3 +184,19 @@ def parse_balance(types: str, coefficients: str) -> dict[str, float]:
     if has_other and numbers != [0.0]:
         raise UsageError(f"{coefficient_flag} {coefficients!r}: {flag} {names[0]} has no loss; remove the coefficient")
     return dict(zip(names, numbers, strict=True))
+
+
+def parse_fractions(flag: str, text: str) -> tuple[float, ...]:
+    """Parse ``0.5,0.9`` into (0.5, 0.9).
+
+    Raises:
+        UsageError: not numbers from 0 to 1.
+    """
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    # ``not`` also refuses NaN.
+    if not numbers or not all(0.0 <= number <= 1.0 for number in numbers):
+        raise UsageError(f"{flag} {text!r}: must be numbers from 0 to 1, such as 0.5,0.7,0.9")
+    return numbers

@@ -11,7 +11,7 @@ from . import panels
 from .options import option
 from .parse import parse_freeze_schedule, parse_layers, parse_weights
 
-ExitMeasure = Literal["softmax", "saturation"]
+ExitMeasure = Literal["softmax", "saturation", "classifier"]
 ExitKeyValues = Literal["propagate", "skip"]
 PruningMode = Literal["unstructured", "2:4", "2:4-transposable", "block", "structured"]
 PruningScope = Literal["global", "layer"]
@@ -102,9 +102,11 @@ class ExitConfig:
         "Blocks (from 0) after which tokens may exit, such as 3,7.", default=None, common=True
     )
     early_exit_loss_weight: float = option("Total weight of the exit losses.", default=0.3, minimum=0)
-    early_exit_threshold: float = option("Minimum confidence of an exit.", default=0.9, minimum=0, maximum=1)
+    early_exit_threshold: float = option(
+        "Minimum confidence of an exit; 1: no token exits.", default=0.9, minimum=0, maximum=1
+    )
     early_exit_measure: ExitMeasure = option(
-        "Confidence measure: top-two probability difference, or hidden-state cosine similarity.",
+        "Confidence: top-two probability difference, hidden-state cosine, or a linear estimate of the first.",
         default="softmax",
     )
     early_exit_loss_tokens: float = option(

@@ -11,12 +11,15 @@ weight that is tied to the head keeps training through the head, unless ``freeze
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from .._common.console import human_bytes
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
 from ..models.vocabulary_family import stored_ties, word_parameters
+from ..parallel.process_groups import World, all_gather_objects
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
 
 if TYPE_CHECKING:
@@ -46,6 +49,46 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     return tuple(item.name for item in items[: last + 1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class FreedBytes:
+    """Memory that a freeze releases on each pipeline rank: the largest of the rank's processes.
+
+    Attributes:
+        gradients: bytes of the gradients that no longer exist, during and after the backward pass.
+        optimizer: bytes of optimizer state.
+    """
+
+    gradients: list[int]
+    optimizer: list[int]
+
+    @classmethod
+    def by_rank(cls, world: World, gradients: int, optimizer: int) -> FreedBytes:
+        """Gather the bytes of all processes; every rank calls this.
+
+        Args:
+            world: process groups.
+            gradients: of this process.
+            optimizer: of this process.
+        """
+        found = all_gather_objects(world, [world.pipeline_rank, gradients, optimizer])
+        largest = [[0, 0] for _ in range(world.dims.pipeline)]
+        for rank, *sizes in found:
+            largest[rank] = [max(pair) for pair in zip(largest[rank], sizes, strict=True)]
+        return cls(gradients=[each[0] for each in largest], optimizer=[each[1] for each in largest])
+
+    def text(self) -> str:
+        """One sentence for the log, with the first four pipeline ranks that free memory."""
+        parts = [
+            f"{human_bytes(gradients)} + {human_bytes(optimizer)} on pipeline rank {rank}"
+            for rank, (gradients, optimizer) in enumerate(zip(self.gradients, self.optimizer, strict=True))
+            if gradients or optimizer
+        ]
+        if not parts:
+            return "freed nothing"
+        shown = ", ".join(parts[:4]) + (f", and on {len(parts) - 4} more" if len(parts) > 4 else "")
+        return f"freed gradients + optimizer state: {shown}"
+
+
 class LayerFreezing(Technique):
     """Freezes the front of the model on a schedule.
 
@@ -57,7 +100,7 @@ class LayerFreezing(Technique):
 
     def __init__(self, schedule: Sequence[tuple[int, int]], freeze_tied: bool, context: TechniqueContext) -> None:
         self.schedule = tuple(schedule)
-        self.items, self.store = context.family.items, context.store
+        self.items, self.store, self._world = context.family.items, context.store, context.world
         # Owner and copies together: a weight that one of them trains would differ from the others.
         ties = context.family.ties
         self._shards_train = bool(stored_ties(context.family)) and not freeze_tied
@@ -69,17 +112,37 @@ class LayerFreezing(Technique):
         due = frozen_items(self.items, self.schedule, step)
         if due == self.frozen_items:
             return None
+        freed_items = tuple(name for name in due if name not in self.frozen_items)
+        before, self.frozen_items = self.frozen_parameters(), due
+        freed = self._freed_bytes(self.frozen_parameters() - before)
         # What is frozen is a function of the step: the same code runs here and after a restart.
         self.resume(step)
         later = [at for at, _ in self.schedule if at > step]
         return Event(
             kind="frozen",
             step=step,
-            message=f"frozen: {due[0]} to {due[-1]}",
-            detail={"frozen_items": list(due)},
+            message=f"frozen: {due[0]} to {due[-1]} ({freed.text()})",
+            detail={
+                "frozen_items": list(due),
+                "freed_gradient_bytes": freed.gradients,
+                "freed_optimizer_bytes": freed.optimizer,
+            },
             next_expected_step=min(later, default=None),
             rebuild=True,
+            freed_items=freed_items,
         )
+
+    def set_world(self, world: World) -> None:
+        """Continue on the processes of ``world``."""
+        self._world = world
+
+    def _freed_bytes(self, names: set[str]) -> FreedBytes:
+        """What these parameters of this process free, before their state is dropped; a collective."""
+        optimizers = self.store.optimizers
+        # A tied copy on the rank of its owner has the owner's state, and a gradient of its own.
+        gradients = sum(p.numel() * p.element_size() for _, name, p in self.store.parameters() if name in names)
+        moments = {t.data_ptr(): t.nbytes for name in names for t in optimizers.moments(name).values()}
+        return FreedBytes.by_rank(self._world, gradients, sum(moments.values()))
 
     def resume(self, step: int) -> None:
         """Freeze the layers that are frozen after ``step``, and drop their optimizer state."""

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import masks_of, output_of, parameters_of
 from ..optim.item_state import REFERENCE
-from ..parallel.process_groups import World, sum_over_pipeline, sum_over_replicas
+from ..parallel.process_groups import sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
 from .freezing import LayerFreezing, layers_of
 from .technique import Event, TechniqueBuilder, TechniqueContext
@@ -129,15 +129,11 @@ class AdaptiveFreezing(LayerFreezing):
 
     def __init__(self, rule: PlasticityRule, freeze_tied: bool, context: TechniqueContext) -> None:
         super().__init__((), freeze_tied, context)
-        self.rule, self._world = rule, context.world
+        self.rule = rule
         self.trace = PlasticityTrace()
         self._layers = layers_of(self.items)
         self._inputs: dict[str, tuple[Any, ...]] = {}
         self._hooks: list[RemovableHandle] = []
-
-    def set_world(self, world: World) -> None:
-        """Continue on the processes of ``world``."""
-        self._world = world
 
     def state_dict(self) -> dict[str, Any]:
         """The trace; the reference copies are stored with their items."""

@@ -40,6 +40,7 @@ class Event:
         detail: JSON values for people and programs.
         next_expected_step: when the next event of this kind is due; None when there will be none.
         rebuild: whether the pipeline's stages must be rebuilt, because other gradients cross their boundaries now.
+        freed_items: names of the items that store no activations from now on; ``events.jsonl`` then has their bytes.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Event:
     detail: dict[str, Any] = field(default_factory=dict)
     next_expected_step: int | None = None
     rebuild: bool = False
+    freed_items: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,17 @@
 """Early exit: a token exits after a block when the model is confident; later blocks compute the active tokens only.
 
-Confident adaptive language modeling (Schuster et al. 2022, arXiv:2207.07061, section 3.5) with two confidence measures:
-the *softmax response*, the difference of the two highest probabilities at the exit, and *hidden-state saturation*, the
-cosine between the stream before and after a sublayer. Every exit is the model's own head: all its parameters are tied
-to ``head``. Exits are trained by their own losses (section 3.2 there; Elbayad et al. 2020, arXiv:1910.10073).
+Confident adaptive language modeling (Schuster et al. 2022, arXiv:2207.07061, section 3.5) with its three confidence
+measures: the *softmax response*, the difference of the two highest probabilities at the exit; *hidden-state
+saturation*, the cosine between the stream before and after a sublayer; and a linear *classifier*. Every exit is the
+model's own head: all its parameters are tied to ``head``. Exits are trained by their own losses (section 3.2 there;
+Elbayad et al. 2020, arXiv:1910.10073).
+
+The softmax response needs the logits of every token: with a large vocabulary it costs as much as an exit saves. The
+classifier estimates it from the normalized stream, at the cost of one weight vector. It is trained with the model, by
+the binary cross-entropy with the exact response of a sample of the tokens as the target; neither stream nor head gets
+a gradient from it. Its minimum is the mean response given the stream, so that thresholds keep their meaning. On the
+same sample, the metric ``exit_agreement`` is the share of equal decisions. (The classifier of section 3.5 there is
+trained afterwards, and predicts agreement with the last layer, which no earlier pipeline stage has.)
 
 With ``propagate`` the keys and values of exited tokens stay: later blocks compute them from the state in which a token
 exited, so that later tokens attend to it (state propagation, section 3.1 there; the same in training, evaluation and
@@ -31,9 +39,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.random_stream import normal
+from ..parallel.random_stream import shared_normal
 from . import grouped_linear
 from .blocks import Mlp, SelfAttention
+from .cross_entropy import chunk_tokens_for
 from .head import Head
 from .layer_list import ItemOutput, ItemSpec, output_of
 from .linear import dense_products_by
@@ -44,10 +53,13 @@ from .token_select import TokenSelection, order_tokens, select_all, select_token
 # The value that later items read, ``[B, T]`` in the type of the stream: 1 where a token has exited.
 EXITED = "exited"
 _SELECTION = "_active_tokens"
-Measure = Literal["softmax", "saturation"]
-# Tokens whose logits are in memory at a time for the softmax response.
-RESPONSE_TOKENS = 1024
+Measure = Literal["softmax", "saturation", "classifier"]
 METRICS = (("exit_share", 1), ("exit_loss", 1))
+CLASSIFIER_METRICS = (("exit_agreement", 1),)
+# One of this number of tokens has its exact softmax response computed in training, as the target of the classifier.
+TOKENS_PER_TARGET = 32
+# Untrained, the classifier lets no token exit: sigmoid(-3) is 0.047.
+CLASSIFIER_BIAS = -3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +69,8 @@ class ExitSettings:
     Attributes:
         layers: blocks (from 0) after which tokens may exit, ascending.
         loss_weight: weight of the losses of all exits together, shared equally.
-        threshold: confidence, 0 to 1, from which a token exits.
-        measure: ``softmax`` response or hidden-state ``saturation``.
+        threshold: confidence, 0 to 1, from which a token exits; at 1 none does.
+        measure: ``softmax`` response, hidden-state ``saturation``, or the ``classifier`` that estimates the former.
         token_share: fraction of the active tokens whose loss an exit computes in training.
         vocabulary_samples: sampled ids of the vocabulary in the loss of an exit; 0 means the whole vocabulary.
         layer_weights: loss weight of each exit; empty divides ``loss_weight`` equally.
@@ -94,6 +106,19 @@ def depth_weights(layers: tuple[int, ...], total: float) -> tuple[float, ...]:
     return tuple(total * each / sum(sums) for each in sums)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What the classifier of an exit learned from a sample of the tokens, float32 scalars.
+
+    Attributes:
+        loss: binary cross-entropy with the exact softmax response.
+        agreement: share of the tokens whose decision is that of the softmax response.
+    """
+
+    loss: torch.Tensor
+    agreement: torch.Tensor
+
+
 class Exit(nn.Module):
     """An exit after an item: the loss of the head on the active tokens, and which of them exit.
 
@@ -101,11 +126,42 @@ class Exit(nn.Module):
         head: a copy of the model's head; all its parameters are tied.
         settings: of the model's exits.
         layer: the block that the exit comes after.
+        width: of the model; for a classifier.
+        device: where the classifier's parameters are created.
     """
 
-    def __init__(self, head: nn.Module, settings: ExitSettings, layer: int) -> None:
+    classifier: nn.Linear | None
+
+    def __init__(
+        self, head: nn.Module, settings: ExitSettings, layer: int, width: int, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self.head, self.settings, self.weight_of_loss = head, settings, settings.weight_of(layer)
+        self.classifier = None
+        if settings.measure == "classifier":
+            self.classifier = nn.Linear(width, 1, device=device)
+            # Constants: what the placement draws from the generator does not change.
+            nn.init.zeros_(self.classifier.weight)
+            nn.init.constant_(self.classifier.bias, CLASSIFIER_BIAS)
+
+    def confidence(self, before_BCD: torch.Tensor, after_BCD: torch.Tensor) -> torch.Tensor:
+        """The confidence of each token, float32 ``[B, C]``, without a gradient.
+
+        Args:
+            before_BCD: the stream before the item, ``[B, C, D]``.
+            after_BCD: the stream after the item, ``[B, C, D]``.
+        """
+        with torch.no_grad():
+            if self.settings.measure == "softmax":
+                return self._response(after_BCD)
+            if self.classifier is not None:
+                return self._estimate(after_BCD).sigmoid()
+            return F.cosine_similarity(before_BCD.float(), after_BCD.float(), dim=-1)
+
+    def exits(self, confidence_BC: torch.Tensor) -> torch.Tensor:
+        """Which tokens exit at this confidence, bool ``[B, C]``; none at threshold 1, whatever is rounded to 1."""
+        threshold = self.settings.threshold
+        return confidence_BC >= threshold if threshold < 1.0 else torch.zeros_like(confidence_BC, dtype=torch.bool)
 
     def forward(
         self, before_BCD: torch.Tensor, after_BCD: torch.Tensor, labels_BC: torch.Tensor | None, real_BC: torch.Tensor
@@ -125,35 +181,66 @@ class Exit(nn.Module):
         wants_loss = labels_BC is not None and self.training
         is_sampled = self.settings.token_share < 1.0 or self.settings.vocabulary_samples > 0
         loss = after_BCD.new_zeros((), dtype=torch.float32)
-        # Detached: which tokens exit is a decision, which has no gradient.
-        confidence_BC = F.cosine_similarity(before_BCD.detach().float(), after_BCD.detach().float(), dim=-1)
-        if is_sampled or not wants_loss:
-            if self.settings.measure == "softmax":
-                confidence_BC = self._response(after_BCD)
-            if wants_loss and labels_BC is not None:
-                loss = self._sampled_loss(after_BCD, labels_BC, real_BC)
-        elif self.settings.measure == "softmax":
+        if labels_BC is not None and wants_loss and not is_sampled and self.settings.measure == "softmax":
             logits_BCV = self.head.logits(after_BCD).float()  # type: ignore[operator]
             top_BC2 = logits_BCV.detach().softmax(-1).topk(2, dim=-1).values
-            confidence_BC = top_BC2[..., 0] - top_BC2[..., 1]
-            if labels_BC is not None:
-                losses = F.cross_entropy(logits_BCV.flatten(0, 1), labels_BC.reshape(-1), reduction="none")
-                real = real_BC.reshape(-1).to(losses.dtype)
-                loss = (losses * real).sum() / real.sum().clamp(min=1.0)
-        elif labels_BC is not None:
+            losses = F.cross_entropy(logits_BCV.flatten(0, 1), labels_BC.reshape(-1), reduction="none")
+            real = real_BC.reshape(-1).to(losses.dtype)
+            loss = (losses * real).sum() / real.sum().clamp(min=1.0)
+            return self.exits(top_BC2[..., 0] - top_BC2[..., 1]) & real_BC, loss
+        # Detached: which tokens exit is a decision, which has no gradient.
+        confidence_BC = self.confidence(before_BCD.detach(), after_BCD.detach())
+        if labels_BC is not None and wants_loss and is_sampled:
+            loss = self._sampled_loss(after_BCD, labels_BC, real_BC)
+        elif labels_BC is not None and wants_loss:
             # In chunks of tokens: nothing else reads the logits. Not the forward of a head with a second loss.
             loss = Head.forward(self.head, after_BCD, labels_BC, real_BC)  # type: ignore[arg-type] # a copy of a head
-        return (confidence_BC >= self.settings.threshold) & real_BC, loss
+        return self.exits(confidence_BC) & real_BC, loss
 
     @torch.no_grad()
     def _response(self, x_BCD: torch.Tensor) -> torch.Tensor:
-        """The softmax response of each token, ``[B, C]``; the logits of a chunk of tokens are in memory at a time."""
+        """The softmax response of each token, float32 ``[B, C]``; the logits of a chunk are in memory at a time."""
+        head = cast("Head", self.head)
+        x_ND = x_BCD.reshape(-1, x_BCD.shape[-1])
+        chunk_tokens = chunk_tokens_for(x_ND.device.type, head.vocabulary)
+        weight_VD, bias_V, _ = head.local_rows()
+        # One buffer for all chunks: the allocation of new pages took a fifth of the time.
+        buffer_PV = x_ND.new_empty(min(chunk_tokens, len(x_ND)) if head.region is None else 0, len(weight_VD))
         parts = []
-        for x_1PD in x_BCD.reshape(1, -1, x_BCD.shape[-1]).split(RESPONSE_TOKENS, dim=1):
-            logits_1PV = self.head.logits(x_1PD).float()  # type: ignore[operator]
-            top_1P2 = (logits_1PV.topk(2, dim=-1).values - logits_1PV.logsumexp(-1, keepdim=True)).exp()
-            parts.append(top_1P2[0, :, 0] - top_1P2[0, :, 1])
+        for x_PD in x_ND.split(chunk_tokens):
+            if head.region is not None:
+                logits_PV = head.logits(x_PD[None])[0]
+            else:
+                logits_PV = buffer_PV[: len(x_PD)]
+                torch.mm(head.features(x_PD[None])[0], weight_VD.t(), out=logits_PV)
+                if bias_V is not None:
+                    logits_PV += bias_V
+            parts.append(response_of(logits_PV.float()))
         return torch.cat(parts).view(x_BCD.shape[:2])
+
+    def _estimate(self, x_BCD: torch.Tensor) -> torch.Tensor:
+        """The classifier's logit of each token, float32 ``[B, C]``; a gradient reaches its own parameters only."""
+        with torch.no_grad():
+            features_BCD = self.head.features(x_BCD)  # type: ignore[operator]
+        classifier = cast("nn.Linear", self.classifier)
+        return classifier(features_BCD)[..., 0].float()
+
+    def targets(self, x_BCD: torch.Tensor, real_BC: torch.Tensor) -> Targets:
+        """Loss and agreement of the classifier on a uniform sample of the tokens.
+
+        Args:
+            x_BCD: the stream after the item, ``[B, C, D]``.
+            real_BC: bool ``[B, C]``, false for padding entries.
+        """
+        tokens = real_BC.numel()
+        index_N = _sample(real_BC, max(1, math.ceil(tokens / TOKENS_PER_TARGET)))
+        x_1ND = x_BCD.detach().reshape(1, tokens, -1).index_select(1, index_N)
+        weights_N = real_BC.reshape(-1).index_select(0, index_N).float()
+        weights_N = weights_N / weights_N.sum().clamp(min=1.0)
+        response_N, estimate_N = self._response(x_1ND)[0], self._estimate(x_1ND)[0]
+        losses_N = F.binary_cross_entropy_with_logits(estimate_N, response_N, reduction="none")
+        equal_N = self.exits(estimate_N.detach().sigmoid()) == self.exits(response_N)
+        return Targets(loss=(losses_N * weights_N).sum(), agreement=(equal_N * weights_N).sum())
 
     def _sampled_loss(self, x_BCD: torch.Tensor, labels_BC: torch.Tensor, real_BC: torch.Tensor) -> torch.Tensor:
         """An unbiased estimate of the mean loss over tokens, from a uniform sample of them."""
@@ -161,16 +248,14 @@ class Exit(nn.Module):
         count = max(1, math.ceil(self.settings.token_share * tokens))
         x_1ND, labels_1N, real_1N = x_BCD.reshape(1, tokens, -1), labels_BC.view(1, -1), real_BC.reshape(1, -1)
         if count < tokens:
-            # Padding last. The number of tokens is one of the shape, so that nothing is read from the device.
-            order_N = normal((tokens,), x_BCD.device).masked_fill(~real_1N[0], math.inf).argsort(stable=True)
-            index_N = order_N[:count].sort().values
+            index_N = _sample(real_BC, count)
             x_1ND, labels_1N, real_1N = (each.index_select(1, index_N) for each in (x_1ND, labels_1N, real_1N))
         samples = self.settings.vocabulary_samples
         vocabulary: int = self.head.vocabulary  # type: ignore[assignment] # a head
         if not samples or samples >= vocabulary:
             # In chunks of tokens: nothing else reads the logits. Not the forward of a head with a second loss.
             return Head.forward(self.head, x_1ND, labels_1N, real_1N)  # type: ignore[arg-type] # a copy of a head
-        ids_S = normal((vocabulary,), x_BCD.device).argsort()[:samples]
+        ids_S = shared_normal((vocabulary,), x_BCD.device).argsort()[:samples]
         losses_N = sampled_cross_entropy(
             self.head.features(x_1ND)[0],  # type: ignore[operator]
             self.head.weight,  # type: ignore[arg-type]
@@ -181,6 +266,21 @@ class Exit(nn.Module):
         )
         weights_N = real_1N[0].to(losses_N.dtype)
         return (losses_N * weights_N).sum() / weights_N.sum().clamp(min=1.0)
+
+
+def response_of(logits_PV: torch.Tensor) -> torch.Tensor:
+    """The softmax response of each token, ``[P]``; the float32 logits ``[P, V]`` are overwritten."""
+    top_P2 = logits_PV.topk(2, dim=-1).values
+    sums_P = logits_PV.sub_(top_P2[:, :1]).exp_().sum(-1)
+    # p1 - p2 = (1 - exp(z2 - z1)) / sum exp(z - z1)
+    return -torch.expm1(top_P2[:, 1] - top_P2[:, 0]) / sums_P
+
+
+def _sample(real_BC: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices ``[count]`` of tokens drawn uniformly without replacement, ascending; padding last, where too few are."""
+    # The number of tokens is one of the shape, so that nothing is read from the device.
+    order_N = shared_normal((real_BC.numel(),), real_BC.device).masked_fill(~real_BC.reshape(-1), math.inf)
+    return order_N.argsort(stable=True)[:count].sort().values
 
 
 def sampled_cross_entropy(
@@ -329,10 +429,19 @@ class ActiveTokens(nn.Module):
         # Entries of padding are tokens that have exited before. They do not exit again, so the sum stays 0 or 1.
         leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, selected.real_BC)
         exited_BT = exited_BT.scatter_add(1, selected.index_BC, leaves_BC.to(exited_BT.dtype))
+        metrics = {"exit_share": exited_BT.float().mean(), "exit_loss": loss.detach()}
+        loss = loss * exit_.weight_of_loss
+        if exit_.classifier is not None:
+            # In evaluation no target is computed.
+            agreement = torch.zeros_like(metrics["exit_share"])
+            if self.training and labels_BC is not None:
+                targets = exit_.targets(y_BCD, selected.real_BC)
+                loss, agreement = loss + targets.loss, targets.agreement
+            metrics["exit_agreement"] = agreement
         return ItemOutput(
             output,
-            metrics={**inner.metrics, "exit_share": exited_BT.float().mean(), "exit_loss": loss.detach()},
-            losses={**inner.losses, "exit": loss * exit_.weight_of_loss},
+            metrics={**inner.metrics, **metrics},
+            losses={**inner.losses, "exit": loss},
             side={EXITED: exited_BT},
         )
 

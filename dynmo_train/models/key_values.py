@@ -45,3 +45,7 @@ class KVCache:
         self._keys[:, :, begin : self.used] = k_BGTK
         self._values[:, :, begin : self.used] = v_BGTK
         return self._keys[:, :, : self.used], self._values[:, :, : self.used]
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the tokens after the first ``tokens`` ones."""
+        self.used = min(self.used, tokens)

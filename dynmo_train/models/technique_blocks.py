@@ -5,7 +5,8 @@ positions). Parameters keep their names:
 
     technique           item                                    parameters
     mixture of depths   layers.N (one item, never split)        layers.N.attention.*, layers.N.mlp.*, + router.weight
-    early exit          layers.N.mlp, or the routed layers.N    + exit.head.*, all tied to the head's
+    early exit          layers.N.mlp, or the routed layers.N    + exit.head.*, all tied to the head's,
+                                                                + exit.classifier.* with that measure
     sparse attention    layers.N.attention                      none
 """
 
@@ -149,6 +150,7 @@ class DynamicFamily:
         if exits is None:
             return listed
         changed: list[ItemSpec] = []
+        classified = early_exit.CLASSIFIER_METRICS if exits.measure == "classifier" else ()
         for item in listed:
             number = block_of(item)
             # Before the first exit all tokens are active, so no mask crosses those boundaries.
@@ -159,7 +161,7 @@ class DynamicFamily:
                     item,
                     side=(EXITED,),
                     inputs=(*item.inputs, "labels"),
-                    metrics=(*item.metrics, *early_exit.METRICS),
+                    metrics=(*item.metrics, *early_exit.METRICS, *classified),
                     tied_to="head",
                 )
             changed.append(item)
@@ -198,7 +200,8 @@ class DynamicFamily:
             self._make_sparse(name, module)
         exits = self.settings.exits
         if exits is not None and EXITED in item.side:
-            module.add_module("exit", Exit(self.base.build("head", device), exits, block_of(item) or 0))
+            head = self.base.build("head", device)
+            module.add_module("exit", Exit(head, exits, block_of(item) or 0, self.width, device))
         if EXITED in (*item.reads, *item.side):
             run_on_active_tokens(module, item, propagate=exits is not None and exits.propagate)
         return module
@@ -225,9 +228,13 @@ class DynamicFamily:
         return block
 
     def split_dim(self, parameter: str) -> int | None:
-        """As in the base family; an exit's parameters are split as the head's, routers are replicated."""
+        """As in the base family; an exit's head is split as the head, routers and classifiers are replicated."""
         _, is_exit, of_head = parameter.partition(".exit.")
-        return None if ".router." in parameter else self.base.split_dim(of_head if is_exit else parameter)
+        return (
+            None
+            if ".router." in parameter or ".classifier." in parameter
+            else self.base.split_dim(of_head if is_exit else parameter)
+        )
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest, with the techniques that change the model."""

@@ -222,6 +222,25 @@ def normal(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return (radius.log_().mul_(-2.0).sqrt_() * angle.cos_()).view(*shape)
 
 
+def shared_normal(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers as :func:`normal` does, the same ones on all tensor-parallel ranks.
+
+    For what the ranks decide about all tokens: with sequence parallelism each draws other numbers behind a region.
+
+    Args:
+        shape: Of the result.
+        device: Of the result.
+    """
+    stream = active_stream()
+    if stream is None:
+        return normal(shape, device)
+    scope, stream.scope = stream.scope, 0
+    try:
+        return normal(shape, device)
+    finally:
+        stream.scope = scope
+
+
 _OF_TORCH_WITH_GENERATOR = (
     nn.modules.dropout._DropoutNd,
     nn.MultiheadAttention,

@@ -3,9 +3,9 @@
 Programs take turns in one process, a step each, always on the same batch: forward, backward, norm, clipping and AdamW.
 
 * ``dense``: GPT with tied embeddings.
-* ``exits by saturation``, ``exits by softmax``: one exit after a third of the blocks, whose loss takes an eighth of the
-  tokens and 2,048 ids. Its threshold is the quantile of the untrained model's confidence at which ``--share`` of the
-  tokens exit.
+* ``exits by saturation``, ``exits by softmax``, ``exits by classifier``: one exit after a third of the blocks, whose
+  loss takes an eighth of the tokens and 2,048 ids. Its threshold is the quantile of the untrained model's confidence at
+  which ``--share`` of the tokens exit; the classifier's weights are random for that.
 * ``frozen front``: the embedding and 0.6 of the blocks are frozen, without a cache of their outputs.
 
     python tests/benchmarks/train_gains.py [--share 0.3] [--layers 12] [--steps 3] [--repeats 3] [--threads 1]
@@ -36,7 +36,7 @@ from dynmo_train.pipeline.schedule import PipelineConfig
 from dynmo_train.trainer.engine import Engine, EngineSettings
 
 DENSE, FROZEN = "dense", "frozen front"
-EXITS = {"exits by saturation": "saturation", "exits by softmax": "softmax"}
+EXITS = {f"exits by {measure}": measure for measure in ("saturation", "softmax", "classifier")}
 FROZEN_SHARE = 0.6
 
 
@@ -75,12 +75,12 @@ class Program:
             if isinstance(each, Exit)
         ]
         (exit_,) = exits
+        if exit_.classifier is not None:
+            torch.nn.init.normal_(exit_.classifier.weight, std=0.1)
         measured: list[torch.Tensor] = []
 
         def confidences(_module: torch.nn.Module, arguments: tuple) -> None:
-            before, after = (each.detach() for each in arguments[:2])
-            by_softmax = exit_.settings.measure == "softmax"
-            measured.append(exit_._response(after) if by_softmax else torch.cosine_similarity(before, after, dim=-1))
+            measured.append(exit_.confidence(*arguments[:2]))
 
         hook = exit_.register_forward_pre_hook(confidences)
         self.step()
@@ -120,8 +120,8 @@ def _model(name: str, options: argparse.Namespace) -> tuple[Gpt | DynamicFamily,
     exits = ExitSettings(
         layers=(options.layers // 3 - 1,),
         loss_weight=0.3,
-        # Above each confidence, until the threshold is set.
-        threshold=2.0,
+        # No token exits, until the threshold is set.
+        threshold=1.0,
         measure=EXITS[name],  # type: ignore[arg-type]
         token_share=1 / 8,
         vocabulary_samples=2048,

@@ -43,6 +43,9 @@ STEPS = 4
 DYNAMIC = {
     "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
     "exits": DynamicSettings(exits=ExitSettings(layers=(1, 2), loss_weight=0.3, threshold=0.05, measure="softmax")),
+    "classifier": DynamicSettings(
+        exits=ExitSettings(layers=(1, 2), loss_weight=0.3, threshold=0.04745, measure="classifier", token_share=0.5)
+    ),
     "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
 }
 MODELS = {name: replace(scenario, steps=STEPS) for name, scenario in FAMILIES.items()} | {
@@ -64,9 +67,10 @@ MOVES = ((1, cut(2, 2)), (3, cut(2, 7)))
 BENT = ((2, vee(cut(2, 1, 5, 8))),)
 LOW = {"bf16": replace(DROPPING, precision="bf16"), "fp16": replace(DROPPING, precision="fp16", steps=7)}
 
-ONE = {name: on(ParallelDims(), model(name)) for name in ("bert", "mixtral", "depths", "exits", "sparse", "t5")} | {
-    "bf16": on(ParallelDims(), replace(LOW["bf16"], dropout=0.0))
-}
+ONE = {
+    name: on(ParallelDims(), model(name))
+    for name in ("bert", "mixtral", "depths", "exits", "classifier", "sparse", "t5")
+} | {"bf16": on(ParallelDims(), replace(LOW["bf16"], dropout=0.0))}
 TWO = {
     "gpt": on(D2, DROPPING),
     "gpt, zero 2": on(D2, DROPPING, ZERO),
@@ -84,6 +88,7 @@ TWO = {
     "cut bert bf16": on(T2, model("bert", "bf16"), CUT),
     **{f"cut {name}": on(T2, model(name), CUT) for name in ("bert", "mixtral", "depths", "exits", "sparse")},
     "tensor exits": on(T2, model("exits")),
+    "cut classifier": on(T2, model("classifier"), CUT),
 }
 FOUR = {
     "gpt, zero 2, zero-bubble": on(PD, replace(DROPPING, schedule="zero-bubble", moves=MOVES), ZERO),
@@ -148,7 +153,9 @@ def test_layout_has_the_same_bits_on_any_pipeline(name, same, two, four):
     assert four[name] == two[same]
 
 
-@pytest.mark.parametrize("name", ["cut bert", "cut mixtral", "cut depths", "cut exits", "tensor exits"])
+@pytest.mark.parametrize(
+    "name", ["cut bert", "cut mixtral", "cut depths", "cut exits", "tensor exits", "cut classifier"]
+)
 def test_sequence_parallelism_gathers_for_items_of_all_tokens(name, one, two):
     close(two[name], one[name.split()[1]], norms=1e-3)
 

@@ -40,6 +40,11 @@ TECHNIQUES = {
             propagate=True,
         )
     ),
+    "classified exits": DynamicSettings(
+        exits=ExitSettings(
+            layers=(0, 2), loss_weight=0.3, threshold=0.047, measure="classifier", token_share=0.5, propagate=True
+        )
+    ),
     "depths and exits": DynamicSettings(
         depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
         exits=ExitSettings(layers=(0, 1), loss_weight=0.3, threshold=0.003, measure="softmax"),
@@ -84,6 +89,7 @@ CASES = {
     "depths, zero-bubble": (2, "depths", {"schedule": "zero-bubble"}),
     "exits, moving": (2, "exits", {"moves": True, "recompute": True}),
     "sampled exits, moving": (2, "sampled exits", {"moves": True, "recompute": True}),
+    "classified exits, moving": (2, "classified exits", {"moves": True, "recompute": True}),
     "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
     "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
     "saturation, moving": (2, "saturation", {"moves": True}),
@@ -139,6 +145,12 @@ def test_scenario_exercises_the_technique(technique):
         assert all(early <= late < 1 for early, late in zip(before, shares, strict=True))
         assert any(early < late for early, late in zip(before, shares, strict=True))
         assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
+    if technique == "classified exits":
+        weights = [name for name in result["weights"] if name.endswith("exit.classifier.weight")]
+        assert weights == [f"layers.{layer}.mlp.exit.classifier.weight" for layer in (0, 2)]
+        found = [step["layers.0.mlp"] for step in result["metrics"]]
+        assert any(0 < step["exit_share"][0] < 1 for step in found)
+        assert all(0 <= step["exit_agreement"][0] <= 1 for step in found)
     if technique in ("exits", "saturation"):
         shares = [
             step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in result["metrics"]

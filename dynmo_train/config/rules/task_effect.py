@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation import FinetuneConfig, GenerateConfig, InferenceConfig
+from ..evaluation import ExitsConfig, FinetuneConfig, GenerateConfig, InferenceConfig
 from ..fields import specs_of
 from ..options import DefaultContext, OptionSpec
 
@@ -52,6 +52,18 @@ TASK_EFFECTS: Mapping[type, tuple[TaskEffect, ...]] = {
             without="without GPT2BPETokenizer, which also needs --vocab-file",
         ),
         TaskEffect(options=("fp16",), when=lambda c: not c.bf16, without="with --bf16"),
+    ),
+    ExitsConfig: (
+        TaskEffect(
+            options=("draft_tokens",),
+            when=lambda c: c.exit_key_values == "speculative",
+            without="without --exit-key-values speculative",
+        ),
+        TaskEffect(
+            options=("new_tokens", "exit_decay"),
+            when=lambda c: c.decoded_prompts > 0,
+            without="with --decoded-prompts 0",
+        ),
     ),
     FinetuneConfig: (
         TaskEffect(options=("epochs",), when=lambda c: c.train_data is not None, without="without --train-data"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..._common.console import Format, emit, emit_json, human_bytes
 from ..._common.document import parse_any_json
 from ..._common.errors import UsageError
 from ...config import Config
+from ...dynamics.freezing import frozen_items
 from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
@@ -34,6 +35,14 @@ from ..settings_from_config import analytic_keys_of, engine_settings, flops_coun
 from .item_memory import ItemMemory
 from .peak_memory import item_memories, shard_share, worker_peaks
 from .replica_traffic import replica_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenTraffic:
+    """Largest number of bytes that a device sends to other replicas in a step, after the freeze at ``after_step``."""
+
+    after_step: int
+    replica_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class DryRunReport:
         device: device of the prediction.
         processes: total number of devices.
         replica_bytes: largest number of bytes that a device sends to other data-parallel ranks in a step.
+        replica_bytes_frozen: the same after each freeze of ``--freeze-schedule``.
     """
 
     parameters: int
@@ -61,6 +71,7 @@ class DryRunReport:
     device: str
     processes: int
     replica_bytes: int
+    replica_bytes_frozen: list[FrozenTraffic]
 
 
 def _sharded_builder(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]:
@@ -184,22 +195,52 @@ def dry_run(config: Config, device: str) -> DryRunReport:
     workers = parallel.pipeline_model_parallel_size
     # The header has the sizes of one tensor-parallel rank.
     total += shard_share(header, 0, 1)["param_count"] * parallel.tensor_model_parallel_size
-    by_worker = {worker: shard_share(header, worker, workers)["param_count"] for worker in range(workers)}
-    for stage in simulation.get("stages", []):
-        count = sum(local_counts[name] for name in stage["items"])
-        by_worker[stage["worker"]] = by_worker.get(stage["worker"], 0) + count
-    largest = max(by_worker.values(), default=sum(local_counts.values()))
+    shards = [shard_share(header, worker, workers)["param_count"] for worker in range(workers)]
+    stages = simulation.get("stages") or [{"worker": 0, "items": list(local_counts)}]
+    by_worker = _sums_by_worker(shards, stages, local_counts)
+
+    def sent_after(step: int) -> int:
+        frozen = _sums_by_worker([0] * workers, stages, _frozen_counts(config, family, step))
+        itemsize = boundary.dtype.itemsize
+        pairs = zip(by_worker, frozen, strict=True)
+        return max(replica_bytes(config, whole, itemsize, num_frozen) for whole, num_frozen in pairs)
+
+    schedule = () if config.freezing.freeze_adaptive else config.freezing.freeze_steps
     return DryRunReport(
         parameters=total,
-        parameters_per_worker=largest,
+        parameters_per_worker=max(by_worker),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
         step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
         processes=workers * parallel.tensor_model_parallel_size * parallel.data_ranks,
-        replica_bytes=replica_bytes(config, largest, boundary.dtype.itemsize),
+        replica_bytes=sent_after(0),
+        replica_bytes_frozen=[
+            FrozenTraffic(after_step=step, replica_bytes=sent_after(step)) for step, _ in schedule if step > 0
+        ],
     )
+
+
+def _sums_by_worker(begin: Sequence[int], stages: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) -> list[int]:
+    """Sum of the counts of the items of each worker, added to ``begin``."""
+    sums = list(begin)
+    for stage in stages:
+        sums[stage["worker"]] += sum(counts.get(name, 0) for name in stage["items"])
+    return sums
+
+
+def _frozen_counts(config: Config, family: ModelFamily, step: int) -> dict[str, int]:
+    """Item -> number of parameters of one tensor-parallel rank that are frozen after ``step``, by the schedule."""
+    freezing = config.freezing
+    if freezing.freeze_adaptive:
+        return {}
+    build = _sharded_builder(family, config.parallel.tensor_model_parallel_size)
+    training = () if freezing.freeze_tied else {*family.ties, *family.ties.values()}
+    return {
+        item: sum(p.numel() for name, p in parameters_of(item, build(item)).items() if name not in training)
+        for item in frozen_items(family.items, freezing.freeze_steps, step)
+    }
 
 
 def print_dry_run(config: Config, device: str, form: Format) -> None:
@@ -218,6 +259,8 @@ def print_dry_run(config: Config, device: str, form: Format) -> None:
         emit(f"worker {worker}: peak memory per device {human_bytes(peak)}")
     if report.replica_bytes:
         emit(f"sent to other replicas: at most {human_bytes(report.replica_bytes)} per device and step")
+        for each in report.replica_bytes_frozen:
+            emit(f"  after the freeze at iteration {each.after_step:,}: at most {human_bytes(each.replica_bytes)}")
     emit(f"step time on {device}: {report.step_s:.3f} s | bubble: {report.bubble_fraction:.1%}")
     if config.precision.uses_float8:
         emit("the step time is that of products in bfloat16; those in float8 are faster")

@@ -59,6 +59,13 @@ FLOAT_BYTES = 4
 MAX_WAITING_LINES = 10_000
 
 
+def _known_sum(values: Mapping[str, int | None], names: Collection[str]) -> int | None:
+    """Sum of the values of those ``names`` that are keys; None if one of them is null."""
+    chosen = [values[name] for name in names if name in values]
+    known = [each for each in chosen if each is not None]
+    return sum(known) if len(known) == len(chosen) else None
+
+
 def describe_items(
     family: ModelFamily, boundary: BoundaryShape, optimizer: OptimizerSettings, build: Callable[[str], nn.Module]
 ) -> list[ItemInfo]:
@@ -249,6 +256,8 @@ class RunLogger:
         self._header: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
         # Of all files together, so that one refused line keeps every later one in order.
         self._waiting: deque[Callable[[], None]] = deque(maxlen=MAX_WAITING_LINES)
+        # Of each pipeline rank in the last profiled step: item -> bytes; null where no sample was taken.
+        self._activation_bytes: list[dict[str, int | None]] = []
 
     def _write(self, append: Callable[[], None]) -> None:
         """Append a line; if the disk refuses, retry it before the next one, so that the order is preserved.
@@ -354,6 +363,10 @@ class RunLogger:
         """
         if not self._writes:
             return
+        measured = [(one["items"], one["activation_bytes"]) for one in costs]
+        self._activation_bytes = [
+            {} if sizes is None else dict(zip(names, sizes, strict=True)) for names, sizes in measured
+        ]
 
         def by_name(field: str, names: Sequence[str]) -> list[int | None]:
             merged = {
@@ -396,14 +409,19 @@ class RunLogger:
     def log_technique_event(self, event: Event) -> None:
         """Append an event of a dynamic technique, which changes the costs of layers, to profile and events."""
         if self._writes:
+            detail = dict(event.detail)
+            if event.freed_items:
+                detail["freed_activation_bytes"] = [
+                    _known_sum(of_rank, event.freed_items) for of_rank in self._activation_bytes
+                ]
             record = event_record(
                 step=event.step,
                 kind=event.kind,
-                detail=event.detail,
+                detail=detail,
                 next_expected_step=event.next_expected_step,
             )
             self.log_profile_record(record)
-            self.log_event(event.kind, event.message, step=event.step, **event.detail)
+            self.log_event(event.kind, event.message, step=event.step, **detail)
 
     def log_event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
         """Append a line to ``events.jsonl``.

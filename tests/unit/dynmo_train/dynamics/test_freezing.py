@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynmo_train.dynamics import freezing
+from dynmo_train.dynamics.freezing import FreedBytes
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import Groups, World
 from tests.distributed.scenario import Scenario, batch_of, engine_of
@@ -90,3 +93,43 @@ def test_frozen_front_has_no_gradients_and_moments(world):
     assert front <= dense.with_moments
     assert frozen.with_gradient == dense.with_gradient - front
     assert frozen.with_moments == dense.with_moments - front
+
+
+def test_freeze_event_reports_gradients_and_moments_that_were_freed(world):
+    engine = engine_of(FROZEN, world)
+    engine.train_step(batch_of(1), sampled=False)
+    store = engine.item_store
+    front = {name: parameter for _, name, parameter in store.parameters() if is_front(name)}
+    moments = sum(moment.nbytes for name in front for moment in store.optimizers.moments(name).values())
+    [event] = engine.after_step(1)
+    elements = sum(parameter.numel() for parameter in front.values())
+    assert event.detail["freed_gradient_bytes"] == [4 * elements]
+    assert event.detail["freed_optimizer_bytes"] == [moments]
+    assert moments == 2 * 4 * elements
+    assert event.freed_items == tuple(event.detail["frozen_items"])
+    assert {item for item in store.modules if is_front(item)} == set(event.freed_items)
+    assert f"{4 * elements / 1e3:.1f} kB + {moments / 1e3:.1f} kB on pipeline rank 0" in event.message
+    assert engine.after_step(2) == []
+
+
+def test_second_freeze_reports_what_it_frees_itself(world):
+    engine = engine_of(replace(FROZEN, freeze=((1, 1), (2, 2))), world)
+    for step in (1, 2):
+        engine.train_step(batch_of(step), sampled=False)
+        [event] = engine.after_step(step)
+    block = sum(p.numel() for _, name, p in engine.item_store.parameters() if name.startswith("layers.1."))
+    assert event.detail["freed_gradient_bytes"] == [4 * block]
+    assert event.detail["freed_optimizer_bytes"] == [8 * block]
+    assert event.freed_items == ("layers.1.attention", "layers.1.mlp")
+
+
+def test_freed_bytes_of_a_pipeline_rank_are_those_of_its_largest_process(monkeypatch):
+    found = [[0, 5_000_000, 70], [0, 6_000_000, 60], [1, 0, 0], [1, 0, 0]]
+    monkeypatch.setattr(freezing, "all_gather_objects", lambda _world, _own: found)
+    two = SimpleNamespace(pipeline_rank=0, dims=ParallelDims(pipeline=2, data=2))
+    freed = FreedBytes.by_rank(two, 5_000_000, 70)
+    assert freed == FreedBytes(gradients=[6_000_000, 0], optimizer=[70, 0])
+    assert freed.text() == "freed gradients + optimizer state: 6.0 MB + 70 B on pipeline rank 0"
+    assert FreedBytes(gradients=[0], optimizer=[0]).text() == "freed nothing"
+    many = FreedBytes(gradients=[1] * 6, optimizer=[2] * 6).text()
+    assert many.endswith("1 B + 2 B on pipeline rank 3, and on 2 more")

@@ -40,7 +40,13 @@ def family(**changes) -> DynamicFamily:
 
 
 def built(model):
-    return {item.name: model.build(item.name, CPU) for item in model.items}
+    modules = {item.name: model.build(item.name, CPU) for item in model.items}
+    for number, module in enumerate(modules.values()):
+        # Untrained, all tokens have the same estimate.
+        if (classifier := getattr(module._modules.get("exit"), "classifier", None)) is not None:
+            torch.nn.init.normal_(classifier.weight, std=0.4, generator=torch.Generator().manual_seed(9 + number))
+            torch.nn.init.zeros_(classifier.bias)
+    return modules
 
 
 def run(model, modules, ids, labels):
@@ -83,6 +89,9 @@ def dense(modules, ids, labels, exits=EXITS):
             if exits.measure == "softmax":
                 top = logits.softmax(-1).topk(2, dim=-1).values
                 sure = top[..., 0] - top[..., 1] >= exits.threshold
+            elif exits.measure == "classifier":
+                linear = mlp.exit.classifier
+                sure = (modules["head"].norm(x) @ linear.weight[0] + linear.bias).sigmoid() >= exits.threshold
             else:
                 sure = F.cosine_similarity(inner, outer, dim=-1) >= exits.threshold
             left = left | sure
@@ -91,7 +100,7 @@ def dense(modules, ids, labels, exits=EXITS):
 
 
 @pytest.mark.parametrize("propagate", [False, True], ids=["active keys", "all keys"])
-@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
+@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8), ("classifier", 0.5)])
 def test_early_exit_equals_dense_model_with_masks(measure, threshold, propagate):
     model = family(measure=measure, threshold=threshold, propagate=propagate)
     modules = built(model)
@@ -104,7 +113,9 @@ def test_early_exit_equals_dense_model_with_masks(measure, threshold, propagate)
     got = [outputs[f"layers.{n}.mlp"] for n in (0, 1)]
     assert [float(each.metrics["exit_share"]) for each in got] == pytest.approx(shares)
     weighted = [each.losses["exit"] for each in got]
-    torch.testing.assert_close(weighted, [0.15 * loss for loss in losses], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([each.metrics["exit_loss"] for each in got], [each.detach() for each in losses])
+    if measure != "classifier":  # whose own loss is added
+        torch.testing.assert_close(weighted, [0.15 * loss for loss in losses], rtol=1e-4, atol=1e-5)
 
     def gradients(total):
         for module in modules.values():
@@ -203,7 +214,7 @@ def test_early_exit_parameters_are_tied_to_the_head():
 
 
 @pytest.mark.parametrize("propagate", [False, True], ids=["active keys", "all keys"])
-@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
+@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8), ("classifier", 0.5)])
 def test_early_exit_decoding_equals_whole_sequence(measure, threshold, propagate):
     model = family(measure=measure, threshold=threshold, propagate=propagate)
     modules = built(model)
@@ -387,6 +398,98 @@ def test_exit_of_sampled_loss_costs_less_and_decides_the_same():
         exit_.settings = replace(exit_.settings, measure="softmax")
     assert counts[sampled] <= 3 * 2 * 4 * 16 * 5 < counts[whole] / 20
     assert torch.equal(whole(x, x, labels, real)[0], sampled(x, x, labels, real)[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_softmax_response_in_chunks_is_the_difference_of_the_two_highest_probabilities(monkeypatch, bias):
+    monkeypatch.setattr(early_exit, "chunk_tokens_for", lambda *_: 5)
+    exit_ = built(family())["layers.0.mlp"].exit
+    if bias:
+        exit_.head.bias = torch.nn.Parameter(torch.randn(32))
+    x = torch.randn(3, 4, 16)
+    top = exit_.head.logits(x).softmax(-1).topk(2, dim=-1).values
+    torch.testing.assert_close(exit_.confidence(x, x), top[..., 0] - top[..., 1])
+
+
+@pytest.mark.parametrize("measure", ["softmax", "saturation", "classifier"])
+def test_no_token_exits_at_threshold_one(measure):
+    exit_ = built(family(measure=measure, threshold=1.0))["layers.0.mlp"].eval().exit
+    x = torch.randn(2, 8, 16)
+    if measure == "classifier":
+        torch.nn.init.constant_(exit_.classifier.bias, 200.0)
+    exit_.head.weight.data.mul_(1e4)
+    assert float(exit_.confidence(x, x).max()) >= 0.9999
+    assert not exit_(x, x, None, torch.ones(2, 8, dtype=torch.bool))[0].any()
+
+
+def trained_classifier(exit_, x, real, steps):
+    """Share of equal decisions with the softmax response, before and after steps of the classifier alone."""
+    optimizer = torch.optim.Adam(exit_.classifier.parameters(), lr=0.1)
+    shares = []
+    for _ in range(steps):
+        targets = exit_.targets(x, real)
+        optimizer.zero_grad()
+        targets.loss.backward()
+        optimizer.step()
+        shares.append(float(targets.agreement))
+    return shares[0], shares[-1]
+
+
+def test_classifier_learns_the_decisions_of_the_softmax_response(monkeypatch):
+    monkeypatch.setattr(early_exit, "TOKENS_PER_TARGET", 1)
+    torch.manual_seed(0)
+    exit_ = (
+        DynamicFamily(
+            Gpt(SHAPE), DynamicSettings(exits=replace(EXITS, measure="classifier")), seed=5, width=16, std=1.0
+        )
+        .build("layers.0.mlp", CPU)
+        .exit
+    )
+    # One word is certain where the first feature is high: a decision that is linear in the features.
+    exit_.head.weight.data.zero_()
+    exit_.head.weight.data[3, 0] = 6.0
+    x, real = torch.randn(4, 64, 16), torch.ones(4, 64, dtype=torch.bool)
+    response = exit_._response(x)
+    assert 0.2 < float((response >= 0.4).float().mean()) < 0.8
+    before, after = trained_classifier(exit_, x, real, 150)
+    assert before == pytest.approx(float((response < 0.4).float().mean())), "untrained, no token exits"
+    assert after > 0.95
+    assert float((exit_.confidence(x, x) - response).abs().mean()) < 0.1
+
+
+def test_classifier_gradient_reaches_its_own_parameters_alone():
+    model = family(measure="classifier", token_share=0.5)
+    item = built(model)["layers.0.mlp"].train()
+    x = torch.randn(2, 16, 16, requires_grad=True)
+    y = item(x, torch.zeros(2, 16, dtype=torch.int64)).output
+    targets = item.exit.targets(y, torch.ones(2, 16, dtype=torch.bool))
+    targets.loss.backward()
+    with_gradient = {name for name, parameter in item.named_parameters() if parameter.grad is not None}
+    assert with_gradient == {"exit.classifier.weight", "exit.classifier.bias"}
+    assert x.grad is None
+
+
+def test_classifier_targets_ignore_padding(monkeypatch):
+    monkeypatch.setattr(early_exit, "TOKENS_PER_TARGET", 1)
+    exit_ = built(family(measure="classifier"))["layers.0.mlp"].exit
+    x, real = torch.randn(2, 8, 16), torch.rand(2, 8) > 0.5
+    found = exit_.targets(x, real)
+    expected = exit_.targets(x[real][None], torch.ones(1, int(real.sum()), dtype=torch.bool))
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.agreement, expected.agreement)
+
+
+def test_classifier_costs_a_thirty_second_of_the_softmax_response():
+    counted = {}
+    for measure in ("softmax", "classifier"):
+        item = built(family(measure=measure, token_share=1 / 64))["layers.0.mlp"].train()
+        x, labels = torch.randn(2, 64, 16), torch.zeros(2, 64, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            item(x, labels)
+        counted[measure] = counter.get_total_flops()
+    response = 2 * 128 * 16 * 20
+    # For all tokens, and for the sample again: one weight vector.
+    assert counted["softmax"] - counted["classifier"] == response - response // 32 - 2 * (128 + 4) * 16
 
 
 def test_depth_weights_grow_with_the_number_of_blocks():

@@ -20,6 +20,7 @@ from dynmo_train.parallel.random_stream import (
     hash_words,
     item_dropout,
     normal,
+    shared_normal,
 )
 
 CPU = torch.device("cpu")
@@ -249,3 +250,19 @@ def test_attention_with_dropout_draws_from_the_generator(rate):
     options = {"width": 8, "norm": nn.Identity(), "device": CPU, "dropout": 0.1}
     assert draws_from_generator(SelfAttention(heads=2, attention_dropout=rate, **options)) == (rate > 0)
     assert not draws_from_generator(Mlp(inner=8, activation="gelu", **options))
+
+
+def test_shared_numbers_are_equal_on_tensor_ranks_that_draw_others():
+    drawn = []
+    for scope in (1, 2):
+        stream = ItemStream(torch.tensor([3, 4]))
+        stream.scope = scope
+        with drawing_from(stream):
+            drawn.append([normal((8,), CPU), shared_normal((8,), CPU), shared_normal((8,), CPU), normal((8,), CPU)])
+        assert stream.scope == scope
+    (own, shared, again, last), (other, same, same_again, other_last) = drawn
+    assert torch.equal(shared, same)
+    assert torch.equal(again, same_again)
+    assert not torch.equal(own, other)
+    assert not torch.equal(last, other_last)
+    assert len({tuple(each.tolist()) for each in drawn[0]}) == 4

@@ -69,6 +69,7 @@ def copies(monkeypatch):
 EXITS = [
     ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="softmax"),
     ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="saturation"),
+    ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.05, measure="classifier"),
 ]
 PLAIN = {"prune": False, "freeze": ()}
 

@@ -6,17 +6,18 @@ import pytest
 
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.trainer.dryrun.replica_traffic import replica_bytes
+from dynmo_train.trainer.dryrun.report import dry_run
 from tests.unit.dynmo_train.config.small_config import SMALL
 
 COUNT, REPLICAS, MICROBATCHES = 1_000_000, 8, 4
 
 
-def sent(**options) -> float:
+def sent(frozen: float = 0.0, **options) -> float:
     """Bytes per parameter, without the factor of a ring of all replicas, where there is one ring."""
     size = SMALL["micro_batch_size"] * REPLICAS * MICROBATCHES
     options |= {"pipeline_model_parallel_size": 1, "global_batch_size": size}
     config = config_of(DefaultContext(world_size=REPLICAS), **SMALL | options)
-    return replica_bytes(config, COUNT, 2) / COUNT
+    return replica_bytes(config, COUNT, 2, round(frozen * COUNT)) / COUNT
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,40 @@ def sent(**options) -> float:
 )
 def test_replica_bytes_of_stages_are_sums_of_rings(options, per_parameter):
     assert sent(**options) == pytest.approx(per_parameter * (REPLICAS - 1) / REPLICAS)
+
+
+@pytest.mark.parametrize(
+    ("options", "per_frozen_parameter"),
+    [
+        ({}, 0),
+        ({"zero_stage": 2}, 2),
+        ({"zero_stage": 3}, 2 * MICROBATCHES),
+    ],
+)
+def test_replica_bytes_of_frozen_parameters_are_those_of_the_forward(options, per_frozen_parameter):
+    assert sent(frozen=1.0, **options) == pytest.approx(per_frozen_parameter * (REPLICAS - 1) / REPLICAS)
+    half = (sent(**options) + sent(frozen=1.0, **options)) / 2
+    assert sent(frozen=0.5, **options) == pytest.approx(half)
+
+
+def test_dry_run_of_a_freeze_schedule_leaves_out_gradients_of_the_front():
+    def report(**options):
+        size = 2 * SMALL["micro_batch_size"]
+        changes = {"num_layers": 4, "pipeline_model_parallel_size": 1, "global_batch_size": size, **options}
+        return dry_run(config_of(DefaultContext(world_size=2), **SMALL | changes), "cpu")
+
+    dense, found = report(), report(freeze_schedule="10:2,20:3")
+    assert dense.replica_bytes_frozen == []
+    assert found.replica_bytes == dense.replica_bytes == 4 * dense.parameters_per_worker
+    first, second = found.replica_bytes_frozen
+    assert (first.after_step, second.after_step) == (10, 20)
+    [block] = {report(num_layers=n).replica_bytes - report(num_layers=n - 1).replica_bytes for n in (2, 3)}
+    assert first.replica_bytes - second.replica_bytes == block
+    # The tied word embedding trains; the position embedding is the rest of the front.
+    positions = 4 * SMALL["hidden_size"] * SMALL["seq_length"]
+    assert dense.replica_bytes - first.replica_bytes == 2 * block + positions
+    # From the first step on.
+    assert report(freeze_schedule="0:2").replica_bytes == first.replica_bytes
 
 
 def test_replica_bytes_of_hybrid_sharding_are_within_shards_and_one_sum():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from dynmo_train.dynamics.technique import Event
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
-from dynmo_train.trainer.monitoring.profile_writer import describe_items, link_from
+from dynmo_train.trainer.monitoring.profile_writer import RunLogger, describe_items, link_from
+from dynmo_train.trainer.run_directory import RunDirectory
 
 ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
@@ -48,3 +53,21 @@ def test_described_items_count_their_parameters():
     assert infos["layers.0.mlp"].boundary_bytes == 3 * 4 * 8 * 4
     assert infos["head"].boundary_bytes == 4
     assert infos["head"].tied_to == "embedding"
+
+
+def test_event_of_frozen_items_has_the_activations_of_each_rank_as_last_measured(tmp_path):
+    logger = RunLogger(RunDirectory(path=tmp_path, run_id="a", segment=0), SimpleNamespace(is_rank0=True))
+    event = Event(kind="frozen", step=3, message="frozen", freed_items=("a", "b", "c"))
+    logger.log_technique_event(event)
+
+    def costs(items, sizes):
+        unmeasured = dict.fromkeys(("forward_ns", "backward_ns", "backward_weight_ns", "busy_ns", "peak_memory_bytes"))
+        return unmeasured | {"items": items, "activation_bytes": sizes}
+
+    logger.log_costs(2, 0, 1000, [costs(["a", "b"], [10, 20]), costs(["c", "d"], [40, 80]), costs(["e"], None)])
+    logger.log_technique_event(event)
+    logger.log_costs(4, 0, 1000, [costs(["a", "b"], [10, None]), costs(["c", "d"], [40, 80])])
+    logger.log_technique_event(event)
+    logger.log_technique_event(Event(kind="pruned", step=3, message="pruned"))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [each.get("freed_activation_bytes") for each in lines] == [[], [30, 40, 0], [None, 40], None]
