@@ -305,6 +305,15 @@ class ParallelConfig:
         maximum=MAX_RANKS,
         common=True,
     )
+    moe_expert_slots: int | None = option(
+        "Experts of a layer, copies included, that a rank may have; none: no copies.",
+        default=None,
+        minimum=1,
+        maximum=MAX_EXPERTS,
+    )
+    moe_expert_chunk_rows: int = option(
+        "Rows of an expert that one rank computes together, with copies.", default=128, minimum=1, maximum=1 << 20
+    )
     DDP_impl: DdpImpl = option(
         "Gradient reduction: after the step (local) or overlapped with backward (torch).",
         default="local",

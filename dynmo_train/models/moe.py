@@ -14,18 +14,22 @@ the experts compute, E experts, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..parallel.context_parallel import ContextRegion
+from ..parallel.expert_chunks import Hosts
 from ..parallel.expert_parallel import CountExchange, RowGroups, SentRows, TokenDispatcher, equal_groups
+from ..parallel.expert_replicas import GatheredCounts, ReplicaDispatcher, SentChunks
 from ..parallel.random_stream import item_dropout
 from .balance_losses import AUX, GLOBAL, SEQUENCE, StartedLosses, StepCounts, count_slots, start_losses
 from .blocks import FeedForward
+from .expert_sums import ExpertSums, chunk_bias, chunk_linear
 from .grouped_linear import can_group, grouped_linear
 from .layer_list import EXPERT_BIAS, ItemOutput
 from .moe_dispatch import (
@@ -278,12 +282,24 @@ class LocalRows(NamedTuple):
 class Experts(nn.ModuleDict):
     """The experts of a layer on this process, by number; ``dispatcher`` reaches those of other processes.
 
+    With a ``ReplicaDispatcher`` an expert may be on several ranks. Its owner has it as a submodule: parameters,
+    gradients and optimizer state. The others have a copy of its weights, which no one but ``ExpertReplicas`` sees.
+
     Attributes:
         order: All experts by rank, then by number, where this differs from the order of their numbers; else None.
+            With replicas rows are in the order of the numbers.
+        hosts: With replicas: the ranks that have each expert, its owner first.
+        copies: With replicas: experts of other ranks of which this process has the weights.
+        sums: With replicas: where weight gradients go.
+        before_use: Called once before the copies are read.
     """
 
     dispatcher: TokenDispatcher | None = None
     order: tuple[int, ...] | None = None
+    hosts: tuple[Hosts, ...] = ()
+    copies: Mapping[int, FeedForward] = {}
+    sums: ExpertSums | None = None
+    before_use: Callable[[], None] | None = None
     _order_E: torch.Tensor | None = None
 
     def order_E(self, device: torch.device) -> torch.Tensor | None:
@@ -300,13 +316,15 @@ class Experts(nn.ModuleDict):
         order_E = self.order_E(device)
         return None if order_E is None else order_E.argsort()
 
-    def exchange_counts(self, groups: RowGroups) -> CountExchange | None:
+    def exchange_counts(self, groups: RowGroups) -> CountExchange | GatheredCounts | None:
         """Start to exchange the numbers of rows in ``groups`` between processes; None where that is not needed."""
+        if isinstance(self.dispatcher, ReplicaDispatcher):
+            return self.dispatcher.gather_counts(groups)
         return None if self.dispatcher is None else self.dispatcher.exchange_counts(groups)
 
     def send(
-        self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | None = None
-    ) -> SentRows | LocalRows:
+        self, rows_RD: torch.Tensor, groups: RowGroups, counts: CountExchange | GatheredCounts | None = None
+    ) -> SentRows | SentChunks | LocalRows:
         """Start to send rows to the processes of their experts; without other processes they stay here.
 
         Args:
@@ -316,9 +334,12 @@ class Experts(nn.ModuleDict):
         """
         if self.dispatcher is None:
             return LocalRows(rows_RD, groups)
-        return self.dispatcher.send(rows_RD, groups, counts)
+        if isinstance(self.dispatcher, ReplicaDispatcher):
+            gathered = counts if isinstance(counts, GatheredCounts) else None
+            return self.dispatcher.send_chunks(rows_RD, groups, gathered, self.hosts)
+        return self.dispatcher.send(rows_RD, groups, counts if isinstance(counts, CountExchange) else None)
 
-    def forward(self, sent: SentRows | LocalRows) -> torch.Tensor:
+    def forward(self, sent: SentRows | SentChunks | LocalRows) -> torch.Tensor:
         """Apply each expert to its rows.
 
         Args:
@@ -334,7 +355,47 @@ class Experts(nn.ModuleDict):
             return self._apply_own(*sent)
         if self.dispatcher is None:
             raise ValueError("rows were sent, but the layer has no dispatcher")
-        return self.dispatcher.run(sent, self._apply_own)
+        if isinstance(sent, SentRows):
+            return self.dispatcher.run(sent, self._apply_own)
+        if self.sums is None or not isinstance(self.dispatcher, ReplicaDispatcher):
+            raise ValueError("chunks were sent, but the layer has no replicas")
+        if self.before_use is not None:
+            wait, self.before_use = self.before_use, None
+            wait()
+        return self.dispatcher.run_chunks(sent, partial(self._apply_chunks, self.sums))
+
+    def expert(self, number: int) -> FeedForward:
+        """Return an expert of this process, its own or a copy.
+
+        Raises:
+            KeyError: This process does not have it.
+        """
+        name = str(number)
+        found = self[name] if name in self else self.copies[number]
+        if not isinstance(found, FeedForward):
+            raise KeyError(number)
+        return found
+
+    def _apply_chunks(
+        self, sums: ExpertSums, rows_RD: torch.Tensor, experts: Sequence[int], counts: Sequence[int]
+    ) -> torch.Tensor:
+        # Also on a rank without rows: gradients of its experts may come from their copies.
+        sums.is_due = sums.is_due or rows_RD.requires_grad
+        outputs = []
+        for number, rows in zip(experts, rows_RD.split(list(counts)) if counts else (), strict=True):
+            expert = self.expert(number)
+            outputs.append(expert.transform(rows, partial(self._chunk_product, sums, number, expert)))
+        return torch.cat(outputs) if outputs else rows_RD
+
+    def _chunk_product(
+        self, sums: ExpertSums, number: int, expert: FeedForward, name: str, x: torch.Tensor
+    ) -> torch.Tensor:
+        layer = getattr(expert, name)
+        x = x if layer.enter is None else layer.enter(x)
+        if layer.leave is None:
+            return chunk_linear(x, layer.weight, layer.bias, sums, number, name)
+        y: torch.Tensor = layer.leave(chunk_linear(x, layer.weight, None, sums, number, name))
+        return y if layer.bias is None else chunk_bias(y, layer.bias, sums, number, name)
 
     def _apply_own(self, rows_RD: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         experts = [expert for expert in self.values() if isinstance(expert, FeedForward)]
@@ -347,18 +408,23 @@ class Experts(nn.ModuleDict):
         outputs = [expert(part) for expert, part in zip(experts, parts, strict=True)]
         return torch.cat([*outputs, torch.zeros_like(unused)] if len(unused) else outputs)
 
-    def keep(self, dispatcher: TokenDispatcher, ranks: Sequence[int]) -> None:
+    def keep(self, dispatcher: TokenDispatcher, hosts: Sequence[Hosts]) -> None:
         """Remove the experts of other processes; ``dispatcher`` reaches them.
 
         Args:
             dispatcher: Sends rows to the processes of their experts.
-            ranks: Rank of each expert.
+            hosts: Ranks that have each expert, its owner first.
         """
-        self.dispatcher = dispatcher
-        order = sorted(range(len(ranks)), key=lambda expert: (ranks[expert], expert))
-        self.order = None if order == list(range(len(ranks))) else tuple(order)
+        self.dispatcher, rank = dispatcher, dispatcher.rank
+        if isinstance(dispatcher, ReplicaDispatcher):
+            self.hosts, self.sums = tuple(hosts), ExpertSums()
+            # Not submodules: no optimizer, checkpoint, norm or migration sees them.
+            self.copies = {number: self.expert(number) for number, on in enumerate(hosts) if rank in on[1:]}
+        else:
+            order = sorted(range(len(hosts)), key=lambda expert: (hosts[expert], expert))
+            self.order = None if order == list(range(len(hosts))) else tuple(order)
         # Experts keep their global numbers, so that their parameters have the same names at every size.
-        for number in [number for number in self if ranks[int(number)] != dispatcher.rank]:
+        for number in [number for number in self if hosts[int(number)][0] != rank]:
             del self[number]
 
 

@@ -134,7 +134,7 @@ def shard_experts(item: str, module: nn.Module, dispatcher: TokenDispatcher | No
     """Remove the experts of other expert-parallel ranks from an item, in place; returns it."""
     if dispatcher is not None:
         for experts in experts_of(module):
-            experts.keep(dispatcher, dispatcher.ranks_of(item, len(experts)))
+            experts.keep(dispatcher, dispatcher.hosts_of(item, len(experts)))
     return module
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..models.sharding import is_of_expert
 from ..parallel.process_groups import World
+from .expert_replicas import ExpertReplicas
 from .item_store import ItemStore
 
 
@@ -72,6 +73,7 @@ class GradientReducer:
         compressor: Sums what it can in compressed form.
         dtype: dtype of the sums.
         excluded: Names of parameters that are summed by :func:`add_fused_gradients`.
+        experts: Copies of experts, whose gradients come first; None without copies.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class GradientReducer:
         compressor: Compressor | None = None,
         dtype: torch.dtype = torch.float32,
         excluded: frozenset[str] = frozenset(),
+        experts: ExpertReplicas | None = None,
     ) -> None:
+        self._experts = experts
         self._compressor, self._excluded = compressor, excluded
         self._store, self._group, self._expert_group = store, world.groups.data, world.groups.expert_data
         self._copies = world.groups.shard_copies, world.groups.expert_shard_copies
@@ -128,7 +132,11 @@ class GradientReducer:
         if self._store.sharding.fsdp is not None:
             self._store.start_sharded_reduction(item)
             return []
+        # Before the gradients of the item: those of experts have no ``grad`` until their copies have been added.
+        copies = None if self._experts is None else self._experts.reduce(item, self._of_experts)
         parameters = self._with_gradients(item)
+        if copies is not None:
+            return [copies, *self._sum(parameters, self._group, self._expert_group)]
         if self._compressor is not None and parameters:
             compressed, plain = self._compressor.start(item, parameters)
             return [*([compressed] if compressed is not None else []), *self._all_reduce(plain, self._group)]
@@ -137,6 +145,9 @@ class GradientReducer:
     def _with_gradients(self, item: str) -> dict[str, nn.Parameter]:
         local = self._store.local_parameters(item).items()
         return {name: p for name, p in local if p.grad is not None and name not in self._excluded}
+
+    def _of_experts(self, parameters: list[nn.Parameter]) -> list[Reduction]:
+        return self._all_reduce(parameters, self._expert_group)
 
     def _sum(
         self,

@@ -16,8 +16,9 @@ torch's all-to-all needs the number of rows of each rank on the host. Two cases:
   :meth:`TokenDispatcher.exchange_counts` and :meth:`TokenDispatcher.send`.
 
 Every rank has E/P experts of a layer, at first a block of neighboring ones; :meth:`TokenDispatcher.place` assigns
-others. Rows are sent by rank, then by expert. An expert gets its rows in the order of their source wherever it is, so
-that its results and gradients have the same bits on every rank.
+others (:mod:`.expert_replicas` has other numbers, and replicas). Rows are sent by rank, then by expert. An expert gets
+its rows in the order of their source wherever it is, so that its results and gradients have the same bits on every
+rank.
 
 Shapes in names: R rows of this process, D width, E experts of all processes, P processes, L experts of one process.
 """
@@ -32,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .expert_chunks import Hosts
 from .host_copy import HostCopy
-from .process_groups import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,32 +135,46 @@ class TokenDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._placed: dict[str, tuple[int, ...]] = {}
+        self._placed: dict[str, tuple[Hosts, ...]] = {}
 
-    def ranks_of(self, item: str, num_experts: int) -> tuple[int, ...]:
-        """Return the rank of each expert of an item.
+    def hosts_of(self, item: str, num_experts: int) -> tuple[Hosts, ...]:
+        """Return the ranks that have each expert of an item, its owner first.
 
         Args:
             item: Name of the item.
             num_experts: Its number of experts, a multiple of the group's size.
         """
         part = num_experts // self.size
-        return self._placed.get(item) or tuple(expert // part for expert in range(num_experts))
+        return self._placed.get(item) or tuple((expert // part,) for expert in range(num_experts))
 
-    def place(self, item: str, ranks: Sequence[int]) -> None:
+    def place(self, item: str, hosts: Sequence[Hosts]) -> None:
         """Assign the experts of an item to ranks; items that are built from now on follow it.
 
         Args:
             item: Name of the item.
-            ranks: Rank of each expert; every rank occurs equally often.
+            hosts: Ranks that have each expert, its owner first.
 
         Raises:
-            ValueError: Ranks have different numbers of experts, or are outside of the group.
+            ValueError: The placement is not one of this dispatcher; see :meth:`problem_of`.
         """
-        counts = [list(ranks).count(rank) for rank in range(self.size)]
+        if (problem := self.problem_of(item, hosts)) is not None:
+            raise ValueError(problem)
+        self._placed[item] = tuple(hosts)
+
+    def problem_of(self, item: str, ranks: Sequence[Sequence[int]]) -> str | None:
+        """Return what is wrong with a placement; None if nothing is.
+
+        Args:
+            item: Name of the item.
+            ranks: Ranks that would have each expert.
+        """
+        if any(len(placed) != 1 for placed in ranks):
+            return f"{item}: has replicas of experts; requires --moe-expert-slots"
+        counts = [sum(placed[0] == rank for placed in ranks) for rank in range(self.size)]
         if sum(counts) != len(ranks) or len(set(counts)) > 1:
-            raise ValueError(f"{item}: every rank must have the same number of experts; they have {counts}")
-        self._placed[item] = tuple(ranks)
+            slots = "or --moe-expert-slots for other numbers"
+            return f"{item}: the {self.size} ranks have {counts} experts; must have the same number, {slots}"
+        return None
 
     def exchange_counts(self, groups: RowGroups) -> CountExchange | None:
         """Start to exchange the numbers of rows; None where all ranks have the same. A collective.
@@ -231,14 +246,6 @@ class TokenDispatcher:
         self, rows: torch.Tensor, sent_counts: list[int] | None, received_counts: list[int] | None
     ) -> RowExchange:
         return RowExchange(rows, sent_counts, received_counts, self.group)
-
-
-def token_dispatcher(world: World) -> TokenDispatcher | None:
-    """Return the dispatcher of this process; None where each replica has all experts."""
-    group = world.groups.expert
-    if group is None:
-        return None
-    return TokenDispatcher(group, world.data_rank % world.dims.expert, world.dims.expert)
 
 
 class RowExchange:

@@ -8,6 +8,9 @@
                                   checksums compared: all agree?
     item without its experts  <-  yes: place, load_state; no: MoveError    ->  item with its experts
 
+An expert that is on several ranks moves with its owner; the copies get its weights before the next step
+(``optim/expert_replicas.py``), and so cost no transfer here.
+
 No rank changes its items before all ranks have verified what they received. Placements are stored for all items, also
 those of other pipeline ranks, so that a layer which moves there later finds its experts.
 """
@@ -27,11 +30,14 @@ from ..models.sharding import expert_of
 from ..optim.item_sharding import ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore
+from ..parallel.expert_chunks import Hosts, settle
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.process_groups import World, all_agree, all_gather_objects
 from .migration import MoveError, crc_after, entries_of, pieces_of, size_of, tensors_in, to_send
 
 METRIC = "expert_tokens"
+Placements = Mapping[str, Sequence[int | Sequence[int]]]
+"""Item -> rank of each expert, or its ranks with the preferred owner first."""
 Arriving = dict[tuple[str, int], list[tuple[list[Mapping[str, Any]], torch.Tensor]]]
 
 
@@ -50,12 +56,14 @@ class ExpertMoveReport:
     """A committed migration of experts.
 
     Attributes:
-        num_moves: Experts that changed their rank, over all items.
+        num_moves: Experts that changed their owner, over all items.
+        num_copies: Copies that ranks got, over all items.
         num_bytes: Bytes sent by all ranks.
         duration_ns: From announcement to commit, on this rank.
     """
 
     num_moves: int
+    num_copies: int
     num_bytes: int
     duration_ns: int
 
@@ -70,19 +78,19 @@ def sharded_experts(sharding: ItemSharding) -> dict[str, int]:
     return {} if sharding.dispatcher is None else experts_by_item(sharding.family.items)
 
 
-def placements_of(sharding: ItemSharding) -> dict[str, tuple[int, ...]]:
-    """The rank of each expert, by item, where ranks share experts; empty where each has all."""
+def placements_of(sharding: ItemSharding) -> dict[str, tuple[Hosts, ...]]:
+    """The ranks that have each expert, by item, where ranks share experts; empty where each has all."""
     dispatcher = sharding.dispatcher
     counts = sharded_experts(sharding)
-    return {} if dispatcher is None else {item: dispatcher.ranks_of(item, n) for item, n in counts.items()}
+    return {} if dispatcher is None else {item: dispatcher.hosts_of(item, n) for item, n in counts.items()}
 
 
-def move_experts(store: ItemStore, placements: Mapping[str, Sequence[int]], world: World) -> ExpertMoveReport:
+def move_experts(store: ItemStore, placements: Placements, world: World) -> ExpertMoveReport:
     """Move experts between the ranks of this process's expert-parallel group. A collective of all ranks.
 
     Args:
         store: Local items.
-        placements: Item -> rank of each expert; items of other pipeline ranks are only noted.
+        placements: Item -> rank of each expert, or its ranks; items of other pipeline ranks are only noted.
         world: Processes of the run.
 
     Returns:
@@ -93,18 +101,26 @@ def move_experts(store: ItemStore, placements: Mapping[str, Sequence[int]], worl
     """
     started = time.perf_counter_ns()
     dispatcher = store.sharding.dispatcher
-    _raise_if_any(_placement_problem(store, dispatcher, placements), world, "check")
+    wanted = {item: [(on,) if isinstance(on, int) else tuple(on) for on in ranks] for item, ranks in placements.items()}
+    _raise_if_any(_placement_problem(store, dispatcher, wanted), world, "check")
     if dispatcher is None:  # unreachable after the check; for the type checker
-        return ExpertMoveReport(num_moves=0, num_bytes=0, duration_ns=0)
+        return ExpertMoveReport(num_moves=0, num_copies=0, num_bytes=0, duration_ns=0)
     counts = experts_by_item(store.family.items)
+    former = {item: dispatcher.hosts_of(item, counts[item]) for item in wanted}
+    hosts = {item: settle([on[0] for on in former[item]], ranks) for item, ranks in wanted.items()}
     all_moves = [
-        ExpertMove(item=item, expert=expert, source=before, target=after)
-        for item, ranks in placements.items()
-        for expert, (before, after) in enumerate(zip(dispatcher.ranks_of(item, counts[item]), ranks, strict=True))
-        if before != after
+        ExpertMove(item=item, expert=expert, source=before[0], target=after[0])
+        for item, placed in hosts.items()
+        for expert, (before, after) in enumerate(zip(former[item], placed, strict=True))
+        if before[0] != after[0]
     ]
+    num_copies = sum(
+        len(set(after[1:]) - set(before))
+        for item, placed in hosts.items()
+        for before, after in zip(former[item], placed, strict=True)
+    )
     moves = [move for move in all_moves if move.item in store.modules]
-    states = {item: store.export(item) for item in dict.fromkeys(move.item for move in moves)}
+    states = {item: store.export(item) for item in hosts if hosts[item] != former[item] and item in store.modules}
     leaving = {
         (move.item, move.expert): _of_expert(states[move.item], move.expert)
         for move in moves
@@ -135,18 +151,23 @@ def move_experts(store: ItemStore, placements: Mapping[str, Sequence[int]], worl
     _raise_if_any(problem, world, "verification")
 
     # From here on all ranks commit.
-    for item, ranks in placements.items():
-        dispatcher.place(item, ranks)
+    for item, placed in hosts.items():
+        dispatcher.place(item, placed)
     for item, state in states.items():
         store.load_state(item, _joined(item, state, leaving, announced, arriving), owned=True)
     num_bytes = sum(size_of(entries) for entries, _ in announced.values())
     # Other pipeline ranks and dispatchers moved other bytes; tensor-parallel ranks have parts of the same experts.
     total = sum(all_gather_objects(world, num_bytes if dispatcher.rank == 0 else 0))
-    return ExpertMoveReport(num_moves=len(all_moves), num_bytes=total, duration_ns=time.perf_counter_ns() - started)
+    return ExpertMoveReport(
+        num_moves=len(all_moves),
+        num_copies=num_copies,
+        num_bytes=total,
+        duration_ns=time.perf_counter_ns() - started,
+    )
 
 
 def _placement_problem(
-    store: ItemStore, dispatcher: TokenDispatcher | None, placements: Mapping[str, Sequence[int]]
+    store: ItemStore, dispatcher: TokenDispatcher | None, placements: Mapping[str, Sequence[Sequence[int]]]
 ) -> str | None:
     counts = experts_by_item(store.family.items)
     if dispatcher is None:
@@ -154,8 +175,8 @@ def _placement_problem(
     for item, ranks in placements.items():
         if len(ranks) != counts.get(item):
             return f"{item}: a rank for each of {len(ranks)} experts; the item has {counts.get(item, 0)}"
-        if any(ranks.count(rank) * dispatcher.size != len(ranks) for rank in range(dispatcher.size)):
-            return f"{item}: the {dispatcher.size} ranks must have the same number of experts"
+        if (problem := dispatcher.problem_of(item, ranks)) is not None:
+            return problem
     return None
 
 

@@ -63,6 +63,7 @@ from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
 from ..optim.expert_bias import update_expert_biases
+from ..optim.expert_replicas import ExpertReplicas
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
     ItemSquares,
@@ -84,12 +85,12 @@ from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.context_parallel import context_region
 from ..parallel.device_clock import clock_for
-from ..parallel.expert_parallel import token_dispatcher
+from ..parallel.expert_replicas import ReplicaDispatcher, token_dispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.host_copy import HostCopy
 from ..parallel.process_groups import World, all_agree, all_gather_objects, gather_over, sum_over_pipeline
 from ..parallel.tensor_parallel import tensor_region
-from ..pipeline.expert_migration import ExpertMoveReport, move_experts, sharded_experts
+from ..pipeline.expert_migration import ExpertMoveReport, Placements, move_experts, sharded_experts
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import CostGather, LayerProfiler
@@ -122,6 +123,8 @@ class EngineSettings:
         zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
         zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
         compression: compression of the gradients that are sent to other processes.
+        expert_slots: experts and copies of a layer that a rank may have; None: no copies of experts.
+        expert_chunk_rows: with ``expert_slots``: rows of an expert that one rank computes together.
     """
 
     pipeline: PipelineConfig
@@ -142,6 +145,8 @@ class EngineSettings:
     zero_stage: int = 0
     zero_sync_microbatches: bool = False
     compression: CompressionSettings = NO_COMPRESSION
+    expert_slots: int | None = None
+    expert_chunk_rows: int = 128
 
 
 class Engine:
@@ -184,8 +189,9 @@ class Engine:
                 sync_microbatches=settings.zero_sync_microbatches,
                 reduce_dtype=settings.reduce_dtype,
             )
+        dispatcher = token_dispatcher(world, slots=settings.expert_slots, chunk_rows=settings.expert_chunk_rows)
         builder = ItemBuilder(
-            sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=token_dispatcher(world)),
+            sharding=ItemSharding(family=family, region=region, fsdp=fsdp, dispatcher=dispatcher),
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),
@@ -211,6 +217,9 @@ class Engine:
             self.replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.profiler.clock)
         if settings.compression.fuse_ties:
             self._fused = fused_parameters(self.item_store, family.ties, world)
+        self._replicas: ExpertReplicas | None = None
+        if isinstance(dispatcher, ReplicaDispatcher):
+            self._replicas = ExpertReplicas(self.item_store, dispatcher, settings.precision.compute)
         self.grad_reducer = GradientReducer(
             self.item_store,
             world,
@@ -218,6 +227,7 @@ class Engine:
             dtype=settings.reduce_dtype,
             compressor=self.replica_codec,
             excluded=self._fused,
+            experts=self._replicas,
         )
         if settings.compression.boundary_rank is not None:
             self._codec = BoundaryCodec(
@@ -299,6 +309,8 @@ class Engine:
     def _configure_for(self, batch: Batch) -> None:
         """Gather what replicas share, and rebuild the pipeline where the sizes of ``batch`` are others."""
         self.item_store.gather_shards()
+        if self._replicas is not None:
+            self._replicas.begin(self.scaler.scale)
         if (needed := self.settings.pipeline.for_batch(batch)) != self.pipeline_config:
             self.pipeline_config = needed
             self._pipeline = None
@@ -385,6 +397,8 @@ class Engine:
         )
         self.item_store.step(update)
         update_expert_biases(self.item_store, self.world, update.skip)
+        if self._replicas is not None:
+            self._replicas.outdate()
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
@@ -580,8 +594,11 @@ class Engine:
         self._pipeline = None
         return report
 
-    def place_experts(self, placements: Mapping[str, Sequence[int]]) -> ExpertMoveReport:
-        """Move experts between the ranks that share them: item -> rank of each expert. Every rank calls this.
+    def place_experts(self, placements: Placements) -> ExpertMoveReport:
+        """Move experts between the ranks that share them. Every rank calls this.
+
+        Args:
+            placements: item -> rank of each expert, or its ranks with the preferred owner first.
 
         Raises:
             MoveError: a transfer failed; the old placement is still active.

@@ -267,6 +267,8 @@ def engine_settings(config: Config, stored: Mapping[str, float] | None = None) -
         reduce_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else torch.float32,
         precision=precision,
         compression=compression_settings(config),
+        expert_slots=parallel.moe_expert_slots,
+        expert_chunk_rows=parallel.moe_expert_chunk_rows,
     )
 
 

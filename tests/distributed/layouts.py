@@ -14,6 +14,7 @@ from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vo
 from dynmo_train.optim.item_state import parameter_of
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
+from dynmo_train.pipeline.expert_migration import Placements
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, digest
@@ -43,8 +44,8 @@ class Layout:
     scenario: Scenario = field(default_factory=Scenario)
     settings: dict[str, Any] = field(default_factory=dict)
     keeps_values: bool = False  # return the weights, and not their digests alone
-    experts: Mapping[int, Mapping[str, Sequence[int]]] = field(default_factory=dict)
-    """Step after which experts move, 0 at the start -> item -> rank of each expert."""
+    experts: Mapping[int, Placements] = field(default_factory=dict)
+    """Step after which experts move, 0 at the start -> item -> rank of each expert, or its ranks."""
 
 
 def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dynmo_train.models.moe import MoeMlp, MoeShape
 from dynmo_train.models.sharding import shard_experts
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.expert_parallel import token_dispatcher
+from dynmo_train.parallel.expert_replicas import token_dispatcher
 from dynmo_train.parallel.process_groups import destroy_world, init_world
 from tests.distributed.workers import run_workers
 

@@ -306,6 +306,16 @@ EFFECTS: tuple[EffectRule, ...] = (
         without="without --balance online and --expert-model-parallel-size above 1",
     ),
     EffectRule(
+        options=("moe_expert_slots",),
+        when=lambda c: c.parallel.expert_model_parallel_size > 1,
+        without="without --expert-model-parallel-size above 1",
+    ),
+    EffectRule(
+        options=("moe_expert_chunk_rows",),
+        when=lambda c: c.parallel.moe_expert_slots is not None,
+        without="without --moe-expert-slots",
+    ),
+    EffectRule(
         options=("expert_plan", "expert_rebalance_interval"),
         when=lambda c: c.parallel.expert_model_parallel_size > 1,
         without="without --expert-model-parallel-size above 1",

@@ -38,6 +38,17 @@ def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
     if parallel.data_ranks % size:
         context = "" if parallel.context_parallel_size == 1 else ", context-parallel ranks counted"
         yield conflict(flag, f"is {size}; must divide the {parallel.data_ranks} data-parallel replicas{context}")
+    slots, flag = parallel.moe_expert_slots, "--moe-expert-slots"
+    if slots is None:
+        return
+    if slots * size < (model.num_experts or 0):
+        least = -(-(model.num_experts or 0) // size)
+        yield conflict(flag, f"is {slots} on {size} ranks; must be at least {least} for {model.num_experts} experts")
+    if parallel.zero_stage:
+        rule = "the gradients of copies are added to whole gradients, which ZeRO has not"
+        yield unsupported(flag, f"cannot be combined with --zero-stage {parallel.zero_stage}: {rule}; remove one")
+    if config.training.torch_compile:
+        yield unsupported(flag, "cannot be combined with --torch-compile: chunks run uncompiled; remove one")
 
 
 def _context(config: Config, _world_size: int) -> Iterator[Problem]:

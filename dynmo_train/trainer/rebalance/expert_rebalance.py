@@ -8,6 +8,8 @@ At every ``--expert-rebalance-interval`` steps::
                               v
                event "experts_moved", also in the profile: layers cost something else now
 
+With ``--moe-expert-slots`` plans have replicas of hot experts: as many as the slots of all ranks allow.
+
 Results, norms and weights have the same bits on any placement, so that a resumed run may start from another one.
 """
 
@@ -30,7 +32,7 @@ from ..monitoring.profile_writer import RunLogger
 from ..run_directory import RunDirectory
 
 PLANNER_TIMEOUT_S = 120.0
-Placements = dict[str, tuple[int, ...]]
+Placements = dict[str, tuple[tuple[int, ...], ...]]
 
 
 class ExpertRebalance:
@@ -110,7 +112,7 @@ class ExpertRebalance:
         except MoveError as error:
             self._log_event("experts_kept", str(error), step=step)
             return str(error)
-        if not report.num_moves:
+        if not report.num_moves and not report.num_copies:
             return None
         event = experts_moved(report, step)
         self._log_change(event)
@@ -124,7 +126,12 @@ class ExpertRebalance:
             self._keep("dynmo-plan is not installed next to dynmo-train", step)
             return None
         words = [command, "experts", str(self._run), "--output", str(output), "--format", "json"]
-        words += ["--ranks", str(self._engine.world.dims.expert)]
+        ranks, slots = self._engine.world.dims.expert, self._engine.settings.expert_slots
+        words += ["--ranks", str(ranks)]
+        if slots is not None:
+            # Layers of one run have the same number of experts.
+            experts = max(experts_by_item(self._engine.family.items).values())
+            words += ["--replicas", str(ranks * slots - experts)]
         words += [] if self._active is None else ["--current", str(self._active)]
         try:
             done = subprocess.run(
@@ -144,7 +151,8 @@ class ExpertRebalance:
 
     def _read(self, path: Path) -> Placements:
         engine = self._engine
-        return read_placements(path, experts_by_item(engine.family.items), engine.world.dims.expert)
+        experts, slots = experts_by_item(engine.family.items), engine.settings.expert_slots
+        return read_placements(path, experts, engine.world.dims.expert, slots)
 
 
 def experts_moved(report: ExpertMoveReport, step: int) -> Event:
@@ -157,5 +165,12 @@ def experts_moved(report: ExpertMoveReport, step: int) -> Event:
     experts = f"{report.num_moves:,} expert{'s'[: report.num_moves != 1]}"
     milliseconds = report.duration_ns / 1e6
     message = f"Moved {experts} ({report.num_bytes / 1e6:,.1f} MB) in {milliseconds:,.0f} ms"
-    detail = {"moves": report.num_moves, "bytes": report.num_bytes, "pause_ns": report.duration_ns}
+    if report.num_copies:
+        message += f"; {report.num_copies:,} new {'copies' if report.num_copies > 1 else 'copy'}"
+    detail = {
+        "moves": report.num_moves,
+        "copies": report.num_copies,
+        "bytes": report.num_bytes,
+        "pause_ns": report.duration_ns,
+    }
     return Event(kind="experts_moved", step=step, message=message, detail=detail)

@@ -107,7 +107,7 @@ class Moves:
     """An engine that notes placements of experts, and fails to move layers."""
 
     def __init__(self):
-        dispatcher = SimpleNamespace(ranks_of=lambda item, _experts: self.placed[item])
+        dispatcher = SimpleNamespace(hosts_of=lambda item, _experts: self.placed[item])
         family = SimpleNamespace(items=[SimpleNamespace(name="a", metrics=(("expert_tokens", 4),))])
         self.item_store = SimpleNamespace(sharding=SimpleNamespace(dispatcher=dispatcher, family=family))
         self.world = SimpleNamespace(is_rank0=True, worker_ids=(0, 1))
