@@ -19,7 +19,7 @@ from ..costs.cost_window import SPEED_UNIT
 from ..formats.plan import CUSTOM
 from ..partition.balance import balance
 from ..partition.exact import Solution
-from ..partition.interleaved import Array, WorkerLoads, make_worker_loads, random_neighbors
+from ..partition.interleaved import Array, WorkerLoads, make_worker_loads, neighbors, random_neighbors
 from ..partition.problem import PartitionProblem
 from ..schedules.justified_order import START_RULES, justified_order
 from ..schedules.list_scheduler import RULES, OperationTimes, list_order
@@ -37,13 +37,15 @@ NUM_BOUNDED = 24
 """Partitions per round whose bound over all orders is computed; those with the smallest get an order of their own."""
 NUM_ORDERS = 4
 """Partitions per round that get an order: it takes four times as long as the bound."""
+MAX_DESCENT, NUM_DESCENT = 60, 40
+"""Shifts of cuts that may lower the bound over all orders at the start, and the number of partitions tried for each."""
 LOAD_NOISE = 0.02
 """Share of the step by which partitions are drawn at random behind those with the smallest load."""
 NUM_TRIALS = 6
 """The same with an output layer in shards, where partitions are ranked by simulation."""
 SHARES = ((len(PLACEMENTS), 0.12), (2, 0.25), (1, None))
 """How many of the best placements continue, and for which share of the rounds; None: the rest."""
-ACCEPTED_LOSS = 0.02
+ACCEPTED_LOSS = 0.01
 """Share of the step by which a worse candidate may be accepted in the first round; it falls to 0, as in annealing."""
 MAX_OPERATIONS = 8_000
 """Placements with more operations per step are skipped, because a round would take seconds."""
@@ -210,6 +212,28 @@ class _PlacementSearch:
         made = (self.order(cuts) for cuts in chosen)
         return min((one for one in made if one is not None), key=lambda one: one.step_ns, default=now)
 
+    def descend(self, cuts: Sequence[int]) -> list[int]:
+        """Cuts near ``cuts`` whose bound over all orders no shift of a run of cuts lowers.
+
+        The partition of the smallest bottleneck leaves no time for the wait of later stages, so that no order of it may
+        be short.
+        """
+        now = [int(cut) for cut in cuts]
+        least = order_bound_ns(self.problem, self._boundaries(now))
+        for _ in range(MAX_DESCENT):
+            pool = neighbors(self.loads.limits, now)
+            times = self._least_times(pool)
+            likely = np.flatnonzero(times < least)
+            for at in likely[np.argsort(times[likely], kind="stable")][:NUM_DESCENT]:
+                other = [int(cut) for cut in pool[at]]
+                bound = order_bound_ns(self.problem, self._boundaries(other))
+                if bound < least:
+                    now, least = other, bound
+                    break
+            else:
+                break
+        return now
+
     def _least_times(self, pool: Array) -> Array:
         """A simple bound of many partitions: each worker waits for the first microbatch and executes its work.
 
@@ -320,6 +344,8 @@ def _start(placed: PartitionProblem, *, with_passes: bool) -> tuple[ScheduledPar
             continue
         search = _PlacementSearch(placed, start, with_passes=with_passes)
         cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start.boundaries))]
+        if placed.chain.vocabulary is None:
+            cuts = search.descend(cuts)
         first = search.order(cuts, thorough=True)
         if first is not None:
             search.select_rules(cuts)
