@@ -66,6 +66,8 @@ class OperationTimes:
         trained: false for a stage without a backward pass.
         positions: the worker of each stage.
         passes: for each worker S and T of its shards of the output layer; empty where it is whole.
+        stored: bytes that a microbatch stores on each stage; empty: none. ``list_order`` counts microbatches instead.
+        room: for each worker the bytes for stored activations, None without a limit; empty: no limits.
     """
 
     forward: Sequence[int]
@@ -75,6 +77,8 @@ class OperationTimes:
     trained: Sequence[bool]
     positions: Sequence[int]
     passes: Sequence[PassTimes] = ()
+    stored: Sequence[int] = ()
+    room: Sequence[int | None] = ()
 
     @property
     def workers(self) -> int:

@@ -22,17 +22,27 @@ microbatch passes the units in order, and its input gradients pass back in the o
   without those of the last ``n`` units, so a microbatch changes the worker ``P - 1 - n`` times or more on the way to
   the unit before these, and as often on the way back if nothing is frozen.
 
+* **Memory**: until ``t`` = ``F(0) + F(1) + ...`` (and the transfers) no gradient can be computed, so workers execute
+  forward passes only, and no activation is freed. If ``A`` is the most work of forward passes whose activations fit the
+  memory of all workers together, ``step >= t + (M work - A) / speeds``. The same holds backward in time: in the last
+  ``t'``, the input gradients of all units, no forward pass can be executed, and gradients only of the activations that
+  are stored at its begin, which limits their work to ``A'``. The two intervals do not overlap, so
+  ``step >= t + t' + (M work - A - A') / speeds``. See ``_most_work`` for ``A`` and ``A'``.
+
 With an output layer in shards every worker also executes S and T of each microbatch, both after the whole forward pass.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .._common.errors import UsageError
 from ..costs.cost_window import SPEED_UNIT, SPLIT_SCHEDULES
-from ..partition.problem import PartitionProblem, check_size
+from ..formats.plan import CUSTOM
+from ..partition.problem import InfeasibleError, PartitionProblem, check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,8 @@ class Bounds:
             After its last input gradient, the units before it still have to compute theirs.
         packing_ns: units are not divided, so some worker has several of the heaviest.
         path_ns: all microbatches pass one unit, and one of them all units forward and back.
+        memory_ns: work over speed, where activations of all workers limit the forward passes before the first gradient
+            and the gradients after the last forward pass; 0 if a worker has no memory limit.
     """
 
     work_ns: int
@@ -53,16 +65,17 @@ class Bounds:
     unit_ns: int
     packing_ns: int
     path_ns: int
+    memory_ns: int = 0
 
     @property
     def step_ns(self) -> int:
         """The largest of them."""
-        return max(self.work_ns, self.fill_ns, self.unit_ns, self.packing_ns, self.path_ns)
+        return max(self.work_ns, self.fill_ns, self.unit_ns, self.packing_ns, self.path_ns, self.memory_ns)
 
     @property
     def limit(self) -> str:
-        """The name of the largest: ``work``, ``fill``, ``unit``, ``packing`` or ``path``."""
-        names = ("unit", "path", "packing", "fill", "work")
+        """The name of the largest: ``work``, ``fill``, ``unit``, ``packing``, ``path`` or ``memory``."""
+        names = ("unit", "path", "packing", "memory", "fill", "work")
         return max(names, key=lambda name: int(getattr(self, f"{name}_ns")))
 
 
@@ -163,6 +176,74 @@ def _pending(problem: PartitionProblem) -> list[int]:
     ]
 
 
+def _most_work(inside: Sequence[int], outside: Sequence[int], sizes: Sequence[int], room: int, count: int) -> int:
+    """The most work of ``count`` microbatches whose activations fit ``room`` bytes, at least, in ns.
+
+    A microbatch that has passed a unit forward has passed all before it, and so it has backward in time. Its work is
+    that of the units up to some unit, and of those behind it only what needs no gradient from there. With any price
+    ``p`` per byte, the work is at most ``p room`` plus ``count`` times the largest work of one microbatch minus the
+    price of its bytes (weak duality). The prices at which two choices are equal are tried.
+
+    Args:
+        inside: work on each unit up to the last that the microbatch passed, in ns.
+        outside: work on each unit behind it, in ns.
+        sizes: activations of one microbatch on each unit, in bytes.
+        room: bytes for activations.
+        count: number of microbatches.
+    """
+    prices = {(0, 1)}
+    done = stored = 0
+    for own, other, size in zip(inside, outside, sizes, strict=True):
+        done, stored = done + own, stored + size
+        prices.update((work, total) for work, total in ((own, size), (other, size), (done, stored)) if total)
+    found = []
+    for price, unit in prices:
+        # Times ``unit``, so that all are integers. First the value if the microbatch has passed no unit.
+        beyond = sum(max(0, unit * other - price * size) for other, size in zip(outside, sizes, strict=True))
+        passed, best = 0, beyond
+        for own, other, size in zip(inside, outside, sizes, strict=True):
+            passed += unit * own - price * size
+            beyond -= max(0, unit * other - price * size)
+            best = max(best, passed + beyond)
+        found.append(-(-(price * room + count * best) // unit))
+    return min(found)
+
+
+def _memory(problem: PartitionProblem, units: _Units, work: int, hops: int) -> int:
+    """The bound ``memory``.
+
+    Args:
+        problem: the problem.
+        units: sums of the units.
+        work: of all microbatches, in ns on a normal worker.
+        hops: the least number of times that a microbatch changes the worker on the way to the last unit.
+    """
+    chain, microbatches = problem.chain, problem.microbatches
+    caps = [slot.memory_bytes for slot in problem.slots if slot.memory_bytes is not None]
+    # Costs without backward times may stand for anything; their activations are never freed.
+    if len(caps) < len(problem.slots) or not units.whole_back[-1]:
+        return 0
+    room = sum(caps) - sum(chain.static_bytes)
+    if room < 0:
+        return 0  # no partition fits; the solvers report it
+    speeds = [slot.speed_ppm for slot in problem.slots]
+    fastest, whole = max(speeds), sum(speeds)
+
+    def each(prefix: Sequence[int]) -> list[int]:
+        return [after - before for before, after in pairwise(prefix)]
+
+    sizes, forward, back = each(chain.prefix_at_cuts(chain.stored_bytes)), each(units.forward), each(units.whole_back)
+    # Rounded down: a shorter interval without gradients is certain, a longer one is not.
+    begin = units.forward[-1] * SPEED_UNIT // fastest + hops * units.transfer_ns
+    end = units.back[-1] * SPEED_UNIT // fastest + hops * units.back_transfer_ns
+    ahead = min(begin * whole // SPEED_UNIT + 1, _most_work(forward, [0] * units.count, sizes, room, microbatches))
+    behind = end * whole // SPEED_UNIT + 1
+    # Passes of shards free no activations, and are not counted by their bytes.
+    if chain.vocabulary is None:
+        behind = min(behind, _most_work(back, each(units.weights), sizes, room, microbatches))
+    return begin + end + max(0, _at_least(work - ahead - behind, whole))
+
+
 def bounds_of(problem: PartitionProblem) -> Bounds:
     """The bounds of a problem, for any order of operations, number of stages per worker, placement and partition.
 
@@ -214,6 +295,7 @@ def bounds_of(problem: PartitionProblem) -> Bounds:
         unit_ns=unit,
         packing_ns=_at_least(microbatches * (_packing([work for _, _, _, work in each], workers) + least), fastest),
         path_ns=_at_least(path, fastest) + hops[-1] * (units.transfer_ns + units.back_transfer_ns),
+        memory_ns=_memory(problem, units, total, hops[-1]),
     )
 
 
@@ -229,16 +311,18 @@ def partition_bound_ns(problem: PartitionProblem) -> int:
     * with ``1f1b`` it executes ``P - s`` forward passes before its first backward pass, for which a microbatch has
       passed all stages after it forward and back. The other ``M - (P - s)`` forward passes and all backward passes
       follow. Microbatch ``m + P - s`` starts there after the backward pass of ``m``, so that the times from forward to
-      backward of every ``P - s``-th microbatch follow one another.
+      backward of every ``P - s``-th microbatch follow one another;
+    * with a schedule by name, its activations in flight and its static bytes fit its worker.
 
     A stage that begins later permits the same end, or a later one: the wait grows by the time of one microbatch where
     the work shrinks by that of all.
 
     Args:
-        problem: with one stage per worker, and whether its schedule splits the backward pass; memory, pins
-            and ties are ignored.
+        problem: with one stage per worker, and whether its schedule splits the backward pass; pins and ties are
+            ignored.
 
     Raises:
+        InfeasibleError: no partition fits the memory.
         UsageError: there are several stages per worker or too few units, or the output layer is in shards.
     """
     if problem.virtual_stages != 1 or problem.chain.vocabulary is not None:
@@ -251,6 +335,11 @@ def partition_bound_ns(problem: PartitionProblem) -> int:
     high = _at_least((problem.microbatches + 2) * units.work[-1] + path, slowest)
     high += 2 * len(problem.slots) * units.transfer_ns
     low = bounds.step_ns - 1
+    if not _is_possible(problem, units, high):
+        raise InfeasibleError(
+            f"no partition with one stage per worker fits the memory under {problem.schedule}; use more workers, more"
+            " memory or several stages per worker"
+        )
     while high - low > 1:
         middle = (low + high) // 2
         if _is_possible(problem, units, middle):
@@ -260,8 +349,25 @@ def partition_bound_ns(problem: PartitionProblem) -> int:
     return high
 
 
+def _memory_limits(problem: PartitionProblem, units: _Units) -> list[list[int]]:
+    """For each stage and begin of it the last cut up to which the worker's memory suffices."""
+    free = [[units.count] * (units.count + 1) for _ in problem.slots]
+    # An order made for the costs decides itself how many microbatches are in flight.
+    if problem.schedule == CUSTOM:
+        return free
+    static, stored = (problem.chain.prefix_at_cuts(v) for v in (problem.chain.static_bytes, problem.chain.stored_bytes))
+    for row, slot, count in zip(free, problem.slots, problem.in_flight, strict=True):
+        if slot.memory_bytes is None:
+            continue
+        needs = [a + count * b for a, b in zip(static, stored, strict=True)]
+        for begin in range(units.count + 1):
+            row[begin] = bisect_right(needs, needs[begin] + slot.memory_bytes) - 1
+    return free
+
+
 def _is_possible(problem: PartitionProblem, units: _Units, step_ns: int) -> bool:
     """Whether some partition with one stage per worker satisfies the conditions of ``partition_bound_ns``."""
+    limits = _memory_limits(problem, units)
     least, stages = problem.min_units, len(problem.slots)
     # Where a stage may begin. Not the last place alone: with a minimum of units, the next stage might not fit there.
     begins = [0]
@@ -270,7 +376,8 @@ def _is_possible(problem: PartitionProblem, units: _Units, step_ns: int) -> bool
         longest = 0
         for begin in begins:
             longest = max(longest, begin)
-            while longest < units.count and _fits(problem, units, stage, begin, longest + 1, step_ns):
+            limit = limits[stage][begin]
+            while longest < limit and _fits(problem, units, stage, begin, longest + 1, step_ns):
                 longest += 1
             # Every shorter stage fits, too.
             ends.extend(range(max(begin + least, ends[-1] + 1 if ends else 0), longest + 1))

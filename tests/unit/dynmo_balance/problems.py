@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -128,8 +128,17 @@ def worker_orders(stage: int, microbatches: int) -> list[tuple[Operation, ...]]:
     return found
 
 
-def best_of_all_orders(problem: PartitionProblem) -> int:
-    """The shortest step over all partitions with one stage per worker and all orders of operations."""
+def fits(problem: PartitionProblem, peaks: Sequence[int]) -> bool:
+    """Whether peaks of memory are within the limits of the workers."""
+    limits = [slot.memory_bytes for slot in problem.slots]
+    return all(limit is None or peak <= limit for limit, peak in zip(limits, peaks, strict=True))
+
+
+def best_of_all_orders(problem: PartitionProblem) -> int | None:
+    """The shortest step over all partitions with one stage per worker and all orders of operations.
+
+    None if none of them fits the memory.
+    """
     units, workers = len(problem.chain.items), len(problem.slots)
     rows = [worker_orders(stage, problem.microbatches) for stage in range(workers)]
     problem = replace(problem, schedule=CUSTOM, layout=tuple(range(workers)))
@@ -137,9 +146,9 @@ def best_of_all_orders(problem: PartitionProblem) -> int:
     for inner in combinations(range(1, units), workers - 1):
         for order in product(*rows):
             try:
-                step = predict(replace(problem, order=order), (0, *inner, units)).step_ns
+                made = predict(replace(problem, order=order), (0, *inner, units))
             except UsageError:  # a deadlock
                 continue
-            best = step if best is None else min(best, step)
-    assert best is not None
+            if fits(problem, made.peak_memory_bytes):
+                best = made.step_ns if best is None else min(best, made.step_ns)
     return best

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.costs.vocabulary import ShardCosts
 from dynmo_balance.formats.plan import V_SCHEDULES
+from dynmo_balance.partition.problem import InfeasibleError
 from dynmo_balance.planning.custom_schedule import operation_times
+from dynmo_balance.schedules.justified_order import justified_order
 from dynmo_balance.schedules.list_scheduler import RULES, list_order
 from dynmo_balance.schedules.registry import SCHEDULES
 from dynmo_balance.simulation.bounds import bounds_of, partition_bound_ns
 from dynmo_balance.simulation.simulator import predict
 from tests.unit.dynmo_balance.problems import (
     best_of_all_orders,
+    fits,
     make_chain,
     make_problem,
     split_problems,
@@ -58,6 +61,96 @@ def test_bounds_are_below_the_best_of_all_orders(rng):
         assert bounds_of(problem).step_ns <= partition_bound_ns(problem) <= best
         reached += best == partition_bound_ns(problem)
     assert reached >= 4
+
+
+def test_bounds_are_below_the_best_of_all_orders_that_fit_the_memory(rng):
+    limited = 0
+    for _ in range(16):
+        columns = [[rng.randint(1, 20) for _ in range(3)] for _ in range(3)]
+        sizes = [rng.randint(1, 9) for _ in range(3)]
+        static = [rng.randint(0, 9) for _ in range(3)]
+        chain = make_chain(columns[0], backward=columns[1], weight=columns[2], activation=sizes, sizes=static)
+        # One microbatch fits somewhere, two often do not.
+        cap = (sum(static) + sum(sizes)) * rng.randint(50, 110) // 100
+        problem = make_problem(
+            chain, 2, "zero-bubble", 2, link_latency_ns=rng.choice([0, 3]), memory=[cap, cap + rng.randint(0, 3)]
+        )
+        best = best_of_all_orders(problem)
+        if best is None:
+            continue
+        bounds = bounds_of(problem)
+        assert bounds.step_ns <= best, (bounds, columns, sizes, static)
+        limited += bounds.limit == "memory"
+    assert limited >= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), virtual=st.integers(1, 3))
+def test_bounds_are_below_orders_made_for_the_memory(data: st.DataObject, virtual: int) -> None:
+    problem, boundaries = data.draw(split_problems("interleaved-1f1b", virtual))
+    problem = with_random_layout(problem, data.draw)
+    units = len(problem.chain.items)
+    sizes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=units, max_size=units)))
+    costs = replace(problem.chain.costs, activation_bytes=sizes)
+    cap = data.draw(st.integers(1, 9 * units))
+    slots = tuple(replace(slot, memory_bytes=cap) for slot in problem.slots)
+    problem = replace(problem, chain=replace(problem.chain, costs=costs, vocabulary=None), slots=slots)
+    found = justified_order(operation_times(problem, boundaries), problem.microbatches)
+    if found is None:
+        return
+    made = predict(replace(problem, order=found.order), boundaries)
+    assert made.step_ns == found.step_ns
+    assert fits(problem, made.peak_memory_bytes)
+    assert bounds_of(problem).step_ns <= made.step_ns, bounds_of(problem)
+
+
+def test_memory_limits_the_forward_passes_before_the_first_gradient():
+    # Units of 10 ns and 1 byte; 20 ns until the first gradient, and 20 ns after the last forward pass. The workers have
+    # room for one microbatch: they execute 20 ns of 40 ns before, and 40 ns after.
+    chain = make_chain([10, 10], backward=[10, 10], weight=[10, 10], activation=[1, 1])
+    problem = make_problem(chain, 2, "zero-bubble", 8, memory=[1, 1])
+    assert bounds_of(problem).memory_ns == 20 + 20 + (8 * 60 - 20 - 40) // 2
+    assert bounds_of(replace(problem, slots=make_problem(chain, 2).slots)).memory_ns == 0
+    # With room for two, the memory limits nothing.
+    wide = make_problem(chain, 2, "zero-bubble", 8, memory=[2, 2])
+    assert bounds_of(wide).memory_ns == bounds_of(wide).work_ns
+
+
+def test_memory_counts_weight_gradients_behind_the_last_input_gradient():
+    # In the last 2 ns there are input gradients of unit 0, and weight gradients of unit 1 for microbatches whose input
+    # gradients are computed before. One microbatch fits: 2 + 5 ns of gradients, of which the two workers execute 4.
+    chain = make_chain([1, 1], backward=[2, 0], weight=[0, 5], activation=[1, 1])
+    problem = make_problem(chain, 2, "zero-bubble", 4, memory=[1, 1])
+    assert bounds_of(problem).memory_ns == 2 + 2 + (4 * 9 - 2 - 4) // 2
+    assert bounds_of(problem).step_ns <= justified_order(operation_times(problem, (0, 1, 2)), 4).step_ns
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_partition_bound_knows_the_memory_of_the_schedule(schedule, rng):
+    tighter = infeasible = 0
+    for _ in range(60):
+        units, workers = rng.randint(4, 8), rng.randint(2, 4)
+        columns = [[rng.randint(1, 50) for _ in range(units)] for _ in range(3)]
+        sizes, static = ([rng.randint(1, 9) for _ in range(units)] for _ in range(2))
+        chain = make_chain(columns[0], backward=columns[1], weight=columns[2], activation=sizes, sizes=static)
+        cap = rng.randint(60, 130) * (sum(static) + workers * sum(sizes)) // workers // 100
+        problem = make_problem(chain, workers, schedule, 6, memory=[cap] * workers)
+        steps = [
+            made.step_ns
+            for inner in combinations(range(1, units), workers - 1)
+            for made in (predict(problem, (0, *inner, units)),)
+            if fits(problem, made.peak_memory_bytes)
+        ]
+        if not steps:
+            infeasible += 1
+            with pytest.raises(InfeasibleError, match="no partition with one stage per worker fits the memory"):
+                partition_bound_ns(problem)
+            continue
+        free = replace(problem, slots=make_problem(chain, workers).slots)
+        assert partition_bound_ns(free) <= partition_bound_ns(problem) <= min(steps)
+        tighter += partition_bound_ns(problem) > max(partition_bound_ns(free), bounds_of(problem).step_ns)
+    assert tighter >= 5
+    assert infeasible >= 1
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
