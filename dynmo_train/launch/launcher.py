@@ -30,6 +30,15 @@ from .exit_status import (
     shell_exit_code,
     usage_message,
 )
+from .incident_log import (
+    Progress,
+    death_incident,
+    node_of_rank,
+    read_progress,
+    restart_environment,
+    restarts_used,
+    write_incident,
+)
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import (
@@ -121,12 +130,14 @@ def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None)
 
 @dataclass
 class _Launcher:
-    """The rounds of a launch, seen from one node; ``restarts`` counts rounds after a failure."""
+    """The rounds of a launch, seen from one node; ``restarts`` counts those after failures without progress."""
 
     launch: LocalLaunch
     rendezvous: Rendezvous
     launch_file: Path
     restarts: int = 0
+    checkpoint_of_restart: int | None = None
+    started_at: float = 0.0
     workers: int | None = None
 
     def _worker_group(self, current: Round) -> WorkerGroupConfig:
@@ -162,17 +173,47 @@ class _Launcher:
             print_message(f"dynmo-train: lost node {', '.join(map(str, lost))}")
         run_dir = self._run_dir()
         is_relaunch = code == EXIT_RELAUNCH and not lost
+        progress = read_progress(run_dir) if run_dir is not None else Progress(step=0, checkpoint=0, saved_at=None)
+        if run_dir is not None and not is_relaunch:
+            self._write_incident(run_dir, current, failures, lost, progress)
+        self.restarts = restarts_used(
+            self.restarts, checkpoint=progress.checkpoint, checkpoint_of_restart=self.checkpoint_of_restart
+        )
         if run_dir is None or (
             not is_relaunch and (code in PERMANENT_CODES or self.restarts == self.launch.exits.max_restarts)
         ):
             message = "a process requested a restart before it created a run directory" if is_relaunch else ""
             return Decision(restart=False, code=shell_exit_code(code), message=message)
         self.restarts += 0 if is_relaunch else 1
+        self.checkpoint_of_restart = progress.checkpoint
+        cause = "a process requested it" if is_relaunch else "a node was lost" if lost else "a process failed"
+        os.environ.update(restart_environment(cause))
         away = self.rendezvous.departed_nodes().union(lost)
         self.workers = take_resize_request(run_dir) or (self.workers if not away else None)
         remaining = [count for node, count in zip(current.members, current.processes, strict=True) if node not in away]
         processes, flags = _next_size(run_dir, sum(current.processes), self.workers, sum(remaining) if away else None)
         return self._restart(processes, remaining, flags)
+
+    def _write_incident(
+        self, run_dir: Path, current: Round, failures: Sequence[Failure], lost: Sequence[int], progress: Progress
+    ) -> None:
+        """On node 0, record why the round failed.
+
+        Args:
+            run_dir: run directory.
+            current: the round.
+            failures: failed processes of all nodes.
+            lost: lost nodes.
+            progress: progress of the run.
+        """
+        if not failures and not lost:
+            return
+        names = [socket.gethostname() if node == 0 else f"node {node}" for node in current.members]
+        hosts = {failure.rank: names[node_of_rank(failure.rank, current.processes)] for failure in failures}
+        since = max(self.started_at, progress.saved_at or 0.0)
+        seconds = max(0.0, time.time() - since)
+        lost_hosts = [names[current.members.index(node)] for node in lost if node in current.members]
+        write_incident(run_dir, death_incident(failures, lost_hosts, hosts, progress, seconds))
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
         """Flags of a round with fewer processes than decided."""
@@ -249,6 +290,7 @@ class _Launcher:
             current = self.rendezvous.next_round(
                 decision.processes if is_single and decision else self.launch.nproc, decision, self._flags_of
             )
+            self.started_at = time.time()
             failures = self._run_round(current)
             if failures is None and self.rendezvous.is_leader:
                 return self._finish()

@@ -42,7 +42,7 @@ MaxRestarts = Annotated[
         "--max-restarts",
         min=0,
         max=MAX_COUNT,
-        help="Maximum restarts from the last checkpoint after failures.",
+        help="Maximum restarts after failures without a newer checkpoint between them.",
         rich_help_panel=Panel("Exit and restart", rare=True),
     ),
 ]

@@ -31,6 +31,8 @@ The result is collected first where something acts on it: profiled steps, evalua
 from __future__ import annotations
 
 import math
+import os
+import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
@@ -44,7 +46,9 @@ from ..config import Config
 from ..data.loader import BatchLoader
 from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
+from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.incident_log import restart_incident
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
@@ -66,6 +70,15 @@ from .step_result import StepResult
 
 # In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
 FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
+# In messages of gloo and NCCL where another process of the group has ended or does not answer.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+    "Timed out waiting",
+    "ncclRemoteError",
+)
 
 
 def run_pretrain(config: Config) -> int:
@@ -95,6 +108,9 @@ def run_pretrain(config: Config) -> int:
     except RuntimeError as error:
         if (problem := out_of_memory(error)) is not None:
             raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
+        # One line, because the launcher reports the rank that ended first.
+        if (problem := lost_connection(error)) is not None:
+            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
         raise
     finally:
         destroy_world()
@@ -130,6 +146,16 @@ def out_of_memory(error: BaseException | None) -> str | None:
                 f"{text[:300]}. Lower --micro-batch-size or --seq-length, give --recompute-granularity full or"
                 " --zero-stage, or use more pipeline or tensor ranks; pretrain --dry-run predicts the memory"
             )
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def lost_connection(error: BaseException | None) -> str | None:
+    """The reason in a few words if ``error``, or what caused it, is that another process ended or hangs; else None."""
+    while error is not None:
+        for words in LOST_CONNECTION:
+            if words in str(error):
+                return words.lower()
         error = error.__cause__ or error.__context__
     return None
 
@@ -209,6 +235,7 @@ class Trainer:
             ),
             active_plan_id=self._initial_plan_id,
             log_event=self.logger.log_event,
+            log_incident=self.logger.log_incident,
             log_change=self.logger.log_technique_event,
             finish_saves=lambda: self._checkpointer.wait(),  # a lambda: the checkpointer is created later
             planner=self.planner,
@@ -221,6 +248,11 @@ class Trainer:
         if self.planner is not None and (problem := self.planner.start()) is not None:
             self.logger.log_event("planner", problem, step=self.step)
 
+    def _log_restart(self) -> None:
+        """Log the restart by the launcher that started this process, if any."""
+        if (restart := restart_incident(os.environ, self.step, time.time())) is not None:
+            self.logger.log_incident(restart)
+
     def train(self) -> int:
         """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code.
 
@@ -232,6 +264,7 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
         self._warn_without_test_data()
@@ -407,6 +440,16 @@ class Trainer:
         if problem is not None and self.engine.world.is_rank0:
             detail = batch_detail(launched.consumed, launched.size, self.data.token_ranges(launched.consumed))
             self.logger.log_event("not_finite", problem, step=launched.step, **detail)
+            self.logger.log_incident(
+                Incident(
+                    incident="not_finite",
+                    message=problem,
+                    cause="the loss or the gradient norm is not finite",
+                    step=launched.step,
+                    seconds_lost=result.step_ns / 1e9,
+                    steps_lost=1,
+                )
+            )
             self._log.line(f" {problem}")
 
     def _log_costs(self) -> None:

@@ -168,6 +168,17 @@ def event_line(status: RunStatus) -> str | None:
     return f"next event: {kind} at step {step:,}"
 
 
+def incident_line(status: RunStatus) -> str | None:
+    """Number of incidents, what they cost, and the last one; None without any."""
+    if not status.num_incidents:
+        return None
+    count, steps = status.num_incidents, status.steps_lost
+    lost = f"{steps:,} step{'s'[: steps != 1]} and {duration(status.seconds_lost)} lost"
+    last = status.incidents[-1]
+    place = f" at step {last['step']:,}" if isinstance(last.get("step"), int) else ""
+    return f"{count:,} incident{'s'[: count != 1]}, {lost}; last{place}: {last['message']}"
+
+
 def wrap_parts(parts: Sequence[str], width: int) -> list[str]:
     """Parts joined by bars, in lines of at most ``width`` characters where a part fits."""
     lines: list[str] = []
@@ -267,7 +278,8 @@ class LiveView:
         """Sections of the left column, of the right one and of those below both; in one column in this order."""
         status = self.status
         loads = max(1, len(status.workers)) + len(worker_parts(status)[1:])
-        plans, events = len(self._plan_lines()), len(status.events) + bool(status.invalid_lines)
+        plans = len(self._plan_lines())
+        events = len(status.events) + bool(status.invalid_lines) + bool(status.num_incidents)
         return (
             [
                 _Section("Loss", (3, 4, 3 + MAX_CHART_ROWS), self._loss),
@@ -370,6 +382,8 @@ class LiveView:
         messages = list(reversed(self.status.events)) or ["no events"]
         if self.status.invalid_lines:
             messages.insert(0, f"{self.status.invalid_lines:,} lines of the run's files could not be read")
+        if (incidents := incident_line(self.status)) is not None:
+            messages.insert(0, incidents)
         return self._some(messages, width, rows)
 
     @staticmethod

@@ -31,6 +31,7 @@ from torch import nn
 
 from ..._common.console import print_message
 from ...dynamics.technique import Event
+from ...formats.incident import Incident
 from ...formats.profile import (
     ItemInfo,
     Layout,
@@ -417,6 +418,10 @@ class RunLogger:
         if self._writes:
             record = self.run.event_record(kind, message, step=step, **detail)
             self._write(lambda: append_event(self.run.events, record))
+
+    def log_incident(self, incident: Incident) -> None:
+        """Append an ``incident`` to ``events.jsonl``."""
+        self.log_event("incident", incident.message, step=incident.step, **incident.detail)
 
     def log_metrics(self, **fields: Any) -> None:
         """Append a line to ``metrics.jsonl``."""

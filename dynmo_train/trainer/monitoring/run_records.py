@@ -14,6 +14,7 @@ RECENT_STEPS = 20
 CURVE_POINTS = 512
 _LAST_LOSSES = 60
 _LAST_EVENTS = 5
+_LAST_INCIDENTS = 20
 _MAX_SKIPPED = 10_000
 _MAX_RESULTS = 1_000
 
@@ -186,13 +187,23 @@ class ProfileSummary:
 
 @dataclass(kw_only=True)
 class EventsSummary:
-    """What ``events.jsonl`` showed so far."""
+    """What ``events.jsonl`` showed so far; the incidents in all are counted and their losses are summed."""
 
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
     checkpoint: str | None = None
+    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_LAST_INCIDENTS))
+    num_incidents: int = 0
+    seconds_lost: float = 0.0
+    steps_lost: int = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the file."""
         self.messages.append(str(line["message"]))
         if line.get("kind") == "checkpoint":
             self.checkpoint = str(line["message"])
+        if line.get("kind") == "incident":
+            seconds, steps = float(line["seconds_lost"]), int(line["steps_lost"])
+            self.incidents.append(dict(line))
+            self.num_incidents += 1
+            self.seconds_lost += seconds
+            self.steps_lost += steps

@@ -35,6 +35,7 @@ from typing import Any
 
 from ..._common.document import DocumentError, Problem
 from ...dynamics.technique import Event
+from ...formats.incident import Incident
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
 from ...parallel.process_groups import broadcast_object
@@ -98,6 +99,7 @@ class PlanController:
         problems_of: problems of a plan, given the number and the stages of the active plan; empty for a valid plan.
         active_plan_id: number of the plan that the run starts with; plans up to this number are ignored.
         log_event: appends a line to ``events.jsonl``.
+        log_incident: appends an incident to ``events.jsonl``.
         log_change: appends an event that changes the costs of layers, to the profile too.
         finish_saves: completes collective work in progress, before some ranks are released.
         planner: process of the planner, where this trainer started it.
@@ -113,12 +115,14 @@ class PlanController:
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         active_plan_id: int,
         log_event: Callable[..., None],
+        log_incident: Callable[[Incident], None],
         log_change: Callable[[Event], None],
         finish_saves: Callable[[], None],
         planner: PlannerProcess | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
+        self._log_incident = log_incident
         self._log_change, self._finish_saves, self._planner = log_change, finish_saves, planner
         self.active_plan_id = self._newest_id = active_plan_id
         # Refused plans newer than a plan that waits for its ``apply_at_step``.
@@ -146,7 +150,17 @@ class PlanController:
             experts, report = self._move(chosen)
         # Every rank gets this error or none does: all continue with the old partition, and the plan has its result.
         except MoveError as error:
-            self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
+            pause_ns = time.perf_counter_ns() - started
+            self._result(chosen["plan_id"], step, "rolled_back", pause_ns, 0, str(error))
+            self._log_incident(
+                Incident(
+                    incident="migration_failed",
+                    message=f"plan {chosen['plan_id']} was rolled back: {error}",
+                    cause=str(error) or "a transfer failed",
+                    step=step,
+                    seconds_lost=pause_ns / 1e9,
+                )
+            )
             return None
         self.active_plan_id = chosen["plan_id"]
         moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
@@ -281,6 +295,8 @@ class PlanController:
         message = self._planner.check() if self._planner is not None else None
         if message:
             self._log_event("planner", message, step=step)
+            cause = message.partition(";")[0]
+            self._log_incident(Incident(incident="planner_restart", message=message, cause=cause, step=step))
         return message is not None
 
     def _result(
