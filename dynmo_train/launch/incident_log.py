@@ -19,6 +19,7 @@ from ..formats.checkpoint.writer import STEP_NAME, read_latest
 from ..formats.incident import Incident
 from ..formats.run_lines import append_event
 from .exit_status import Failure, describe_exit, root_causes
+from .watchdog import Hang
 
 RESTART_VARIABLE = "DYNMO_RESTART"
 _TAIL_BYTES = 1 << 16
@@ -135,6 +136,36 @@ def death_incident(
         hosts=[hosts[rank] for rank in ranks if rank in hosts],
         seconds_lost=seconds_lost,
         steps_lost=progress.steps_lost,
+    )
+
+
+def hang_incident(
+    hang: Hang, collective: str, stacks: str, hosts: Mapping[int, str], progress: Progress, seconds_lost: float
+) -> Incident:
+    """The incident of a round that the watchdog ended.
+
+    Args:
+        hang: the rank that hung.
+        collective: collective in which the other ranks waited; empty where unknown.
+        stacks: folder of the stacks.
+        hosts: rank to host.
+        progress: progress of the run.
+        seconds_lost: seconds of work since the last checkpoint.
+    """
+    state = hang.state
+    place = f"rank {state.rank} on {hosts.get(state.rank, state.host)} hung in step {state.beat.step:,}"
+    return Incident(
+        incident="hang",
+        message=f"{place}: {hang.cause}; {_loss_text(progress, seconds_lost)}",
+        cause=hang.cause,
+        step=progress.step,
+        ranks=[state.rank],
+        hosts=[state.host],
+        seconds_lost=seconds_lost,
+        steps_lost=progress.steps_lost,
+        phase=state.beat.text,
+        collective=collective,
+        stacks=stacks,
     )
 
 

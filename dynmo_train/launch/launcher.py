@@ -30,9 +30,11 @@ from .exit_status import (
     shell_exit_code,
     usage_message,
 )
+from .heartbeat import HEARTBEAT_VARIABLE
 from .incident_log import (
     Progress,
     death_incident,
+    hang_incident,
     node_of_rank,
     read_progress,
     restart_environment,
@@ -40,6 +42,7 @@ from .incident_log import (
     write_incident,
 )
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import (
     FINISHED,
@@ -52,6 +55,7 @@ from .rendezvous import (
     Round,
 )
 from .restart import pack_to_flags, pipeline_size, process_count, resume_flags
+from .watchdog import HangSettings
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -135,9 +139,11 @@ class _Launcher:
     launch: LocalLaunch
     rendezvous: Rendezvous
     launch_file: Path
+    heartbeats: Path
     restarts: int = 0
     checkpoint_of_restart: int | None = None
     started_at: float = 0.0
+    watched: WatchResult = field(default_factory=WatchResult)
     workers: int | None = None
 
     def _worker_group(self, current: Round) -> WorkerGroupConfig:
@@ -158,6 +164,22 @@ class _Launcher:
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
         )
+
+    def _watch(self, current: Round, group: WorkerGroupConfig) -> NodeWatch:
+        """The watchdog of a round on this node."""
+        watched = WatchedRound(
+            name=group.name,
+            folder=self.heartbeats,
+            log_dir=group.log_dir,
+            first_rank=sum(current.processes[: group.index]),
+            nproc=group.nproc,
+            index=group.index,
+            count=group.count,
+            store_host=group.host,
+            store_port=group.port,
+        )
+        exits = self.launch.exits
+        return NodeWatch(watched, HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s))
 
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
@@ -187,6 +209,7 @@ class _Launcher:
         self.restarts += 0 if is_relaunch else 1
         self.checkpoint_of_restart = progress.checkpoint
         cause = "a process requested it" if is_relaunch else "a node was lost" if lost else "a process failed"
+        cause = "a rank hung" if self.watched.hang is not None else cause
         os.environ.update(restart_environment(cause))
         away = self.rendezvous.departed_nodes().union(lost)
         self.workers = take_resize_request(run_dir) or (self.workers if not away else None)
@@ -209,11 +232,18 @@ class _Launcher:
         if not failures and not lost:
             return
         names = [socket.gethostname() if node == 0 else f"node {node}" for node in current.members]
+        # Without a heartbeat of the rank its host is known by the number of its node only.
         hosts = {failure.rank: names[node_of_rank(failure.rank, current.processes)] for failure in failures}
+        hosts |= self.watched.hosts
         since = max(self.started_at, progress.saved_at or 0.0)
         seconds = max(0.0, time.time() - since)
         lost_hosts = [names[current.members.index(node)] for node in lost if node in current.members]
-        write_incident(run_dir, death_incident(failures, lost_hosts, hosts, progress, seconds))
+        watched = self.watched
+        if watched.hang is not None:
+            incident = hang_incident(watched.hang, watched.collective, watched.stacks, hosts, progress, seconds)
+        else:
+            incident = death_incident(failures, lost_hosts, hosts, progress, seconds)
+        write_incident(run_dir, incident)
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
         """Flags of a round with fewer processes than decided."""
@@ -256,8 +286,10 @@ class _Launcher:
 
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
+        group = self._worker_group(current)
         try:
-            failures = run_worker_group(self._worker_group(current))
+            with self._watch(current, group).watching() as self.watched:
+                failures = run_worker_group(group)
         except PeerFailureError as error:
             print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
@@ -323,6 +355,8 @@ def launch_local(launch: LocalLaunch) -> int:
     # Of an earlier launch with the same log folder; a restart would resume its run.
     if launch.nodes.node_rank == 0:
         launch_file.unlink(missing_ok=True)
+    heartbeats = make_heartbeat_folder()
+    os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
     os.environ.update(
         worker_environment(
             os.environ,
@@ -335,7 +369,9 @@ def launch_local(launch: LocalLaunch) -> int:
         )
     )
     try:
-        return _Launcher(launch, Rendezvous(launch.nodes), launch_file).run()
+        return _Launcher(launch, Rendezvous(launch.nodes), launch_file, heartbeats).run()
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH
+    finally:
+        remove_heartbeat_folder(heartbeats)

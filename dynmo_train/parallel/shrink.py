@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .process_groups import Groups, World, group_factory, vocabulary_groups
 
 
-def without_workers(world: World, leaving: Collection[int], timeout_s: float = 600.0) -> World | None:
+def without_workers(world: World, leaving: Collection[int], timeout_s: float | None = None) -> World | None:
     """Return the world without some pipeline ranks; None on their own processes. A collective.
 
     A released process may exit when this returns: it returns nowhere before all processes have called it, and none
@@ -24,7 +24,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
     Args:
         world: Processes of the run.
         leaving: Pipeline ranks to release.
-        timeout_s: Timeout of collectives of the remaining processes, in seconds.
+        timeout_s: Timeout of collectives of the remaining processes, in seconds; None is that of ``world``.
 
     Returns:
         The smaller world, with new ranks in the old order; None on released processes.
@@ -46,7 +46,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         members=members,
         workers=tuple(world.worker_ids[position] for position in staying),
     )
-    make = group_factory({}, timedelta(seconds=timeout_s))
+    make = group_factory({}, timedelta(seconds=world.timeout_s if timeout_s is None else timeout_s))
 
     def among(ranks: Collection[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         return make([left.global_rank(rank) for rank in ranks], alone=alone)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..dynamics.technique import Event
+from ..launch.heartbeat import silent_heartbeat
 from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World
@@ -104,10 +105,12 @@ class LayerProfiler:
     Attributes:
         sampling: Whether this step is measured.
         always_marks: Insert marks in steps that are not measured, too, for a listener.
+        heartbeat: Reports the phase of each operation to the launcher, in every step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.heartbeat = silent_heartbeat()
         self.sampling, self.always_marks = False, False
         self._reset()
         self._names: tuple[str, ...] = ()

@@ -54,6 +54,7 @@ from torch import nn
 from .._common.portable import peak_memory_bytes
 from ..data.batch import Batch
 from ..dynamics.technique import Event, TechniqueBuilder, Techniques
+from ..launch.heartbeat import HeartbeatWriter, Phase
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
 from ..models.vocabulary_family import shard_names
@@ -231,6 +232,11 @@ class Engine:
         self.is_warm = False
 
     @property
+    def heartbeat(self) -> HeartbeatWriter:
+        """Reports what this rank does to its launcher."""
+        return self.profiler.heartbeat
+
+    @property
     def can_defer(self) -> bool:
         """Whether a step may be launched before the result of the last one is collected.
 
@@ -352,11 +358,13 @@ class Engine:
             backward are queued.
         """
         # ``can_defer`` is checked here, too: without it a caller would train with an outdated loss scale.
+        self.heartbeat.begin_step(batch.step, is_cold=not self.is_warm)
         result = None if self.can_defer else self.collect()
         if self._launched is None:
             self._measured_from_ns = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
         self._configure_for(batch)
+        self.heartbeat.enter(Phase.TECHNIQUE)
         # Before the pipeline is built, since a hook may freeze items.
         for technique in self.techniques:
             technique.before_step(batch.step)
@@ -364,7 +372,9 @@ class Engine:
         pipeline.loss_scale = self.scaler.scale
         if self.replica_codec is not None:
             self.replica_codec.begin_step(batch.step, self.scaler.scale)
+        self.heartbeat.enter(Phase.PIPELINE)
         loss = pipeline.train_step(self._local_batch(batch))
+        self.heartbeat.enter(Phase.REDUCTION)
         if batch.problem is not None:
             loss.fill_(math.nan)  # all ranks see it in the mean, and none updates
         for technique in self.techniques:
@@ -381,7 +391,9 @@ class Engine:
             divisor=clip_divisor(sums[0], self.settings.clip),
             skip=sums[:2].isfinite().all().logical_not().float(),
         )
+        self.heartbeat.enter(Phase.OPTIMIZER)
         self.item_store.step(update)
+        self.heartbeat.enter(Phase.RESULT)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
@@ -494,6 +506,7 @@ class Engine:
         losses: dict[str, list[float]] = {}
         head = self._item_names[-1]
         for batch in batches:
+            self.heartbeat.enter(Phase.EVALUATE)
             self.profiler.begin_step(False, batch.step)
             self._configure_for(batch)
             loss = self.pipeline().evaluate(self._local_batch(batch))
@@ -555,6 +568,7 @@ class Engine:
         Returns:
             What changed, in order.
         """
+        self.heartbeat.enter(Phase.TECHNIQUE)
         events = [*self.profiler.events(step), *self.techniques.after_step(step)]
         if any(event.rebuild for event in events):
             self._pipeline = None
@@ -569,6 +583,7 @@ class Engine:
         """
         if self._launched is not None:
             raise RuntimeError("a step was launched whose result was not collected")
+        self.heartbeat.enter(Phase.MIGRATE)
         after = replace(after, shards=self.partition.shards)
         # The partition changes only after the move has succeeded on all ranks; see ``MoveError``.
         report = move_items(self.item_store, self.partition, after, self.world)
@@ -587,6 +602,7 @@ class Engine:
         if self._launched is not None:
             raise RuntimeError("a step was launched whose result was not collected")
         self._pipeline = None
+        self.heartbeat.enter(Phase.MIGRATE)
         return move_experts(self.item_store, placements, self.world)
 
     def set_world(self, world: World) -> None:

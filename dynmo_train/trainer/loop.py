@@ -36,6 +36,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
 from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.heartbeat import Phase, open_heartbeat
 from ..launch.incident_log import restart_incident
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
@@ -91,9 +93,14 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    world = join_same(config.training.device, parallel_dims(config), lambda: config_properties(config))
+    timeout_s = 60.0 * config.training.distributed_timeout_minutes
+    heartbeat = open_heartbeat(os.environ, timeout_s)
+    properties = partial(config_properties, config)
+    world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
-        trainer, exit_code = Trainer(setup_run(config, world)), None
+        start = setup_run(config, world)
+        start.engine.profiler.heartbeat = heartbeat
+        trainer, exit_code = Trainer(start), None
         try:
             exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
@@ -291,7 +298,9 @@ class Trainer:
                 self._move_experts(is_last=is_last)
                 self._choose_compression(plan)
                 # Before a new save below, which would otherwise wait for a save that is already complete.
+                self.engine.heartbeat.enter(Phase.SAVE)
                 self._checkpointer.at_boundary()
+                self.engine.heartbeat.enter(Phase.BOUNDARY)
                 relaunch = not is_last and self._is_resize_requested()
                 # A signal that arrived during the evaluation or the move above counts at this boundary, unless ranks
                 # run ahead of their devices: then at the next one.
@@ -319,7 +328,9 @@ class Trainer:
 
     def _end(self, signals: BoundarySignals) -> int:
         """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
+        self.engine.heartbeat.enter(Phase.SAVE)
         self._checkpointer.wait()
+        self.engine.heartbeat.enter(Phase.END)
         # During training a failed save is retried by the next one. Here none follows, and exit code 0 would be wrong.
         if self._checkpointer.failure is not None:
             last, run = self._last_saved, self.directory.path
@@ -376,6 +387,7 @@ class Trainer:
     def train_step(self) -> None:
         """Train one step; log it, or on GPUs the one before."""
         self.step += 1
+        self.engine.heartbeat.enter(Phase.DATA)
         batch = self._batch = self._loader.batch(self.consumed_samples, self.step)
         size = self.config.batch_sizes.at(self.consumed_samples)
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
@@ -397,7 +409,9 @@ class Trainer:
             self._finish(result)
         if self._needs_result():
             self._collect()
+        self.engine.heartbeat.end_step()
         events = self.engine.after_step(self.step)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         if events:
             self._collect()
         for event in events:
@@ -535,6 +549,7 @@ class Trainer:
         size, count = self.config.batch_sizes.final, self.config.training.eval_iters
         batches = (self.data.eval_batch(split, consumed + number * size, self.step) for number in range(count))
         losses = self.engine.evaluate_losses(batches)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         loss = losses.pop("loss")
         fields = {f"{name}_loss": loss, **{f"{name}_{key}": value for key, value in losses.items()}}
         self.logger.log_metrics(step=self.step, **fields)
@@ -542,6 +557,7 @@ class Trainer:
 
     def _save(self) -> None:
         config = self.config
+        self.engine.heartbeat.enter(Phase.SAVE)
         if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")

@@ -38,6 +38,7 @@ from ...dynamics.technique import Event
 from ...formats.incident import Incident
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
+from ...launch.heartbeat import Phase
 from ...parallel.process_groups import broadcast_object
 from ...parallel.shrink import without_workers
 from ...pipeline.expert_migration import ExpertMoveReport, placements_of
@@ -137,7 +138,9 @@ class PlanController:
         if step % self.settings.interval:
             return None
         world = self.engine.world
+        self.engine.heartbeat.enter(Phase.PLAN_WAIT)
         chosen = broadcast_object(world, self._choose(step) if world.is_rank0 else None)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         if chosen is None:
             return None
         started = time.perf_counter_ns()
