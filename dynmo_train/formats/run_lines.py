@@ -14,7 +14,8 @@ from .incident import INCIDENT_KINDS
 _METRICS: Mapping[str, Check] = {"step": integer()}
 _EVENT: Mapping[str, Check] = {"time_utc": string(), "step": integer(), "kind": string(), "message": string()}
 
-_INCIDENT = _EVENT | {
+_INCIDENT: Mapping[str, Check] = {
+    **_EVENT,
     "incident": string(*INCIDENT_KINDS),
     "cause": string(),
     "ranks": array(integer()),

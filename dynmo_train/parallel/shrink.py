@@ -46,7 +46,8 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float | N
         members=members,
         workers=tuple(world.worker_ids[position] for position in staying),
     )
-    make = group_factory({}, timedelta(seconds=world.timeout_s if timeout_s is None else timeout_s))
+    timeout = timedelta(seconds=world.timeout_s if timeout_s is None else timeout_s)
+    make = group_factory({}, timeout)
 
     def among(ranks: Collection[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         return make([left.global_rank(rank) for rank in ranks], alone=alone)
@@ -59,7 +60,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float | N
         world=among(range(left.size), alone=True),
         pipeline=among(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
         model=among(dims.ranks(data=own.data)),
-        vocabulary=vocabulary_groups(pipeline, timedelta(seconds=timeout_s)) if before.vocabulary else (),
+        vocabulary=vocabulary_groups(pipeline, timeout) if before.vocabulary else (),
     )
     _forget(before, groups)
     return replace(left, groups=groups)

@@ -83,7 +83,7 @@ from ..optim.optimizers.protocol import OptimizerSettings, Update
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.context_parallel import context_region
-from ..parallel.device_clock import clock_for
+from ..parallel.device_clock import CpuClock, clock_for
 from ..parallel.expert_parallel import token_dispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.host_copy import HostCopy
@@ -200,6 +200,10 @@ class Engine:
         self.advanced_samples = 0
         self.replica_workers: int | None = None
         self.profiler = profiler or LayerProfiler(clock_for(world.device))
+        # Elsewhere operations contain collectives, whose wall time is that of the slowest peer.
+        computes_only = world.dims.tensor * world.dims.context * world.dims.expert == 1 and settings.zero_stage < 3
+        is_processor_time = isinstance(self.profiler.clock, CpuClock) and self.profiler.clock.is_processor_time
+        self.profiler.measures_stall = computes_only and is_processor_time and not self.partition.shards
         self.techniques = Techniques(settings.techniques, family=family, store=self.item_store, world=world)
         self._item_names = tuple(item.name for item in family.items)
         self.pipeline_config = settings.pipeline
@@ -363,6 +367,7 @@ class Engine:
         if self._launched is None:
             self._measured_from_ns = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
+        self.profiler.calibrate(self.world.device)
         self._configure_for(batch)
         self.heartbeat.enter(Phase.TECHNIQUE)
         # Before the pipeline is built, since a hook may freeze items.

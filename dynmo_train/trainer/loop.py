@@ -65,6 +65,7 @@ from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import ResizeRequests
+from .rebalance.worker_speed import SpeedMonitor, elapsed_costs, samples_of
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
@@ -209,6 +210,7 @@ class Trainer:
         self.defers_results = self.engine.world.device.type == "cuda"
         self._waiting: deque[_LaunchedStep] = deque()
         self._compiled_graphs = 0
+        self._speeds = SpeedMonitor()
         self._profiled: tuple[_LaunchedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
@@ -471,7 +473,11 @@ class Trainer:
         if self._profiled is not None:
             (launched, result), self._profiled = self._profiled, None
             if result.costs is not None:
-                self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, result.costs, result.counts)
+                change = self._speeds.add(samples_of(result.costs))
+                if change is not None:
+                    self.logger.log_worker_speeds(launched.step, change)
+                costs = elapsed_costs(result.costs, self._speeds.published)
+                self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, costs, result.counts)
 
     def _log_step(self, launched: _LaunchedStep, result: StepResult) -> None:
         step, size = launched.step, launched.size

@@ -135,13 +135,16 @@ def loss_parts(status: RunStatus) -> list[str]:
 
 
 def worker_parts(status: RunStatus) -> list[str]:
-    """Active, joined, released and requested workers; empty without any of them."""
+    """Active, joined, released, slow and requested workers; empty without any of them."""
     count = len(status.workers)
     parts = [f"{count} worker{'' if count == 1 else 's'} active"] if count else []
     if status.joined:
         parts.append(f"joined: {as_text(status.joined)}")
     if status.released:
         parts.append(f"released: {as_text(status.released)}")
+    slow = [f"{each.worker} ({each.relative_speed:.2f})" for each in status.workers if each.relative_speed != 1.0]
+    if slow:
+        parts.append(f"slow: {', '.join(slow)}")
     if status.requested_workers is not None:
         parts.append(f"requested: {status.requested_workers} workers")
     return parts

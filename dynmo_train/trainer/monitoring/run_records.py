@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ...formats.profile import WORKER_SPEED
+
 # Number of last steps that the means are over.
 RECENT_STEPS = 20
 # Points of a curve over the whole run; more than the columns of any terminal.
@@ -152,6 +154,10 @@ class ProfileSummary:
             self.results[int(line["plan_id"])] = (str(line["result"]), int(line["step"]), str(line["reason"]))
             while len(self.results) > _MAX_RESULTS:
                 del self.results[next(iter(self.results))]
+        elif kind == "event" and line["kind"] == WORKER_SPEED:
+            speeds = dict(zip(line["detail"]["workers"], line["detail"]["relative_speed"], strict=True))
+            for worker in self.workers:
+                worker["relative_speed"] = float(speeds.get(worker["worker"], worker["relative_speed"]))
         elif kind == "event":
             self.expected.pop(line["kind"], None)
             if line.get("next_expected_step") is not None:
@@ -162,7 +168,12 @@ class ProfileSummary:
         # An earlier start may have had other workers, and its loads are over.
         self.measured.clear()
         self.workers = [
-            {"worker": int(each["worker"]), "ranks": len(each["ranks"]), "memory_bytes": each.get("memory_bytes")}
+            {
+                "worker": int(each["worker"]),
+                "ranks": len(each["ranks"]),
+                "memory_bytes": each.get("memory_bytes"),
+                "relative_speed": float(each.get("relative_speed", 1.0)),
+            }
             for each in header.get("workers", ())
         ]
         ids = {each["worker"] for each in self.workers}

@@ -88,6 +88,7 @@ class WorkerStatus:
         load: fraction of the measured step time that it computed, 0 to 1; None before the first measurement.
         peak_memory_bytes: peak memory; None where unknown.
         memory_bytes: memory of the device; None where unknown.
+        relative_speed: measured speed; 1 is normal.
     """
 
     worker: int
@@ -97,6 +98,7 @@ class WorkerStatus:
     load: float | None
     peak_memory_bytes: int | None
     memory_bytes: int | None
+    relative_speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,9 @@ class RunFollower:
         self._metrics, self._profile, self._events = MetricsSummary(), ProfileSummary(), EventsSummary()
         self._plans: dict[int, dict[str, Any]] = {}
         self._metrics_tail = JsonlTail(run / "metrics.jsonl", markers=(b"false", b'"validation_loss"'))
-        self._profile_tail = JsonlTail(run / "profile.jsonl", markers=(b'"header"', b'"plan_result"'))
+        self._profile_tail = JsonlTail(
+            run / "profile.jsonl", markers=(b'"header"', b'"plan_result"', b'"worker_speed"')
+        )
         self._events_tail = JsonlTail(run / "events.jsonl", markers=(b'"incident"',))
 
     def poll(self) -> RunStatus:
@@ -403,6 +407,7 @@ class RunFollower:
                     load=loads[at] if at < len(loads) else None,
                     peak_memory_bytes=memory[at] if at < len(memory) else None,
                     memory_bytes=each["memory_bytes"],
+                    relative_speed=each.get("relative_speed", 1.0),
                 )
             )
         return found

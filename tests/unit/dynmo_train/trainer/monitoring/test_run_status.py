@@ -180,3 +180,16 @@ def test_status_sums_the_losses_of_incidents(tmp_path):
     assert incident_line(status) == "2 incidents, 30 steps and 1 min 30 s lost; last at step 130: restarted"
     assert incident_line(status) in format_status(status)
     assert any("2 incidents" in line.plain for line in LiveView(status).lines(100, 50))
+
+
+def test_status_marks_a_slow_worker(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "slow:" not in format_status(read_run_status(run))
+    detail = {"workers": [0, 1, 2, 3], "relative_speed": [1.0, 1.0, 0.2, 1.0]}
+    event = {"record": "event", "kind": "worker_speed", "step": 300, "detail": detail, "next_expected_step": None}
+    append(run / "profile.jsonl", event)
+    status = read_run_status(run)
+    assert [each.relative_speed for each in status.workers] == [1.0, 1.0, 0.2, 1.0]
+    assert "slow: 2 (0.20)" in format_status(status)
+    append(run / "profile.jsonl", event | {"detail": detail | {"relative_speed": [1.0] * 4}})
+    assert "slow:" not in format_status(read_run_status(run))
