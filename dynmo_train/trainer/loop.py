@@ -65,6 +65,7 @@ from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import ResizeRequests
+from .rebalance.step_gap import StepGap, times_of
 from .rebalance.worker_speed import SpeedMonitor, elapsed_costs, samples_of
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
@@ -135,6 +136,7 @@ class _LaunchedStep:
         consumed: samples consumed before it.
         plan_id: number of the active plan.
         problem: problem of this rank's data; None without one.
+        data_ns: time that the step waited for its batch, in nanoseconds.
     """
 
     step: int
@@ -143,6 +145,7 @@ class _LaunchedStep:
     consumed: int
     plan_id: int
     problem: str | None
+    data_ns: int = 0
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
@@ -211,6 +214,7 @@ class Trainer:
         self._waiting: deque[_LaunchedStep] = deque()
         self._compiled_graphs = 0
         self._speeds = SpeedMonitor()
+        self._gap: StepGap | None = None
         self._profiled: tuple[_LaunchedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
@@ -390,7 +394,9 @@ class Trainer:
         """Train one step; log it, or on GPUs the one before."""
         self.step += 1
         self.engine.heartbeat.enter(Phase.DATA)
+        waiting_from_ns = time.perf_counter_ns()
         batch = self._batch = self._loader.batch(self.consumed_samples, self.step)
+        data_ns = time.perf_counter_ns() - waiting_from_ns
         size = self.config.batch_sizes.at(self.consumed_samples)
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
@@ -402,6 +408,7 @@ class Trainer:
                 consumed=self.consumed_samples,
                 plan_id=self.controller.active_plan_id if self.controller is not None else self._initial_plan_id,
                 problem=batch.problem,
+                data_ns=data_ns,
             )
         )
         result = self.engine.launch_step(batch, sampled=is_sampled, advance=size)
@@ -473,11 +480,21 @@ class Trainer:
         if self._profiled is not None:
             (launched, result), self._profiled = self._profiled, None
             if result.costs is not None:
-                change = self._speeds.add(samples_of(result.costs))
-                if change is not None:
-                    self.logger.log_worker_speeds(launched.step, change)
-                costs = elapsed_costs(result.costs, self._speeds.published)
-                self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, costs, result.counts)
+                self._log_measured(launched, result, result.costs)
+
+    def _log_measured(self, launched: _LaunchedStep, result: StepResult, measured: list[dict[str, Any]]) -> None:
+        """Write the costs of a profiled step, and what they show of the workers and of the plan's prediction."""
+        samples = samples_of(measured)
+        if (change := self._speeds.add(samples)) is not None:
+            self.logger.log_worker_speeds(launched.step, change)
+        costs = elapsed_costs(measured, self._speeds.published)
+        self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, costs, result.counts)
+        if self._gap is not None and self._gap.plan_id == launched.plan_id:
+            # On GPUs the host runs ahead of the device: it waits for a batch while the device computes.
+            data_ns = 0 if self.defers_results else launched.data_ns
+            times = times_of(result.step_ns, data_ns, [one["busy_ns"] for one in costs], samples)
+            if (incident := self._gap.add(launched.step, times, self._speeds.published)) is not None:
+                self.logger.log_incident(incident)
 
     def _log_step(self, launched: _LaunchedStep, result: StepResult) -> None:
         step, size = launched.step, launched.size
@@ -531,6 +548,7 @@ class Trainer:
             self._log.line(f" {line} after iteration {self.step}")
 
     def _log_plan(self, plan: AppliedPlan) -> None:
+        self._gap = None if plan.predicted_ns is None else StepGap(plan_id=plan.plan_id, predicted_ns=plan.predicted_ns)
         self._log.log_move(plan, self.step)
         if plan.released:
             self._log.line(f" {self.logger.log_release(self.step, plan.released)} after iteration {self.step}")

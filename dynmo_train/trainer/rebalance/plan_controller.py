@@ -64,6 +64,7 @@ class AppliedPlan:
         is_released: whether this rank is released and has to exit.
         num_compressing_stages: number of pipeline ranks that compress between their replicas; None where the plan
             does not set it.
+        predicted_ns: predicted step time, in nanoseconds; None where the plan has none.
     """
 
     plan_id: int
@@ -72,6 +73,7 @@ class AppliedPlan:
     released: tuple[int, ...] = ()
     is_released: bool = False
     num_compressing_stages: int | None = None
+    predicted_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,7 @@ class PlanController:
             pause_ns=0,
             released=tuple(chosen["released"]),
             num_compressing_stages=chosen["num_compressing_stages"],
+            predicted_ns=chosen["predicted_ns"],
         )
         # Released ranks take part in the move above, since they send their layers away.
         if released:
@@ -259,6 +262,7 @@ class PlanController:
             "released": sorted(chosen.released_workers),
             "num_compressing_stages": chosen.selective_grad_comp_way,
             "experts": chosen.expert_ranks,
+            "predicted_ns": (chosen.predicted or {}).get("step_ns"),
             "reason": chosen.reason,
         }
 
