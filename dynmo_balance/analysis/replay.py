@@ -8,7 +8,7 @@ program over blocks of steps and the exact partitions of every block, with the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from .._common.errors import UsageError
 from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan
 from ..formats.profile import Event, PlanResult, Record, Segment, Step
+from ..formats.profile_records import WORKER_SPEED, with_speeds
 from ..online.decision import WatchOptions, decide
 from ..online.policies import PolicyState
 from ..online.run_state import RunState
@@ -39,6 +40,23 @@ class PolicyResult:
     total_ns: int
     pauses_ns: int | None
     moves: int
+
+
+def at_normal_speed(segment: Segment, owners: Mapping[int, Mapping[str, int]]) -> Iterator[Step]:
+    """The steps of a segment as workers of normal speed would have measured them.
+
+    Args:
+        segment: its events of measured speeds count from where they are.
+        owners: plan id -> item -> worker; workers of other plans count as normal.
+    """
+    header = segment.header
+    normal = speeds_of_items(header, {})
+    for record in segment.records:
+        if isinstance(record, Event):
+            header = with_speeds(header, record)
+        elif isinstance(record, Step):
+            owner = owners.get(record.plan_id)
+            yield rescaled(record, normal if owner is None else speeds_of_items(header, dict(owner)), normal)
 
 
 def rescaled(step: Step, measured_at: Sequence[int], target: Sequence[int]) -> Step:
@@ -73,9 +91,8 @@ class RecordedRun:
         self.segment = segment
         self.base_pause_ns = base_pause_ns
         header = segment.header
-        speeds_of = {plan: speeds_of_items(header, dict(owner)) for plan, owner in (owners or {}).items()}
         normal = speeds_of_items(header, {})
-        self.steps = tuple(rescaled(step, speeds_of.get(step.plan_id, normal), normal) for step in segment.steps)
+        self.steps = tuple(at_normal_speed(segment, owners or {}))
         window = CostWindow(len(header.items), max(2, len(self.steps)))
         for step in self.steps:
             window.add(step)
@@ -152,7 +169,8 @@ def run_policy(recorded: RecordedRun, options: WatchOptions) -> PolicyResult:
     decided, index = -1, 0
     normal = speeds_of_items(recorded.segment.header, {})
     for record in recorded.segment.records:
-        if isinstance(record, Event):
+        # The replay has workers of the header's speeds.
+        if isinstance(record, Event) and record.kind != WORKER_SPEED:
             state.feed(record)
         if not isinstance(record, Step):
             continue

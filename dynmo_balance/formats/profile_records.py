@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Samples = tuple[int | None, ...]
 """One value per item or worker; None was not sampled in this step, 0 did not run."""
 # Kinds of events after which layers cost what they did before. Any other kind, a foreign one too, changes costs.
+MIN_RELATIVE_SPEED = 1e-6
 COST_NEUTRAL_EVENTS = ("evaluated", "checkpoint")
+
+
+# Kind of the event with new relative speeds of the workers.
+WORKER_SPEED = "worker_speed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,24 @@ class Event:
     kind: str
     detail: Mapping[str, Any]
     next_expected_step: int | None
+
+
+def with_speeds(header: Header, event: Event) -> Header:
+    """The header with the relative speeds of an event; unchanged by other kinds, and by a detail of another form."""
+    if event.kind != WORKER_SPEED:
+        return header
+    ids, speeds = event.detail.get("workers"), event.detail.get("relative_speed")
+    if not isinstance(ids, list) or not isinstance(speeds, list) or len(ids) != len(speeds):
+        return header
+    by_id = {
+        worker: float(speed)
+        for worker, speed in zip(ids, speeds, strict=True)
+        if isinstance(worker, int) and isinstance(speed, int | float) and speed >= MIN_RELATIVE_SPEED
+    }
+    workers = tuple(
+        replace(worker, relative_speed=by_id.get(worker.worker, worker.relative_speed)) for worker in header.workers
+    )
+    return replace(header, workers=workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from ..costs.cost_window import CostWindow, ItemCosts, speeds_of_items
 from ..costs.devices import Device
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, Segment, Step, read_profile
-from ..formats.profile_records import COST_NEUTRAL_EVENTS
+from ..formats.profile_records import COST_NEUTRAL_EVENTS, with_speeds
 from .profile_summary import step_warnings
 
 
@@ -23,7 +23,7 @@ class ProfileSource:
 
     Attributes:
         path: as given.
-        header: of the segment.
+        header: of the segment, with the last measured speeds of the workers.
         costs: of the items.
         plan: the active plan; None if unknown.
         last_step: the last step that counts.
@@ -140,6 +140,7 @@ def load(
     last: Step | None = None
     for record in _records(segment, at_step, before_changes):
         if isinstance(record, Event):
+            header = with_speeds(header, record)
             costs_window.expire()
         else:
             costs_window.add(record)

@@ -21,7 +21,7 @@ from .._common.report.run_data import RunData, read_run_files
 from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, LineParser, PlanResult, Record, Step, Worker
-from ..formats.profile_records import COST_NEUTRAL_EVENTS
+from ..formats.profile_records import COST_NEUTRAL_EVENTS, with_speeds
 from .profile_source import ProfileSource, profile_path, warn_of_units
 
 
@@ -147,6 +147,7 @@ class _Pass:
             self.costs.add(record)
             self.last = record
         elif isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
+            self.header = None if self.header is None else with_speeds(self.header, record)
             self.costs.expire()
         self.data.add_record(parse_json(line) if isinstance(record, Header) else _document(record))
 

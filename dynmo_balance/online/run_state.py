@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ..costs.cost_window import CostWindow
 from ..costs.expert_loads import WINDOW, has_tokens
 from ..formats.profile import Event, Header, PlanRequest, PlanResult, Record, Step
-from ..formats.profile_records import COST_NEUTRAL_EVENTS
+from ..formats.profile_records import COST_NEUTRAL_EVENTS, WORKER_SPEED, with_speeds
 from .regret import WorkTrace
 
 LEARNING_RATE = 0.5
@@ -24,7 +24,7 @@ class RunState:
 
     Attributes:
         window_size: number of step records in the cost window.
-        header: of the segment.
+        header: of the segment, with the last measured speeds of the workers.
         window: the last records, for costs.
         trace: the work of the items in more records, for the policies.
         last_step: the last step.
@@ -73,6 +73,8 @@ class RunState:
                 self._step(record)
             case Event():
                 # Costs before the change are void, and so is the comparison of the steps before and after a move.
+                if record.kind == WORKER_SPEED and self.header is not None:
+                    self.header = with_speeds(self.header, record)
                 if record.kind not in COST_NEUTRAL_EVENTS:
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()

@@ -330,7 +330,6 @@ FLAGS: Mapping[str, CompatFlag] = {
         "checkpointed activations are not partitioned: one input per layer"
     ),
     "--recompute-modules": ignored("selective recomputation covers all but matrix products", None),
-    "--distributed-timeout-minutes": ignored("collectives end after 10 minutes", 1),
     "--empty-unused-memory-level": ignored(_OVERLAP, 1),
     "--enable-experimental": ignored(_OVERLAP),
     "--lazy-mpu-init": ignored("processes join at the start", 1),

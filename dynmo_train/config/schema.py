@@ -464,6 +464,12 @@ class TrainingConfig:
     exit_interval: int | None = option(
         "Save and exit after a step divisible by N.", default=None, minimum=1, panel=panels.ELASTICITY
     )
+    distributed_timeout_minutes: float = option(
+        "Minutes after which a collective, or a rank without progress, ends the run.",
+        default=10.0,
+        above=0,
+        panel=panels.ELASTICITY,
+    )
     exit_duration_in_mins: float | None = option(
         "Save and exit after N minutes.", default=None, above=0, common=True, panel=panels.ELASTICITY
     )

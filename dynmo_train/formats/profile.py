@@ -15,6 +15,8 @@ from .. import __version__
 from .._common.document import DocumentError, Problem, WriterError, append_line, envelope, parse_json, read_lines
 from .profile_lines import FORMAT, VERSION, line_problems
 
+# Kind of the event with new relative speeds of the workers.
+WORKER_SPEED = "worker_speed"
 WRITTEN_BY = f"dynmo-train {__version__}"
 
 PlanOutcome = Literal["applied", "unchanged", "refused", "superseded", "rolled_back"]

@@ -7,11 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._common.checks import Check, integer, string
+from .._common.checks import Check, array, integer, number, string
 from .._common.document import Problem, WriterError, append_line
+from .incident import INCIDENT_KINDS
 
 _METRICS: Mapping[str, Check] = {"step": integer()}
 _EVENT: Mapping[str, Check] = {"time_utc": string(), "step": integer(), "kind": string(), "message": string()}
+
+_INCIDENT: Mapping[str, Check] = {
+    **_EVENT,
+    "incident": string(*INCIDENT_KINDS),
+    "cause": string(),
+    "ranks": array(integer()),
+    "hosts": array(string()),
+    "seconds_lost": number(0.0),
+    "steps_lost": integer(),
+}
 
 
 def _finite(value: Any) -> Any:
@@ -48,4 +59,4 @@ def append_metrics(path: Path, record: Mapping[str, Any]) -> None:
 
 def append_event(path: Path, record: Mapping[str, Any]) -> None:
     """Append an event, which has ``time_utc``, ``step``, ``kind`` and ``message``; raises as :func:`append_metrics`."""
-    _append(path, record, _EVENT)
+    _append(path, record, _INCIDENT if record.get("kind") == "incident" else _EVENT)

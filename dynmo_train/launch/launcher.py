@@ -44,8 +44,20 @@ from .exit_status import (
     shell_exit_code,
     usage_message,
 )
+from .heartbeat import HEARTBEAT_VARIABLE
+from .incident_log import (
+    Progress,
+    death_incident,
+    hang_incident,
+    node_of_rank,
+    read_progress,
+    restart_environment,
+    restarts_used,
+    write_incident,
+)
 from .membership import Incarnation, Membership, NodeState, join_ranks
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
 from .restart import (
@@ -57,6 +69,7 @@ from .restart import (
     process_count,
     resume_flags,
 )
+from .watchdog import HangSettings
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -133,7 +146,11 @@ class _Launcher:
     Attributes:
         launch: the processes of this node.
         launch_file: file in which rank 0 records the run directory.
-        restarts: number of restarts after failures.
+        heartbeats: folder of the heartbeats of this node's processes.
+        restarts: number of restarts after failures without progress.
+        checkpoint_of_restart: newest checkpoint at the last restart.
+        started_at: Unix time at which the current round began.
+        watched: what the watchdog found in the current round.
         layout: parallel sizes of the largest round; those of other rounds follow from it, so that a run which shrank
             returns to the sizes that it had.
         workers: number of pipeline ranks that a user requested.
@@ -143,7 +160,11 @@ class _Launcher:
 
     launch: LocalLaunch
     launch_file: Path
+    heartbeats: Path
     restarts: int = 0
+    checkpoint_of_restart: int | None = None
+    started_at: float = 0.0
+    watched: WatchResult = field(default_factory=WatchResult)
     layout: Layout | None = None
     workers: int | None = None
     processes: int | None = None
@@ -183,6 +204,22 @@ class _Launcher:
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
         )
+
+    def _watch(self, current: Round, group: WorkerGroupConfig) -> NodeWatch:
+        """The watchdog of a round on this node."""
+        watched = WatchedRound(
+            name=group.name,
+            folder=self.heartbeats,
+            log_dir=group.log_dir,
+            first_rank=sum(current.processes[: group.index]),
+            nproc=group.nproc,
+            index=group.index,
+            count=group.count,
+            store_host=group.host,
+            store_port=group.port,
+        )
+        exits = self.launch.exits
+        return NodeWatch(watched, HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s))
 
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
@@ -243,6 +280,7 @@ class _Launcher:
         is_free = (code == EXIT_RELAUNCH and not lost) or is_drain
         has_run, has_left = self._run_dir() is not None, bool(lost) or is_drain
         is_permanent = code in PERMANENT_CODES and not lost
+        progress = self._record_failure(current, failures, lost, is_free=is_free)
         if not is_free and (is_permanent or self.restarts == exits.max_restarts):
             return _Decision(is_restart=False, code=shell_exit_code(code))
         # A run that a lost or drained node interrupted before it created its directory starts from scratch.
@@ -250,7 +288,32 @@ class _Launcher:
             message = "a process requested a restart before it created a run directory" if is_free else ""
             return _Decision(is_restart=False, code=shell_exit_code(code), message=message)
         self.restarts += 0 if is_free else 1
+        self.checkpoint_of_restart = progress.checkpoint
+        os.environ.update(restart_environment(self._restart_cause(lost, is_drain=is_drain, is_free=is_free)))
         return self._apply_resize_request(members)
+
+    def _record_failure(
+        self, current: Round, failures: Sequence[Failure], lost: Sequence[Incarnation], *, is_free: bool
+    ) -> Progress:
+        """Record why a round failed, and count the restarts since the last progress; returns the progress."""
+        run_dir = self._run_dir()
+        progress = read_progress(run_dir) if run_dir is not None else Progress(step=0, checkpoint=0, saved_at=None)
+        if run_dir is not None and not is_free:
+            self._write_incident(run_dir, current, failures, [node.rank for node in lost], progress)
+        self.restarts = restarts_used(
+            self.restarts, checkpoint=progress.checkpoint, checkpoint_of_restart=self.checkpoint_of_restart
+        )
+        return progress
+
+    def _restart_cause(self, lost: Sequence[Incarnation], *, is_drain: bool, is_free: bool) -> str:
+        """Why the next round begins, for its incident."""
+        if self.watched.hang is not None:
+            return "a rank hung"
+        if lost:
+            return "a node was lost"
+        if is_drain:
+            return "a node was drained"
+        return "a process requested it" if is_free else "a process failed"
 
     def _apply_resize_request(self, members: Sequence[Incarnation]) -> _Decision:
         """Restart, with the number of workers that a user requested."""
@@ -270,6 +333,34 @@ class _Launcher:
             self.rendezvous.coordinator.resize(processes // min(sizes))
         self.workers, self.processes = workers, processes
         return _Decision(is_restart=True)
+
+    def _write_incident(
+        self, run_dir: Path, current: Round, failures: Sequence[Failure], lost: Sequence[int], progress: Progress
+    ) -> None:
+        """On node 0, record why the round failed.
+
+        Args:
+            run_dir: run directory.
+            current: the round.
+            failures: failed processes of all nodes.
+            lost: lost nodes.
+            progress: progress of the run.
+        """
+        if not failures and not lost:
+            return
+        names = [socket.gethostname() if node == 0 else f"node {node}" for node in current.members]
+        # Without a heartbeat of the rank its host is known by the number of its node only.
+        hosts = {failure.rank: names[node_of_rank(failure.rank, current.processes)] for failure in failures}
+        hosts |= self.watched.hosts
+        since = max(self.started_at, progress.saved_at or 0.0)
+        seconds = max(0.0, time.time() - since)
+        lost_hosts = [names[current.members.index(node)] for node in lost if node in current.members]
+        watched = self.watched
+        if watched.hang is not None:
+            incident = hang_incident(watched.hang, watched.collective, watched.stacks, hosts, progress, seconds)
+        else:
+            incident = death_incident(failures, lost_hosts, hosts, progress, seconds)
+        write_incident(run_dir, incident)
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
         """Flags of a round after the first one."""
@@ -307,8 +398,10 @@ class _Launcher:
 
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
+        group = self._worker_group(current)
         try:
-            failures = run_worker_group(self._worker_group(current))
+            with self._watch(current, group).watching() as self.watched:
+                failures = run_worker_group(group)
         except PeerFailureError as error:
             print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
@@ -324,6 +417,7 @@ class _Launcher:
         try:
             while True:
                 current = self._open_round(is_first=is_first)
+                self.started_at = time.time()
                 is_first, failures = False, self._run_round(current)
                 if failures is None:
                     decision = self._finish()
@@ -347,6 +441,7 @@ class _Launcher:
             RendezvousLostError: node 0 is unreachable.
         """
         while not isinstance(current := self.rendezvous.wait_for_round(), LaunchEnd):
+            self.started_at = time.time()
             failures = self._run_round(current)
             if failures is None:
                 return LaunchEnd(code=0)
@@ -448,6 +543,8 @@ def launch_local(launch: LocalLaunch) -> int:
     # Of an earlier launch with the same log folder; a restart would resume its run.
     if launch.nodes.node_rank == 0:
         launch_file.unlink(missing_ok=True)
+    heartbeats = make_heartbeat_folder()
+    os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
     os.environ.update(
         worker_environment(
             os.environ,
@@ -462,7 +559,9 @@ def launch_local(launch: LocalLaunch) -> int:
     )
     try:
         with _exit_on_signals():
-            return _run(_Launcher(launch, launch_file))
+            return _run(_Launcher(launch, launch_file, heartbeats))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH
+    finally:
+        remove_heartbeat_folder(heartbeats)

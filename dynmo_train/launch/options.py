@@ -42,7 +42,7 @@ MaxRestarts = Annotated[
         "--max-restarts",
         min=0,
         max=MAX_COUNT,
-        help="Maximum restarts from the last checkpoint after failures.",
+        help="Maximum restarts after failures without a newer checkpoint between them.",
         rich_help_panel=Panel("Exit and restart", rare=True),
     ),
 ]
@@ -180,6 +180,13 @@ class ExitOptions:
     grace_s: Annotated[
         float, typer.Option("--grace-s", min=0, help="Seconds that processes have to exit after a failure elsewhere.")
     ] = 5.0
+    hang_factor: Annotated[
+        float,
+        typer.Option("--hang-factor", min=0, help="Median step times without progress of a hang; 0: no watchdog."),
+    ] = 3.0
+    hang_min_s: Annotated[
+        float, typer.Option("--hang-min-s", min=1, help="Minimum seconds without progress of a hang.")
+    ] = 60.0
     save_s: Annotated[
         float, typer.Option("--save-s", min=0, help="Seconds that processes have to save after SIGTERM or Ctrl-C.")
     ] = 60.0

@@ -23,9 +23,13 @@ class CpuClock:
 
     Args:
         threads: Number of threads that compute.
+
+    Attributes:
+        is_processor_time: Whether preemption does not count.
     """
 
     def __init__(self, threads: int) -> None:
+        self.is_processor_time = threads == 1
         self._now = time.thread_time_ns if threads == 1 else time.perf_counter_ns
 
     def stamp(self) -> int:

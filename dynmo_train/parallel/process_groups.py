@@ -80,6 +80,7 @@ class World:
         groups: Process groups of this process.
         members: torch's global rank of each rank, after pipeline ranks were released; empty before.
         workers: Worker id of each pipeline rank, after pipeline ranks were released; empty before.
+        timeout_s: Timeout of collectives, in seconds.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class World:
     groups: Groups = Groups()
     members: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()
+    timeout_s: float = 600.0
 
     @property
     def is_rank0(self) -> bool:
@@ -207,7 +209,8 @@ def set_parallel_dims(world: World, dims: ParallelDims, timeout_s: float = 600.0
     """
     if dims.size != world.size:
         raise UsageError(f"{dims} need {dims.size} processes; the run has {world.size}")
-    return replace(world, dims=dims, groups=_make_groups(dims, world.rank, timedelta(seconds=timeout_s)))
+    groups = _make_groups(dims, world.rank, timedelta(seconds=timeout_s))
+    return replace(world, dims=dims, groups=groups, timeout_s=timeout_s)
 
 
 def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .process_groups import Groups, World, group_factory, vocabulary_groups
 
 
-def without_workers(world: World, leaving: Collection[int], timeout_s: float = 600.0) -> World | None:
+def without_workers(world: World, leaving: Collection[int], timeout_s: float | None = None) -> World | None:
     """Return the world without some pipeline ranks; None on their own processes. A collective.
 
     A released process may exit when this returns: it returns nowhere before all processes have called it, and none
@@ -24,7 +24,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
     Args:
         world: Processes of the run.
         leaving: Pipeline ranks to release.
-        timeout_s: Timeout of collectives of the remaining processes, in seconds.
+        timeout_s: Timeout of collectives of the remaining processes, in seconds; None is that of ``world``.
 
     Returns:
         The smaller world, with new ranks in the old order; None on released processes.
@@ -46,7 +46,8 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         members=members,
         workers=tuple(world.worker_ids[position] for position in staying),
     )
-    make = group_factory({}, timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=world.timeout_s if timeout_s is None else timeout_s)
+    make = group_factory({}, timeout)
 
     def among(ranks: Collection[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         return make([left.global_rank(rank) for rank in ranks], alone=alone)
@@ -59,7 +60,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         world=among(range(left.size), alone=True),
         pipeline=among(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
         model=among(dims.ranks(data=own.data)),
-        vocabulary=vocabulary_groups(pipeline, timedelta(seconds=timeout_s)) if before.vocabulary else (),
+        vocabulary=vocabulary_groups(pipeline, timeout) if before.vocabulary else (),
     )
     _forget(before, groups)
     return replace(left, groups=groups)

@@ -7,13 +7,18 @@ sleeping ranks overlap. Times must be well above those of arithmetic and engine 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from ..dynamics.technique import Event
 from ..parallel.device_clock import CpuClock
 from .emulation_trace import ZERO_TIMES, EmulationTrace, ItemTimes
 from .profiler import LayerProfiler
+
+# Emulated time of the calibration product at normal speed.
+CALIBRATION_NS = 1_000_000
 
 
 class EmulatedProfiler(LayerProfiler):
@@ -21,14 +26,15 @@ class EmulatedProfiler(LayerProfiler):
 
     Args:
         trace: Times of each item.
+        slowdown: Step -> factor of all times of this rank; 1 is normal.
     """
 
-    def __init__(self, trace: EmulationTrace) -> None:
+    def __init__(self, trace: EmulationTrace, slowdown: Callable[[int], float] = lambda _step: 1.0) -> None:
         # Wall clock: CPU time does not advance while a thread sleeps.
         super().__init__(CpuClock(0))
         # Backward times are slept at the marks, so that every step needs them.
         self.always_marks = True
-        self.trace = trace
+        self.trace, self._slowdown, self._factor = trace, slowdown, slowdown(1)
         self._times: Mapping[str, ItemTimes] = trace.at(1)
         self._stage_names: tuple[str, ...] = ()
         self._reached, self._due_ns, self._full = 0, 0, True
@@ -36,7 +42,12 @@ class EmulatedProfiler(LayerProfiler):
     def begin_step(self, sampling: bool, step: int) -> None:
         """Use the times of ``step``."""
         super().begin_step(sampling, step)
-        self._times = self.trace.at(step)
+        self._times, self._factor = self.trace.at(step), self._slowdown(step)
+
+    def calibrate(self, device: torch.device) -> None:
+        """Record the time that the product takes on the emulated device; sleeping would add the delay of a wake-up."""
+        if self.sampling:
+            self._calibrations.append((0, round(CALIBRATION_NS * self._factor)))
 
     def events(self, step: int) -> Sequence[Event]:
         """Return the trace's events after ``step``."""
@@ -45,7 +56,7 @@ class EmulatedProfiler(LayerProfiler):
     def _take(self, duration_ns: float) -> None:
         """Extend the current operation by this time; an item that is late shortens the sleep of the next one."""
         # A deadline instead of a duration: late wake-ups do not add up over the items of an operation.
-        self._due_ns += round(duration_ns)
+        self._due_ns += round(duration_ns * self._factor)
         sleep_until(self._due_ns)
 
     @contextmanager

@@ -154,3 +154,33 @@ def _events(records: Any) -> dict[int, tuple[Event, ...]]:
         )
         events[step] = (*events.get(step, ()), event)
     return events
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowWorker:
+    """A worker whose times are longer from a first to a last step."""
+
+    worker: int
+    factor: float
+    first: int
+    last: int
+
+    def factor_at(self, step: int) -> float:
+        """The factor of its times in a step."""
+        return self.factor if self.first <= step <= self.last else 1.0
+
+
+def parse_slow_worker(text: str) -> SlowWorker:
+    """Parse the value of ``--emulate-slow``.
+
+    Raises:
+        UsageError: it has another form, or numbers out of range.
+    """
+    try:
+        worker, factor, first, last = text.split(":")
+        found = SlowWorker(worker=int(worker), factor=float(factor), first=int(first), last=int(last))
+    except ValueError as error:
+        raise UsageError(f"--emulate-slow {text!r}: must be WORKER:FACTOR:FIRST:LAST, such as 1:5:20:60") from error
+    if found.worker < 0 or not 1.0 <= found.factor <= 1e6 or not 1 <= found.first <= found.last:
+        raise UsageError(f"--emulate-slow {text}: must have WORKER >= 0, FACTOR >= 1 and 1 <= FIRST <= LAST")
+    return found

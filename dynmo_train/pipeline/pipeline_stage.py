@@ -32,6 +32,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..launch.heartbeat import Phase
 from ..models.aux_loss import with_losses
 from ..models.compiled import PRODUCTS, is_compiled
 from ..models.head import Head
@@ -478,10 +479,14 @@ class ItemStage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one microbatch, measured as busy time; send its output to the shards of the vocabulary."""
+        heartbeat = self.module.profiler.heartbeat
+        microbatch = args[0] if args else kwargs["fwd_chunk_id"]
+        heartbeat.enter(Phase.FORWARD if self.has_backward else Phase.EVALUATE, microbatch)
         with self.module.profiler.busy():
             output = super().forward_one_chunk(*args, **kwargs)
+        heartbeat.enter(Phase.PIPELINE, microbatch)
         if self._vocabulary is not None:
-            self._vocabulary.send_features(args[0] if args else kwargs["fwd_chunk_id"], output)
+            self._vocabulary.send_features(microbatch, output)
         return output
 
     def _backward_case(self, *, full_backward: bool) -> BackwardCase:
@@ -520,6 +525,7 @@ class ItemStage(PipelineStage):
             return
         if not full_backward:
             self._split_cases[bwd_chunk_id] = case
+        self.module.profiler.heartbeat.enter(Phase.BACKWARD, bwd_chunk_id)
         with self.module.profiler.busy():
             if case is BackwardCase.FROZEN:
                 # torch removes the entry in its own backward, which does not run here.
@@ -535,6 +541,7 @@ class ItemStage(PipelineStage):
                 ):
                     super().backward_one_chunk(bwd_chunk_id, loss, full, last_backward)
                 self.module.graphs.release(bwd_chunk_id)
+        self.module.profiler.heartbeat.enter(Phase.PIPELINE, bwd_chunk_id)
 
     def _defer_backward(self, bwd_chunk_id: int, loss: torch.Tensor | None) -> None:
         """Keep what the full backward at W needs, and leave the previous stage without gradients."""

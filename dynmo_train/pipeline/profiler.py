@@ -14,6 +14,7 @@ whether they are inserted, cannot change the bits of a run.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,14 @@ import torch
 import torch.distributed as dist
 
 from ..dynamics.technique import Event
+from ..launch.heartbeat import silent_heartbeat
 from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World
+
+# Rows of the square matrices of the calibration product: 0.1 ms on a core or a GPU.
+_CPU_PRODUCT, _CUDA_PRODUCT = 96, 1024
+_CALIBRATIONS = 3
 
 
 class _RecordBackward(torch.autograd.Function):
@@ -64,6 +70,8 @@ class Measurements:
     weight: _Intervals
     busy: _Intervals
     activation_bytes: Mapping[str, int]
+    calibrations: Sequence[tuple[Any, Any]] = ()
+    busy_wall_ns: int = 0
 
     def result(self, names: tuple[str, ...], microbatches: int) -> dict[str, Any]:
         """Return the measurements.
@@ -73,7 +81,8 @@ class Measurements:
             microbatches: Number of microbatches of the step.
 
         Returns:
-            Lists of a profile's ``step`` line, means per microbatch in ns and bytes, and ``busy_ns`` of the step.
+            Lists of a profile's ``step`` line, means per microbatch in ns and bytes; ``busy_ns`` of the step,
+            ``calibration_ns`` of the fixed product, and ``stall_ppm``: wall over processor time, in millionths.
         """
 
         def means(intervals: _Intervals) -> list[int]:
@@ -88,7 +97,10 @@ class Measurements:
             "backward_ns": [first for first, _ in backward],
             "backward_weight_ns": [second for _, second in backward] if self.weight.by_name else None,
             "activation_bytes": [self.activation_bytes.get(name, 0) for name in names],
-            "busy_ns": self.busy.mean_ns(self.clock, "", 1),
+            "busy_ns": (busy_ns := self.busy.mean_ns(self.clock, "", 1)),
+            # The fastest of several: a preemption or a cold cache must not look like a slow clock.
+            "calibration_ns": min((self.clock.elapsed_ns(*each) for each in self.calibrations), default=0),
+            "stall_ppm": self.busy_wall_ns * 1_000_000 // busy_ns if self.busy_wall_ns and busy_ns else 1_000_000,
         }
 
 
@@ -103,12 +115,16 @@ class LayerProfiler:
 
     Attributes:
         sampling: Whether this step is measured.
+        measures_stall: Whether operations compute only, so that their wall time shows a busy processor.
         always_marks: Insert marks in steps that are not measured, too, for a listener.
+        heartbeat: Reports the phase of each operation to the launcher, in every step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.sampling, self.always_marks = False, False
+        self.heartbeat = silent_heartbeat()
+        self.sampling, self.always_marks, self.measures_stall = False, False, False
+        self._product: tuple[torch.Tensor, torch.Tensor] | None = None
         self._reset()
         self._names: tuple[str, ...] = ()
         self._last_mark: tuple[int, Any] | None = None
@@ -119,6 +135,39 @@ class LayerProfiler:
         self._backward_input = _Intervals()
         self._open = self._backward
         self._activation_bytes: dict[str, int] = {}
+        self._calibrations: list[tuple[Any, Any]] = []
+        self._busy_wall_ns = 0
+
+    def calibrate(self, device: torch.device) -> None:
+        """In a measured step, measure a fixed product, whose time does not depend on the model; it is not waited for.
+
+        Args:
+            device: Device of the product.
+        """
+        if not self.sampling:
+            return
+        if self._product is None:
+            # Without random numbers: the bits of a run must not depend on whether it is measured.
+            size = _CUDA_PRODUCT if device.type == "cuda" else _CPU_PRODUCT
+            self._product = (torch.full((size, size), 0.5, device=device), torch.empty((size, size), device=device))
+        ones, out = self._product
+        with torch.no_grad():
+            for _ in range(_CALIBRATIONS):
+                begin = self.clock.stamp()
+                torch.mm(ones, ones, out=out)
+                self._calibrations.append((begin, self.clock.stamp()))
+
+    def calibration_ns(self, device: torch.device) -> int:
+        """Measure the fixed product at once and return its time in ns; on CUDA this waits for the device."""
+        self.sampling = True
+        for _ in range(_CALIBRATIONS):
+            self.calibrate(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found = min(self.clock.elapsed_ns(*each) for each in self._calibrations)
+        self.sampling = False
+        self._reset()
+        return found
 
     def begin_step(self, sampling: bool, step: int) -> None:
         """Discard the measurements of the last step; ``sampling`` is whether to measure optimizer step ``step``."""
@@ -159,8 +208,11 @@ class LayerProfiler:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Measure one operation of the schedule on this rank."""
+        begin_ns = time.perf_counter_ns()
         with self._measure(self._busy, ""):
             yield
+        if self.sampling and self.measures_stall:
+            self._busy_wall_ns += time.perf_counter_ns() - begin_ns
 
     @contextmanager
     def weight(self, name: str, share: float = 1.0) -> Iterator[None]:
@@ -264,6 +316,8 @@ class LayerProfiler:
             weight=self._weight,
             busy=self._busy,
             activation_bytes=self._activation_bytes,
+            calibrations=self._calibrations,
+            busy_wall_ns=self._busy_wall_ns,
         )
 
 
@@ -278,7 +332,7 @@ def _split_whole(whole_ns: int, input_ns: int, weight_ns: int) -> tuple[int, int
 
 
 LISTS = ("forward_ns", "backward_ns", "backward_weight_ns", "activation_bytes")
-SCALARS = ("busy_ns", "peak_memory_bytes")
+SCALARS = ("busy_ns", "peak_memory_bytes", "calibration_ns", "stall_ppm")
 
 
 def cost_table(item_names: Sequence[str], names: Sequence[str], costs: Mapping[str, Any]) -> torch.Tensor:
@@ -300,7 +354,7 @@ def cost_table(item_names: Sequence[str], names: Sequence[str], costs: Mapping[s
         if costs[name] is not None:
             table[row, here] = torch.tensor(costs[name], dtype=torch.int64)
             table[row, -1] = 1
-    table[-1, : len(SCALARS)] = torch.tensor([costs[name] for name in SCALARS], dtype=torch.int64)
+    table[-1, : len(SCALARS)] = torch.tensor([costs.get(name, 0) for name in SCALARS], dtype=torch.int64)
     return table
 
 

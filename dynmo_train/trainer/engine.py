@@ -54,6 +54,7 @@ from torch import nn
 from .._common.portable import peak_memory_bytes
 from ..data.batch import Batch
 from ..dynamics.technique import Event, TechniqueBuilder, Techniques
+from ..launch.heartbeat import HeartbeatWriter, Phase
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
 from ..models.vocabulary_family import shard_names
@@ -84,7 +85,7 @@ from ..optim.optimizers.protocol import OptimizerSettings, Update
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.context_parallel import context_region
-from ..parallel.device_clock import clock_for
+from ..parallel.device_clock import CpuClock, clock_for
 from ..parallel.expert_replicas import ReplicaDispatcher, token_dispatcher
 from ..parallel.fsdp import FsdpSharding
 from ..parallel.host_copy import HostCopy
@@ -207,6 +208,10 @@ class Engine:
         self.advanced_samples = 0
         self.replica_workers: int | None = None
         self.profiler = profiler or LayerProfiler(clock_for(world.device))
+        # Elsewhere operations contain collectives, whose wall time is that of the slowest peer.
+        computes_only = world.dims.tensor * world.dims.context * world.dims.expert == 1 and settings.zero_stage < 3
+        is_processor_time = isinstance(self.profiler.clock, CpuClock) and self.profiler.clock.is_processor_time
+        self.profiler.measures_stall = computes_only and is_processor_time and not self.partition.shards
         self.techniques = Techniques(settings.techniques, family=family, store=self.item_store, world=world)
         self._item_names = tuple(item.name for item in family.items)
         self.pipeline_config = settings.pipeline
@@ -241,6 +246,11 @@ class Engine:
         self._measured_from_ns = 0
         self._pipeline: Pipeline | None = None
         self.is_warm = False
+
+    @property
+    def heartbeat(self) -> HeartbeatWriter:
+        """Reports what this rank does to its launcher."""
+        return self.profiler.heartbeat
 
     @property
     def can_defer(self) -> bool:
@@ -366,11 +376,14 @@ class Engine:
             backward are queued.
         """
         # ``can_defer`` is checked here, too: without it a caller would train with an outdated loss scale.
+        self.heartbeat.begin_step(batch.step, is_cold=not self.is_warm)
         result = None if self.can_defer else self.collect()
         if self._launched is None:
             self._measured_from_ns = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
+        self.profiler.calibrate(self.world.device)
         self._configure_for(batch)
+        self.heartbeat.enter(Phase.TECHNIQUE)
         # Before the pipeline is built, since a hook may freeze items.
         for technique in self.techniques:
             technique.before_step(batch.step)
@@ -378,7 +391,9 @@ class Engine:
         pipeline.loss_scale = self.scaler.scale
         if self.replica_codec is not None:
             self.replica_codec.begin_step(batch.step, self.scaler.scale)
+        self.heartbeat.enter(Phase.PIPELINE)
         loss = pipeline.train_step(self._local_batch(batch))
+        self.heartbeat.enter(Phase.REDUCTION)
         if batch.problem is not None:
             loss.fill_(math.nan)  # all ranks see it in the mean, and none updates
         for technique in self.techniques:
@@ -395,10 +410,12 @@ class Engine:
             divisor=clip_divisor(sums[0], self.settings.clip),
             skip=sums[:2].isfinite().all().logical_not().float(),
         )
+        self.heartbeat.enter(Phase.OPTIMIZER)
         self.item_store.step(update)
         update_expert_biases(self.item_store, self.world, update.skip)
         if self._replicas is not None:
             self._replicas.outdate()
+        self.heartbeat.enter(Phase.RESULT)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
@@ -511,6 +528,7 @@ class Engine:
         losses: dict[str, list[float]] = {}
         head = self._item_names[-1]
         for batch in batches:
+            self.heartbeat.enter(Phase.EVALUATE)
             self.profiler.begin_step(False, batch.step)
             self._configure_for(batch)
             loss = self.pipeline().evaluate(self._local_batch(batch))
@@ -572,6 +590,7 @@ class Engine:
         Returns:
             What changed, in order.
         """
+        self.heartbeat.enter(Phase.TECHNIQUE)
         events = [*self.profiler.events(step), *self.techniques.after_step(step)]
         if any(event.rebuild for event in events):
             self._pipeline = None
@@ -586,6 +605,7 @@ class Engine:
         """
         if self._launched is not None:
             raise RuntimeError("a step was launched whose result was not collected")
+        self.heartbeat.enter(Phase.MIGRATE)
         after = replace(after, shards=self.partition.shards)
         # The partition changes only after the move has succeeded on all ranks; see ``MoveError``.
         report = move_items(self.item_store, self.partition, after, self.world)
@@ -607,6 +627,7 @@ class Engine:
         if self._launched is not None:
             raise RuntimeError("a step was launched whose result was not collected")
         self._pipeline = None
+        self.heartbeat.enter(Phase.MIGRATE)
         return move_experts(self.item_store, placements, self.world)
 
     def set_world(self, world: World) -> None:

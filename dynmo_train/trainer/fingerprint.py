@@ -73,7 +73,9 @@ def require_same(world: World, properties: RunProperties) -> None:
     raise SystemExit(EXIT_USAGE)
 
 
-def join_same(device: str, dims: ParallelDims, properties: Callable[[], RunProperties]) -> World:
+def join_same(
+    device: str, dims: ParallelDims, properties: Callable[[], RunProperties], *, timeout_s: float = 600.0
+) -> World:
     """Join the processes, check that they were started alike, and create the process groups.
 
     The check precedes the groups: processes with other parallel sizes would create other groups, and hang.
@@ -82,14 +84,15 @@ def join_same(device: str, dims: ParallelDims, properties: Callable[[], RunPrope
         device: ``cpu``, ``cuda`` or ``auto``.
         dims: parallel sizes.
         properties: returns the properties that must be equal.
+        timeout_s: timeout of collectives, in seconds.
 
     Raises:
         UsageError: the processes differ, or ``dims`` do not match their number.
     """
-    world = init_world(device)
+    world = init_world(device, timeout_s)
     try:
         require_same(world, {**properties(), "device": world.device.type, **installed()})
-        return set_parallel_dims(world, dims)
+        return set_parallel_dims(world, dims, timeout_s)
     # Also a KeyboardInterrupt or SystemExit: the caller has no world yet, and could not destroy it.
     except BaseException:
         destroy_world()

@@ -32,9 +32,11 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,10 @@ from ..config import Config
 from ..data.loader import BatchLoader
 from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
+from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.heartbeat import Phase, open_heartbeat
+from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
@@ -62,6 +67,8 @@ from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
+from .rebalance.step_gap import StepGap, times_of
+from .rebalance.worker_speed import SpeedMonitor, elapsed_costs, samples_of
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
@@ -69,6 +76,15 @@ from .step_result import StepResult
 
 # In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
 FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
+# In messages of gloo and NCCL where another process of the group has ended or does not answer.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+    "Timed out waiting",
+    "ncclRemoteError",
+)
 
 
 def run_pretrain(config: Config) -> int:
@@ -81,9 +97,14 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    world = join_same(config.training.device, parallel_dims(config), lambda: config_properties(config))
+    timeout_s = 60.0 * config.training.distributed_timeout_minutes
+    heartbeat = open_heartbeat(os.environ, timeout_s)
+    properties = partial(config_properties, config)
+    world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
-        trainer, exit_code = Trainer(setup_run(config, world)), None
+        start = setup_run(config, world)
+        start.engine.profiler.heartbeat = heartbeat
+        trainer, exit_code = Trainer(start), None
         try:
             exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
@@ -98,6 +119,9 @@ def run_pretrain(config: Config) -> int:
     except RuntimeError as error:
         if (problem := out_of_memory(error)) is not None:
             raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
+        # One line, because the launcher reports the rank that ended first.
+        if (problem := lost_connection(error)) is not None:
+            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
         raise
     finally:
         destroy_world()
@@ -114,6 +138,7 @@ class _LaunchedStep:
         consumed: samples consumed before it.
         plan_id: number of the active plan.
         problem: problem of this rank's data; None without one.
+        data_ns: time that the step waited for its batch, in nanoseconds.
     """
 
     step: int
@@ -122,6 +147,7 @@ class _LaunchedStep:
     consumed: int
     plan_id: int
     problem: str | None
+    data_ns: int = 0
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
@@ -133,6 +159,16 @@ def out_of_memory(error: BaseException | None) -> str | None:
                 f"{text[:300]}. Lower --micro-batch-size or --seq-length, give --recompute-granularity full or"
                 " --zero-stage, or use more pipeline or tensor ranks; pretrain --dry-run predicts the memory"
             )
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def lost_connection(error: BaseException | None) -> str | None:
+    """The reason in a few words if ``error``, or what caused it, is that another process ended or hangs; else None."""
+    while error is not None:
+        for words in LOST_CONNECTION:
+            if words in str(error):
+                return words.lower()
         error = error.__cause__ or error.__context__
     return None
 
@@ -185,6 +221,8 @@ class Trainer:
         self.defers_results = self.engine.world.device.type == "cuda"
         self._waiting: deque[_LaunchedStep] = deque()
         self._compiled_graphs = 0
+        self._speeds = SpeedMonitor()
+        self._gap: StepGap | None = None
         self._profiled: tuple[_LaunchedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
@@ -218,6 +256,7 @@ class Trainer:
             ),
             active_plan_id=self._initial_plan_id,
             log_event=self.logger.log_event,
+            log_incident=self.logger.log_incident,
             log_change=self.logger.log_technique_event,
             finish_saves=lambda: self._checkpointer.wait(),  # a lambda: the checkpointer is created later
             planner=self.planner,
@@ -230,6 +269,11 @@ class Trainer:
         if self.planner is not None and (problem := self.planner.start()) is not None:
             self.logger.log_event("planner", problem, step=self.step)
 
+    def _log_restart(self) -> None:
+        """Log the restart by the launcher that started this process, if any."""
+        if (restart := restart_incident(os.environ, self.step, time.time())) is not None:
+            self.logger.log_incident(restart)
+
     def train(self) -> int:
         """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code.
 
@@ -241,6 +285,7 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
         self._warn_without_test_data()
@@ -267,7 +312,9 @@ class Trainer:
                 self._move_experts(is_last=is_last)
                 self._choose_compression(plan)
                 # Before a new save below, which would otherwise wait for a save that is already complete.
+                self.engine.heartbeat.enter(Phase.SAVE)
                 self._checkpointer.at_boundary()
+                self.engine.heartbeat.enter(Phase.BOUNDARY)
                 relaunch = not is_last and self._is_resize_requested()
                 # A signal that arrived during the evaluation or the move above counts at this boundary, unless ranks
                 # run ahead of their devices: then at the next one.
@@ -295,7 +342,9 @@ class Trainer:
 
     def _end(self, signals: BoundarySignals) -> int:
         """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
+        self.engine.heartbeat.enter(Phase.SAVE)
         self._checkpointer.wait()
+        self.engine.heartbeat.enter(Phase.END)
         # During training a failed save is retried by the next one. Here none follows, and exit code 0 would be wrong.
         if self._checkpointer.failure is not None:
             last, run = self._last_saved, self.directory.path
@@ -356,7 +405,10 @@ class Trainer:
     def train_step(self) -> None:
         """Train one step; log it, or on GPUs the one before."""
         self.step += 1
+        self.engine.heartbeat.enter(Phase.DATA)
+        waiting_from_ns = time.perf_counter_ns()
         batch = self._batch = self._loader.batch(self.consumed_samples, self.step)
+        data_ns = time.perf_counter_ns() - waiting_from_ns
         size = self.config.batch_sizes.at(self.consumed_samples)
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
@@ -368,6 +420,7 @@ class Trainer:
                 consumed=self.consumed_samples,
                 plan_id=self.controller.active_plan_id if self.controller is not None else self._initial_plan_id,
                 problem=batch.problem,
+                data_ns=data_ns,
             )
         )
         result = self.engine.launch_step(batch, sampled=is_sampled, advance=size)
@@ -377,7 +430,9 @@ class Trainer:
             self._finish(result)
         if self._needs_result():
             self._collect()
+        self.engine.heartbeat.end_step()
         events = self.engine.after_step(self.step)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         if events:
             self._collect()
         for event in events:
@@ -420,6 +475,16 @@ class Trainer:
         if problem is not None and self.engine.world.is_rank0:
             detail = batch_detail(launched.consumed, launched.size, self.data.token_ranges(launched.consumed))
             self.logger.log_event("not_finite", problem, step=launched.step, **detail)
+            self.logger.log_incident(
+                Incident(
+                    incident="not_finite",
+                    message=problem,
+                    cause="the loss or the gradient norm is not finite",
+                    step=launched.step,
+                    seconds_lost=result.step_ns / 1e9,
+                    steps_lost=1,
+                )
+            )
             self._log.line(f" {problem}")
 
     def _log_costs(self) -> None:
@@ -427,7 +492,21 @@ class Trainer:
         if self._profiled is not None:
             (launched, result), self._profiled = self._profiled, None
             if result.costs is not None:
-                self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, result.costs, result.counts)
+                self._log_measured(launched, result, result.costs)
+
+    def _log_measured(self, launched: _LaunchedStep, result: StepResult, measured: list[dict[str, Any]]) -> None:
+        """Write the costs of a profiled step, and what they show of the workers and of the plan's prediction."""
+        samples = samples_of(measured)
+        if (change := self._speeds.add(samples)) is not None:
+            self.logger.log_worker_speeds(launched.step, change)
+        costs = elapsed_costs(measured, self._speeds.published)
+        self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, costs, result.counts)
+        if self._gap is not None and self._gap.plan_id == launched.plan_id:
+            # On GPUs the host runs ahead of the device: it waits for a batch while the device computes.
+            data_ns = 0 if self.defers_results else launched.data_ns
+            times = times_of(result.step_ns, data_ns, [one["busy_ns"] for one in costs], samples)
+            if (incident := self._gap.add(launched.step, times, self._speeds.published)) is not None:
+                self.logger.log_incident(incident)
 
     def _log_step(self, launched: _LaunchedStep, result: StepResult) -> None:
         step, size = launched.step, launched.size
@@ -481,6 +560,7 @@ class Trainer:
             self._log.line(f" {line} after iteration {self.step}")
 
     def _log_plan(self, plan: AppliedPlan) -> None:
+        self._gap = None if plan.predicted_ns is None else StepGap(plan_id=plan.plan_id, predicted_ns=plan.predicted_ns)
         self._log.log_move(plan, self.step)
         if plan.released:
             self._log.line(f" {self.logger.log_release(self.step, plan.released)} after iteration {self.step}")
@@ -505,6 +585,7 @@ class Trainer:
         size, count = self.config.batch_sizes.final, self.config.training.eval_iters
         batches = (self.data.eval_batch(split, consumed + number * size, self.step) for number in range(count))
         losses = self.engine.evaluate_losses(batches)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         loss = losses.pop("loss")
         fields = {f"{name}_loss": loss, **{f"{name}_{key}": value for key, value in losses.items()}}
         self.logger.log_metrics(step=self.step, **fields)
@@ -512,6 +593,7 @@ class Trainer:
 
     def _save(self) -> None:
         config = self.config
+        self.engine.heartbeat.enter(Phase.SAVE)
         if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")

@@ -54,7 +54,7 @@ from ..parallel.async_tensor_parallel import symmetric_memory_obstacle
 from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
-from ..pipeline.emulation_trace import read_trace
+from ..pipeline.emulation_trace import parse_slow_worker, read_trace
 from ..pipeline.graphed_items import check_graph_device
 from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
@@ -165,7 +165,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
-    workers = describe_workers(world)
+    workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
     engine_properties: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
@@ -341,9 +341,11 @@ def _emulated_profiler(config: Config, world: World, family: ModelFamily) -> Lay
         return None
     if world.device.type == "cuda":
         raise UsageError("--emulate is supported on the CPU only; give --device cpu")
-    return EmulatedProfiler(
-        read_trace(Path(emulation.emulate), [item.name for item in family.items], emulation.emulate_scale)
-    )
+    trace = read_trace(Path(emulation.emulate), [item.name for item in family.items], emulation.emulate_scale)
+    slow = None if emulation.emulate_slow is None else parse_slow_worker(emulation.emulate_slow)
+    if slow is None or slow.worker != world.pipeline_rank:
+        return EmulatedProfiler(trace)
+    return EmulatedProfiler(trace, slow.factor_at)
 
 
 def _write_next(plans: Path, document: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
+from tests.distributed.whole_runs import check_fields, events
 
 pytestmark = pytest.mark.distributed
 
@@ -85,6 +86,14 @@ def test_killed_worker_changes_no_bit(place):
     assert process.returncode == 0, err
     assert "rank 1 was killed by SIGKILL" in err
     assert "processes: 2" in err
+    assert "Traceback" not in err, err
+    check_fields(place / "broken")
+    incidents = events(place / "broken", "incident")
+    assert [each["incident"] for each in incidents] == ["process_death", "restart"]
+    death, restart = incidents
+    assert (death["step"], death["steps_lost"], death["ranks"]) == (50, 10, [1])
+    assert death["cause"] == "killed by SIGKILL"
+    assert (restart["step"], restart["cause"]) == (40, "a process failed")
     assert json.loads((place / "broken" / "run.json").read_text())["segment"] == 1
     assert losses(place / "broken") == losses(place / "whole")
     assert len(losses(place / "whole")) == 120

@@ -22,6 +22,7 @@ class VerifyInputs:
 
     Attributes:
         segments: of the profile, up to and including the one that the plan was made in.
+        header: of the last of them, with the speeds of the workers at the plan's step.
         costs: of the items at the plan's step, as measured.
         constraints: of the partition.
         granularity: where stages may begin.
@@ -29,15 +30,11 @@ class VerifyInputs:
     """
 
     segments: Sequence[Segment]
+    header: Header
     costs: ItemCosts
     constraints: Constraints
     granularity: str
     memory_given: bool = False
-
-    @property
-    def header(self) -> Header:
-        """The header of the plan's segment."""
-        return self.segments[-1].header
 
 
 def default_constraints(plan: Plan, header: Header) -> Constraints:
@@ -99,9 +96,10 @@ def load_inputs(
         constraints = replace(constraints, memory_bytes=(overrides.memory_bytes,) * len(plan.workers))
     segments = read_profile(profile_path(profile))
     # Earlier segments count too: the pause that a planner had measured survives a resume.
-    last = next(at for at, segment in enumerate(segments) if segment.header == loaded.header)
+    last = next(at for at, segment in enumerate(segments) if segment.header.segment == loaded.header.segment)
     return VerifyInputs(
         segments=segments[: last + 1],
+        header=loaded.header,
         costs=loaded.costs,
         constraints=replace(
             constraints,

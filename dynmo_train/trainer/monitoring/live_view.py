@@ -135,13 +135,16 @@ def loss_parts(status: RunStatus) -> list[str]:
 
 
 def worker_parts(status: RunStatus) -> list[str]:
-    """Active, joined, released and requested workers; empty without any of them."""
+    """Active, joined, released, slow and requested workers; empty without any of them."""
     count = len(status.workers)
     parts = [f"{count} worker{'' if count == 1 else 's'} active"] if count else []
     if status.joined:
         parts.append(f"joined: {as_text(status.joined)}")
     if status.released:
         parts.append(f"released: {as_text(status.released)}")
+    slow = [f"{each.worker} ({each.relative_speed:.2f})" for each in status.workers if each.relative_speed != 1.0]
+    if slow:
+        parts.append(f"slow: {', '.join(slow)}")
     if status.requested_workers is not None:
         parts.append(f"requested: {status.requested_workers} workers")
     return parts
@@ -166,6 +169,17 @@ def event_line(status: RunStatus) -> str | None:
         return None
     kind, step = status.next_event
     return f"next event: {kind} at step {step:,}"
+
+
+def incident_line(status: RunStatus) -> str | None:
+    """Number of incidents, what they cost, and the last one; None without any."""
+    if not status.num_incidents:
+        return None
+    count, steps = status.num_incidents, status.steps_lost
+    lost = f"{steps:,} step{'s'[: steps != 1]} and {duration(status.seconds_lost)} lost"
+    last = status.incidents[-1]
+    place = f" at step {last['step']:,}" if isinstance(last.get("step"), int) else ""
+    return f"{count:,} incident{'s'[: count != 1]}, {lost}; last{place}: {last['message']}"
 
 
 def wrap_parts(parts: Sequence[str], width: int) -> list[str]:
@@ -267,7 +281,8 @@ class LiveView:
         """Sections of the left column, of the right one and of those below both; in one column in this order."""
         status = self.status
         loads = max(1, len(status.workers)) + len(worker_parts(status)[1:])
-        plans, events = len(self._plan_lines()), len(status.events) + bool(status.invalid_lines)
+        plans = len(self._plan_lines())
+        events = len(status.events) + bool(status.invalid_lines) + bool(status.num_incidents)
         return (
             [
                 _Section("Loss", (3, 4, 3 + MAX_CHART_ROWS), self._loss),
@@ -370,6 +385,8 @@ class LiveView:
         messages = list(reversed(self.status.events)) or ["no events"]
         if self.status.invalid_lines:
             messages.insert(0, f"{self.status.invalid_lines:,} lines of the run's files could not be read")
+        if (incidents := incident_line(self.status)) is not None:
+            messages.insert(0, incidents)
         return self._some(messages, width, rows)
 
     @staticmethod

@@ -20,6 +20,7 @@ from .live_view import (
     duration,
     event_line,
     fit,
+    incident_line,
     loss_parts,
     migration_line,
     rate_parts,
@@ -58,6 +59,7 @@ def format_status(status: RunStatus, *, ascii_only: bool = False) -> str:
         reason = f": {plan.reason}" if plan.reason else ""
         lines.append(f"plan {plan.plan_id} {plan.result} at step {plan.step}{reason}")
     lines += [f"  {event}" for event in status.events]
+    lines += [line for line in (incident_line(status),) if line is not None]
     if status.invalid_lines:
         lines.append(f"{status.invalid_lines:,} lines of the run's files could not be read")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from torch import nn
 
 from ..._common.console import print_message
 from ...dynamics.technique import Event
+from ...formats.incident import Incident
 from ...formats.profile import (
+    WORKER_SPEED,
     ItemInfo,
     Layout,
     LinkInfo,
@@ -51,6 +54,7 @@ from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
 from ...parallel.process_groups import World, all_gather_objects
+from ..rebalance.worker_speed import SpeedChange, header_speeds
 from ..run_directory import RunDirectory
 
 # Parameters and gradients are float32 in every precision; bytes per parameter.
@@ -144,15 +148,27 @@ def describe_shards(
     }
 
 
-def describe_workers(world: World) -> list[WorkerInfo]:
-    """Pipeline ranks of a profile header, each with all its ranks. Every rank calls this."""
+def describe_workers(world: World, calibration_ns: int = 0) -> list[WorkerInfo]:
+    """Pipeline ranks of a profile header, each with all its ranks. Every rank calls this.
+
+    Args:
+        world: process groups.
+        calibration_ns: time of the calibration product on this rank; 0 where it was not measured.
+    """
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # The processes of a machine share its memory.
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    gathered = all_gather_objects(world, {"host": world.host, "memory_bytes": memory})
+    local_facts = {"host": world.host, "memory_bytes": memory, "calibration_ns": calibration_ns}
+    gathered = all_gather_objects(world, local_facts)
+    # The slowest rank of a worker decides, as in its item times.
+    slowest = [
+        max(gathered[rank]["calibration_ns"] for rank in world.dims.ranks(pipeline=worker))
+        for worker in range(world.dims.pipeline)
+    ]
+    speeds = header_speeds(slowest)
     workers: list[WorkerInfo] = []
     for worker in range(world.dims.pipeline):
         ranks = world.dims.ranks(pipeline=worker)
@@ -164,6 +180,7 @@ def describe_workers(world: World) -> list[WorkerInfo]:
                 device="cuda" if world.device.type == "cuda" else "cpu",
                 # A stage is on all ranks of its pipeline rank: it must fit on the smallest.
                 memory_bytes=min(gathered[rank]["memory_bytes"] for rank in ranks),
+                relative_speed=speeds[worker],
                 # Pipeline rank 0 hosts the rendezvous store, the run directory and the planner.
                 releasable=worker > 0,
             )
@@ -344,6 +361,40 @@ class RunLogger:
         )
         return message
 
+    def log_worker_speeds(self, step: int, change: SpeedChange) -> None:
+        """Append the speeds of the workers to the profile, and an incident per worker that is slow or recovered.
+
+        Args:
+            step: number of the step.
+            change: new speeds, by position.
+        """
+        self._workers = tuple(
+            replace(worker, relative_speed=speed.speed)
+            for worker, speed in zip(self._workers, change.speeds, strict=True)
+        )
+        detail = {
+            "workers": [worker.worker for worker in self._workers],
+            "relative_speed": [worker.relative_speed for worker in self._workers],
+        }
+        if self._writes:
+            record = event_record(step=step, kind=WORKER_SPEED, detail=detail, next_expected_step=None)
+            self.log_profile_record(record)
+        for position in (*change.slow, *change.recovered):
+            worker, speed = self._workers[position], change.speeds[position]
+            name = f"worker {worker.worker} on {', '.join(worker.hosts)}"
+            is_slow = position in change.slow
+            message = f"{name} computes at {speed.speed:.2f} of the normal speed: {speed.cause}"
+            self.log_incident(
+                Incident(
+                    incident="slow_worker" if is_slow else "worker_recovered",
+                    message=message if is_slow else f"{name} computes at normal speed again",
+                    cause=speed.cause if is_slow else "measured speed is normal",
+                    step=step,
+                    ranks=worker.ranks,
+                    hosts=worker.hosts,
+                )
+            )
+
     def log_costs(
         self,
         step: int,
@@ -435,6 +486,10 @@ class RunLogger:
         if self._writes:
             record = self.run.event_record(kind, message, step=step, **detail)
             self._write(lambda: append_event(self.run.events, record))
+
+    def log_incident(self, incident: Incident) -> None:
+        """Append an ``incident`` to ``events.jsonl``."""
+        self.log_event("incident", incident.message, step=incident.step, **incident.detail)
 
     def log_metrics(self, **fields: Any) -> None:
         """Append a line to ``metrics.jsonl``."""

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ...formats.profile import WORKER_SPEED
+
 # Number of last steps that the means are over.
 RECENT_STEPS = 20
 # Points of a curve over the whole run; more than the columns of any terminal.
 CURVE_POINTS = 512
 _LAST_LOSSES = 60
 _LAST_EVENTS = 5
+_LAST_INCIDENTS = 20
 _MAX_SKIPPED = 10_000
 _MAX_RESULTS = 1_000
 
@@ -151,6 +154,10 @@ class ProfileSummary:
             self.results[int(line["plan_id"])] = (str(line["result"]), int(line["step"]), str(line["reason"]))
             while len(self.results) > _MAX_RESULTS:
                 del self.results[next(iter(self.results))]
+        elif kind == "event" and line["kind"] == WORKER_SPEED:
+            speeds = dict(zip(line["detail"]["workers"], line["detail"]["relative_speed"], strict=True))
+            for worker in self.workers:
+                worker["relative_speed"] = float(speeds.get(worker["worker"], worker["relative_speed"]))
         elif kind == "event":
             self.expected.pop(line["kind"], None)
             if line.get("next_expected_step") is not None:
@@ -161,7 +168,12 @@ class ProfileSummary:
         # An earlier start may have had other workers, and its loads are over.
         self.measured.clear()
         self.workers = [
-            {"worker": int(each["worker"]), "ranks": len(each["ranks"]), "memory_bytes": each.get("memory_bytes")}
+            {
+                "worker": int(each["worker"]),
+                "ranks": len(each["ranks"]),
+                "memory_bytes": each.get("memory_bytes"),
+                "relative_speed": float(each.get("relative_speed", 1.0)),
+            }
             for each in header.get("workers", ())
         ]
         ids = {each["worker"] for each in self.workers}
@@ -186,13 +198,23 @@ class ProfileSummary:
 
 @dataclass(kw_only=True)
 class EventsSummary:
-    """What ``events.jsonl`` showed so far."""
+    """What ``events.jsonl`` showed so far; the incidents in all are counted and their losses are summed."""
 
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
     checkpoint: str | None = None
+    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_LAST_INCIDENTS))
+    num_incidents: int = 0
+    seconds_lost: float = 0.0
+    steps_lost: int = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of the file."""
         self.messages.append(str(line["message"]))
         if line.get("kind") == "checkpoint":
             self.checkpoint = str(line["message"])
+        if line.get("kind") == "incident":
+            seconds, steps = float(line["seconds_lost"]), int(line["steps_lost"])
+            self.incidents.append(dict(line))
+            self.num_incidents += 1
+            self.seconds_lost += seconds
+            self.steps_lost += steps

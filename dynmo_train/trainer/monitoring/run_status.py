@@ -88,6 +88,7 @@ class WorkerStatus:
         load: fraction of the measured step time that it computed, 0 to 1; None before the first measurement.
         peak_memory_bytes: peak memory; None where unknown.
         memory_bytes: memory of the device; None where unknown.
+        relative_speed: measured speed; 1 is normal.
     """
 
     worker: int
@@ -97,6 +98,7 @@ class WorkerStatus:
     load: float | None
     peak_memory_bytes: int | None
     memory_bytes: int | None
+    relative_speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,10 @@ class RunStatus:
         plans: plans of the run, in order.
         last_checkpoint: message of the last save.
         events: last messages of ``events.jsonl``.
+        incidents: last 20 incidents, as in ``events.jsonl``.
+        num_incidents: number of incidents of the run.
+        seconds_lost: time that they cost, in seconds.
+        steps_lost: number of steps that they cost.
         invalid_lines: number of lines that could not be read.
     """
 
@@ -169,6 +175,10 @@ class RunStatus:
     plans: list[PlanStatus]
     last_checkpoint: str | None
     events: list[str]
+    incidents: list[dict[str, Any]]
+    num_incidents: int
+    seconds_lost: float
+    steps_lost: int
     invalid_lines: int
 
     @property
@@ -195,8 +205,10 @@ class RunFollower:
         self._metrics, self._profile, self._events = MetricsSummary(), ProfileSummary(), EventsSummary()
         self._plans: dict[int, dict[str, Any]] = {}
         self._metrics_tail = JsonlTail(run / "metrics.jsonl", markers=(b"false", b'"validation_loss"'))
-        self._profile_tail = JsonlTail(run / "profile.jsonl", markers=(b'"header"', b'"plan_result"'))
-        self._events_tail = JsonlTail(run / "events.jsonl")
+        self._profile_tail = JsonlTail(
+            run / "profile.jsonl", markers=(b'"header"', b'"plan_result"', b'"worker_speed"')
+        )
+        self._events_tail = JsonlTail(run / "events.jsonl", markers=(b'"incident"',))
 
     def poll(self) -> RunStatus:
         """Read what was written since the last poll.
@@ -324,6 +336,10 @@ class RunFollower:
             plans=self._plan_statuses(active),
             last_checkpoint=self._events.checkpoint,
             events=list(self._events.messages),
+            incidents=list(self._events.incidents),
+            num_incidents=self._events.num_incidents,
+            seconds_lost=self._events.seconds_lost,
+            steps_lost=self._events.steps_lost,
             invalid_lines=sum(
                 tail.invalid_lines for tail in (self._metrics_tail, self._profile_tail, self._events_tail)
             ),
@@ -391,6 +407,7 @@ class RunFollower:
                     load=loads[at] if at < len(loads) else None,
                     peak_memory_bytes=memory[at] if at < len(memory) else None,
                     memory_bytes=each["memory_bytes"],
+                    relative_speed=each.get("relative_speed", 1.0),
                 )
             )
         return found

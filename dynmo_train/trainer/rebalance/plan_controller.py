@@ -35,8 +35,10 @@ from typing import Any
 
 from ..._common.document import DocumentError, Problem
 from ...dynamics.technique import Event
+from ...formats.incident import Incident
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
+from ...launch.heartbeat import Phase
 from ...parallel.process_groups import broadcast_object
 from ...parallel.shrink import without_workers
 from ...pipeline.expert_migration import ExpertMoveReport, placements_of
@@ -62,6 +64,7 @@ class AppliedPlan:
         is_released: whether this rank is released and has to exit.
         num_compressing_stages: number of pipeline ranks that compress between their replicas; None where the plan
             does not set it.
+        predicted_ns: predicted step time, in nanoseconds; None where the plan has none.
     """
 
     plan_id: int
@@ -70,6 +73,7 @@ class AppliedPlan:
     released: tuple[int, ...] = ()
     is_released: bool = False
     num_compressing_stages: int | None = None
+    predicted_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,7 @@ class PlanController:
         problems_of: problems of a plan, given the number and the stages of the active plan; empty for a valid plan.
         active_plan_id: number of the plan that the run starts with; plans up to this number are ignored.
         log_event: appends a line to ``events.jsonl``.
+        log_incident: appends an incident to ``events.jsonl``.
         log_change: appends an event that changes the costs of layers, to the profile too.
         finish_saves: completes collective work in progress, before some ranks are released.
         planner: process of the planner, where this trainer started it.
@@ -113,12 +118,14 @@ class PlanController:
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         active_plan_id: int,
         log_event: Callable[..., None],
+        log_incident: Callable[[Incident], None],
         log_change: Callable[[Event], None],
         finish_saves: Callable[[], None],
         planner: PlannerProcess | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
+        self._log_incident = log_incident
         self._log_change, self._finish_saves, self._planner = log_change, finish_saves, planner
         self.active_plan_id = self._newest_id = active_plan_id
         # Refused plans newer than a plan that waits for its ``apply_at_step``.
@@ -133,7 +140,9 @@ class PlanController:
         if step % self.settings.interval:
             return None
         world = self.engine.world
+        self.engine.heartbeat.enter(Phase.PLAN_WAIT)
         chosen = broadcast_object(world, self._choose(step) if world.is_rank0 else None)
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
         if chosen is None:
             return None
         started = time.perf_counter_ns()
@@ -146,7 +155,17 @@ class PlanController:
             experts, report = self._move(chosen)
         # Every rank gets this error or none does: all continue with the old partition, and the plan has its result.
         except MoveError as error:
-            self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
+            pause_ns = time.perf_counter_ns() - started
+            self._result(chosen["plan_id"], step, "rolled_back", pause_ns, 0, str(error))
+            self._log_incident(
+                Incident(
+                    incident="migration_failed",
+                    message=f"plan {chosen['plan_id']} was rolled back: {error}",
+                    cause=str(error) or "a transfer failed",
+                    step=step,
+                    seconds_lost=pause_ns / 1e9,
+                )
+            )
             return None
         self.active_plan_id = chosen["plan_id"]
         moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
@@ -156,6 +175,7 @@ class PlanController:
             pause_ns=0,
             released=tuple(chosen["released"]),
             num_compressing_stages=chosen["num_compressing_stages"],
+            predicted_ns=chosen["predicted_ns"],
         )
         # Released ranks take part in the move above, since they send their layers away.
         if released:
@@ -242,6 +262,7 @@ class PlanController:
             "released": sorted(chosen.released_workers),
             "num_compressing_stages": chosen.selective_grad_comp_way,
             "experts": chosen.expert_ranks,
+            "predicted_ns": (chosen.predicted or {}).get("step_ns"),
             "reason": chosen.reason,
         }
 
@@ -281,6 +302,8 @@ class PlanController:
         message = self._planner.check() if self._planner is not None else None
         if message:
             self._log_event("planner", message, step=step)
+            cause = message.partition(";")[0]
+            self._log_incident(Incident(incident="planner_restart", message=message, cause=cause, step=step))
         return message is not None
 
     def _result(

@@ -250,6 +250,38 @@ def test_watch_slow_worker_is_measured_at_its_speed(run):
     assert [len(stage.items) for stage in plan.stages] == [7, 3]
 
 
+def speeds(number, *values):
+    return event(number, "worker_speed") | {"detail": {"workers": [0, 1], "relative_speed": list(values)}}
+
+
+def test_watch_moves_layers_off_a_worker_that_became_slow_and_back(run):
+    watcher = Watcher(run, WatchOptions(objective="bottleneck", min_records=2))
+    append(run, *(step(n) for n in range(1, 4)))
+    watcher.poll()
+    before = newest(run)
+    append(run, speeds(4, 1.0, 0.25))
+    # Items of the slow worker take four times as long; at normal speed nothing has changed.
+    append(run, *(step(n, back=4) for n in range(5, 9)))
+    watcher.poll()
+    moved = newest(run)
+    assert moved.plan_id == before.plan_id + 1
+    assert len(moved.stages[1].items) < len(before.stages[1].items)
+    append(run, result(moved.plan_id, 9), speeds(9, 1.0, 1.0))
+    append(run, *(step(n, plan=moved.plan_id) for n in range(10, 14)))
+    watcher.poll()
+    assert newest(run).boundaries == before.boundaries
+    assert watcher.state.header.workers[1].relative_speed == 1.0
+
+
+def test_watch_ignores_speeds_of_another_form(run):
+    append(run, *(step(n) for n in range(1, 4)))
+    for detail in ({}, {"workers": [0], "relative_speed": [0.5, 1.0]}, {"workers": [1], "relative_speed": ["slow"]}):
+        append(run, event(4, "worker_speed") | {"detail": detail})
+    watcher = Watcher(run, WatchOptions())
+    watcher.poll()
+    assert [worker.relative_speed for worker in watcher.state.header.workers] == [1.0, 1.0]
+
+
 def start(run, *options):
     program = "from dynmo_balance.cli import main; main()"
     return subprocess.Popen(

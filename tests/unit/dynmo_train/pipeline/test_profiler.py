@@ -85,6 +85,8 @@ def test_cost_tables_merge_to_the_maximum_of_a_pipeline_rank():
             "activation_bytes": [1] * len(names),
             "busy_ns": busy,
             "peak_memory_bytes": 2**40 + busy,
+            "calibration_ns": 3 * busy,
+            "stall_ppm": 1_000_000 + busy,
         }
 
     first, second = ("a", "b", "c"), ("d",)

@@ -9,6 +9,8 @@ import shutil
 import pytest
 
 from dynmo_train._common.errors import UsageError
+from dynmo_train.trainer.monitoring.live_view import LiveView, incident_line
+from dynmo_train.trainer.monitoring.monitor import format_status
 from dynmo_train.trainer.monitoring.run_status import (
     NextMigration,
     RunFollower,
@@ -164,3 +166,30 @@ def test_idle_time_is_that_of_the_metrics(tmp_path):
     run = write_run(tmp_path / "run")
     os.utime(run / "metrics.jsonl", (1000, 1000))
     assert RunFollower(run, now=lambda: 1090.0).poll().idle_s == pytest.approx(90)
+
+
+def test_status_sums_the_losses_of_incidents(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert (read_run_status(run).num_incidents, incident_line(read_run_status(run))) == (0, None)
+    incident = {"kind": "incident", "step": 130, "message": "rank 1 hangs", "seconds_lost": 60.5, "steps_lost": 30}
+    append(run / "events.jsonl", incident, incident | {"message": "restarted", "seconds_lost": 29.5, "steps_lost": 0})
+    append(run / "events.jsonl", {"kind": "incident", "message": "of another version"})
+    status = read_run_status(run)
+    assert (status.num_incidents, status.seconds_lost, status.steps_lost) == (2, 90.0, 30)
+    assert status.invalid_lines == 1
+    assert incident_line(status) == "2 incidents, 30 steps and 1 min 30 s lost; last at step 130: restarted"
+    assert incident_line(status) in format_status(status)
+    assert any("2 incidents" in line.plain for line in LiveView(status).lines(100, 50))
+
+
+def test_status_marks_a_slow_worker(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "slow:" not in format_status(read_run_status(run))
+    detail = {"workers": [0, 1, 2, 3], "relative_speed": [1.0, 1.0, 0.2, 1.0]}
+    event = {"record": "event", "kind": "worker_speed", "step": 300, "detail": detail, "next_expected_step": None}
+    append(run / "profile.jsonl", event)
+    status = read_run_status(run)
+    assert [each.relative_speed for each in status.workers] == [1.0, 1.0, 0.2, 1.0]
+    assert "slow: 2 (0.20)" in format_status(status)
+    append(run / "profile.jsonl", event | {"detail": detail | {"relative_speed": [1.0] * 4}})
+    assert "slow:" not in format_status(read_run_status(run))

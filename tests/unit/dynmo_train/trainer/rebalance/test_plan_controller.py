@@ -57,6 +57,7 @@ def controller_of(run, problems_of=lambda *_: []):
         problems_of=problems_of,
         active_plan_id=0,
         log_event=lambda *_, **__: None,
+        log_incident=lambda _incident: None,
         log_change=lambda _event: None,
         finish_saves=lambda: None,
     )

@@ -1,0 +1,326 @@
+"""Watches the ranks of a round from the launchers, and ends a rank that hangs.
+
+A thread in each launcher reads the heartbeats of its own ranks. The nodes share them through the store of the round;
+node 0 decides::
+
+    node N   heartbeats, /proc --> states/N ---.
+    node 0   states/0 ... states/N --> find_hang --> suspect --.
+    node N   stacks of its ranks by signal <-------------------'
+             --> log folder, stacks/N: collective of each rank --.
+    node 0   refine --> abort: rank <----------------------------'
+    node N   SIGKILL to that rank, if it is here
+
+The other ranks then lose a connection, all nodes end the round, and the launchers decide on a restart as after a death.
+Every node compares ages on its own clock only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._common.console import print_message
+from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
+from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore
+
+POLL_S = 1.0
+# Seconds that ranks have to write their stacks, and the other nodes to report theirs.
+STACK_S, REPORT_S = 2.0, 10.0
+_STORE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedRound:
+    """The ranks of this node in a round, and the store of the round.
+
+    Attributes:
+        name: name of the round, as in ``TORCHELASTIC_RUN_ID``.
+        folder: folder of the heartbeats.
+        log_dir: folder to which stacks are written.
+        first_rank: first rank of this node.
+        nproc: number of its ranks.
+        index: index of this node among the members.
+        count: number of members.
+        store_host: host of the store.
+        store_port: port of the store.
+    """
+
+    name: str
+    folder: Path
+    log_dir: Path
+    first_rank: int
+    nproc: int
+    index: int
+    count: int
+    store_host: str
+    store_port: int
+
+
+@dataclass(kw_only=True)
+class WatchResult:
+    """What the watch of a round found, on node 0.
+
+    Attributes:
+        hosts: rank to host.
+        hang: the rank that was ended; None without one.
+        collective: collective in which the other ranks waited.
+        stacks: folder of the stacks.
+    """
+
+    hosts: dict[int, str] = field(default_factory=dict)
+    hang: Hang | None = None
+    collective: str = ""
+    stacks: str = ""
+
+
+def make_heartbeat_folder() -> Path:
+    """A new folder on a memory file system, where there is one: pages there never reach a disk."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="dynmo-heartbeats-", dir=memory if os.access(memory, os.W_OK) else None))
+
+
+def process_state(pid: int) -> str:
+    """State of a process, as in ``/proc``: R, S, D, T, Z; empty where unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def encode_states(states: list[RankState], num_unknown: int) -> str:
+    """The states of a node for the store, and its number of ranks without a heartbeat."""
+    return json.dumps([num_unknown, *(asdict(state) for state in states)])
+
+
+def decode_states(text: str) -> tuple[list[RankState], int]:
+    """The states of another node; the inverse of :func:`encode_states`."""
+    num_unknown, *rows = json.loads(text)
+    beats = [Heartbeat(**row["beat"] | {"phase": Phase(row["beat"]["phase"])}) for row in rows]
+    return [RankState(**row | {"beat": beat}) for row, beat in zip(rows, beats, strict=True)], int(num_unknown)
+
+
+class NodeWatch:
+    """Watches the ranks of this node; on node 0 it decides for all nodes.
+
+    Args:
+        watched: the round.
+        settings: when a rank hangs.
+    """
+
+    def __init__(self, watched: WatchedRound, settings: HangSettings) -> None:
+        self.watched, self._settings = watched, settings
+        self.result = WatchResult()
+        self._stopped = threading.Event()
+        self._store: PrefixStore | None = None
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._has_dumped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[WatchResult]:
+        """Watch while the round runs."""
+        if self._settings.factor:
+            self._thread.start()
+        try:
+            yield self.result
+        finally:
+            self._stopped.set()
+            if self._thread.is_alive():
+                self._thread.join(_STORE_TIMEOUT_S)
+            self._remove_pages()
+
+    @property
+    def _is_leader(self) -> bool:
+        return self.watched.index == 0
+
+    def _remove_pages(self) -> None:
+        for path in self.watched.folder.glob(f"{self.watched.name}-*"):
+            path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            while not self._stopped.wait(POLL_S):
+                if self._poll():
+                    return
+        # The store ends with the round, or its node is lost: the launchers notice that themselves.
+        except (RuntimeError, OSError):
+            return
+
+    def _connect(self) -> None:
+        if self.watched.count == 1:
+            return
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        # A connection of its own: a request that blocks elsewhere would delay this thread.
+        connection = TCPStore(
+            self.watched.store_host,
+            self.watched.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        )
+        self._store = PrefixStore("watchdog", connection)
+
+    def _local_states(self) -> tuple[list[RankState], int]:
+        """The running ranks of this node, and the number of those without a heartbeat."""
+        watched, host, num_unknown = self.watched, socket.gethostname(), 0
+        states = []
+        for rank in range(watched.first_rank, watched.first_rank + watched.nproc):
+            beat = read_heartbeat(watched.folder, watched.name, rank)
+            num_unknown += beat is None
+            # A rank that has ended was released, or the agent ends the round.
+            if beat is not None and (process := process_state(beat.pid)) not in ("", "Z", "X"):
+                age_s = max(0, time.monotonic_ns() - beat.since_ns) / 1e9
+                states.append(RankState(rank=rank, host=host, beat=beat, age_s=age_s, process=process))
+        return states, num_unknown
+
+    def _poll(self) -> bool:
+        """Share and compare the heartbeats once; whether a hang was handled."""
+        states, num_unknown = self._local_states()
+        if self._store is not None and not self._is_leader:
+            self._store.set(f"states/{self.watched.index}", encode_states(states, num_unknown))
+            return self._follow(states)
+        others, others_unknown = self._remote_states()
+        everyone = [*states, *others]
+        self.result.hosts.update({state.rank: state.host for state in everyone})
+        hang = find_hang(everyone, self._settings, num_unknown=num_unknown + others_unknown)
+        if hang is None:
+            return False
+        self._lead(hang, states)
+        return True
+
+    def _remote_states(self) -> tuple[list[RankState], int]:
+        """The states of the other nodes, aged by the time since they changed, and the number of unknown ranks."""
+        found: list[RankState] = []
+        num_unknown, now = 0, time.monotonic()
+        if self._store is None:
+            return found, 0
+        for node in range(1, self.watched.count):
+            key = f"states/{node}"
+            if not self._store.check([key]):
+                num_unknown += 1
+                continue
+            text = self._store.get(key).decode()
+            if self._seen.get(node, ("", 0.0))[0] != text:
+                self._seen[node] = (text, now)
+            waited = now - self._seen[node][1]
+            states, unknown = decode_states(text)
+            found += [replace(state, age_s=state.age_s + waited) for state in states]
+            num_unknown += unknown
+        return found, num_unknown
+
+    def _lead(self, hang: Hang, states: list[RankState]) -> None:
+        """On node 0, collect the stacks of all ranks, decide which rank hangs, and let its node end it."""
+        collectives = self._dump_stacks(states)
+        if self._store is not None:
+            self._store.set("suspect", str(hang.state.rank))
+            collectives |= self._remote_collectives()
+        hang, collective = refine(hang, collectives)
+        self.result.hang, self.result.collective = hang, collective
+        self.result.stacks = str(self._stack_folder())
+        waiting = f"; the others wait in {collective}" if collective else ""
+        print_message(
+            f"dynmo-train: rank {hang.state.rank} on {hang.state.host} hangs in step {hang.state.beat.step:,}:"
+            f" {hang.cause}{waiting}; stacks: {self.result.stacks}"
+        )
+        if self._store is not None:
+            self._store.set("abort", str(hang.state.rank))
+        self._end_rank(hang.state.rank, states)
+
+    def _remote_collectives(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        missing, end = set(range(1, self.watched.count)), time.monotonic() + REPORT_S
+        while missing and time.monotonic() < end and self._store is not None:
+            for node in sorted(missing):
+                if self._store.check([f"stacks/{node}"]):
+                    found |= {int(rank): name for rank, name in json.loads(self._store.get(f"stacks/{node}")).items()}
+                    missing.discard(node)
+            time.sleep(0.1)
+        return found
+
+    def _follow(self, states: list[RankState]) -> bool:
+        """On the other nodes, report stacks and end a rank when node 0 asks for it."""
+        if self._store is None:
+            return False
+        if not self._has_dumped and self._store.check(["suspect"]):
+            self._has_dumped = True
+            self._store.set(f"stacks/{self.watched.index}", json.dumps(self._dump_stacks(states)))
+        if not self._store.check(["abort"]):
+            return False
+        self._end_rank(int(self._store.get("abort")), states)
+        return True
+
+    def _stack_folder(self) -> Path:
+        return self.watched.log_dir / "stacks" / self.watched.name
+
+    def _dump_stacks(self, states: list[RankState]) -> dict[int, str]:
+        """Write the stacks of the local ranks to the log folder; rank to the collective that it is in.
+
+        A stopped process cannot write its stack. Its file has the state and the kernel function that it is in.
+        """
+        folder = self._stack_folder()
+        for state in states:
+            if not state.is_stopped:
+                _signal(state.beat.pid, STACK_SIGNAL)
+        end = time.monotonic() + STACK_S
+        running = [state.rank for state in states if not state.is_stopped]
+        while time.monotonic() < end and any(not self._stack_of(rank) for rank in running):
+            time.sleep(0.05)
+        time.sleep(0.1)  # the last threads of a stack
+        collectives: dict[int, str] = {}
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            for state in states:
+                stack = self._stack_of(state.rank)
+                if stack:
+                    collectives[state.rank] = collective_in(stack)
+                kernel = _read(Path(f"/proc/{state.beat.pid}/wchan"))
+                head = (
+                    f"rank {state.rank} on {state.host} | step {state.beat.step:,} | {state.beat.text} for"
+                    f" {state.age_s:.1f} s | process {state.beat.pid}, state {state.process}, kernel {kernel or '-'}\n"
+                )
+                (folder / f"rank-{state.rank}.txt").write_text(f"{head}{stack}", encoding="utf-8")
+        return collectives
+
+    def _stack_of(self, rank: int) -> str:
+        return _read(stack_path(self.watched.folder, self.watched.name, rank))
+
+    @staticmethod
+    def _end_rank(rank: int, states: list[RankState]) -> None:
+        for state in states:
+            if state.rank == rank:
+                _signal(state.beat.pid, signal.SIGKILL)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def remove_heartbeat_folder(folder: Path) -> None:
+    """Remove a folder of :func:`make_heartbeat_folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
