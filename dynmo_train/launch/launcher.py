@@ -214,7 +214,7 @@ class _Launcher:
             first_rank=sum(current.processes[: group.index]),
             nproc=group.nproc,
             index=group.index,
-            count=group.count,
+            count=len(group.processes),
             store_host=group.host,
             store_port=group.port,
         )
