@@ -222,8 +222,8 @@ class Exit(nn.Module):
         """The classifier's logit of each token, float32 ``[B, C]``; a gradient reaches its own parameters only."""
         with torch.no_grad():
             features_BCD = self.head.features(x_BCD)  # type: ignore[operator]
-        classifier = cast("nn.Linear", self.classifier)
-        return classifier(features_BCD)[..., 0].float()
+        logits_BC1: torch.Tensor = cast("nn.Linear", self.classifier)(features_BCD)
+        return logits_BC1[..., 0].float()
 
     def targets(self, x_BCD: torch.Tensor, real_BC: torch.Tensor) -> Targets:
         """Loss and agreement of the classifier on a uniform sample of the tokens.
