@@ -373,15 +373,16 @@ def check_exits(source: ModelCheckpoint, task: ExitsConfig) -> DynamicFamily:
         UsageError: it has no exits, or routed blocks and exact keys and values.
     """
     family: ModelFamily = source.family
-    if not isinstance(family, DynamicFamily) or family.settings.exits is None:
+    exits = family.settings.exits if isinstance(family, DynamicFamily) else None
+    if not isinstance(family, DynamicFamily) or exits is None:
         raise UsageError(f"{source.directory}: the model has no early exits; train it with --early-exit-layers")
     mode, settings = task.exit_key_values, family.settings
     if mode in EXACT and (settings.depths is not None or settings.sparse_attention is not None):
         raise UsageError(
             f"--exit-key-values {mode}: must be propagate, skip or stored with mixture of depths or sparse attention"
         )
-    propagate = settings.exits.propagate if mode in ("stored", *EXACT) else mode == "propagate"
-    changed = replace(settings, exits=replace(settings.exits, propagate=propagate))
+    propagate = exits.propagate if mode in ("stored", *EXACT) else mode == "propagate"
+    changed = replace(settings, exits=replace(exits, propagate=propagate))
     return DynamicFamily(family.base, changed, seed=family.seed, width=family.width, std=family.std)
 
 
