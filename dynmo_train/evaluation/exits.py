@@ -243,7 +243,11 @@ class ExitModel:
         return TextScores(losses_N=torch.cat(losses).cpu(), best_N=torch.cat(best).cpu(), exits_N=exits_N.cpu())
 
     def decoder(self, max_drafts: int) -> Callable[[Sequence[int], int, ExitThreshold], DecodedTokens]:
-        """A function of prompt, number of new tokens and threshold that decodes greedily."""
+        """A function of prompt, number of new tokens and threshold that decodes greedily.
+
+        Args:
+            max_drafts: maximum number of drafts before they are verified, for self-speculation.
+        """
         if self.key_values not in EXACT:
             decoder = Decoder(self.family, self.modules, self.max_tokens)
             return lambda prompt, new, threshold: decode_with_exits(decoder, self.exits, prompt, new, threshold)
@@ -413,7 +417,16 @@ def load_exit_model(
     length: int,
     world: World,
 ) -> ExitModel:
-    """Load the weights of a checkpoint into ``family``; see :func:`evaluate_exits`."""
+    """Load the weights of a checkpoint into ``family``.
+
+    Args:
+        source: the checkpoint.
+        inference: dtype, and windows at a time.
+        task: ``exit_key_values``.
+        family: of :func:`check_exits`.
+        length: tokens of a window.
+        world: one process.
+    """
     engine = load_forward_engine(source, inference, world, tokens=length, wrap=lambda _: family)
     settings = family.settings.exits
     mode = task.exit_key_values
