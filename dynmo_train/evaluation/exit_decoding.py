@@ -76,7 +76,12 @@ def exits_of(modules: Mapping[str, nn.Module]) -> list[Exit]:
 
 
 def set_threshold(modules: Mapping[str, nn.Module], threshold: float) -> None:
-    """Let tokens exit from this confidence on, at all exits."""
+    """Set the threshold of all exits.
+
+    Args:
+        modules: item name -> module, of all items.
+        threshold: minimum confidence of an exit, 0 to 1; at 1 no token exits.
+    """
     for exit_ in exits_of(modules):
         exit_.settings = replace(exit_.settings, threshold=threshold)
 

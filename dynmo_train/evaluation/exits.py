@@ -243,7 +243,11 @@ class ExitModel:
         return TextScores(losses_N=torch.cat(losses).cpu(), best_N=torch.cat(best).cpu(), exits_N=exits_N.cpu())
 
     def decoder(self, max_drafts: int) -> Callable[[Sequence[int], int, ExitThreshold], DecodedTokens]:
-        """A function of prompt, number of new tokens and threshold that decodes greedily."""
+        """A function of prompt, number of new tokens and threshold that decodes greedily.
+
+        Args:
+            max_drafts: maximum number of drafts before they are verified, for self-speculation.
+        """
         if self.key_values not in EXACT:
             decoder = Decoder(self.family, self.modules, self.max_tokens)
             return lambda prompt, new, threshold: decode_with_exits(decoder, self.exits, prompt, new, threshold)
@@ -373,15 +377,16 @@ def check_exits(source: ModelCheckpoint, task: ExitsConfig) -> DynamicFamily:
         UsageError: it has no exits, or routed blocks and exact keys and values.
     """
     family: ModelFamily = source.family
-    if not isinstance(family, DynamicFamily) or family.settings.exits is None:
+    exits = family.settings.exits if isinstance(family, DynamicFamily) else None
+    if not isinstance(family, DynamicFamily) or exits is None:
         raise UsageError(f"{source.directory}: the model has no early exits; train it with --early-exit-layers")
     mode, settings = task.exit_key_values, family.settings
     if mode in EXACT and (settings.depths is not None or settings.sparse_attention is not None):
         raise UsageError(
             f"--exit-key-values {mode}: must be propagate, skip or stored with mixture of depths or sparse attention"
         )
-    propagate = settings.exits.propagate if mode in ("stored", *EXACT) else mode == "propagate"
-    changed = replace(settings, exits=replace(settings.exits, propagate=propagate))
+    propagate = exits.propagate if mode in ("stored", *EXACT) else mode == "propagate"
+    changed = replace(settings, exits=replace(exits, propagate=propagate))
     return DynamicFamily(family.base, changed, seed=family.seed, width=family.width, std=family.std)
 
 
@@ -412,7 +417,16 @@ def load_exit_model(
     length: int,
     world: World,
 ) -> ExitModel:
-    """Load the weights of a checkpoint into ``family``; see :func:`evaluate_exits`."""
+    """Load the weights of a checkpoint into ``family``.
+
+    Args:
+        source: the checkpoint.
+        inference: dtype, and windows at a time.
+        task: ``exit_key_values``.
+        family: of :func:`check_exits`.
+        length: tokens of a window.
+        world: one process.
+    """
     engine = load_forward_engine(source, inference, world, tokens=length, wrap=lambda _: family)
     settings = family.settings.exits
     mode = task.exit_key_values

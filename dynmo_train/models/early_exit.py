@@ -159,7 +159,11 @@ class Exit(nn.Module):
             return F.cosine_similarity(before_BCD.float(), after_BCD.float(), dim=-1)
 
     def exits(self, confidence_BC: torch.Tensor) -> torch.Tensor:
-        """Which tokens exit at this confidence, bool ``[B, C]``; none at threshold 1, whatever is rounded to 1."""
+        """Which tokens exit, bool ``[B, C]``; none at threshold 1, whatever is rounded to 1.
+
+        Args:
+            confidence_BC: confidence of each token, float32 ``[B, C]``.
+        """
         threshold = self.settings.threshold
         return confidence_BC >= threshold if threshold < 1.0 else torch.zeros_like(confidence_BC, dtype=torch.bool)
 
@@ -222,8 +226,8 @@ class Exit(nn.Module):
         """The classifier's logit of each token, float32 ``[B, C]``; a gradient reaches its own parameters only."""
         with torch.no_grad():
             features_BCD = self.head.features(x_BCD)  # type: ignore[operator]
-        classifier = cast("nn.Linear", self.classifier)
-        return classifier(features_BCD)[..., 0].float()
+        logits_BC1: torch.Tensor = cast("nn.Linear", self.classifier)(features_BCD)
+        return logits_BC1[..., 0].float()
 
     def targets(self, x_BCD: torch.Tensor, real_BC: torch.Tensor) -> Targets:
         """Loss and agreement of the classifier on a uniform sample of the tokens.
@@ -269,7 +273,11 @@ class Exit(nn.Module):
 
 
 def response_of(logits_PV: torch.Tensor) -> torch.Tensor:
-    """The softmax response of each token, ``[P]``; the float32 logits ``[P, V]`` are overwritten."""
+    """The softmax response of each token, float32 ``[P]``.
+
+    Args:
+        logits_PV: float32 logits ``[P, V]``, which are overwritten.
+    """
     top_P2 = logits_PV.topk(2, dim=-1).values
     sums_P = logits_PV.sub_(top_P2[:, :1]).exp_().sum(-1)
     # p1 - p2 = (1 - exp(z2 - z1)) / sum exp(z - z1)

@@ -5,7 +5,7 @@ all tokens through all blocks (threshold 1), with a classifier at each exit. Hel
 evaluated as ``dynmo-train evaluate exits`` does: with each confidence measure, and with copied, exact and verified keys
 and values. Times are processor time of one thread, in turns of the thresholds.
 
-    python tests/benchmarks/train_exits.py [--text FILE] [--seed 0] [--steps 200] [--layers 6] [--width 128]
+    python tests/benchmarks/train_exits.py [--text FILE] [--seed 0] [--steps 150] [--layers 6] [--width 128]
 
 Prints a line of JSON per measure, way and threshold. Several seeds are several calls.
 """
@@ -34,9 +34,9 @@ from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.parallel.process_groups import init_world
 
 THRESHOLDS = {
-    "softmax": (0.3, 0.5, 0.7, 0.9),
-    "classifier": (0.3, 0.5, 0.7, 0.9),
-    "saturation": (0.9, 0.95, 0.98, 0.99),
+    "softmax": (0.02, 0.05, 0.1, 0.2),
+    "classifier": (0.02, 0.05, 0.1, 0.2),
+    "saturation": (0.8, 0.9, 0.95, 0.98),
 }
 WAYS = (("softmax", "propagate"), ("softmax", "exact"), ("softmax", "speculative"), ("classifier", "propagate"))
 WAYS = (*WAYS, ("saturation", "propagate"))
@@ -134,16 +134,16 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--windows", type=int, default=24, help="of held-out text")
-    parser.add_argument("--prompts", type=int, default=6, help="whose begin is continued")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=12, help="of held-out text")
+    parser.add_argument("--prompts", type=int, default=2, help="whose begin is continued")
+    parser.add_argument("--new-tokens", type=int, default=48)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ids = token_ids(options.text.read_text(encoding="utf-8"), options.vocabulary)
