@@ -168,7 +168,8 @@ def _parts(layer: PrunableLinear, x_NI: torch.Tensor, grad_NO: torch.Tensor) -> 
         seconds, y = timed(x.device, partial(layer, x))
         forward_s.append(seconds)
         backward_s.append(timed(x.device, partial(y.backward, grad_NO))[0])
-    return min(forward_s), *backward_s
+    by_input_s, by_weight_s, whole_s = backward_s
+    return min(forward_s), by_input_s, by_weight_s, whole_s
 
 
 def timed(device: torch.device, run: Callable[[], Any]) -> tuple[float, Any]:

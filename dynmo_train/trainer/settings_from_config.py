@@ -148,8 +148,8 @@ def sparse_attention_warning(config: Config, device_type: str) -> str | None:
     tokens, buckets = config.model.seq_length, config.attention.sparse_attention_buckets
     if not config.attention.sparse_attention or device_type != "cpu":
         return None
-    # Measured: with 4 to 32 buckets 0.77 to 0.58 of the time of dense attention at 512 tokens, more than 1 at 256; with 2
-    # buckets 1.03 at 512, 0.93 at 2,048 and 1.08 at 8,192.
+    # Measured: with 4 to 32 buckets 0.77 to 0.58 of the time of dense attention at 512 tokens, more than 1 at 256; with
+    # 2 buckets 1.03 at 512, 0.93 at 2,048 and 1.08 at 8,192.
     if tokens < SPARSE_ATTENTION_TOKENS:
         return (
             f"--sparse-attention saves no time at --seq-length {tokens}: below {SPARSE_ATTENTION_TOKENS} tokens dense"
