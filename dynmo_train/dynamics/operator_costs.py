@@ -22,7 +22,6 @@ import contextlib
 import math
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,7 +42,7 @@ from ..models.mixture_of_depths import DepthSettings
 from ..models.moe import MoeShape
 from ..models.sparse_formats import BLOCK, CSR, SEMI_STRUCTURED, TRANSPOSABLE, SparseTable, prefix_of
 from ..models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
-from .tuning import forms_of, mask_with
+from .tuning import forms_of, mask_with, timed
 
 FORMAT, VERSION = "dynmo.operator_costs", 1
 ACTIVE_SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -439,14 +438,9 @@ def _sample(operator: Operator, x_BTD: torch.Tensor, *, trains: bool) -> _Sample
 
 
 def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[int, Any]:
-    """Nanoseconds of a call, waited for, and its result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter_ns()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter_ns() - begin, result
+    """Nanoseconds of a call, as in :func:`tuning.timed`, and its result."""
+    seconds, result = timed(device, run)
+    return round(seconds * 1e9), result
 
 
 def device_name(device: torch.device) -> str:

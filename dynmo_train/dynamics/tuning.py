@@ -144,40 +144,48 @@ def measure_product(
     # Other load on the machine only adds to a time. The first round allocates memory, selects kernels, and builds what
     # training builds once a step and not once a microbatch.
     samples = [[_parts(layer, x, grad) for layer in layers] for _ in range(repeats + 1)][1:]
-    sparse, dense = ([min(each[which][part] for each in samples) for part in range(3)] for which in range(len(layers)))
+    sparse, dense = ([min(each[which][part] for each in samples) for part in range(4)] for which in range(len(layers)))
+    forward, by_input, by_weight, _ = (own / other for own, other in zip(sparse, dense, strict=True))
     return MeasuredProduct(
         rule=rule,
         shape=f"{outputs}x{inputs}",
         sparsity=sparsity,
-        forward=sparse[0] / dense[0],
-        backward_input=sparse[1] / dense[1],
-        # The whole backward minus that by input; not below 0, where both are within the noise.
-        backward_weight=max(0.0, sparse[2] - sparse[1]) / max(dense[2] - dense[1], 1e-9),
-        total=(sparse[0] + sparse[2]) / (dense[0] + dense[2]),
+        forward=forward,
+        backward_input=by_input,
+        backward_weight=by_weight,
+        total=(sparse[0] + sparse[3]) / (dense[0] + dense[3]),
     )
 
 
-def _parts(layer: PrunableLinear, x_NI: torch.Tensor, grad_NO: torch.Tensor) -> tuple[float, float, float]:
-    """Seconds of the forward, of the backward by input, and of the whole backward."""
-    times: list[float] = []
-    for trains in (False, True):
-        layer.weight.requires_grad_(trains).grad = None
-        x = x_NI.detach().requires_grad_()
-        forward_s, y = _timed(x.device, partial(layer, x))
-        backward_s, _ = _timed(x.device, partial(y.backward, grad_NO))
-        times += [forward_s, backward_s]
-    return min(times[0], times[2]), times[1], times[3]
+def _parts(layer: PrunableLinear, x_NI: torch.Tensor, grad_NO: torch.Tensor) -> tuple[float, float, float, float]:
+    """Seconds of the forward, of the backward by input, of that by weight, and of both together."""
+    forward_s: list[float] = []
+    backward_s: list[float] = []
+    # Each by itself: a difference of two times has the noise of both, and may be 0.
+    for by_input, by_weight in ((True, False), (False, True), (True, True)):
+        layer.weight.requires_grad_(by_weight).grad = None
+        x = x_NI.detach().requires_grad_(by_input)
+        seconds, y = timed(x.device, partial(layer, x))
+        forward_s.append(seconds)
+        backward_s.append(timed(x.device, partial(y.backward, grad_NO))[0])
+    by_input_s, by_weight_s, whole_s = backward_s
+    return min(forward_s), by_input_s, by_weight_s, whole_s
 
 
-def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call, waited for, and its result."""
+def timed(device: torch.device, run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, waited for, and its result.
+
+    On CPU with one thread these are seconds of processor time: other programs on the machine add to the wall time.
+    """
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if is_one_thread else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    begin = clock()
     result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begin, result
+    return clock() - begin, result
 
 
 def break_even(measure: Callable[[float], MeasuredProduct]) -> tuple[float, list[MeasuredProduct]]:

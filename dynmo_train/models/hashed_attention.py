@@ -194,6 +194,13 @@ class _TakeRows(torch.autograd.Function):
         return gradient if padding is None else gradient.index_fill_(0, padding, 0.0), None, None, None
 
 
+def _take_rows(
+    x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, padding: torch.Tensor | None = None
+) -> torch.Tensor:
+    taken: torch.Tensor = _TakeRows.apply(x, index, inverse, padding)  # type: ignore[no-untyped-call]
+    return taken
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """Rows of buckets in blocks of L slots, each bucket in blocks of its own; ``rows[entry]`` is the row of a slot.
@@ -320,11 +327,10 @@ def attend_by_tiles(
     """
     P, T, K = q_PTK.shape
     L, queries, keys = table.tile, table.queries, table.keys
-    q_QLK = _TakeRows.apply(q_PTK.reshape(P * T, K), queries.entry, queries.slot, None).view(-1, L, K)
+    q_QLK = _take_rows(q_PTK.reshape(P * T, K), queries.entry, queries.slot).view(-1, L, K)
     # A block is one row of L * K numbers: copying and adding rows of K numbers takes several times as long.
     k_blocks, v_blocks = (
-        _TakeRows.apply(x.reshape(P * T, K), keys.entry, keys.slot, None).view(-1, L * K)[table.key_blocks]
-        for x in (k_PTK, v_PTK)
+        _take_rows(x.reshape(P * T, K), keys.entry, keys.slot).view(-1, L * K)[table.key_blocks] for x in (k_PTK, v_PTK)
     )
     tiles, sizes = zip(*table.groups, strict=True)
     rows = [count * size for count, size in table.groups]
@@ -345,7 +351,7 @@ def attend_by_tiles(
             dropout_p=dropout,
         )[:, 0]
         done.append(y_GLK)
-    y = _TakeRows.apply(torch.cat(done).view(-1, K), queries.slot, queries.entry, queries.padding)
+    y = _take_rows(torch.cat(done).view(-1, K), queries.slot, queries.entry, queries.padding)
     is_empty = (table.keys_QL.flatten() == 0)[queries.slot]
     return y.masked_fill(is_empty[:, None], 0.0).view(P, T, K)
 
@@ -539,10 +545,10 @@ def attend_sorted(
     def take(x_BHTK: torch.Tensor, index_PT: torch.Tensor, inverse_PT: torch.Tensor) -> torch.Tensor:
         offset = torch.arange(B * H, device=index_PT.device)[:, None] * T
         index, inverse = ((each + offset).flatten() for each in (index_PT, inverse_PT))
-        return _TakeRows.apply(x_BHTK.reshape(-1, K), index, inverse, None).view(B, H, T, K)
+        return _take_rows(x_BHTK.reshape(-1, K), index, inverse).view(B, H, T, K)
 
     q_back, k_back = (torch.argsort(order, dim=1) for order in (mask.q_order_PT, mask.k_order_PT))
-    sorted_rows = (
+    q, k, v = (
         F.pad(take(x, order, back), (0, 0, 0, -T % tile))
         for x, order, back in (
             (q_BHTK, mask.q_order_PT, q_back),
@@ -550,5 +556,5 @@ def attend_sorted(
             (v_BHTK, mask.k_order_PT, k_back),
         )
     )
-    y_BHTK = attend_by_lists(*sorted_rows, mask.tile_lists(tile, H), compiled=compiled)
+    y_BHTK = attend_by_lists(q, k, v, mask.tile_lists(tile, H), compiled=compiled)
     return take(y_BHTK[:, :, :T], q_back, mask.q_order_PT)

@@ -34,14 +34,8 @@ COMMAND = ["measure-costs", "--hidden-size", "32", "--num-attention-heads", "4",
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that advances by one millisecond at each reading."""
-    now = [0]
-
-    def read() -> int:
-        now[0] += 1_000_000
-        return now[0]
-
-    monkeypatch.setattr(operator_costs.time, "perf_counter_ns", read)
+    """Each timed call takes one millisecond."""
+    monkeypatch.setattr(operator_costs, "timed", lambda _device, run: (0.001, run()))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from dynmo_train.dynamics import tuning
 from dynmo_train.dynamics.pruning_units import PruningRule, transposable_masks, units_of
 from dynmo_train.dynamics.tuning import threshold_of
 from dynmo_train.models.blocks import Mlp, SelfAttention
@@ -157,3 +159,19 @@ def test_threshold_is_the_lowest_faster_sparsity():
     assert threshold_of(times, dense_s=1.0) == 0.9
     assert threshold_of(times, dense_s=2.0) == 0.7
     assert threshold_of(times, dense_s=0.5) == 2.0
+
+
+def test_timed_with_one_thread_leaves_out_what_the_process_waits_for():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds, result = tuning.timed(torch.device("cpu"), lambda: time.sleep(0.2) or "done")
+    finally:
+        torch.set_num_threads(threads)
+    assert result == "done"
+    assert seconds < 0.1
+
+
+def test_measured_backward_by_weight_is_a_time_of_its_own():
+    product = tuning.measure_product("block", 0.5, 64, 64, 32, torch.device("cpu"), 2)
+    assert 0.01 < product.backward_weight < 100

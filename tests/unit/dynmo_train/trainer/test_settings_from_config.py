@@ -52,15 +52,21 @@ def test_pruned_run_with_dense_products_names_faster_formats(mode, sparsity, dev
         assert name in warning
 
 
-@pytest.mark.parametrize(("tokens", "device", "warns"), [(511, "cpu", True), (512, "cpu", False), (64, "cuda", False)])
-def test_sparse_attention_of_short_samples_is_reported_as_slower_on_cpu(tokens, device, warns):
+@pytest.mark.parametrize(
+    ("tokens", "buckets", "device", "names"),
+    [
+        (511, 16, "cpu", "--seq-length 511: below 512 tokens"),
+        (512, 2, "cpu", "--sparse-attention-buckets 2 on cpu; faster than dense attention: 4 or more"),
+        (512, 4, "cpu", None),
+        (64, 2, "cuda", None),
+    ],
+)
+def test_sparse_attention_that_is_slower_than_dense_names_what_is_faster(tokens, buckets, device, names):
     options = {"seq_length": tokens, "max_position_embeddings": tokens}
-    config = config_of(**SMALL | options | {"sparse_attention": True})
-    warning = sparse_attention_warning(config, device)
-    assert (warning is not None) == warns
-    if warning is not None:
-        assert "--seq-length 511: below 512 tokens" in warning
-    assert sparse_attention_warning(config_of(**SMALL), device) is None
+    sparse = {"sparse_attention": True, "sparse_attention_buckets": buckets}
+    warning = sparse_attention_warning(config_of(**SMALL | options | sparse), device)
+    assert warning is None if names is None else names in (warning or "")
+    assert sparse_attention_warning(config_of(**SMALL | options), device) is None
 
 
 def test_model_flops_of_a_window_count_its_keys_only():
