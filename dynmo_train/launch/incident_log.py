@@ -200,7 +200,7 @@ def restart_incident(environment: Mapping[str, str], step: int, now: float) -> I
         now: seconds since the epoch.
     """
     try:
-        found = json.loads(environment[RESTART_VARIABLE])
+        found = parse_json(environment[RESTART_VARIABLE])
         cause, paused_s = str(found["cause"]), max(0.0, now - float(found["since"]))
     except (KeyError, TypeError, ValueError):
         return None

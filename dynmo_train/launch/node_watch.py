@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._common.console import print_message
+from .._common.document import parse_json
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
 from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
 
@@ -95,7 +96,7 @@ def make_heartbeat_folder() -> Path:
 
 
 def process_state(pid: int) -> str:
-    """State of a process, as in ``/proc``: R, S, D, T, Z; empty where unknown."""
+    """State of the process ``pid``, as in ``/proc``: R, S, D, T, Z; empty where unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -103,13 +104,13 @@ def process_state(pid: int) -> str:
 
 
 def encode_states(states: list[RankState], num_unknown: int) -> str:
-    """The states of a node for the store, and its number of ranks without a heartbeat."""
+    """The states of a node for the store, and ``num_unknown``, its number of ranks without a heartbeat."""
     return json.dumps([num_unknown, *(asdict(state) for state in states)])
 
 
 def decode_states(text: str) -> tuple[list[RankState], int]:
     """The states of another node; the inverse of :func:`encode_states`."""
-    num_unknown, *rows = json.loads(text)
+    num_unknown, *rows = parse_json(text)
     beats = [Heartbeat(**row["beat"] | {"phase": Phase(row["beat"]["phase"])}) for row in rows]
     return [RankState(**row | {"beat": beat}) for row, beat in zip(rows, beats, strict=True)], int(num_unknown)
 
@@ -127,7 +128,7 @@ class NodeWatch:
         self.result = WatchResult()
         self._stopped = threading.Event()
         self._store: PrefixStore | None = None
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._latest: dict[int, tuple[str, float]] = {}
         self._has_dumped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -217,9 +218,9 @@ class NodeWatch:
                 num_unknown += 1
                 continue
             text = self._store.get(key).decode()
-            if self._seen.get(node, ("", 0.0))[0] != text:
-                self._seen[node] = (text, now)
-            waited = now - self._seen[node][1]
+            if self._latest.get(node, ("", 0.0))[0] != text:
+                self._latest[node] = (text, now)
+            waited = now - self._latest[node][1]
             states, unknown = decode_states(text)
             found += [replace(state, age_s=state.age_s + waited) for state in states]
             num_unknown += unknown
@@ -249,7 +250,7 @@ class NodeWatch:
         while missing and time.monotonic() < end and self._store is not None:
             for node in sorted(missing):
                 if self._store.check([f"stacks/{node}"]):
-                    found |= {int(rank): name for rank, name in json.loads(self._store.get(f"stacks/{node}")).items()}
+                    found |= {int(rank): name for rank, name in parse_json(self._store.get(f"stacks/{node}")).items()}
                     missing.discard(node)
             time.sleep(0.1)
         return found

@@ -7,7 +7,7 @@ A rank is late when its last beat is older than its deadline::
     none                                             start of the run
 
 and never later than ``--distributed-timeout-minutes``. A process that is stopped (SIGSTOP) has the first deadline in
-every phase. Ranks wait for one another: a late rank that only waits is no cause while any rank still has time. So a
+every phase. Ranks wait for one another: a late rank that only waits is not blamed while any rank still has time. So a
 slow save of one rank is not a hang, although the others wait for it in a collective.
 """
 

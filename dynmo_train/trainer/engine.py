@@ -45,22 +45,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._common.portable import peak_memory_bytes
 from ..data.batch import Batch
-from ..dynamics.technique import Event, TechniqueBuilder, Techniques
+from ..dynamics.technique import Event, Techniques
 from ..launch.heartbeat import HeartbeatWriter, Phase
 from ..models.layer_list import ModelFamily
-from ..models.sparse_formats import SparseTable
 from ..models.vocabulary_family import shard_names
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
-from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
 from ..optim.expert_bias import update_expert_biases
@@ -80,9 +77,9 @@ from ..optim.gradients import (
 from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore, OptimizerStates
-from ..optim.lr_schedule import LearningRate, WeightDecay, rate_at
-from ..optim.optimizers.protocol import OptimizerSettings, Update
-from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
+from ..optim.lr_schedule import rate_at
+from ..optim.optimizers.protocol import Update
+from ..optim.precision import LossScaler, unscale
 from ..parallel.collectives import replica_gather
 from ..parallel.context_parallel import context_region
 from ..parallel.device_clock import CpuClock, clock_for
@@ -95,59 +92,11 @@ from ..pipeline.expert_migration import ExpertMoveReport, Placements, move_exper
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import CostGather, LayerProfiler
-from ..pipeline.schedule import Pipeline, PipelineConfig
+from ..pipeline.schedule import Pipeline
 from ..pipeline.vocabulary import VocabularyGroups
+from .engine_settings import EngineSettings
 from .step_result import LaunchedStep, StepResult
 from .step_sums import StepSums
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Everything apart from the model that determines the numerics of a run.
-
-    Attributes:
-        pipeline: schedule, number of microbatches, and shapes at stage boundaries.
-        optimizer: optimizer and its hyperparameters.
-        rate: learning-rate schedule over the samples of the run.
-        decoupled_rate: learning-rate schedule of word embeddings and output layer; None uses ``rate``.
-        weight_decay: weight-decay schedule over the samples of the run; None uses the constant of ``optimizer``.
-        clip: maximum global gradient norm; 0 disables clipping.
-        techniques: technique name -> builder of the dynamic techniques that are on, in the order of their hooks.
-        sparse: sparsity above which a matrix product runs in each sparse format.
-        precision: dtypes of the arithmetic; activations at stage boundaries have its ``compute`` dtype.
-        fused_adam: the ``FusedAdam`` class of NVIDIA Apex; None uses torch's AdamW.
-        fused_norms: torch normalization class to the NVIDIA Apex class that replaces it.
-        overlap_reduction: whether gradients are reduced over replicas during the backward.
-        reduce_dtype: dtype in which gradients are summed over replicas; their sums over microbatches are float32.
-        sequence_parallel: sequence parallelism; the boundary's shape is then that of a shard of the tokens.
-        async_tensor_parallel: whether products overlap with the collectives of sequence parallelism.
-        zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
-        zero_sync_microbatches: whether ZeRO reduces and shards gradients in every microbatch, or once per step.
-        compression: compression of the gradients that are sent to other processes.
-        expert_slots: experts and copies of a layer that a rank may have; None: no copies of experts.
-        expert_chunk_rows: with ``expert_slots``: rows of an expert that one rank computes together.
-    """
-
-    pipeline: PipelineConfig
-    optimizer: OptimizerSettings
-    rate: LearningRate
-    clip: float
-    sparse: SparseTable
-    techniques: Mapping[str, TechniqueBuilder] = field(default_factory=dict)
-    decoupled_rate: LearningRate | None = None
-    weight_decay: WeightDecay | None = None
-    precision: Precision = FLOAT32_PRECISION
-    fused_adam: type[Any] | None = None
-    fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
-    overlap_reduction: bool = False
-    reduce_dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-    async_tensor_parallel: bool = False
-    zero_stage: int = 0
-    zero_sync_microbatches: bool = False
-    compression: CompressionSettings = NO_COMPRESSION
-    expert_slots: int | None = None
-    expert_chunk_rows: int = 128
 
 
 class Engine:

@@ -35,7 +35,7 @@ import os
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, all_gather_objects, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
+from .failures import lost_connection, out_of_memory
 from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
@@ -64,27 +65,14 @@ from .monitoring.scalar_writers import scalar_writers_on_rank0
 from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
 from .rebalance.compression_choice import CompressionChoice
 from .rebalance.expert_rebalance import ExpertRebalance
+from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
-from .rebalance.step_gap import StepGap, times_of
-from .rebalance.worker_speed import SpeedMonitor, elapsed_costs, samples_of
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState, continued_checkpoint, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
-from .step_result import StepResult
-
-# In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
-FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
-# In messages of gloo and NCCL where another process of the group has ended or does not answer.
-LOST_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
-    "Broken pipe",
-    "Timed out waiting",
-    "ncclRemoteError",
-)
+from .step_result import StepResult, UnloggedStep
 
 
 def run_pretrain(config: Config) -> int:
@@ -125,52 +113,6 @@ def run_pretrain(config: Config) -> int:
         raise
     finally:
         destroy_world()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LaunchedStep:
-    """What the log of a step needs apart from its result.
-
-    Attributes:
-        step: number of the step.
-        size: samples of its batch.
-        tokens: tokens of a sample.
-        consumed: samples consumed before it.
-        plan_id: number of the active plan.
-        problem: problem of this rank's data; None without one.
-        data_ns: time that the step waited for its batch, in nanoseconds.
-    """
-
-    step: int
-    size: int
-    tokens: int
-    consumed: int
-    plan_id: int
-    problem: str | None
-    data_ns: int = 0
-
-
-def out_of_memory(error: BaseException | None) -> str | None:
-    """A message with the remedy if ``error``, or what caused it, is a failed allocation; else None."""
-    while error is not None:
-        text = str(error).splitlines()[0] if str(error) else ""
-        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FAILED_ALLOCATION):
-            return (
-                f"{text[:300]}. Lower --micro-batch-size or --seq-length, give --recompute-granularity full or"
-                " --zero-stage, or use more pipeline or tensor ranks; pretrain --dry-run predicts the memory"
-            )
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def lost_connection(error: BaseException | None) -> str | None:
-    """The reason in a few words if ``error``, or what caused it, is that another process ended or hangs; else None."""
-    while error is not None:
-        for words in LOST_CONNECTION:
-            if words in str(error):
-                return words.lower()
-        error = error.__cause__ or error.__context__
-    return None
 
 
 class Trainer:
@@ -219,11 +161,10 @@ class Trainer:
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
         self.defers_results = self.engine.world.device.type == "cuda"
-        self._waiting: deque[_LaunchedStep] = deque()
+        self._waiting: deque[UnloggedStep] = deque()
         self._compiled_graphs = 0
-        self._speeds = SpeedMonitor()
-        self._gap: StepGap | None = None
-        self._profiled: tuple[_LaunchedStep, StepResult] | None = None
+        self._measured = MeasuredSteps(self.logger)
+        self._profiled: tuple[UnloggedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
         """The controller of an online run; None with one pipeline rank, where there is nothing to move.
@@ -413,7 +354,7 @@ class Trainer:
         # The first step after a rebuild allocates buffers; its times would mislead the planner.
         is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
         self._waiting.append(
-            _LaunchedStep(
+            UnloggedStep(
                 step=self.step,
                 size=size,
                 tokens=batch.tokens or self.config.model.seq_length,
@@ -492,23 +433,11 @@ class Trainer:
         if self._profiled is not None:
             (launched, result), self._profiled = self._profiled, None
             if result.costs is not None:
-                self._log_measured(launched, result, result.costs)
+                # On GPUs the host runs ahead of the device: it waits for a batch while the device computes.
+                data_ns = 0 if self.defers_results else launched.data_ns
+                self._measured.log(launched.step, launched.plan_id, data_ns, result)
 
-    def _log_measured(self, launched: _LaunchedStep, result: StepResult, measured: list[dict[str, Any]]) -> None:
-        """Write the costs of a profiled step, and what they show of the workers and of the plan's prediction."""
-        samples = samples_of(measured)
-        if (change := self._speeds.add(samples)) is not None:
-            self.logger.log_worker_speeds(launched.step, change)
-        costs = elapsed_costs(measured, self._speeds.published)
-        self.logger.log_costs(launched.step, launched.plan_id, result.step_ns, costs, result.counts)
-        if self._gap is not None and self._gap.plan_id == launched.plan_id:
-            # On GPUs the host runs ahead of the device: it waits for a batch while the device computes.
-            data_ns = 0 if self.defers_results else launched.data_ns
-            times = times_of(result.step_ns, data_ns, [one["busy_ns"] for one in costs], samples)
-            if (incident := self._gap.add(launched.step, times, self._speeds.published)) is not None:
-                self.logger.log_incident(incident)
-
-    def _log_step(self, launched: _LaunchedStep, result: StepResult) -> None:
+    def _log_step(self, launched: UnloggedStep, result: StepResult) -> None:
         step, size = launched.step, launched.size
         consumed = launched.consumed + size
         self.logger.log_metrics(
@@ -560,7 +489,7 @@ class Trainer:
             self._log.line(f" {line} after iteration {self.step}")
 
     def _log_plan(self, plan: AppliedPlan) -> None:
-        self._gap = None if plan.predicted_ns is None else StepGap(plan_id=plan.plan_id, predicted_ns=plan.predicted_ns)
+        self._measured.expect(plan.plan_id, plan.predicted_ns)
         self._log.log_move(plan, self.step)
         if plan.released:
             self._log.line(f" {self.logger.log_release(self.step, plan.released)} after iteration {self.step}")

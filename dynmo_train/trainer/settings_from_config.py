@@ -43,7 +43,8 @@ from ..parallel.process_groups import all_gather_objects
 from ..pipeline.expert_migration import experts_by_item
 from ..pipeline.partition import Partition, uniform_partition
 from ..pipeline.schedule import CUSTOM, PipelineConfig
-from .engine import Engine, EngineSettings
+from .engine import Engine
+from .engine_settings import EngineSettings
 
 SPARSE_ATTENTION_TOKENS, SPARSE_ATTENTION_BUCKETS = 512, 4
 

@@ -59,7 +59,8 @@ from ..pipeline.graphed_items import check_graph_device
 from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, check_same_optimizer, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
-from .engine import Engine, EngineSettings
+from .engine import Engine
+from .engine_settings import EngineSettings
 from .fingerprint import checkpoint_properties, require_same
 from .monitoring.profile_writer import RunLogger, describe_items, describe_shards, describe_workers, measure_links
 from .monitoring.scalar_writers import check_clients

@@ -104,3 +104,26 @@ class LaunchedStep:
     microbatches: int
     advance: int
     rates: tuple[float, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnloggedStep:
+    """What the log of a step needs apart from its result.
+
+    Attributes:
+        step: number of the step.
+        size: samples of its batch.
+        tokens: tokens of a sample.
+        consumed: samples consumed before it.
+        plan_id: number of the active plan.
+        problem: problem of this rank's data; None without one.
+        data_ns: time that the step waited for its batch, in nanoseconds.
+    """
+
+    step: int
+    size: int
+    tokens: int
+    consumed: int
+    plan_id: int
+    problem: str | None
+    data_ns: int = 0

@@ -15,7 +15,8 @@ from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
-from dynmo_train.trainer.engine import Engine, EngineSettings
+from dynmo_train.trainer.engine import Engine
+from dynmo_train.trainer.engine_settings import EngineSettings
 
 
 def gpt_of(*, layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> Gpt:

@@ -33,7 +33,8 @@ from dynmo_train.optim.optimizers.adamw import AdamWSettings
 from dynmo_train.parallel.process_groups import World, init_world
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
-from dynmo_train.trainer.engine import Engine, EngineSettings
+from dynmo_train.trainer.engine import Engine
+from dynmo_train.trainer.engine_settings import EngineSettings
 
 DENSE, FROZEN = "dense", "frozen front"
 EXITS = {f"exits by {measure}": measure for measure in ("saturation", "softmax", "classifier")}

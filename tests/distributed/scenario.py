@@ -33,7 +33,8 @@ from dynmo_train.optim.precision import FLOAT32_PRECISION, LossScaling, Precisio
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
-from dynmo_train.trainer.engine import Engine, EngineSettings
+from dynmo_train.trainer.engine import Engine
+from dynmo_train.trainer.engine_settings import EngineSettings
 from tests.distributed.families import PACKED, SAMPLES
 
 SHAPE = GptShape(

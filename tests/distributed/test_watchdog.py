@@ -103,7 +103,7 @@ def test_slow_save_is_not_a_hang(tmp_path):
     assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
-def test_stopped_rank_of_a_training_is_found_and_the_run_continues_bit_for_bit(place):  # noqa: F811
+def test_stopped_rank_is_found_and_the_run_continues_bit_for_bit(place):  # noqa: F811
     whole = subprocess.run(command(run_dir="whole"), cwd=place, capture_output=True, text=True, timeout=600)
     assert whole.returncode == 0, whole.stderr
     launch = ("launch", "local", "--nproc", 2, "--max-restarts", 1, "--grace-s", 1, "--hang-min-s", 6, "--log-dir")

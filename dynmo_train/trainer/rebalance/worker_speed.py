@@ -1,4 +1,4 @@
-"""Tells slow workers apart from costly layers: pure functions of what each worker measures next to its layers.
+"""Distinguishes slow workers from costly layers: pure functions of what each worker measures next to its layers.
 
 Two measurements that do not depend on a worker's layers are compared between workers, as medians over a window:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.trainer.loop import out_of_memory
+from dynmo_train.trainer.failures import lost_connection, out_of_memory
 
 
 def test_out_of_memory_is_found_in_what_caused_an_error():
@@ -21,3 +21,13 @@ def test_out_of_memory_is_found_in_what_caused_an_error():
 
 def test_out_of_memory_leaves_other_errors():
     assert out_of_memory(RuntimeError("shapes differ")) is None
+
+
+def test_lost_connection_is_named_in_a_few_words():
+    closed = RuntimeError("[../third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    assert lost_connection(closed) == "connection closed by peer"
+    outer = RuntimeError("the step failed")
+    outer.__cause__ = closed
+    assert lost_connection(outer) == "connection closed by peer"
+    assert lost_connection(RuntimeError("shapes do not match")) is None
+    assert lost_connection(None) is None

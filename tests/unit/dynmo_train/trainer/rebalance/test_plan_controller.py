@@ -14,6 +14,7 @@ import pytest
 from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
+from dynmo_train.launch.heartbeat import silent_heartbeat
 from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.trainer.rebalance import plan_controller as module
 from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
@@ -48,7 +49,8 @@ def put_plan(run, number, **changes):
 
 def controller_of(run, problems_of=lambda *_: []):
     partition = SimpleNamespace(stages=(("a",), ("b",)))
-    engine = SimpleNamespace(world=SimpleNamespace(is_rank0=True, worker_ids=(0, 1)), partition=partition)
+    world = SimpleNamespace(is_rank0=True, worker_ids=(0, 1))
+    engine = SimpleNamespace(world=world, partition=partition, heartbeat=silent_heartbeat())
     return PlanController(
         engine,
         PlanControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
@@ -113,6 +115,7 @@ class Moves:
         self.item_store = SimpleNamespace(sharding=SimpleNamespace(dispatcher=dispatcher, family=family))
         self.world = SimpleNamespace(is_rank0=True, worker_ids=(0, 1))
         self.partition = SimpleNamespace(stages=(("a",), ("b",)))
+        self.heartbeat = silent_heartbeat()
         self.placed = {"a": (0, 0, 1, 1)}
         self.placements = []
 

@@ -1,0 +1,40 @@
+"""Errors of a rank that have a known cause, in a few words instead of a stack."""
+
+from __future__ import annotations
+
+import torch
+
+# In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
+FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
+# In messages of gloo and NCCL where another process of the group has ended or does not answer.
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+    "Timed out waiting",
+    "ncclRemoteError",
+)
+
+
+def out_of_memory(error: BaseException | None) -> str | None:
+    """A message with the remedy if ``error``, or what caused it, is a failed allocation; else None."""
+    while error is not None:
+        text = str(error).splitlines()[0] if str(error) else ""
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FAILED_ALLOCATION):
+            return (
+                f"{text[:300]}. Lower --micro-batch-size or --seq-length, give --recompute-granularity full or"
+                " --zero-stage, or use more pipeline or tensor ranks; pretrain --dry-run predicts the memory"
+            )
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def lost_connection(error: BaseException | None) -> str | None:
+    """The reason in a few words if ``error``, or what caused it, is that another process ended or hangs; else None."""
+    while error is not None:
+        for words in LOST_CONNECTION:
+            if words in str(error):
+                return words.lower()
+        error = error.__cause__ or error.__context__
+    return None
