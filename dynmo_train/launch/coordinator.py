@@ -52,7 +52,7 @@ HEARTBEAT_S, NODES_PER_S = 1.0, 1000
 
 
 def heartbeat_period_s(max_nodes: int) -> float:
-    """Seconds between two heartbeats of a node."""
+    """Seconds between two heartbeats of a node, in a launch of at most ``max_nodes``."""
     return max(HEARTBEAT_S, max_nodes / NODES_PER_S)
 
 
@@ -210,7 +210,13 @@ class Coordinator:
             time.sleep(POLL_S)
 
     def open_round(self, members: Sequence[Incarnation], port: int, extra_flags: tuple[str, ...]) -> Round:
-        """Publish the members of the next round."""
+        """Publish the members of the next round.
+
+        Args:
+            members: its members, by rank.
+            port: port of the processes' store on node 0.
+            extra_flags: flags that are appended to the command.
+        """
         with self._lock:
             self._membership = open_round(self._membership, tuple(node.name for node in members))
             current = Round(
@@ -257,7 +263,7 @@ class Coordinator:
             self._membership = resize(self._membership, nodes)
 
     def publish_end(self, code: int, message: str, seconds: float) -> None:
-        """End the launch; wait at most ``seconds`` until all other nodes have read it."""
+        """End the launch with exit code ``code``; wait at most ``seconds`` until all other nodes have read it."""
         with self._lock:
             self._publish("end", json.dumps({"code": code, "message": message}))
         end = time.monotonic() + seconds

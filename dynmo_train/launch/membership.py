@@ -184,7 +184,7 @@ def _changed(membership: Membership, changes: Iterable[Incarnation]) -> Membersh
 
 
 def apply_record(membership: Membership, record: Record, clock_s: float) -> Membership:
-    """The membership after a record.
+    """The membership after a record that was read at ``clock_s``, in seconds.
 
     A record of an incarnation that left, that never joined, or that is there twice, changes nothing.
     """
@@ -249,7 +249,7 @@ def apply_beats(membership: Membership, beats: Mapping[str, int], clock_s: float
 
 
 def restart_timeouts(membership: Membership, clock_s: float) -> Membership:
-    """Count timeouts from now: node 0 itself was paused, and heartbeats of that time may still be unread."""
+    """Count timeouts from ``clock_s`` on: node 0 was paused, and heartbeats of that time may still be unread."""
     return _changed(membership, [replace(node, beat_s=clock_s) for node in membership.latest() if node.is_alive])
 
 
@@ -330,7 +330,7 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 
 def joining(membership: Membership, clock_s: float) -> list[Incarnation]:
-    """Nodes for which a running round should save and restart now, by rank; empty without such nodes.
+    """Nodes for which a running round should save and restart at ``clock_s``, by rank; empty without such nodes.
 
     Nodes that return one after another join together: once no further one came for ``quiet_s``, once the first has
     waited for ``max_wait_s``, or once the round would be complete.

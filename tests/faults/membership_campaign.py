@@ -298,7 +298,7 @@ def run_trainer(episode: Episode, reference: Path) -> None:
     wait_until(lambda: metrics.exists() and bool(metrics.stat().st_size), BOUND_S)
     for _ in range(2):
         time.sleep(episode.random.uniform(1.0, 5.0))
-        # Not node 0: its own restart while no checkpoint exists would meet a run directory without one.
+        # Not node 0: its own restart while no checkpoint exists would find a run directory without one.
         episode.apply(episode.random.choice(EVENTS[:-1]))
     episode.recover()
     if not wait_until(lambda: len(figures(episode.folder / "run")) == TRAIN_ITERS, 10 * BOUND_S):

@@ -109,7 +109,7 @@ def test_report_of_an_earlier_round_does_not_end_the_next_one(running):
     assert after([ended("b", 3)], second) == second  # of a round that does not exist
 
 
-def test_node_that_missed_a_round_reports_it_and_can_join(running):
+def test_node_that_was_late_for_a_round_reports_it_and_can_join(running):
     membership = after([ended("a", 1), ended("b", 1)], running, 5.0)
     beats = dict.fromkeys("abc", 1)
     later = apply_beats(membership, beats, 40.0)
@@ -168,6 +168,7 @@ class MembershipMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock_s, self.serial = 0.0, 0
         self.limits = replace(LIMITS, max_nodes=5)
+        self.hosts = [Host(rank=rank, name="starts") for rank in range(self.limits.max_nodes)]
         self.restart_store()
 
     # Node 0 and the store end together; the launchers of the other nodes join the next store.
@@ -176,9 +177,10 @@ class MembershipMachine(RuleBasedStateMachine):
         self.membership = Membership.start(self.limits)
         self.published: dict[int, tuple[str, ...]] = {}
         self.is_running, self.opened_s = False, self.clock_s
-        self.finished = 0
-        self.hosts = [Host(rank=rank) for rank in range(self.limits.max_nodes)]
-        self._join(self.hosts[0])
+        for host in self.hosts:
+            host.unsent = []
+            if host.name is not None:
+                self._join(host)
 
     def _join(self, host):
         self.serial += 1
@@ -207,6 +209,15 @@ class MembershipMachine(RuleBasedStateMachine):
             self._send(host, Record(kind=RecordKind.DRAINING, name=host.name))
             self._send(host, left(host.name))
             host.name, host.runs = None, 0
+
+    @rule(rank=st.integers(1, 4), seconds=st.sampled_from([1.0, 15.0, 60.0]), drains=st.booleans())
+    def leave_and_return(self, rank, seconds, drains):
+        """A launcher that returns before its loss is noticed, during the next rendezvous, or while a round runs."""
+        if drains:
+            self.drain(rank)
+        self.kill(rank)
+        self.wait(seconds)
+        self.start(rank)
 
     @rule(rank=st.integers(1, 4))
     def cut(self, rank):
@@ -347,7 +358,7 @@ class MembershipMachine(RuleBasedStateMachine):
             assert not self.is_running
 
 
-def test_random_joins_drains_deaths_cuts_and_returns_end_with_the_right_members():
+def test_random_sequences_end_with_the_right_members():
     run_state_machine_as_test(
         MembershipMachine,
         settings=settings(

@@ -30,7 +30,7 @@ def test_request_restarts_the_run_and_is_logged(tmp_path, events):
     assert events == [("join", message, {"step": 5, "processes": 3})]
 
 
-def test_request_that_is_not_possible_is_logged_once_and_training_continues(tmp_path, events):
+def test_request_that_is_not_possible_is_logged_and_training_continues(tmp_path, events):
     path = tmp_path / "join.json"
     path.write_bytes(encode_join_request(3, 3))
     reader = requests(path, events, [Problem("--num-layers", "conflict", "must be at least 3")])
