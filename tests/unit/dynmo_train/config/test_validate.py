@@ -16,6 +16,7 @@ def problems(world_size=1, **values):
 
 
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+SHARED_EXPERTS = {"expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS}
 CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
 CONTEXT = {"context_parallel_size": 2, "world_size": 2}
@@ -98,6 +99,9 @@ CASES = {
         {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
         "--expert-model-parallel-size",
     ),
+    "experts without room": ({"moe_expert_slots": 1, **SHARED_EXPERTS}, "--moe-expert-slots"),
+    "copies and ZeRO": ({"moe_expert_slots": 3, "zero_stage": 1, **SHARED_EXPERTS}, "--moe-expert-slots"),
+    "copies compiled": ({"moe_expert_slots": 3, "torch_compile": True, **SHARED_EXPERTS}, "--moe-expert-slots"),
     "experts placed twice": (
         {
             "expert_model_parallel_size": 2,
