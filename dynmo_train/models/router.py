@@ -159,7 +159,7 @@ def within_groups(scores_NE: torch.Tensor, num_groups: int, group_topk: int, top
         group_topk: number of groups that a token may use.
         top_k: experts per token, a multiple of ``group_topk``.
     """
-    scores_NGJ = scores_NE.unflatten(1, (num_groups, -1))
+    scores_NGJ: torch.Tensor = scores_NE.unflatten(1, (num_groups, -1))
     best_NGJ = scores_NGJ.sort(dim=-1, descending=True, stable=True).values
     groups_N = best(best_NGJ[..., : top_k // group_topk].sum(-1), group_topk)
     is_open_NG = torch.zeros(scores_NGJ.shape[:2], dtype=torch.bool, device=scores_NE.device)

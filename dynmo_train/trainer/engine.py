@@ -376,15 +376,16 @@ class Engine:
         # The result of the last step decides the learning rate of this one.
         result = result or self.collect()
         # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
+        skip = sums[:2].isfinite().all().logical_not().float()
         update = Update(
             lr=self.settings.rate.at(self.advanced_samples),
             weight_decay=self.weight_decay,
             decoupled_lr=rate_at(self.settings.decoupled_rate, self.advanced_samples),
             divisor=clip_divisor(sums[0], self.settings.clip),
-            skip=sums[:2].isfinite().all().logical_not().float(),
+            skip=skip,
         )
         self.item_store.step(update)
-        update_expert_biases(self.item_store, self.world, update.skip)
+        update_expert_biases(self.item_store, self.world, skip)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
