@@ -62,7 +62,6 @@ from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
-from ..optim.expert_bias import update_expert_biases
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
     ItemSquares,
@@ -189,7 +188,6 @@ class Engine:
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),
-            data_group=world.groups.data,
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
             float8=settings.precision.float8,
@@ -376,16 +374,14 @@ class Engine:
         # The result of the last step decides the learning rate of this one.
         result = result or self.collect()
         # Both schedules are read at the samples before this step, as Megatron does, and advance after the update.
-        skip = sums[:2].isfinite().all().logical_not().float()
         update = Update(
             lr=self.settings.rate.at(self.advanced_samples),
             weight_decay=self.weight_decay,
             decoupled_lr=rate_at(self.settings.decoupled_rate, self.advanced_samples),
             divisor=clip_divisor(sums[0], self.settings.clip),
-            skip=skip,
+            skip=sums[:2].isfinite().all().logical_not().float(),
         )
-        self.item_store.step(update)
-        update_expert_biases(self.item_store, self.world, skip)
+        self.item_store.step(update, self.world.groups.data)
         self._launched = LaunchedStep(
             sums=HostCopy(sums),
             measured=self.profiler.measurements() if sampled else None,
