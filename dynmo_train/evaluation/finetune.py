@@ -36,8 +36,9 @@ from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, destroy_world
 from ..parallel.seeding import stable_seed
 from ..trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
-from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
+from ..trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, state_reader
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
+from ..trainer.checkpoint.model_keys import RECORDS
 from ..trainer.engine import Engine
 from ..trainer.fingerprint import checkpoint_properties, config_properties, join_same, option_properties, require_same
 from ..trainer.finite_check import FiniteCheck, end_message

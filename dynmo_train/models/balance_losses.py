@@ -69,17 +69,17 @@ class StepCounts:
         self._chosen.clear()
 
     def record(self, chosen_E: torch.Tensor) -> None:
-        """Record the choices of the current microbatch, int64 ``[E]``; a recomputation records the same ones."""
+        """Record ``chosen_E``, int64 ``[E]``, of the current microbatch; a recomputation records the same ones."""
         if self.microbatch is not None:
             self._chosen[self.microbatch] = chosen_E
 
     def recorded(self, experts: int, device: torch.device) -> torch.Tensor:
-        """The recorded choices of this replica's microbatches, int64 ``[E]``."""
+        """The recorded choices of this replica's microbatches, int64 ``[E]``, with E ``experts``; on ``device``."""
         zeros_E = torch.zeros(experts, dtype=torch.int64, device=device)
         return torch.stack([zeros_E, *self._chosen.values()]).sum(0)
 
     def start_sum(self, chosen_E: torch.Tensor) -> RunningSum:
-        """Start to add the choices of this microbatch, int64 ``[E]``, to those of the microbatches before it.
+        """Start to add ``chosen_E``, int64 ``[E]``, of this microbatch to those of the microbatches before it.
 
         Raises:
             RuntimeError: a schedule runs the microbatches of a layer in another order, an error of the engine.
@@ -149,10 +149,10 @@ def start_losses(
     """Start to compute balance losses.
 
     Args:
-        probabilities_NE: float32 distribution over the experts of each token, with gradient.
-        expert_NC: int64 experts of the highest scores of each token, without biases and groups, as Megatron-LM and
-            DeepSeek-V3 count them.
-        chosen_E: int64 number of slots of each expert in ``expert_NC``.
+        probabilities_NE: float32 distribution over the experts of each token, ``[N, E]``, with gradient.
+        expert_NC: int64 experts ``[N, C]`` of the highest scores of each token, without biases and groups, as
+            Megatron-LM and DeepSeek-V3 count them.
+        chosen_E: int64 number of slots of each expert in ``expert_NC``, ``[E]``.
         names: losses to compute.
         sequences: number of sequences B of equal length in the microbatch.
         context: ranks that share the tokens of a sample: the fractions are those of all their tokens. The mean of the

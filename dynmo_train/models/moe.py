@@ -272,6 +272,11 @@ def route(
     return Routing(rows, weights_NC, balance, z, chosen_E)
 
 
+def counting_layers(item: nn.Module) -> list[MoeMlp]:
+    """The layers of an item that count the choices of a step."""
+    return [part for part in item.modules() if isinstance(part, MoeMlp) and part.moe.counts_steps]
+
+
 class LocalRows(NamedTuple):
     """Rows whose experts are all on this process: ``rows_RD`` ``[R, D]``, sorted as ``groups`` states."""
 

@@ -100,11 +100,11 @@ class RouterShape:
         )
 
     def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
-        """The scores of all experts, float32 ``[N, E]``."""
+        """The scores of all experts, float32 ``[N, E]``, of ``logits_NE``."""
         return logits_NE.sigmoid() if self.score_function == SIGMOID else logits_NE.softmax(-1)
 
     def probabilities(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        """Each token's scores as a distribution over the experts, ``[N, E]``: what balance losses average."""
+        """``scores_NE`` as a distribution over the experts of each token, ``[N, E]``: what balance losses average."""
         if self.score_function == SIGMOID:
             return scores_NE / (scores_NE.sum(-1, keepdim=True) + TINY)
         return scores_NE
@@ -142,7 +142,7 @@ class RouterShape:
 
 
 def best(scores_NE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The ``top_k`` experts of the highest scores of each token, best first, int64 ``[N, C]``."""
+    """The ``top_k`` experts of the highest ``scores_NE`` ``[N, E]`` of each token, best first, int64 ``[N, C]``."""
     # Not ``topk``, whose order of equal scores differs by device.
     return scores_NE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
@@ -159,7 +159,7 @@ def within_groups(scores_NE: torch.Tensor, num_groups: int, group_topk: int, top
         group_topk: number of groups that a token may use.
         top_k: experts per token, a multiple of ``group_topk``.
     """
-    scores_NGJ = scores_NE.unflatten(1, (num_groups, -1))
+    scores_NGJ: torch.Tensor = scores_NE.unflatten(1, (num_groups, -1))
     best_NGJ = scores_NGJ.sort(dim=-1, descending=True, stable=True).values
     groups_N = best(best_NGJ[..., : top_k // group_topk].sum(-1), group_topk)
     is_open_NG = torch.zeros(scores_NGJ.shape[:2], dtype=torch.bool, device=scores_NE.device)

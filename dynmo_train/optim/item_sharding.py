@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..models.compiled import CompileSettings, compile_item
@@ -156,7 +155,6 @@ class ItemBuilder:
         device: Device of the items.
         replicas: Gathers the inputs of losses over all replicas; None with one replica.
         context: Ranks that share the tokens of a sample; None with one.
-        data_group: Ranks that have other tokens of a step, context-parallel ranks counted; None with one.
         fused_norms: torch's normalization -> class that replaces it (apex).
         compiling: Settings of torch.compile; None does not compile.
         float8: Products of attention and MLPs that run in float8; None has none.
@@ -166,7 +164,6 @@ class ItemBuilder:
     device: torch.device
     replicas: ReplicaGather | None = None
     context: ContextRegion | None = None
-    data_group: dist.ProcessGroup | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     compiling: CompileSettings | None = None
     float8: Float8Settings | None = None
@@ -179,7 +176,7 @@ class ItemBuilder:
         module = cut_item(name, module, sharding.family.split_dim, sharding.region)
         module = module if self._float8_items is None else self._float8_items.apply(name, module)
         module = shard_experts(name, module, sharding.dispatcher)
-        module = join_step_counts(module, self.data_group)
+        module = join_step_counts(module, None if self.replicas is None else self.replicas.group)
         return join_context(join_replicas(module, self.replicas), self.context)
 
     @cached_property

@@ -54,6 +54,11 @@ def is_whole(tensor_name: str) -> bool:
     return role_of(tensor_name) == "mask" or tensor_name.endswith(f".{EXPERT_BIAS}")
 
 
+def has_own_shape(tensor_name: str) -> bool:
+    """Whether a tensor of an ``ItemState`` has no shape of its parameter that ZeRO cuts: whole ones, and factors."""
+    return is_whole(tensor_name) or tensor_name.endswith(FACTORS)
+
+
 def has_token_rows(tensor_name: str) -> bool:
     """Whether a tensor of an ``ItemState`` has a row for each token id, as its parameter has."""
     return has_vocabulary_rows(parameter_of(tensor_name)) and not tensor_name.endswith(".col_var")

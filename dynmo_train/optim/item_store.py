@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..models.blocks import Embedding, join_gated_layers
@@ -31,6 +32,7 @@ from ..models.linear import PrunableLinear
 from ..models.sharding import experts_of
 from ..models.sparse_formats import SparseTable
 from ..models.vocabulary_shards import VocabularyShard
+from .expert_bias import update_expert_biases
 from .item_sharding import ItemBuilder, ItemSharding
 from .item_state import FACTORS, REFERENCE, ItemState, is_memory, is_whole, parameter_of
 from .optimizers.protocol import OptimizerContext, OptimizerSettings, StateShapes, Update
@@ -276,9 +278,15 @@ class ItemStore:
             for module in self.modules.values():
                 self.sharding.fsdp.reshard(module)
 
-    def step(self, update: Update) -> None:
-        """Update every parameter that has a gradient, as ``update`` describes, and drop the gradients."""
+    def step(self, update: Update, group: dist.ProcessGroup | None = None) -> None:
+        """Update every parameter that has a gradient, and the biases of experts; drop the gradients.
+
+        Args:
+            update: Learning rates, clipping, and whether the step is skipped.
+            group: Ranks that have other tokens of the step; None with one.
+        """
         self.optimizers.step(update)
+        update_expert_biases(self.modules.values(), group, update.skip)
         for item, module in self.modules.items():
             self._mark_stale(item)
             # A sparse form of a weight is a copy of its values, which the update has changed.

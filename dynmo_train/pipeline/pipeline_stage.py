@@ -37,7 +37,7 @@ from ..models.aux_loss import with_losses
 from ..models.compiled import PRODUCTS, is_compiled
 from ..models.head import Head
 from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
-from ..models.moe import MoeMlp
+from ..models.moe import counting_layers
 from ..models.vocabulary_shards import WORDS
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import ComputeCopies
@@ -106,10 +106,7 @@ class StageModule(nn.Module):
         self.words: Callable[[int], torch.Tensor] | None = None
         self.profiler, self.device = profiler, device
         self._heads = [part for layer in self.layers for part in layer.modules() if isinstance(part, Head)]
-        self._routed = {
-            name: [part for part in layer.modules() if isinstance(part, MoeMlp) and part.moe.counts_steps]
-            for name, layer in items.items()
-        }
+        self._routed = {name: counting_layers(layer) for name, layer in items.items()}
         self._keys = StreamKeys(seed, self.names, device)
         # By name: an item that draws from torch's generator, which is seeded on the host before each of its runs.
         self._seeds_generator = {name: draws_from_generator(layer) for name, layer in items.items()}
@@ -149,9 +146,8 @@ class StageModule(nn.Module):
         self.step, self.loss_scale = step, loss_scale
         for head in self._heads:
             head.loss_factor = loss_scale
-        for layers in self._routed.values():
-            for routed in layers:
-                routed.counts.begin_step(microbatches.start)
+        for routed in (each for layers in self._routed.values() for each in layers):
+            routed.counts.begin_step(microbatches.start)
         self.first_microbatch = self.graphs.first_microbatch = microbatches.start
         self.metrics.clear()
         self._keys.begin_step(step, microbatches)

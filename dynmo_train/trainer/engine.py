@@ -60,7 +60,6 @@ from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
-from ..optim.expert_bias import update_expert_biases
 from ..optim.expert_replicas import ExpertReplicas
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
@@ -145,7 +144,6 @@ class Engine:
             device=world.device,
             replicas=replica_gather(world),
             context=context_region(world),
-            data_group=world.groups.data,
             fused_norms=settings.fused_norms,
             compiling=settings.pipeline.compiled,
             float8=settings.precision.float8,
@@ -360,8 +358,7 @@ class Engine:
             skip=sums[:2].isfinite().all().logical_not().float(),
         )
         self.heartbeat.enter(Phase.OPTIMIZER)
-        self.item_store.step(update)
-        update_expert_biases(self.item_store, self.world, update.skip)
+        self.item_store.step(update, self.world.groups.data)
         if self._replicas is not None:
             self._replicas.outdate()
         self.heartbeat.enter(Phase.RESULT)

@@ -48,16 +48,7 @@ from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
-from ...optim.item_state import (
-    FACTORS,
-    REFERENCE,
-    ItemState,
-    has_token_rows,
-    is_memory,
-    is_whole,
-    parameter_of,
-    role_of,
-)
+from ...optim.item_state import REFERENCE, ItemState, has_own_shape, has_token_rows, is_memory, parameter_of, role_of
 from ...optim.item_store import ItemStore
 from ...optim.lr_schedule import WeightDecay
 from ...optim.optimizers.adamw import AdamWSettings
@@ -67,6 +58,7 @@ from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
 from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
+from .model_keys import FORMER_VALUES, RECORDS, TRAINING_KEYS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,8 +323,7 @@ def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtyp
             if is_memory(item, name):
                 shapes[name] = tensor.shape, tensor.dtype
             elif is_writer and _is_stored(engine, name):
-                has_own_shape = is_whole(name) or name.endswith(FACTORS)
-                shape = tensor.shape if has_own_shape else whole[parameter_of(name)].shape
+                shape = tensor.shape if has_own_shape(name) else whole[parameter_of(name)].shape
                 shapes[name] = shape, tensor.dtype
     return shapes
 
@@ -511,28 +502,6 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
 
 
 GROUPS = ("decay", "no_decay")
-# Keys that record how the run was set up and may differ: the padding of the vocabulary.
-RECORDS = frozenset({"padded_vocab_size"})
-# Keys that affect the training of experts and not their output: another run may change them.
-TRAINING_KEYS = frozenset(
-    {
-        "moe_aux_loss_coeff",
-        "moe_seq_aux_loss_coeff",
-        "moe_global_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_capacity_factor",
-        "moe_token_drop_policy",
-    }
-)
-# Keys that earlier versions did not write, and the values that those used.
-FORMER_VALUES = {
-    "moe_token_drop_policy": "probs",
-    "moe_seq_aux_loss_coeff": 0.0,
-    "moe_global_aux_loss_coeff": 0.0,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_enable_expert_bias": False,
-}
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:

@@ -43,7 +43,7 @@ from ...models.layer_list import ModelFamily, parameters_of
 from ...optim.item_state import ItemState
 from ...optim.item_store import ItemStore
 from ...parallel.process_groups import World, all_gather_objects, broadcast_object
-from .engine_checkpoint import RECORDS
+from .model_keys import RECORDS
 
 VOCABULARY_MULTIPLE = 128
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,8 +9,6 @@ from dynmo_train.models.moe import MoeMlp, MoeShape
 from dynmo_train.models.router import RouterShape
 from dynmo_train.optim.expert_bias import update_expert_biases
 from dynmo_train.optim.item_state import is_whole, role_of
-
-WORLD = SimpleNamespace(groups=SimpleNamespace(data=None))
 
 
 def layer(experts=4, *, bias=True, rate=0.5):
@@ -33,8 +29,7 @@ def updated(counts, skip=0.0, rate=0.5):
     for microbatch, chosen in enumerate(counts):
         made.counts.microbatch = microbatch
         made.counts.record(torch.tensor(chosen))
-    store = SimpleNamespace(modules={"plain": torch.nn.Linear(2, 2), "experts": made, "no bias": layer(bias=False)})
-    update_expert_biases(store, WORLD, torch.tensor(skip))
+    update_expert_biases([torch.nn.Linear(2, 2), made, layer(bias=False)], None, torch.tensor(skip))
     return made.expert_bias.tolist()
 
 

@@ -1,0 +1,26 @@
+"""Keys of a manifest's model that are compared in another way than the rest, where a run loads a checkpoint."""
+
+from __future__ import annotations
+
+# Keys that record how the run was set up and may differ: the padding of the vocabulary.
+RECORDS = frozenset({"padded_vocab_size"})
+# Keys that affect the training of experts and not their output: another run may change them.
+TRAINING_KEYS = frozenset(
+    {
+        "moe_aux_loss_coeff",
+        "moe_seq_aux_loss_coeff",
+        "moe_global_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_capacity_factor",
+        "moe_token_drop_policy",
+    }
+)
+# Keys that earlier versions did not write, and the values that those used.
+FORMER_VALUES = {
+    "moe_token_drop_policy": "probs",
+    "moe_seq_aux_loss_coeff": 0.0,
+    "moe_global_aux_loss_coeff": 0.0,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_enable_expert_bias": False,
+}
