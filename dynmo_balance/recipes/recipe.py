@@ -107,7 +107,7 @@ class SearchedStep:
         step_ns: the step.
         label: a short description of schedule, stages per worker and granularity.
         bound_ns: lower bound for any schedule and partition.
-        limit: what that bound counts: ``work``, ``fill``, ``unit``, ``packing`` or ``path``.
+        limit: what that bound counts: ``work``, ``fill``, ``unit``, ``packing``, ``path`` or ``memory``.
         order_bound_ns: lower bound of the partition found, over all orders of operations.
     """
 

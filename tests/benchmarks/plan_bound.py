@@ -4,7 +4,7 @@
 
 Every assignment of units (layers) to workers is tried, so every partition, placement and number of stages per worker.
 For each, ``stages_bound_ns`` is below every order of operations, so its minimum is a proven bound for any schedule. The
-best order by the rules of ``list_order`` for the assignments with the smallest bounds is a step that exists. The best
+best order of ``justified_order`` for the assignments with the smallest bounds is a step that exists. The best
 step of all is between these two; in brackets: over ``bounds_of``. Memory is not limited.
 """
 
@@ -19,12 +19,13 @@ from dynmo_balance._common.console import emit
 from dynmo_balance.partition.problem import PartitionProblem
 from dynmo_balance.planning.plan_builder import problem_of_run
 from dynmo_balance.recipes.recipe import final_costs, load_recipe, with_size
-from dynmo_balance.schedules.list_scheduler import RULES, OperationTimes, list_order
+from dynmo_balance.schedules.justified_order import START_RULES, Rule, justified_order
+from dynmo_balance.schedules.list_scheduler import OperationTimes
 from dynmo_balance.simulation.bounds import bounds_of
 from dynmo_balance.simulation.order_bound import stages_bound_ns
 from dynmo_balance.simulation.simulator import StageCosts
 
-SCHEDULED = 300
+SCHEDULED = 40
 """Assignments with the smallest bounds that get orders of operations."""
 
 
@@ -91,19 +92,21 @@ def bracket(problem: PartitionProblem) -> Bracket:
         least = bound if least is None else min(least, bound)
         if len(smallest) < SCHEDULED or bound < -smallest[0][0]:
             (heapq.heappush if len(smallest) < SCHEDULED else heapq.heapreplace)(smallest, (-bound, row))
-            step = best_step(problem, stages, positions, ("due, 1.5", "later stage first"))
+            step = best_step(problem, stages, positions, START_RULES[:1])
             best = step if best is None else min(best, step)
     assert best is not None
     assert least is not None
     for _, row in smallest:
-        best = min(best, best_step(problem, *stages_of(problem, row), tuple(RULES)))
+        best = min(best, best_step(problem, *stages_of(problem, row), START_RULES))
     return Bracket(
         bound_ns=bounds_of(problem).step_ns, exact_bound_ns=min(least, best), found_ns=best, assignments=count
     )
 
 
-def best_step(problem: PartitionProblem, stages: list[StageCosts], positions: list[int], rules: tuple[str, ...]) -> int:
-    """The shortest step of list schedules by ``rules`` in ns."""
+def best_step(
+    problem: PartitionProblem, stages: list[StageCosts], positions: list[int], rules: tuple[Rule, ...]
+) -> int:
+    """The shortest step of orders that start from ``rules``, in ns."""
     times = OperationTimes(
         forward=[stage.forward_ns for stage in stages],
         backward_input=[stage.backward_input_ns for stage in stages],
@@ -115,7 +118,9 @@ def best_step(problem: PartitionProblem, stages: list[StageCosts], positions: li
         trained=[stage.has_backward for stage in stages],
         positions=positions,
     )
-    return min(list_order(times, problem.microbatches, problem.microbatches, rule)[1] for rule in rules)
+    made = justified_order(times, problem.microbatches, rules, rounds=6 if len(rules) > 1 else 0)
+    assert made is not None  # without memory limits an order always exists
+    return made.step_ns
 
 
 def main() -> None:

@@ -117,12 +117,11 @@ def test_memory_limits_the_forward_passes_before_the_first_gradient():
 
 
 def test_memory_counts_weight_gradients_behind_the_last_input_gradient():
-    # In the last 2 ns there are input gradients of unit 0, and weight gradients of unit 1 for microbatches whose input
-    # gradients are computed before. One microbatch fits: 2 + 5 ns of gradients, of which the two workers execute 4.
-    chain = make_chain([1, 1], backward=[2, 0], weight=[0, 5], activation=[1, 1])
-    problem = make_problem(chain, 2, "zero-bubble", 4, memory=[1, 1])
-    assert bounds_of(problem).memory_ns == 2 + 2 + (4 * 9 - 2 - 4) // 2
-    assert bounds_of(problem).step_ns <= justified_order(operation_times(problem, (0, 1, 2)), 4).step_ns
+    # In the last 20 ns two microbatches have input gradients of unit 0, and weight gradients of unit 2 whose input
+    # gradients are computed before: 40 + 30 ns in 4 bytes. Before the first gradient, 3 ns fit.
+    chain = make_chain([1, 1, 1], backward=[20, 0, 0], weight=[0, 1, 15], activation=[1, 10, 1])
+    problem = make_problem(chain, 4, "zero-bubble", 2, memory=[1, 1, 1, 1], min_units=0)
+    assert bounds_of(problem).memory_ns == 3 + 20 + -(-(2 * 39 - 3 - 70) // 4) == 25
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
