@@ -324,7 +324,7 @@ class LayerProfiler:
 
 
 def _stall_ppm(wall_ns: int, processor_ns: int) -> int:
-    """Wall over processor time in millionths; 1 where the time is too short, since one preemption takes milliseconds."""
+    """Wall over processor time in millionths; 1 in short steps, where one preemption would decide."""
     return wall_ns * 1_000_000 // processor_ns if wall_ns and processor_ns >= _MIN_STALL_NS else 1_000_000
 
 
