@@ -19,7 +19,7 @@ class EmulationConfig:
         "Profile whose layer times are emulated by sleeping (CPU only).", default=None, refers_to="file", common=True
     )
     emulate_slow: str | None = option(
-        "Slow worker of an emulated run, as WORKER:FACTOR:FIRST:LAST, with its first and last slow step.",
+        "Slow worker of an emulated run: WORKER:FACTOR:FIRST:LAST step.",
         default=None,
     )
     emulate_scale: float = option("Scale factor of the emulated times.", default=1.0, above=0)

@@ -465,7 +465,7 @@ class TrainingConfig:
         "Save and exit after a step divisible by N.", default=None, minimum=1, panel=panels.ELASTICITY
     )
     distributed_timeout_minutes: float = option(
-        "Minutes after which a collective, or a rank without progress, ends the run.",
+        "Minutes after which a collective or a hanging rank fails.",
         default=10.0,
         above=0,
         panel=panels.ELASTICITY,

@@ -33,6 +33,8 @@ from ..parallel.process_groups import World
 # Rows of the square matrices of the calibration product: 0.1 ms on a core or a GPU.
 _CPU_PRODUCT, _CUDA_PRODUCT = 96, 1024
 _CALIBRATIONS = 3
+# Least processor time of a step from which a stall is computed.
+_MIN_STALL_NS = 20_000_000
 
 
 class _RecordBackward(torch.autograd.Function):
@@ -100,7 +102,7 @@ class Measurements:
             "busy_ns": (busy_ns := self.busy.mean_ns(self.clock, "", 1)),
             # The fastest of several: a preemption or a cold cache must not look like a slow clock.
             "calibration_ns": min((self.clock.elapsed_ns(*each) for each in self.calibrations), default=0),
-            "stall_ppm": self.busy_wall_ns * 1_000_000 // busy_ns if self.busy_wall_ns and busy_ns else 1_000_000,
+            "stall_ppm": _stall_ppm(self.busy_wall_ns, busy_ns),
         }
 
 
@@ -319,6 +321,11 @@ class LayerProfiler:
             calibrations=self._calibrations,
             busy_wall_ns=self._busy_wall_ns,
         )
+
+
+def _stall_ppm(wall_ns: int, processor_ns: int) -> int:
+    """Wall over processor time in millionths; 1 in short steps, where one preemption would decide."""
+    return wall_ns * 1_000_000 // processor_ns if wall_ns and processor_ns >= _MIN_STALL_NS else 1_000_000
 
 
 def _split_whole(whole_ns: int, input_ns: int, weight_ns: int) -> tuple[int, int]:

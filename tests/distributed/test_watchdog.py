@@ -124,7 +124,9 @@ def test_stopped_rank_is_found_and_the_run_continues_bit_for_bit(place):  # noqa
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "hangs in step" in err
-    hang, restart = events(place / "run", "incident")
+    incidents = events(place / "run", "incident")
+    # A loaded machine may really starve a worker.
+    [hang, restart] = [each for each in incidents if each["incident"] in ("hang", "restart", "process_death")]
     assert (hang["incident"], hang["ranks"], restart["incident"]) == ("hang", [1], "restart")
     assert hang["cause"].startswith("stopped (state T)")
     assert restart["cause"] == "a rank hung"

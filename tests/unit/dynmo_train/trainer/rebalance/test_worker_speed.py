@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -137,6 +139,12 @@ def test_profiler_measures_product_and_stall_in_measured_steps_only():
     result = profiler.measurements().result((), 1)
     assert product[0, 0] == 64
     assert 0 < result["calibration_ns"] < 1e9
-    assert result["stall_ppm"] > 900_000
+    assert result["stall_ppm"] == 1_000_000  # too short a time
+    with profiler.busy():
+        end = time.thread_time_ns() + 25_000_000
+        while time.thread_time_ns() < end:
+            pass
+        time.sleep(0.1)
+    assert profiler.measurements().result((), 1)["stall_ppm"] > 2_000_000
     assert profiler.calibration_ns(device) > 0
     assert profiler.measurements().result((), 1)["calibration_ns"] == 0
