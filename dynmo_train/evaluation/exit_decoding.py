@@ -153,6 +153,8 @@ class SegmentDecoder:
     def _at_exit(self, segment: int, before_1TD: torch.Tensor, x_1TD: torch.Tensor) -> torch.Tensor | None:
         """Logits of the last token ``[V]`` where it exits after a segment; None where it does not."""
         exit_, before_11D, x_11D = self._exits[segment], before_1TD[:, -1:], x_1TD[:, -1:]
+        if exit_.settings.threshold >= 1.0:
+            return None
         if exit_.settings.measure == "softmax":
             # The same logits decide and predict.
             logits_1V = self._head.logits(x_11D)[0].float()

@@ -192,14 +192,16 @@ class Exit(nn.Module):
             real = real_BC.reshape(-1).to(losses.dtype)
             loss = (losses * real).sum() / real.sum().clamp(min=1.0)
             return self.exits(top_BC2[..., 0] - top_BC2[..., 1]) & real_BC, loss
-        # Detached: which tokens exit is a decision, which has no gradient.
-        confidence_BC = self.confidence(before_BCD.detach(), after_BCD.detach())
+        leaves_BC = torch.zeros_like(real_BC)
+        if self.settings.threshold < 1.0:
+            # Detached: which tokens exit is a decision, which has no gradient.
+            leaves_BC = self.exits(self.confidence(before_BCD.detach(), after_BCD.detach())) & real_BC
         if labels_BC is not None and wants_loss and is_sampled:
             loss = self._sampled_loss(after_BCD, labels_BC, real_BC)
         elif labels_BC is not None and wants_loss:
             # In chunks of tokens: nothing else reads the logits. Not the forward of a head with a second loss.
             loss = Head.forward(self.head, after_BCD, labels_BC, real_BC)  # type: ignore[arg-type] # a copy of a head
-        return self.exits(confidence_BC) & real_BC, loss
+        return leaves_BC, loss
 
     @torch.no_grad()
     def _response(self, x_BCD: torch.Tensor) -> torch.Tensor:
