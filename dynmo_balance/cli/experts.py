@@ -149,6 +149,12 @@ def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMov
         horizon_steps=moves.horizon,
         bandwidth_bytes_per_s=measured_rate if moves.bandwidth is None else round(moves.bandwidth * 1e9),
         expert_bytes=sizes,
+        # Weights in float32 to the copy, gradients in float64 back; see ``--moe-expert-slots`` of the trainer.
+        copy_bytes={
+            item.name: 3 * item.param_bytes * header.expert_parallel_size // len(loads.tokens[item.name])
+            for item in header.items
+            if item.name in loads.tokens
+        },
         step_ns=step_ns,
     )
     return make_expert_plan(loads, options, current)

@@ -1,16 +1,19 @@
 """Expert plans: a placement per layer, weighed against what it costs to move the experts there.
 
-Of each layer two placements compete, over the steps of a horizon::
+Of each layer placements compete, over the steps of a horizon::
 
     experts stay, only the shares of replicas change  ---+
     the placement of the least largest load           ---+--> steps x time of the layer + transfer --> the smaller
+
+A replica is not free in training: in each step it receives the weights of its expert, and sends their gradients. So
+placements with fewer replicas than there are slots compete too, where times and bandwidth are known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._common.errors import UsageError
 from ..costs.expert_loads import ExpertLoads
@@ -40,6 +43,7 @@ class ExpertOptions:
         horizon_steps: Steps within which a move must break even.
         bandwidth_bytes_per_s: Of a rank's link; None is unlimited.
         expert_bytes: Weights and optimizer state of one expert, by item.
+        copy_bytes: What a replica of an expert transfers in a step: weights and gradients, by item.
         step_ns: Time of each item in a step with the placement before; 0 where it is unknown, and moves cost nothing.
     """
 
@@ -51,6 +55,7 @@ class ExpertOptions:
     horizon_steps: int
     bandwidth_bytes_per_s: int | None
     expert_bytes: Mapping[str, int]
+    copy_bytes: Mapping[str, int]
     step_ns: Mapping[str, int]
 
 
@@ -120,8 +125,7 @@ def _plan_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, curr
     if current is not None and {e for each in current for e, _ in each} != set(range(len(tokens))):
         raise UsageError(f"{item}: the current placement does not have the layer's {len(tokens)} experts")
     before = contiguous(problem) if current is None else _with_former_shares(problem, current)
-    found = place(problem, before)
-    choices = [found.ranks]
+    choices = [place(each, before).ranks for each in _with_fewer_slots(problem, item, options)]
     # Experts that stay must satisfy the same limits, and those of nodes are not checked for a foreign placement.
     if len(before) == problem.ranks and fits(problem, before) and not problem.is_hierarchical:
         choices.append(shares_on(problem, before))
@@ -129,7 +133,8 @@ def _plan_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, curr
 
     def cost_ns(ranks: Ranks) -> tuple[float, int]:
         steps = options.horizon_steps * options.step_ns.get(item, 0) * max(loads_of(ranks)) / max(1, largest_before)
-        return steps + _transfer_ns(item, options, before, ranks), max(loads_of(ranks))
+        copies = options.horizon_steps * _copies_ns(item, options, ranks)
+        return steps + copies + _transfer_ns(item, options, before, ranks), max(loads_of(ranks))
 
     chosen = min(choices, key=cost_ns)
     return ExpertLayer(
@@ -155,6 +160,24 @@ def _transfer_ns(item: str, options: ExpertOptions, before: Ranks, after: Ranks)
         return 0.0
     sent, received = _rank_bytes(_moves(item, options, before, after))
     return max([*sent.values(), *received.values()], default=0) * 1e9 / options.bandwidth_bytes_per_s
+
+
+def _with_fewer_slots(problem: ExpertProblem, item: str, options: ExpertOptions) -> list[ExpertProblem]:
+    """The problem, and where copies have a price also those with fewer slots, down to the fewest."""
+    fewest = -(-len(problem.tokens) // problem.ranks)
+    has_price = options.bandwidth_bytes_per_s and options.step_ns.get(item) and options.copy_bytes.get(item)
+    slots = range(problem.slots, fewest - 1, -1) if has_price else (problem.slots,)
+    return [replace(problem, slots=each) for each in slots]
+
+
+def _copies_ns(item: str, options: ExpertOptions, ranks: Ranks) -> float:
+    """Time in a step of the rank that sends or receives most weights and gradients of replicas."""
+    if not options.bandwidth_bytes_per_s or not options.step_ns.get(item):
+        return 0.0
+    hosts = Counter(expert for each in ranks for expert, _ in each)
+    # The owner of an expert is not known here; each of its ranks may be it.
+    most = max(sum(hosts[expert] - 1 for expert, _ in each) for each in ranks)
+    return most * options.copy_bytes.get(item, 0) * 1e9 / options.bandwidth_bytes_per_s
 
 
 def _rank_bytes(found: Sequence[ExpertMove]) -> tuple[Counter[int], Counter[int]]:

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.train_expert_replicas emulated --profile RUN/profile.jsonl [--ranks 32] [--slots 3 4]
 
 ``real`` trains a small GPT on the bytes of a text, on 4 processes that share 8 experts (top-2, no balance loss). After
-40 steps the experts take the placement that ``dynmo-plan`` makes of the last 10; the next 20 are measured. A row has
+12 steps the experts take the placement that ``dynmo-plan`` makes of the last 6; the next 8 are measured. A row has
 the largest load of a rank over the mean, and the median processor time of a step: of the busiest rank, which is the
 critical path where each rank has a core, and of all ranks together. The losses show that the bits are the same.
 
@@ -47,14 +47,20 @@ from tests.distributed.workers import run_workers
 
 WINDOW, AGES = 20, (0, 1, 10, 50, 100)
 RANKS, EXPERTS, SAMPLES, TOKENS = 4, 8, 8, 64
-WARM, PLANNED, MEASURED = 40, 10, 20
+# Placement, slots of a rank (None: without copies), and slots of the plan (None: experts stay).
+CASES = (
+    ("in order, whole products", None, None),
+    ("in order", 4, None),
+    ("moved", 4, 2),
+    ("replicas", 4, 3),
+    ("replicas", 4, 4),
+)
+WARM, PLANNED, MEASURED = 12, 6, 8
 
 
-def hosts_of(tokens: Sequence[int], ranks: int, slots: int) -> tuple[Hosts, ...]:
+def hosts_of(tokens: Sequence[int], ranks: int, slots: int, shares: str = EVEN) -> tuple[Hosts, ...]:
     """The ranks that a plan gives each expert."""
-    problem = ExpertProblem(tokens=tuple(tokens), ranks=ranks, slots=slots, shares=FREE)
-    if ranks * slots == len(tokens):
-        problem = ExpertProblem(tokens=tuple(tokens), ranks=ranks, slots=slots, shares=EVEN)
+    problem = ExpertProblem(tokens=tuple(tokens), ranks=ranks, slots=slots, shares=shares)
     placed = place(problem, contiguous(problem)).ranks
     on: dict[int, dict[int, int]] = {}
     for rank, experts in enumerate(placed):
@@ -126,10 +132,10 @@ def emulated(options: argparse.Namespace) -> Iterator[str]:
     scaled = [{item: tuple(n * options.scale for n in tokens) for item, tokens in step.items()} for step in steps]
     experts = len(next(iter(steps[0].values())))
     base = experts // options.ranks
-    yield "| placement | slots | age of the statistics, steps | max/mean load, mean (largest) | step, ms |"
+    yield "| planned shares | slots | age of the statistics, steps | max/mean load, mean (largest) | step, ms |"
     yield "|---|---|---|---|---|"
-    cases = [("in order", base, None), *(("moved", base, age) for age in AGES)]
-    cases += [("replicas", slots, age) for slots in options.slots for age in AGES]
+    cases: list[tuple[str, int, int | None]] = [("in order", base, None), *((EVEN, base, age) for age in AGES)]
+    cases += [(shares, slots, age) for slots in options.slots for shares in (FREE, EVEN) for age in AGES]
     times = [ChunkTimes(options.width, options.inner) for _ in range(options.repeats)]
     for name, slots, age in cases:
         ratios: list[float] = []
@@ -143,7 +149,7 @@ def emulated(options: argparse.Namespace) -> Iterator[str]:
                     # Age 0 sees the tokens of the step itself: the best that a plan could be.
                     window = [scaled[at]] if age == 0 else scaled[at - age - WINDOW + 1 : at - age + 1]
                     mean = np.mean([each[item] for each in window], axis=0)
-                    hosts = hosts_of([round(n) for n in mean], options.ranks, slots)
+                    hosts = hosts_of([round(n) for n in mean], options.ranks, slots, name)
                 chunks = chunks_of(tokens, hosts, options.ranks, options.rows)
                 ratios.append(max(map(sum, chunks)) * options.ranks / sum(tokens))
                 for repeat, each in enumerate(times):
@@ -224,23 +230,22 @@ def play(world: World, text: Path, slots: int | None, place_with: int | None) ->
     return {"ratio": float(np.mean(ratios)), "busiest": max(by_rank), "all": sum(by_rank), "losses": losses}
 
 
+def play_all(world: World, text: Path) -> list[dict[str, Any]]:
+    """Every case of ``CASES``, on the same processes."""
+    return [play(world, text, slots, place_with) for _, slots, place_with in CASES]
+
+
 def real(options: argparse.Namespace) -> Iterator[str]:
     """Rows of the table of real processes."""
-    yield "| placement | max/mean load | busiest rank, processor ms of a step | all ranks, ms | last loss |"
-    yield "|---|---|---|---|---|"
-    base = EXPERTS // RANKS
-    cases = [("in order, without --moe-expert-slots", None, None), ("in order", base, None), ("moved", base, base)]
-    cases += [("replicas", base + 1, base + 1), ("replicas", base + 2, base + 2)]
-    found: dict[int, list[dict[str, Any]]] = {at: [] for at in range(len(cases))}
-    for _ in range(options.repeats):
-        # Placements take turns, as other programs may run at the same time.
-        for at, (_, slots, place_with) in enumerate(cases):
-            found[at].append(run_workers(play, RANKS, options.text, slots, place_with)[0])
-    for at, (name, slots, _) in enumerate(cases):
-        runs = found[at]
-        label = name if slots is None else f"{name}, {slots} slots"
+    yield "| placement | slots | max/mean load | busiest rank, processor ms of a step | all ranks, ms | last loss |"
+    yield "|---|---|---|---|---|---|"
+    # Cases take turns, as other programs may run at the same time.
+    found = [run_workers(play_all, RANKS, options.text)[0] for _ in range(options.repeats)]
+    for at, (name, slots, _) in enumerate(CASES):
+        runs = [each[at] for each in found]
         busiest, every = (", ".join(f"{run[key]:.0f}" for run in runs) for key in ("busiest", "all"))
-        yield f"| {label} | {runs[0]['ratio']:.2f} | {busiest} | {every} | {runs[0]['losses'][-1]!r} |"
+        loss = runs[0]["losses"][-1]
+        yield f"| {name} | {slots or '-'} | {runs[0]['ratio']:.2f} | {busiest} | {every} | {loss!r} |"
 
 
 def main() -> None:

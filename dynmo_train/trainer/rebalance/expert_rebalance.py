@@ -131,7 +131,8 @@ class ExpertRebalance:
         if slots is not None:
             # Layers of one run have the same number of experts.
             experts = max(experts_by_item(self._engine.family.items).values())
-            words += ["--replicas", str(ranks * slots - experts)]
+            # Even shares: plans for these use all slots, and each microbatch finds its own shares among the replicas.
+            words += ["--replicas", str(ranks * slots - experts), "--shares", "even"]
         words += [] if self._active is None else ["--current", str(self._active)]
         try:
             done = subprocess.run(
