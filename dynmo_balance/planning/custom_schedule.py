@@ -37,6 +37,8 @@ NUM_BOUNDED = 24
 """Partitions per round whose bound over all orders is computed; those with the smallest get an order of their own."""
 NUM_ORDERS = 4
 """Partitions per round that get an order: it takes four times as long as the bound."""
+MIN_MEMORY_RATIO = 1.1
+"""Step over the smallest bound over all orders of near partitions above which the memory is taken to be short."""
 MAX_DESCENT, NUM_DESCENT = 60, 40
 """Shifts of cuts that may lower the bound over all orders at the start, and the number of partitions tried for each."""
 LOAD_NOISE = 0.02
@@ -206,8 +208,9 @@ class _PlacementSearch:
             bound = order_bound_ns(self.problem, self._boundaries(cuts))
             if cuts != now.cuts and bound < best_ns:
                 bounded.append((bound, cuts))
-        chosen = [cuts for _, cuts in sorted(bounded)[: NUM_ORDERS // 2]]
-        # The bound does not know the memory, so the others are those with the smallest load.
+        # The bound does not know the memory: where that matters, the partitions with the smallest load count.
+        is_short = self.limited and now.step_ns > MIN_MEMORY_RATIO * min((bound for bound, _ in bounded), default=0)
+        chosen = [] if is_short else [cuts for _, cuts in sorted(bounded)[: NUM_ORDERS // 2]]
         chosen += [cuts for _, cuts in bounded if cuts not in chosen][: NUM_ORDERS - len(chosen)]
         made = (self.order(cuts) for cuts in chosen)
         return min((one for one in made if one is not None), key=lambda one: one.step_ns, default=now)
@@ -344,11 +347,11 @@ def _start(placed: PartitionProblem, *, with_passes: bool) -> tuple[ScheduledPar
             continue
         search = _PlacementSearch(placed, start, with_passes=with_passes)
         cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start.boundaries))]
-        if placed.chain.vocabulary is None:
-            cuts = search.descend(cuts)
-        first = search.order(cuts, thorough=True)
-        if first is not None:
-            search.select_rules(cuts)
+        starts = [cuts] if placed.chain.vocabulary is not None else [cuts, search.descend(cuts)]
+        made = [one for one in (search.order(start, thorough=True) for start in starts) if one is not None]
+        if made:
+            first = min(made, key=lambda one: one.step_ns)
+            search.select_rules(first.cuts)
             return first, search
     return None
 
