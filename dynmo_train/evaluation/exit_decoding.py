@@ -3,7 +3,7 @@
 The blocks are cut into segments, one after each exit. A token that exits after a segment leaves its state in the queue
 of the next one. The next token that does not exit there takes all waiting states along, in one pass: every key and
 value is that of the full model. EE-LLM (Chen et al. 2024, arXiv:2312.04916) recomputes such tokens as further rows of a
-later forward pass; the stored states spare the lower blocks. No state is copied upwards, unlike in CALM.
+later forward pass; the stored states spare the lower blocks. No state is copied upwards.
 
     segment 0   t0 t1 t2 t3 t4      each token by itself; exits: t1 t2 t3
     segment 1   t0 [   queue  ]t4   t1 t2 t3 t4 in one pass, because t4 does not exit

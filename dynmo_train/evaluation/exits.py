@@ -8,7 +8,7 @@ Two measurements per threshold, next to the full model (threshold 1, where no to
 ``--exit-key-values`` selects what later tokens read of a token that has exited:
 
 * ``stored``: as the model was trained, ``propagate`` or ``skip``;
-* ``propagate``: keys and values of the state in which it exited (CALM, Schuster et al. 2022, arXiv:2207.07061);
+* ``propagate``: keys and values of the state in which it exited (Schuster et al. 2022, arXiv:2207.07061);
 * ``skip``: nothing;
 * ``exact``: keys and values of the full model, computed later (EE-LLM);
 * ``speculative``: as ``exact``, and the full model verifies what the first exit drafts (LayerSkip), so that the output

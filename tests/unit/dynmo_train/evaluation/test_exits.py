@@ -307,6 +307,6 @@ def test_short_texts_several_processes_and_long_continuations_are_refused():
 
 
 @pytest.mark.parametrize("text", ["", "0.5,", "0.5,1.5", "nan", "high"])
-def test_thresholds_that_are_no_fractions_are_refused(text):
+def test_invalid_thresholds_are_refused(text):
     with pytest.raises(UsageError, match="must be numbers from 0 to 1"):
         _ = ExitsConfig(valid_data="x", exit_thresholds=text).thresholds
