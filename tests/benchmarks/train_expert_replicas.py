@@ -239,8 +239,11 @@ def real(options: argparse.Namespace) -> Iterator[str]:
     """Rows of the table of real processes."""
     yield "| placement | slots | max/mean load | busiest rank, processor ms of a step | all ranks, ms | last loss |"
     yield "|---|---|---|---|---|---|"
+    # By its module's name: the processes cannot import what belongs to this one's ``__main__``.
+    from tests.benchmarks.train_expert_replicas import play_all as play_cases
+
     # Cases take turns, as other programs may run at the same time.
-    found = [run_workers(play_all, RANKS, options.text)[0] for _ in range(options.repeats)]
+    found = [run_workers(play_cases, RANKS, options.text)[0] for _ in range(options.repeats)]
     for at, (name, slots, _) in enumerate(CASES):
         runs = [each[at] for each in found]
         busiest, every = (", ".join(f"{run[key]:.0f}" for run in runs) for key in ("busiest", "all"))
