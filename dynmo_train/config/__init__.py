@@ -18,6 +18,7 @@ from .data import DataConfig
 from .emulation import EmulationConfig
 from .optimizer import OptimizerConfig
 from .options import DefaultContext
+from .parallel import ParallelConfig
 from .precision import PrecisionConfig
 from .resolve import (
     config_document,
@@ -30,7 +31,7 @@ from .resolve import (
     with_deepspeed,
 )
 from .run import RunConfig
-from .schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from .schema import Config, ModelConfig, TrainingConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 

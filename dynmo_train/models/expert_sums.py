@@ -38,13 +38,13 @@ class ExpertSums:
         self._totals: dict[tuple[int, str], torch.Tensor] = {}
 
     def add(self, expert: int, name: str, gradient: torch.Tensor) -> None:
-        """Add the gradient of a chunk, of any dtype, to the sum of a parameter."""
+        """Add the gradient of a chunk, of any dtype and in the shape of the parameter, to the sum of the parameter."""
         shift = _SHIFT * self.scale
         rounded = gradient.to(torch.float64).add_(shift).sub_(shift)
         self.add_rounded(expert, name, rounded)
 
     def add_rounded(self, expert: int, name: str, total: torch.Tensor) -> None:
-        """Add a sum of another rank, float64; it is used up."""
+        """Add ``total``, a sum of another rank, float64 in the shape of the parameter; it is used up."""
         found = self._totals.get((expert, name))
         if found is None:
             self._totals[expert, name] = total
@@ -84,7 +84,15 @@ def chunk_linear(
 
 
 def chunk_bias(y_RO: torch.Tensor, bias_O: torch.Tensor, sums: ExpertSums, expert: int, layer: str) -> torch.Tensor:
-    """Add a bias to the results of a chunk ``[R, O]``; its gradient goes to ``sums`` only."""
+    """Add a bias to the results of a chunk; its gradient goes to ``sums`` only.
+
+    Args:
+        y_RO: results of the chunk, ``[R, O]``.
+        bias_O: bias, ``[O]``.
+        sums: sums of weight gradients.
+        expert: number of the expert.
+        layer: name of the linear layer in the expert.
+    """
     done: torch.Tensor = _ChunkBias.apply(y_RO, bias_O.detach(), sums, expert, layer)  # type: ignore[no-untyped-call]
     return done
 

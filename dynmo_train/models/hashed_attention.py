@@ -226,8 +226,8 @@ def bucket_slots(order_PT: torch.Tensor, edges_PN: torch.Tensor, tile: int) -> S
     """Cut the rows of each bucket into blocks.
 
     Args:
-        order_PT: int64 position of each sorted row.
-        edges_PN: int64 number of sorted rows before each bucket, and the end of the last.
+        order_PT: int64 position of each sorted row, ``[P, T]``.
+        edges_PN: int64 number of sorted rows before each bucket, and the end of the last, ``[P, N]``.
         tile: rows of a block L.
     """
     P, T = order_PT.shape
@@ -398,7 +398,17 @@ def flex_by_lists(
     partial: tuple[torch.Tensor, torch.Tensor],
     full: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """See :func:`attend_by_lists`; first and end, and counts and indices of both lists, are those of ``TileLists``."""
+    """The graph of :func:`attend_by_lists`.
+
+    Args:
+        q_BHTK: queries, ``[B, H, T, K]``.
+        k_BHTK: keys, ``[B, H, T, K]``.
+        v_BHTK: values, ``[B, H, T, K]``.
+        tile: rows and columns of a tile.
+        ranges: first key and end of the keys of each query, as in ``TileLists``.
+        partial: counts and indices of the key tiles that a mask cuts, as in ``TileLists``.
+        full: counts and indices of the whole key tiles.
+    """
     # All tensors are arguments of the graph. A block mask that is made outside of it holds another function in each
     # forward, which a guard would compare.
     from torch.nn.attention.flex_attention import BlockMask, flex_attention

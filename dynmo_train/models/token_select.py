@@ -93,7 +93,7 @@ def whole_tiles(samples: int, count: int, tokens: int, rows: int = TILE_ROWS) ->
     Args:
         samples: number of samples.
         count: selected tokens of each.
-        tokens: tokens of each; the result is no larger.
+        tokens: tokens of each; at most these are selected.
         rows: rows of a tile.
     """
     step = rows // math.gcd(samples, rows)

@@ -48,7 +48,7 @@ class ExpertReplicas:
 
     def __init__(self, store: ItemStore, dispatcher: ReplicaDispatcher, compute: torch.dtype) -> None:
         self._store, self.dispatcher, self._compute = store, dispatcher, compute
-        # Items whose copies have the weights of their owners; an item that is built anew is another module.
+        # Items whose copies have the weights of their owners; an item that is built again is another module.
         self._fresh: dict[str, nn.Module] = {}
 
     def outdate(self) -> None:

@@ -31,7 +31,7 @@ Hosts = tuple[int, ...]
 _SWEEPS = 2
 
 
-def settle(owners: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[Hosts, ...]:
+def hosts_of_ranks(owners: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[Hosts, ...]:
     """Return the hosts of each expert; an owner that still has its expert stays its owner.
 
     Args:

@@ -30,7 +30,7 @@ from ..models.sharding import expert_of
 from ..optim.item_sharding import ItemSharding
 from ..optim.item_state import ItemState
 from ..optim.item_store import ItemStore
-from ..parallel.expert_chunks import Hosts, settle
+from ..parallel.expert_chunks import Hosts, hosts_of_ranks
 from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.process_groups import World, all_agree, all_gather_objects
 from .migration import MoveError, crc_after, entries_of, pieces_of, size_of, tensors_in, to_send
@@ -101,13 +101,15 @@ def move_experts(store: ItemStore, placements: Placements, world: World) -> Expe
     """
     started = time.perf_counter_ns()
     dispatcher = store.sharding.dispatcher
-    wanted = {item: [(on,) if isinstance(on, int) else tuple(on) for on in ranks] for item, ranks in placements.items()}
-    _raise_if_any(_placement_problem(store, dispatcher, wanted), world, "check")
+    new_ranks = {
+        item: [(on,) if isinstance(on, int) else tuple(on) for on in ranks] for item, ranks in placements.items()
+    }
+    _raise_if_any(_placement_problem(store, dispatcher, new_ranks), world, "check")
     if dispatcher is None:  # unreachable after the check; for the type checker
         return ExpertMoveReport(num_moves=0, num_copies=0, num_bytes=0, duration_ns=0)
     counts = experts_by_item(store.family.items)
-    former = {item: dispatcher.hosts_of(item, counts[item]) for item in wanted}
-    hosts = {item: settle([on[0] for on in former[item]], ranks) for item, ranks in wanted.items()}
+    former = {item: dispatcher.hosts_of(item, counts[item]) for item in new_ranks}
+    hosts = {item: hosts_of_ranks([on[0] for on in former[item]], ranks) for item, ranks in new_ranks.items()}
     all_moves = [
         ExpertMove(item=item, expert=expert, source=before[0], target=after[0])
         for item, placed in hosts.items()

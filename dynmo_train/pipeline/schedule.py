@@ -58,8 +58,9 @@ from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_e
 from .frozen_cache import FrozenPrefixCache, sample_hashes
 from .graphed_items import most_in_flight
 from .partition import Partition, frozen_prefix
-from .pipeline_stage import SAMPLES, ItemStage, StageModule
+from .pipeline_stage import ItemStage
 from .profiler import LayerProfiler
+from .stage_module import SAMPLES, StageModule
 from .vocabulary import VocabularyGroups, VocabularyPasses, VocabularyShape
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -1,8 +1,11 @@
-"""Errors of a rank that have a known cause, in a few words instead of a stack."""
+"""Errors of a rank that have a known cause, in a few words instead of a stack, and errors that all ranks raise."""
 
 from __future__ import annotations
 
 import torch
+
+from ..data.sample_format import SampleError
+from ..parallel.process_groups import World, all_gather_objects
 
 # In messages of torch's allocator on the CPU; that on CUDA has an error of its own.
 FAILED_ALLOCATION = ("DefaultCPUAllocator", "std::bad_alloc")
@@ -38,3 +41,14 @@ def lost_connection(error: BaseException | None) -> str | None:
                 return words.lower()
         error = error.__cause__ or error.__context__
     return None
+
+
+def raise_together(world: World, problem: str | None) -> None:
+    """Raise on every rank if any rank has a problem with its data. Every rank calls this.
+
+    Raises:
+        SampleError: with the problem of the first rank that has one.
+    """
+    problems = [each for each in all_gather_objects(world, problem) if each is not None]
+    if problems:
+        raise SampleError(problems[0])

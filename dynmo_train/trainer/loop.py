@@ -54,16 +54,16 @@ from ..launch.heartbeat import Phase, open_heartbeat
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from ..parallel.consensus import is_reporting_rank
-from ..parallel.process_groups import World, all_gather_objects, destroy_world
+from ..parallel.process_groups import destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
-from .failures import lost_connection, out_of_memory
+from .failures import lost_connection, out_of_memory, raise_together
 from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
 from .monitoring.scalar_writers import scalar_writers_on_rank0
 from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
-from .rebalance.compression_choice import CompressionChoice
+from .rebalance.compression_choice import compression_choice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
@@ -156,7 +156,13 @@ class Trainer:
         )
         self._finite_check = FiniteCheck.of(config.training)
         self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
-        self._compression_choice = _compression_choice(config, start)
+        self._compression_choice = compression_choice(
+            start.engine,
+            start.directory.path,
+            step=start.step,
+            profile_interval=config.balance.profile_interval,
+            log_event=start.logger.log_event,
+        )
         self._expert_rebalance = ExpertRebalance.of(config.balance, self.engine, self.directory, self.logger)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
@@ -576,32 +582,3 @@ class Trainer:
             self._compression_choice.close()
         if self.planner is not None:
             self.planner.stop()
-
-
-def raise_together(world: World, problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem with its data. Every rank calls this.
-
-    Raises:
-        SampleError: with the problem of the first rank that has one.
-    """
-    problems = [each for each in all_gather_objects(world, problem) if each is not None]
-    if problems:
-        raise SampleError(problems[0])
-
-
-def _compression_choice(config: Config, start: InitialState) -> CompressionChoice | None:
-    """What asks ``dynmo-plan`` which ranks compress between replicas; None where the number is fixed."""
-    engine, interval = start.engine, config.balance.profile_interval
-    if not engine.chooses_replica_workers:
-        return None
-    device = engine.world.device
-    # The first step after the start is not profiled.
-    first_profiled = start.step + 2
-    return CompressionChoice(
-        engine,
-        start.directory.path,
-        first_costs=first_profiled + -first_profiled % interval,
-        is_due=engine.replica_workers is None,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        log_event=start.logger.log_event,
-    )

@@ -147,9 +147,11 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     ids = token_ids(options.text.read_text(encoding="utf-8"), options.vocabulary)
-    held_out = ids[-len(ids) // 10 :]
+    validation = ids[-len(ids) // 10 :]
     family, modules, loss = trained(ids[: -len(ids) // 10], options)
-    rows = [held_out[at : at + options.tokens + 1] for at in range(0, len(held_out) - options.tokens, options.tokens)]
+    rows = [
+        validation[at : at + options.tokens + 1] for at in range(0, len(validation) - options.tokens, options.tokens)
+    ]
     windows = np.stack(rows[: options.windows])
     prompts = [tuple(row) for row in windows[: options.prompts, : options.tokens - options.new_tokens].tolist()]
     for module in modules.values():

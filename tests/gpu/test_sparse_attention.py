@@ -34,14 +34,14 @@ def test_hashed_attention_is_near_dense_attention_under_its_mask(tokens):
     q, k, v = (torch.randn(2, 4, tokens, 64, device="cuda").requires_grad_() for _ in range(3))
     expected = dense(q, k, v)
     grad = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), grad)
     y = attend(q, k, v)
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
-    for ours, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), wanted, strict=True):
+    for ours, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), expected_grads, strict=True):
         torch.testing.assert_close(ours, theirs.nan_to_num(0.0), rtol=5e-2, atol=5e-2)
 
 
-def test_hashed_attention_other_selections_compile_nothing_and_do_not_synchronize():
+def test_hashed_attention_new_selections_neither_compile_nor_synchronize():
     def step():
         q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
         sparse = HashedAttention(buckets=BUCKETS, block=128, seed=3, name="layers.0.attention")

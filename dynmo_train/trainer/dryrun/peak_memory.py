@@ -31,7 +31,7 @@ from ...models.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
-from ...pipeline.pipeline_stage import save_products
+from ...pipeline.stage_module import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES
 from ..settings_from_config import float8_settings
 from .item_memory import (

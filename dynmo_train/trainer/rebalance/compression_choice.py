@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from ..._common.document import parse_any_json
 from ...launch.find_command import program_path
 from ...optim.compression.settings import CompressionSettings
@@ -157,3 +159,30 @@ class CompressionChoice:
         if self._simulation is not None:
             self._simulation.close()
         self._simulation = None
+
+
+def compression_choice(
+    engine: Engine, run_dir: Path, *, step: int, profile_interval: int, log_event: Callable[..., None]
+) -> CompressionChoice | None:
+    """What asks ``dynmo-plan`` which ranks compress between replicas; None where the number is fixed.
+
+    Args:
+        engine: the engine of this rank.
+        run_dir: run directory.
+        step: step that the run starts or resumes from.
+        profile_interval: steps between two profiled ones.
+        log_event: writes an event of the run.
+    """
+    if not engine.chooses_replica_workers:
+        return None
+    device = engine.world.device
+    # The first step after the start is not profiled.
+    first_profiled = step + 2
+    return CompressionChoice(
+        engine,
+        run_dir,
+        first_costs=first_profiled + -first_profiled % profile_interval,
+        is_due=engine.replica_workers is None,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        log_event=log_event,
+    )

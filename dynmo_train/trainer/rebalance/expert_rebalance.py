@@ -8,7 +8,7 @@ At every ``--expert-rebalance-interval`` steps::
                               v
                event "experts_moved", also in the profile: layers cost something else now
 
-With ``--moe-expert-slots`` plans have replicas of hot experts: as many as the slots of all ranks allow.
+With ``--moe-expert-slots`` plans have replicas of hot experts, which use all slots of all ranks.
 
 Results, norms and weights have the same bits on any placement, so that a resumed run may start from another one.
 """

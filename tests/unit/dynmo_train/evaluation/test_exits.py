@@ -113,7 +113,7 @@ def walk(model, ids, threshold, key_values):
     """Logits ``[B, T, V]`` and exits ``[B, T]``: one token after another, with the keys that the semantics name."""
     head = model.modules["head"]
     full = [model.modules["embedding"](ids), *plain_forward(model, ids)]
-    seen = [each.clone() for each in full]
+    propagated = [each.clone() for each in full]
     layers_run = torch.full(ids.shape, 4)
     logits, exits = [], []
     for t in range(ids.shape[1]):
@@ -121,8 +121,8 @@ def walk(model, ids, threshold, key_values):
         for b in range(len(ids)):
             state, number = full[0][b, t], 2
             for layer in range(4):
-                seen[layer][b, t] = state
-                source = full if key_values == "exact" else seen
+                propagated[layer][b, t] = state
+                source = full if key_values == "exact" else propagated
                 keys = source[layer][b, : t + 1].clone()
                 keys[t] = state
                 if key_values == "skip":
@@ -131,7 +131,7 @@ def walk(model, ids, threshold, key_values):
                 if layer in (0, 2) and threshold < 1 and float(confidence(head, state[None])) >= threshold:
                     number, layers_run[b, t] = (0, 2).index(layer), layer + 1
                     for later in range(layer + 1, 4):
-                        seen[later][b, t] = state
+                        propagated[later][b, t] = state
                     break
             row_logits.append(head.logits(state[None])[0])
             row_exits.append(number)

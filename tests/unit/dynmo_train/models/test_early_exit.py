@@ -401,7 +401,7 @@ def test_exit_of_sampled_loss_costs_less_and_decides_the_same():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_softmax_response_in_chunks_is_the_difference_of_the_two_highest_probabilities(monkeypatch, bias):
+def test_softmax_response_in_chunks_is_top_one_minus_top_two(monkeypatch, bias):
     monkeypatch.setattr(early_exit, "chunk_tokens_for", lambda *_: 5)
     exit_ = built(family())["layers.0.mlp"].exit
     if bias:

@@ -64,7 +64,7 @@ def test_hashed_attention_equals_dense_attention_under_its_mask(causal, tokens, 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tokens", [32, 27])
 @pytest.mark.parametrize("padded", [True, False])
-def test_flex_attention_by_tile_lists_equals_dense_attention_under_the_mask(causal, tokens, padded):
+def test_flex_attention_by_tile_lists_equals_dense_under_the_mask(causal, tokens, padded):
     q, k, v = (x.detach() for x in inputs(tokens))
     key_mask = torch.arange(tokens).expand(2, -1) < torch.tensor([[tokens - 1], [2]]) if padded else None
     mask = SPARSE.mask(q, k, key_mask, causal=causal, training=False)

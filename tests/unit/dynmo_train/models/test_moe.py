@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dynmo_train.models import grouped_linear
 from dynmo_train.models.moe import MoeMlp, MoeShape, route
 from dynmo_train.models.router import RouterShape
-from dynmo_train.pipeline.pipeline_stage import save_products
+from dynmo_train.pipeline.stage_module import save_products
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 EXPERTS, WIDTH, INNER = 4, 8, 16

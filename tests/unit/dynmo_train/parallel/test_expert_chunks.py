@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dynmo_train.parallel.expert_chunks import exchange_of, host_ranges, settle
+from dynmo_train.parallel.expert_chunks import exchange_of, host_ranges, hosts_of_ranks
 
 HOSTS = ((0,), (1, 2), (3, 0, 1), (2,), (0, 1, 2, 3))
 
@@ -74,4 +74,4 @@ def test_exchanges_bring_each_row_to_its_chunk_and_back_once(seed, rows):
 
 
 def test_owner_keeps_an_expert_that_stays_on_its_rank():
-    assert settle([0, 1, 2], [(1, 0), (2, 0), (2,)]) == ((0, 1), (2, 0), (2,))
+    assert hosts_of_ranks([0, 1, 2], [(1, 0), (2, 0), (2,)]) == ((0, 1), (2, 0), (2,))

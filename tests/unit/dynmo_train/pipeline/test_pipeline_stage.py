@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.pipeline.pipeline_stage import save_products
+from dynmo_train.pipeline.stage_module import save_products
 
 
 def test_save_products_keeps_gradients_bit_identical():

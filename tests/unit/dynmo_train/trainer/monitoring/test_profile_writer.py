@@ -55,7 +55,7 @@ def test_described_items_count_their_parameters():
     assert infos["head"].tied_to == "embedding"
 
 
-def test_event_of_frozen_items_has_the_activations_of_each_rank_as_last_measured(tmp_path):
+def test_event_of_frozen_items_has_last_measured_activations_by_rank(tmp_path):
     logger = RunLogger(RunDirectory(path=tmp_path, run_id="a", segment=0), SimpleNamespace(is_rank0=True))
     event = Event(kind="frozen", step=3, message="frozen", freed_items=("a", "b", "c"))
     logger.log_technique_event(event)
