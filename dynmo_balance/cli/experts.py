@@ -149,15 +149,23 @@ def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMov
         horizon_steps=moves.horizon,
         bandwidth_bytes_per_s=measured_rate if moves.bandwidth is None else round(moves.bandwidth * 1e9),
         expert_bytes=sizes,
-        # Weights in float32 to the copy, gradients in float64 back; see ``--moe-expert-slots`` of the trainer.
-        copy_bytes={
-            item.name: 3 * item.param_bytes * header.expert_parallel_size // len(loads.tokens[item.name])
-            for item in header.items
-            if item.name in loads.tokens
-        },
+        copy_bytes=_copy_bytes(loads),
         step_ns=step_ns,
     )
     return make_expert_plan(loads, options, current)
+
+
+def _copy_bytes(loads: ExpertLoads) -> dict[str, int]:
+    """What a copy of an expert transfers in a step: weights to it, and gradients in float64 back, by item."""
+    header, copies = loads.header, loads.header.expert_copies
+    if copies is not None:
+        return {item: count * (copies.weight_bytes + 8) for item, count in copies.param_count.items()}
+    # A rank's bytes of the layer, per expert that it has, as if they were weights in float32.
+    return {
+        item.name: 3 * item.param_bytes * header.expert_parallel_size // len(loads.tokens[item.name])
+        for item in header.items
+        if item.name in loads.tokens
+    }
 
 
 def _show(plan: ExpertPlan) -> None:

@@ -147,14 +147,14 @@ class ExpertsOfItem:
 
     Attributes:
         item: the layer's item.
-        ranks: the rank of each expert.
+        ranks: the rank of each expert; its ranks, with its owner first, where it has copies.
         tokens: of each expert in a step; empty where the base of the plan has the same ranks.
         max_tokens_before, max_tokens: of the heaviest rank with the base, and with the plan; times of the layer are
             multiplied by their ratio. 0 where ``tokens`` is empty.
     """
 
     item: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int | tuple[int, ...], ...]
     tokens: tuple[int, ...] = ()
     max_tokens_before: int = 0
     max_tokens: int = 0
@@ -169,12 +169,14 @@ class ExpertMoves:
         bytes: of all ranks.
         max_rank_bytes: sent or received by one rank.
         pause_ns: time of the transfer in ns, apart from that of layers.
+        copies: number of copies that ranks get; their weights are transferred in the steps.
     """
 
     moves: int = 0
     bytes: int = 0
     max_rank_bytes: int = 0
     pause_ns: int = 0
+    copies: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,19 +227,27 @@ class Plan:
         found = (self.extra or {}).get(EXPERTS_KEY)
         layers = found.get("layers") if isinstance(found, dict) else None
         try:
-            return tuple(ExpertsOfItem(**_tuples(layer)) for layer in layers or ())
-        except (AttributeError, TypeError):
+            return tuple(_experts_of_item(layer) for layer in layers or ())
+        except (AttributeError, KeyError, TypeError):
             return ()
 
     @property
-    def expert_placements(self) -> dict[str, tuple[int, ...]]:
-        """The rank of each expert, by item."""
+    def expert_placements(self) -> dict[str, tuple[int | tuple[int, ...], ...]]:
+        """The rank of each expert, or its ranks with its owner first, by item."""
         return {layer.item: layer.ranks for layer in self.experts}
 
 
 def expert_keys(layers: Sequence[ExpertsOfItem], moves: ExpertMoves) -> dict[str, Any]:
     """The key of a plan's experts; empty without placements."""
     return {EXPERTS_KEY: {"layers": [_plain(layer) for layer in layers], **vars(moves)}} if layers else {}
+
+
+def _experts_of_item(value: Mapping[str, Any]) -> ExpertsOfItem:
+    plain = _tuples(value)
+    ranks = tuple(tuple(on) if isinstance(on, list) else on for on in plain["ranks"])
+    if not all(isinstance(each, int) for on in ranks for each in (on if isinstance(on, tuple) else (on,))):
+        raise TypeError("ranks must be integers, or arrays of integers")
+    return ExpertsOfItem(**{**plain, "ranks": ranks})
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,21 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertCopies:
+    """Room for copies of experts.
+
+    Attributes:
+        slots: experts and copies of a layer that a rank has room for.
+        weight_bytes: of a parameter of a copy.
+        param_count: parameters of one expert, by item.
+    """
+
+    slots: int
+    weight_bytes: int
+    param_count: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """The first line of a segment."""
 
@@ -98,6 +113,20 @@ class Header:
     x_replica_link: Mapping[str, Any] | None = None
     x_vocabulary: Mapping[str, Any] | None = None
     x_context_parallel_size: int | None = None
+    x_expert_copies: Mapping[str, Any] | None = None
+
+    @property
+    def expert_copies(self) -> ExpertCopies | None:
+        """Room for copies of experts; None where the run has none, or the key has another form."""
+        found = self.x_expert_copies
+        if not isinstance(found, Mapping):
+            return None
+        slots, size, counts = (found.get(name) for name in ("slots", "weight_bytes", "param_count"))
+        if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
+            return None
+        if not isinstance(slots, int) or not isinstance(size, int) or slots < 1 or size < 1:
+            return None
+        return ExpertCopies(slots=slots, weight_bytes=size, param_count=counts)
 
     @property
     def context_parallel_size(self) -> int:

@@ -28,7 +28,17 @@ from ..formats.profile import Header
 from ..partition.balance import certify, solve_best
 from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
-from ..planning.joint_plan import JointOptions, expert_choices, experts_of_plan, pause_of, weigh_experts
+from ..planning.expert_copies import copy_costs
+from ..planning.joint_plan import (
+    JointOptions,
+    copies_ns,
+    describe_missing_memory,
+    expert_choices,
+    experts_of_plan,
+    pause_of,
+    ranks_without_memory,
+    weigh_experts,
+)
 from ..planning.migration import BASE_PAUSE_NS
 from ..planning.plan_builder import Proposal, chain_of, current_spans, keep_plan, make_proposal, propose, to_plan
 from ..planning.repack import Packing, make_release_plan, repack_table
@@ -207,7 +217,7 @@ def add_experts(
     state: RunState,
     options: WatchOptions,
     penalty: float,
-) -> tuple[Proposal, PolicyInputs, dict[str, Any] | None]:
+) -> tuple[Proposal, PolicyInputs, dict[str, Any] | None, str]:
     """The proposal with the experts that should move, too; unchanged where none should.
 
     Args:
@@ -219,12 +229,14 @@ def add_experts(
         penalty: factor on the pause.
 
     Returns:
-        the proposal, the inputs of the policy, and the key of the plan's experts; None keeps those of the base.
+        the proposal, the inputs of the policy, the key of the plan's experts (None keeps those of the base), and a
+        sentence on ranks without memory for copies of experts, or nothing.
     """
     header = state.header
     if not options.experts or header is None or not state.counted:
-        return proposal, inputs, None
+        return proposal, inputs, None, ""
     bandwidth = header.replica_bandwidth or (None if header.link is None else header.link.bandwidth_bytes_per_s)
+    copies = copy_costs(header, bandwidth)
     joint = JointOptions(
         balancer=options.balancer,
         objective=options.objective,
@@ -232,22 +244,30 @@ def add_experts(
         base_pause_ns=state.base_pause_ns,
         penalty=penalty,
         bandwidth=bandwidth,
+        copies=copies,
     )
-    choices = expert_choices(header, mean_tokens(list(state.counted), header, "profile"), base)
+    step_ns = {
+        name: ns * problem.microbatches
+        for name, ns in zip(problem.chain.names, problem.chain.costs.total_ns, strict=True)
+    }
+    tokens = mean_tokens(list(state.counted), header, "profile")
+    choices = expert_choices(header, tokens, base, copies, step_ns)
     found, chosen = weigh_experts(problem, proposal, base, choices, joint)
-    if not chosen:
-        return proposal, inputs, None
+    limits = describe_missing_memory(ranks_without_memory(found, base, choices, copies))
+    if not chosen and found is proposal:
+        return proposal, inputs, None, limits
     layers, moves = experts_of_plan(base, chosen, bandwidth)
     # The tokens are a mean over many steps, so that the gain needs no further test out of sample.
     inputs = replace(
         inputs,
-        current_step_ns=predict(problem, base.boundaries).step_ns,
-        proposed_step_ns=found.timeline.step_ns,
+        current_step_ns=predict(problem, base.boundaries).step_ns + copies_ns(base.stages, base, (), copies),
+        proposed_step_ns=found.timeline.step_ns + copies_ns(found.stages, base, chosen, copies),
         pause_ns=round(pause_of(found, chosen, joint) * penalty),
         moves=len(found.migration.moves),
-        expert_moves=moves.moves,
+        # A plan may only take copies away, which moves nothing.
+        expert_moves=max(moves.moves + moves.copies, len(chosen)),
     )
-    return found, inputs, expert_keys(layers, moves)
+    return found, inputs, expert_keys(layers, moves), limits
 
 
 def find_packing(problem: PartitionProblem, options: WatchOptions) -> Packing | None:
@@ -340,7 +360,9 @@ def decide(
                 policy_state=PolicyState(),  # regret and windows are those of another number of workers
             )
         proposal, inputs, policy_state = evaluate_move(problem, base, state, options, feedback, policy_state, speeds_of)
-        proposal, inputs, experts = add_experts(proposal, inputs, problem, base, state, options, feedback.penalty)
+        proposal, inputs, experts, limits = add_experts(
+            proposal, inputs, problem, base, state, options, feedback.penalty
+        )
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certify(problem, previous.boundaries, solve_best(problem))
             returned = make_proposal(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
@@ -354,9 +376,10 @@ def decide(
             f"the partition was rolled back; it is not proposed again before step {blocked_until}", policy_state
         )
     policy_decision, policy_state = apply_policy(inputs, options, policy_state)
+    reason = "; ".join(filter(None, (policy_decision.reason, limits)))
     if not policy_decision.move:
-        return keep(policy_decision.reason, policy_state)
-    return move(proposal, options.balancer, policy_decision.reason, policy_state, experts=experts, measured=problem)
+        return keep(reason, policy_state)
+    return move(proposal, options.balancer, reason, policy_state, experts=experts, measured=problem)
 
 
 def apply_policy(

@@ -42,8 +42,8 @@ class Plan:
         stage_workers: Worker of each stage.
         operations: With the schedule ``custom``: the operations of each worker.
         selective_grad_comp_way: Number of pipeline ranks that compress between replicas; None where the plan has none.
-        expert_ranks: Item -> rank of each of its experts in the expert-parallel group, for the items that the plan
-            places.
+        expert_ranks: Item -> ranks of each of its experts in the expert-parallel group, the owner first, for the items
+            that the plan places.
     """
 
     plan_id: int
@@ -64,7 +64,7 @@ class Plan:
     granularity: str | None = None
     operations: tuple[str, ...] | None = None
     selective_grad_comp_way: int | None = None
-    expert_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    expert_ranks: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -199,15 +199,22 @@ def _compressing_stages(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _expert_ranks(value: Any, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
-    """Return the rank of each expert by item; adds a problem where ``x_experts`` has another form."""
+def _expert_ranks(value: Any, problems: list[Problem]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the ranks of each expert by item; adds a problem where ``x_experts`` has another form."""
     if value is None:
         return {}
     try:
-        ranks = {layer["item"]: tuple(layer["ranks"]) for layer in value["layers"]}
+        ranks = {
+            layer["item"]: tuple(tuple(on) if isinstance(on, list) else (on,) for on in layer["ranks"])
+            for layer in value["layers"]
+        }
     except (TypeError, KeyError):
-        ranks = {"": (-1,)}
-    if all(isinstance(item, str) and all(type(rank) is int and rank >= 0 for rank in ranks[item]) for item in ranks):
+        ranks = {"": ((-1,),)}
+    is_valid = all(
+        isinstance(item, str) and all(on and all(type(rank) is int and rank >= 0 for rank in on) for on in placed)
+        for item, placed in ranks.items()
+    )
+    if is_valid:
         return ranks
     problems.append(Problem("x_experts", "type", "must have layers, each with item and ranks"))
     return {}

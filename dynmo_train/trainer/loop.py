@@ -173,12 +173,14 @@ class Trainer:
         self._profiled: tuple[UnloggedStep, StepResult] | None = None
 
     def _plan_controller(self) -> PlanController | None:
-        """The controller of an online run; None with one pipeline rank, where there is nothing to move.
+        """The controller of an online run; None where there is nothing to move, as with one pipeline rank.
 
         A run that released all ranks but one is resumed with the same options, so that this is not an error.
         """
         config, engine, balance = self.config, self.engine, self.config.balance
-        if balance.balance != "online" or engine.world.dims.pipeline == 1:
+        dims = engine.world.dims
+        # With one pipeline rank plans may still move experts.
+        if balance.balance != "online" or (dims.pipeline == 1 and not (balance.balance_experts and dims.expert > 1)):
             return None
         if balance.planner == "internal" and engine.world.is_rank0:
             arguments = planner_arguments(config.balance)

@@ -139,6 +139,14 @@ def dense_products_warning(config: Config, table: SparseTable, device_type: str)
     )
 
 
+def dense_experts_warning(config: Config) -> str | None:
+    """A sentence for a run that prunes experts and has slots for their copies; None for any other."""
+    parallel = config.parallel
+    if parallel.moe_expert_slots is None or parallel.expert_model_parallel_size == 1 or not config.pruning.sparsify:
+        return None
+    return "pruned experts run dense with --moe-expert-slots: chunks are dense products; other layers are not affected"
+
+
 def sparse_attention_warning(config: Config, device_type: str) -> str | None:
     """A sentence for a run whose sparse attention is slower than dense attention; None where it is faster.
 
@@ -383,12 +391,24 @@ def plan_problems(
 def _expert_problems(plan: Plan, config: Config, family: ModelFamily) -> list[Problem]:
     """Placements of experts that the groups of ranks of this run cannot have."""
     counts, size = experts_by_item(family.items), config.parallel.expert_model_parallel_size
-    problems = []
+    slots, problems = config.parallel.moe_expert_slots, []
     for item, ranks in plan.expert_ranks.items():
-        experts = counts.get(item, 0)
-        if len(ranks) != experts or size == 1 or any(ranks.count(rank) * size != experts for rank in range(size)):
-            message = f"{item}: must give each of {size} ranks the same number of its {experts} experts"
-            problems.append(Problem("x_experts", "reference", message))
+        experts, message = counts.get(item, 0), None
+        on_rank = [sum(rank in placed for placed in ranks) for rank in range(size)]
+        if len(ranks) != experts or size == 1:
+            message = (
+                f"must give a rank to each of its {experts} experts, in a run with several ranks; has {len(ranks)}"
+            )
+        elif any(len({*placed}) < len(placed) or not {*placed} <= {*range(size)} for placed in ranks):
+            message = f"must give each expert different ones of {size} ranks"
+        elif slots is None and any(len(placed) > 1 for placed in ranks):
+            message = "has replicas of experts; requires --moe-expert-slots"
+        elif slots is None and any(count * size != experts for count in on_rank):
+            message = f"must give each of {size} ranks the same number of its {experts} experts"
+        elif slots is not None and max(on_rank) > slots:
+            message = f"a rank has {max(on_rank)} experts and copies; --moe-expert-slots is {slots}"
+        if message is not None:
+            problems.append(Problem("x_experts", "reference", f"{item}: {message}"))
     return problems
 
 

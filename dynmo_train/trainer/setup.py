@@ -62,11 +62,19 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine
 from .engine_settings import EngineSettings
 from .fingerprint import checkpoint_properties, require_same
-from .monitoring.profile_writer import RunLogger, describe_items, describe_shards, describe_workers, measure_links
+from .monitoring.profile_writer import (
+    RunLogger,
+    describe_copies,
+    describe_items,
+    describe_shards,
+    describe_workers,
+    measure_links,
+)
 from .monitoring.scalar_writers import check_clients
 from .run_directory import RunDirectory, open_run_directory_on_rank0
 from .settings_from_config import (
     analytic_keys_of,
+    dense_experts_warning,
     dense_products_warning,
     engine_settings,
     initial_partition,
@@ -158,6 +166,7 @@ def setup_run(config: Config, world: World) -> InitialState:
         device = world.device.type
         for warning in (
             dense_products_warning(config, settings.sparse, device),
+            dense_experts_warning(config),
             sparse_attention_warning(config, device),
         ):
             if warning is not None:
@@ -387,6 +396,12 @@ def _write_header(config: Config, engine: Engine, logger: RunLogger, workers: Se
         ),
         describe_shards(
             engine.family, engine.settings.pipeline.boundary, engine.settings.optimizer, engine.item_store.blueprint
+        ),
+        describe_copies(
+            engine.family,
+            engine.settings.pipeline.boundary,
+            engine.settings.expert_slots if dims.expert > 1 else None,
+            engine.item_store.blueprint,
         ),
         analytic_keys_of(config),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -117,3 +118,20 @@ def test_run_with_planned_copies_has_the_bits_of_one_without(tmp_path):
     assert figures(moving) == figures(still)
     assert tensors(moving, 7) == tensors(still, 7)
     verify(moving)
+
+
+def test_run_with_copies_by_joint_plans_has_the_bits_of_one_without(tmp_path):
+    data, still, joint = write_data(tmp_path / "data"), tmp_path / "still", tmp_path / "joint"
+    options = RUN | {"pipeline_model_parallel_size": "1"}
+    train(data, still, 2, **options)
+    online = {"balance": "online", "balance_policy": "always", "rebalance_interval": "2"}
+    train(data, joint, 2, "--balance-lockstep", "--balance-experts", **options, **online)
+    moved = events(joint, "experts_moved")
+    assert moved[0]["copies"] > 0
+    assert events(joint, "plan_refused") == events(joint, "plan_rolled_back") == []
+    plans = [json.loads(path.read_text()) for path in sorted((joint / "plans").glob("plan-*.json"))]
+    layers = [layer for plan in plans for layer in plan.get("x_experts", {}).get("layers", [])]
+    assert any(isinstance(on, list) for layer in layers for on in layer["ranks"])
+    assert figures(joint) == figures(still)
+    assert tensors(joint, 7) == tensors(still, 7)
+    verify(joint)

@@ -48,12 +48,14 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
+from ...models.sharding import experts_of
 from ...models.vocabulary_family import family_parts, shard_names
 from ...models.vocabulary_shards import SHARD, WORDS, VocabularyShard, shard_activation_bytes
 from ...optim.optimizers.protocol import OptimizerSettings
 from ...optim.optimizers.registry import state_bytes
 from ...parallel.link_speed import bandwidth_without_latency, one_way_ns
 from ...parallel.process_groups import World, all_gather_objects
+from ...pipeline.expert_migration import experts_by_item
 from ..rebalance.worker_speed import SpeedChange, header_speeds
 from ..run_directory import RunDirectory
 
@@ -107,6 +109,26 @@ def describe_items(
             )
         )
     return infos
+
+
+def describe_copies(
+    family: ModelFamily, boundary: BoundaryShape, slots: int | None, build: Callable[[str], nn.Module]
+) -> dict[str, Any] | None:
+    """The ``x_expert_copies`` of a profile header: room for copies of experts, and their sizes; None without.
+
+    Args:
+        family: the model as a layer list.
+        boundary: shapes and dtype at stage boundaries; copies have its dtype.
+        slots: experts and copies of a layer that a rank may have; None where experts have no copies.
+        build: returns an item by its name as one rank has it, on the meta device.
+    """
+    if slots is None:
+        return None
+    counts = {}
+    for item in experts_by_item(family.items):
+        one_of_each = [next(iter(experts.values()), None) for experts in experts_of(build(item))]
+        counts[item] = sum(p.numel() for expert in one_of_each if expert is not None for p in expert.parameters())
+    return {"slots": slots, "weight_bytes": boundary.dtype.itemsize, "param_count": counts}
 
 
 def describe_shards(
@@ -308,6 +330,7 @@ class RunLogger:
         workers: Sequence[WorkerInfo],
         items: Sequence[ItemInfo],
         shards: Mapping[str, int] | None = None,
+        copies: Mapping[str, Any] | None = None,
         keys: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         """Start a segment of the profile.
@@ -320,11 +343,13 @@ class RunLogger:
             workers: pipeline ranks, in order.
             items: items of the layer list, in order.
             shards: shards of the output layer, see :func:`describe_shards`.
+            copies: room for copies of experts, see :func:`describe_copies`.
             keys: further keys of ``model`` and of the header, see :func:`analytic_keys`.
         """
         link, replica_link = links
         self._num_shards = 0 if shards is None else shards["shards"]
         vocabulary = {} if shards is None else {"x_vocabulary": dict(shards)}
+        of_copies = {} if copies is None else {"x_expert_copies": dict(copies)}
         self._names = [item.name for item in items]
         self._workers = tuple(workers)
         self._header = lambda remaining: _with_keys(
@@ -338,7 +363,8 @@ class RunLogger:
                 workers=remaining,
                 items=items,
             )
-            | vocabulary,
+            | vocabulary
+            | of_copies,
             *keys,
         )
         self.log_profile_record(self._header(self._workers))

@@ -191,7 +191,7 @@ class PlanController:
         detail: dict[str, Any] = {"released_workers": chosen["released"]} if released else {}
         detail["moves"] = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
         self._result(self.active_plan_id, step, "applied", pause_ns, num_bytes, chosen["reason"], **detail)
-        if experts is not None and experts.num_moves:
+        if experts is not None and (experts.num_moves or experts.num_copies):
             self._log_change(experts_moved(experts, step))
         return replace(applied, pause_ns=pause_ns)
 

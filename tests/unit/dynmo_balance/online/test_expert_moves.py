@@ -145,7 +145,106 @@ def test_verify_finds_wrong_experts(run, change, message):
     assert any("x_experts" in each and message in each for each in found), found
 
 
-@pytest.mark.parametrize("damaged", [5, {}, {"layers": 3}, {"layers": [{"item": "a"}]}, {"layers": [[]]}])
+HOT = [90, 4, 4, 2]
+COPIES = {"slots": 3, "weight_bytes": 4, "param_count": dict.fromkeys(MLP, 1000)}
+
+
+def change_header(run, **keys):
+    header = json.loads((run / "profile.jsonl").read_text())
+    (run / "profile.jsonl").write_text(json.dumps(header | keys) + "\n")
+
+
+def hosts_of(plan):
+    """The ranks of the first expert of each layer that a plan placed."""
+    return [placed[0] for placed in plan.expert_placements.values()]
+
+
+def test_hot_experts_are_copied_where_the_run_has_slots(run):
+    change_header(run, x_expert_copies=COPIES)
+    plan = plan_of(run, HOT, HOT)
+    assert ranks_have_equal_loads(plan)
+    assert hosts_of(plan) == [(0, 1), (0, 1)]
+    assert plan.extra["x_experts"]["copies"] >= 2
+    assert faults(run, plan) == []
+
+
+@pytest.mark.parametrize(
+    "copies", [None, 5, {"slots": 0}, COPIES | {"slots": "3"}, COPIES | {"param_count": {"a": "b"}}]
+)
+def test_no_expert_is_copied_where_the_run_has_no_slots(run, copies):
+    change_header(run, x_expert_copies=copies)
+    plan = plan_of(run, SKEWED, SKEWED)
+    assert len(hosts_of(plan)) == 2
+    assert all(isinstance(placed, int) for placed in hosts_of(plan))
+    assert faults(run, plan) == []
+
+
+@pytest.mark.parametrize(("rate", "is_copied"), [(10**9, True), (10**5, False)])
+def test_experts_are_copied_where_the_link_is_fast_enough(run, rate, is_copied):
+    """A copy transfers 12 kB in each step: 12 us or 120 ms; a stage takes about 50 ms."""
+    change_header(run, x_expert_copies=COPIES, x_replica_link={"bandwidth_bytes_per_s": rate, "latency_ns": 0})
+    append(run, *(record(number, HOT, HOT) for number in range(1, 4)))
+    Watcher(run, EXPERTS).poll()
+    hosts = hosts_of(newest(run))
+    assert any(isinstance(placed, tuple) for placed in hosts) is is_copied
+
+
+def test_rank_without_memory_gets_no_copies_and_the_line_has_the_reason(run, capsys):
+    change_header(run, x_expert_copies=COPIES)
+    peaks = plan_of(run, HOT, HOT).predicted.peak_memory_bytes
+    assert "no copies" not in capsys.readouterr().err
+    # On worker 0: 8000 bytes for the sums of two experts, 12,000 for a copy.
+    for path in (run / "plans").glob("plan-*1.json"):
+        path.unlink()
+    options = WatchOptions(experts=True, memory_bytes=max(peaks) + 9000)
+    Watcher(run, options).poll()
+    first = newest(run).expert_placements.get(MLP[0], ())
+    assert not any(isinstance(placed, tuple) for placed in first)
+    assert "of worker 0 gets no copies, with which it would need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[0, 0], 0, 1, 1], "different ones of 2 ranks"),
+        ([[0, 2], 0, 1, 1], "different ones of 2 ranks"),
+        ([[], 0, 1, 1], "different ones of 2 ranks"),
+        ([[0, 1]] * 4, "a rank has 4 experts and copies; the run has 3 slots"),
+        ([0, 0, 0, 1], "recomputed"),
+    ],
+)
+def test_verify_finds_wrong_copies(run, ranks, message):
+    change_header(run, x_expert_copies=COPIES)
+    plan_of(run, HOT, HOT)
+    path = run / "plans/plan-000001.json"
+    document = json.loads(path.read_text())
+    document["x_experts"]["layers"][0]["ranks"] = ranks
+    path.write_text(json.dumps(document))
+    found = faults(run, read_plan(path))
+    assert any("x_experts" in each and message in each for each in found), found
+
+
+def test_verify_counts_copies(run):
+    change_header(run, x_expert_copies=COPIES)
+    plan_of(run, HOT, HOT)
+    path = run / "plans/plan-000001.json"
+    document = json.loads(path.read_text())
+    document["x_experts"]["copies"] += 1
+    path.write_text(json.dumps(document))
+    assert any("copies are" in each for each in faults(run, read_plan(path)))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"layers": [{"item": "a", "ranks": [[[0]]]}]},
+        5,
+        {},
+        {"layers": 3},
+        {"layers": [{"item": "a"}]},
+        {"layers": [[]]},
+    ],
+)
 def test_damaged_experts_are_a_fault_and_no_placement(run, damaged):
     plan_of(run, SKEWED, SKEWED)
     path = run / "plans/plan-000001.json"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+import dynmo_train.formats.plan as plans
 from dynmo_train.config import DefaultContext, config_of
 from dynmo_train.models.registry import family_of
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.trainer.settings_from_config import (
     analytic_keys_of,
+    dense_experts_warning,
     dense_products_warning,
     flops_counter,
+    plan_problems,
     sparse_attention_warning,
 )
 from tests.unit.dynmo_train.config.small_config import SMALL
@@ -50,6 +53,54 @@ def test_pruned_run_with_dense_products_names_faster_formats(mode, sparsity, dev
     assert warning is not None
     for name in names:
         assert name in warning
+
+
+EXPERTS = {"num_experts": 4, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({"sparsify": True, "moe_expert_slots": 3}, True),
+        ({"sparsify": True}, False),
+        ({"moe_expert_slots": 3}, False),
+        ({"sparsify": True, "moe_expert_slots": 4, "expert_model_parallel_size": 1}, False),
+    ],
+)
+def test_run_with_slots_states_that_pruned_experts_run_dense(options, warns):
+    config = config_of(DefaultContext(world_size=2), **SMALL | EXPERTS | options)
+    warning = dense_experts_warning(config)
+    assert (warning is not None) is warns
+    assert not warns or "pruned experts run dense with --moe-expert-slots" in (warning or "")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "message"),
+    [
+        ([0, 1, 0, 1], None, None),
+        ([0, 1, 0, 0], None, "the same number of its 4 experts"),
+        ([[0, 1], [1, 0], 0, 1], None, "requires --moe-expert-slots"),
+        ([[0, 1], 1, 0, [1, 0]], 3, None),
+        ([0, 0, 0, 1], 3, None),
+        ([0, 0, 0, 0], 3, "a rank has 4 experts and copies; --moe-expert-slots is 3"),
+        ([[0, 0], 1, 0, 1], 3, "different ones of 2 ranks"),
+        ([[0, 2], 1, 0, 1], 3, "different ones of 2 ranks"),
+        ([0, 1, 0], 3, "a rank to each of its 4 experts"),
+    ],
+)
+def test_plan_places_experts_within_the_slots_of_the_run(ranks, slots, message):
+    config = config_of(DefaultContext(world_size=2), **SMALL | EXPERTS | {"moe_expert_slots": slots})
+    family = family_of(config)
+    stages = [[item.name for item in family.items]]
+    document = plans.initial_plan(
+        run_id="r", stages=stages, stage_workers=[0], schedule="1f1b", virtual_stages_per_worker=1
+    )
+    document |= {"plan_id": 1, "base_plan_id": 0, "x_experts": {"layers": [{"item": "layers.0.mlp", "ranks": ranks}]}}
+    plan = plans.parse_plan(document | {"balancer": "exact"}, "p")
+    found = plan_problems(plan, config, family, run_id="r", active_plan_id=0, active_stages=stages, workers=[0])
+    messages = [each.message for each in found if each.path == "x_experts"]
+    assert len(messages) == (message is not None)
+    assert message is None or message in messages[0]
 
 
 @pytest.mark.parametrize(

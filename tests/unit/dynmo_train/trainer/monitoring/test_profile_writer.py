@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from dynmo_train.dynamics.technique import Event
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import BoundaryShape
+from dynmo_train.models.moe import MoeShape
 from dynmo_train.optim.optimizers.adamw import AdamWSettings
-from dynmo_train.trainer.monitoring.profile_writer import RunLogger, describe_items, link_from
+from dynmo_train.trainer.monitoring.profile_writer import RunLogger, describe_copies, describe_items, link_from
 from dynmo_train.trainer.run_directory import RunDirectory
 
 ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -53,6 +55,30 @@ def test_described_items_count_their_parameters():
     assert infos["layers.0.mlp"].boundary_bytes == 3 * 4 * 8 * 4
     assert infos["head"].boundary_bytes == 4
     assert infos["head"].tied_to == "embedding"
+
+
+def test_described_copies_are_one_expert_of_a_rank_in_the_compute_dtype():
+    shape = GptShape(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=32,
+        num_attention_heads=2,
+        max_position_embeddings=4,
+        vocab_size=11,
+        padded_vocab_size=16,
+        moe=MoeShape(num_experts=4),
+    )
+    family = Gpt(shape)
+    boundary = replace(BoundaryShape.hidden(batch=3, tokens=4, width=8), dtype=torch.bfloat16)
+
+    def build(name):
+        return family.build(name, torch.device("meta"))
+
+    # Two linear layers with biases.
+    counts = {"layers.0.mlp": 2 * 8 * 32 + 32 + 8}
+    described = describe_copies(family, boundary, 3, build)
+    assert described == {"slots": 3, "weight_bytes": 2, "param_count": counts}
+    assert describe_copies(family, boundary, None, build) is None
 
 
 def test_event_of_frozen_items_has_last_measured_activations_by_rank(tmp_path):

@@ -128,15 +128,23 @@ class Moves:
 
 
 def test_experts_return_where_the_move_of_layers_fails(run):
-    put_plan(run, 1, action="move", x_experts={"layers": [{"item": "a", "ranks": [0, 1, 0, 1]}]})
+    put_plan(run, 1, action="move", x_experts={"layers": [{"item": "a", "ranks": [0, [1, 0], 0, 1]}]})
     controller = controller_of(run)
     controller.engine = Moves()
     assert controller.at_boundary(1) is None
     assert results(run) == [(1, 1, "rolled_back")]
-    assert controller.engine.placements == [{"a": (0, 1, 0, 1)}, {"a": (0, 0, 1, 1)}]
+    assert controller.engine.placements == [{"a": ((0,), (1, 0), (0,), (1,))}, {"a": (0, 0, 1, 1)}]
 
 
-@pytest.mark.parametrize("experts", [3, {}, {"layers": [{"item": "a"}]}, {"layers": [{"item": "a", "ranks": ["x"]}]}])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        3,
+        {},
+        {"layers": [{"item": "a"}]},
+        *({"layers": [{"item": "a", "ranks": [on]}]} for on in ("x", [], ["x"], [-1])),
+    ],
+)
 def test_plan_with_damaged_experts_is_refused(run, experts):
     put_plan(run, 1)
     path = run / "plans/plan-000001.json"
