@@ -31,6 +31,7 @@ from ...models.vocabulary_shards import ranks_of_shards
 from ...optim.optimizers.registry import optimizer_settings, state_bytes
 from ...parallel.context_parallel import ContextRegion, cut_chunks
 from ...parallel.tensor_parallel import TOKENS_DIM, PendingGather, TensorRegion
+from ...pipeline.expert_migration import experts_by_item
 from ...pipeline.stage_module import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES
 from ..settings_from_config import float8_settings
@@ -43,6 +44,9 @@ from .item_memory import (
     single_bytes,
     transient_bytes,
 )
+
+# Gradients of chunks are summed in float64, see ``models/expert_sums.py``.
+_SUM_BYTES = 8
 
 
 def recompute_runner(granularity: str) -> ItemRunner:
@@ -300,6 +304,39 @@ def _shard_model_bytes(config: Config, boundary: BoundaryShape, shards: Mapping[
     return (FLOAT_BYTES + copies) * shards["param_count"] + shards["optimizer_bytes"] // config.parallel.shard_ranks
 
 
+def copies_of_worker(
+    config: Config,
+    family: ModelFamily,
+    header: Mapping[str, Any],
+    worker: int,
+    stages: Sequence[Mapping[str, Any]],
+) -> int:
+    """Bytes on a device for copies of experts in all slots that are free at the start, and for sums of gradients.
+
+    During the backward the gradients of a rank's experts and copies are float64 sums; of these, the gradients in
+    float32 of its own experts are counted elsewhere.
+
+    Args:
+        config: configuration of the run.
+        family: model of the run.
+        header: profile header, whose ``x_expert_copies`` has the sizes.
+        worker: index of the worker.
+        stages: of the simulation.
+    """
+    copies = header.get("x_expert_copies")
+    if copies is None:
+        return 0
+    total, experts = 0, experts_by_item(family.items)
+    for item in (name for stage in stages if stage["worker"] == worker for name in stage["items"]):
+        if item in experts:
+            own = experts[item] // config.parallel.expert_model_parallel_size
+            of_copy = copies["weight_bytes"] + _SUM_BYTES
+            # No rank has an expert twice.
+            num_copies = min(copies["slots"], experts[item]) - own
+            total += copies["param_count"][item] * (num_copies * of_copy + own * (_SUM_BYTES - FLOAT_BYTES))
+    return total
+
+
 def worker_peaks(
     config: Config,
     family: ModelFamily,
@@ -359,7 +396,7 @@ def worker_peaks(
         if data > 1 and not config.parallel.zero_stage:
             # At the end of a step each bucket of the reduction is a copy of its gradients.
             peak = max(peak, model + 2 * gradients)
-        peaks.append(peak)
+        peaks.append(peak + copies_of_worker(config, family, header, worker, simulation["stages"]))
     return peaks
 
 

@@ -29,11 +29,13 @@ from ...formats.profile import Layout, ModelInfo, WorkerInfo, append_record, hea
 from ...launch.find_command import program_path
 from ...models.layer_list import ModelFamily, parameters_of
 from ...models.registry import family_of
+from ...models.sharding import experts_of
 from ...optim.optimizers.registry import optimizer_settings
-from ..monitoring.profile_writer import describe_items, describe_shards
+from ...pipeline.expert_migration import experts_by_item
+from ..monitoring.profile_writer import describe_copies, describe_items, describe_shards
 from ..settings_from_config import analytic_keys_of, engine_settings, flops_counter
 from .item_memory import ItemMemory
-from .peak_memory import item_memories, shard_share, worker_peaks
+from .peak_memory import copies_of_worker, item_memories, shard_share, worker_peaks
 from .replica_traffic import replica_bytes
 
 
@@ -58,6 +60,8 @@ class DryRunReport:
         bubble_fraction: predicted fraction of the step time in which workers are idle.
         device: device of the prediction.
         processes: total number of devices.
+        expert_copies_bytes: largest number of bytes of copies of experts and of their gradient sums on a device, with
+            ``--moe-expert-slots``; included in the peak.
         replica_bytes: largest number of bytes that a device sends to other data-parallel ranks in a step.
         replica_bytes_frozen: the same after each freeze of ``--freeze-schedule``.
     """
@@ -70,15 +74,25 @@ class DryRunReport:
     bubble_fraction: float
     device: str
     processes: int
+    expert_copies_bytes: int
     replica_bytes: int
     replica_bytes_frozen: list[FrozenTraffic]
 
 
-def _sharded_builder(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]:
-    """A function that builds items on the meta device with the shapes of one of ``tensor`` tensor-parallel ranks."""
+def _sharded_builder(family: ModelFamily, tensor: int, expert: int = 1) -> Callable[[str], nn.Module]:
+    """A function that builds items on the meta device with the shapes of one rank.
+
+    Args:
+        family: model of the run.
+        tensor: number of tensor-parallel ranks.
+        expert: number of ranks that share the experts of a layer; each has the same number of them.
+    """
 
     def build(name: str) -> nn.Module:
         module = family.build(name, torch.device("meta"))
+        for experts in experts_of(module):
+            for number in list(experts)[len(experts) // expert :]:
+                del experts[number]
         for full, parameter in parameters_of(name, module).items():
             dim = family.split_dim(full)
             if tensor > 1 and dim is not None:
@@ -99,6 +113,7 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
         memories: activation memory of items, where it is known.
     """
     parallel, boundary = config.parallel, engine_settings(config).pipeline.boundary
+    build = _sharded_builder(family, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
     ranks = parallel.tensor_model_parallel_size * parallel.data_ranks
     record = header_record(
         run_id="dry-run",
@@ -118,6 +133,7 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             micro_batch_size=config.training.micro_batch_size,
             tensor_parallel_size=parallel.tensor_model_parallel_size,
             data_parallel_size=parallel.data_ranks,
+            expert_parallel_size=parallel.expert_model_parallel_size,
         ),
         link=None,
         workers=[
@@ -130,17 +146,16 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
             )
             for worker in range(parallel.pipeline_model_parallel_size)
         ],
-        items=describe_items(
-            family,
-            boundary,
-            optimizer_settings(config.optimizer),
-            _sharded_builder(family, parallel.tensor_model_parallel_size),
-        ),
+        items=describe_items(family, boundary, optimizer_settings(config.optimizer), build),
     )
-    build = _sharded_builder(family, parallel.tensor_model_parallel_size)
     shards = describe_shards(family, boundary, optimizer_settings(config.optimizer), build)
     if shards is not None:
         record["x_vocabulary"] = shards
+    slots = parallel.moe_expert_slots if parallel.expert_model_parallel_size > 1 else None
+    copies = describe_copies(family, boundary, slots, build)
+    if copies is not None:
+        record["x_expert_copies"] = copies
+    _state_weights_of_all_experts(record, family, parallel.tensor_model_parallel_size)
     # With these the cost model needs no estimate of its own.
     of_model, of_header = analytic_keys_of(config)
     record["model"] |= of_model
@@ -149,6 +164,14 @@ def profile_header_of_run(config: Config, family: ModelFamily, memories: Mapping
         if item["name"] in memories:
             item["x_activation_bytes"] = memories[item["name"]].saved
     return record
+
+
+def _state_weights_of_all_experts(record: dict[str, Any], family: ModelFamily, tensor: int) -> None:
+    """State the weights that tokens use where ranks share experts: those of a rank serve the tokens of all ranks."""
+    build, experts = _sharded_builder(family, tensor), experts_by_item(family.items)
+    for item in record["items"]:
+        if record["expert_parallel_size"] > 1 and item["name"] in experts:
+            item["x_active_param_count"] = sum(parameter.numel() for parameter in build(item["name"]).parameters())
 
 
 def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, Any]:
@@ -211,6 +234,7 @@ def dry_run(config: Config, device: str) -> DryRunReport:
         parameters_per_worker=max(by_worker),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
         peak_memory_bytes=worker_peaks(config, family, boundary, header, simulation, memories),
+        expert_copies_bytes=max(copies_of_worker(config, family, header, worker, stages) for worker in range(workers)),
         step_s=simulation["step_ns"] / 1e9,
         bubble_fraction=simulation["bubble_fraction"],
         device=device,
@@ -235,7 +259,8 @@ def _frozen_counts(config: Config, family: ModelFamily, step: int) -> dict[str, 
     freezing = config.freezing
     if freezing.freeze_adaptive:
         return {}
-    build = _sharded_builder(family, config.parallel.tensor_model_parallel_size)
+    parallel = config.parallel
+    build = _sharded_builder(family, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
     training = () if freezing.freeze_tied else {*family.ties, *family.ties.values()}
     return {
         item: sum(p.numel() for name, p in parameters_of(item, build(item)).items() if name not in training)
@@ -257,6 +282,8 @@ def print_dry_run(config: Config, device: str, form: Format) -> None:
     emit(f"model FLOPs per step: {report.flops_per_step:.4e} | devices: {report.processes}")
     for worker, peak in enumerate(report.peak_memory_bytes):
         emit(f"worker {worker}: peak memory per device {human_bytes(peak)}")
+    if report.expert_copies_bytes:
+        emit(f"of these for copies of experts and float64 gradients: at most {human_bytes(report.expert_copies_bytes)}")
     if report.replica_bytes:
         emit(f"sent to other replicas: at most {human_bytes(report.replica_bytes)} per device and step")
         for each in report.replica_bytes_frozen:

@@ -34,6 +34,34 @@ SMALL = {
 }
 
 
+SHARED = {"num_experts": 8, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+EXPERT = 2 * 64 * 256 + 256 + 64
+
+
+def shared_experts(**options):
+    return dry_run(config_of(DefaultContext(world_size=2), **SMALL | SHARED | options), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("slots", "options", "num_copies", "weight_bytes"),
+    [(4, {}, 0, 4), (6, {}, 2, 4), (100, {}, 4, 4), (6, {"bf16": True}, 2, 2)],
+)
+def test_peak_memory_counts_copies_of_experts_and_float64_gradients(slots, options, num_copies, weight_bytes):
+    """Two layers, four experts of eight on a rank, whose gradients take 8 bytes instead of 4."""
+    without, found = shared_experts(**options), shared_experts(moe_expert_slots=slots, **options)
+    expected = 2 * EXPERT * (num_copies * (weight_bytes + 8) + 4 * 4)
+    assert found.expert_copies_bytes == expected
+    assert found.peak_memory_bytes[0] - without.peak_memory_bytes[0] == expected
+    assert without.expert_copies_bytes == 0
+
+
+def test_dry_run_counts_the_experts_of_one_rank():
+    whole, part = shared_experts(expert_model_parallel_size=1), shared_experts()
+    assert whole.parameters == part.parameters
+    assert whole.parameters_per_worker - part.parameters_per_worker == 2 * 4 * EXPERT
+    assert whole.step_s == pytest.approx(part.step_s)
+
+
 @pytest.mark.parametrize("family_name", ["gpt", "llama"])
 def test_computed_activations_equal_profiled_ones(family_name):
     """The profiler counts the inputs of an item, the dry run its outputs; the sums over the layer list are equal."""
