@@ -125,7 +125,8 @@ def test_run_with_copies_by_joint_plans_has_the_bits_of_one_without(tmp_path):
     options = RUN | {"pipeline_model_parallel_size": "1"}
     train(data, still, 2, **options)
     online = {"balance": "online", "balance_policy": "always", "rebalance_interval": "2"}
-    train(data, joint, 2, "--balance-lockstep", "--balance-experts", **options, **online)
+    printed = train(data, joint, 2, "--balance-lockstep", "--balance-experts", **options, **online)
+    assert printed.count("pruned experts run dense with --moe-expert-slots") == 1
     moved = events(joint, "experts_moved")
     assert moved[0]["copies"] > 0
     assert events(joint, "plan_refused") == events(joint, "plan_rolled_back") == []

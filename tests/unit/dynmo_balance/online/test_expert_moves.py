@@ -203,6 +203,23 @@ def test_rank_without_memory_gets_no_copies_and_the_line_has_the_reason(run, cap
     assert "of worker 0 gets no copies, with which it would need" in capsys.readouterr().err
 
 
+def test_later_plan_removes_copies_that_save_nothing(run):
+    """The tokens become even: a copy still takes 1.2 ms of each step."""
+    change_header(run, x_expert_copies=COPIES, x_replica_link={"bandwidth_bytes_per_s": 10**7, "latency_ns": 0})
+    watcher = Watcher(run, WatchOptions(experts=True, every=1, policy="always"))
+    append(run, *(record(number, HOT, HOT) for number in range(1, 4)))
+    watcher.poll()
+    assert any(isinstance(placed, tuple) for placed in hosts_of(newest(run)))
+    append(run, result(1, 3), event(3, "experts_moved"))
+    # More steps than the mean over tokens has.
+    append(run, *(record(number, EVEN, EVEN, plan=1) for number in range(4, 30)))
+    watcher.poll()
+    plan = newest(run)
+    assert plan.base_plan_id == 1
+    assert not any(isinstance(placed, tuple) for placed in hosts_of(plan))
+    assert [str(each) for each in verify(plan, load_inputs(plan, run), read_plan(plan_path(run / "plans", 1)))] == []
+
+
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
