@@ -54,7 +54,7 @@ def test_hot_expert_is_copied_where_the_transfer_takes_less_than_it_saves(bandwi
     assert any(isinstance(placed, tuple) for placed in after) is is_copied
 
 
-def test_owner_with_its_expert_remains_and_lost_experts_go_to_the_rank_that_owns_fewest():
+def test_owner_remains_and_lost_experts_go_to_the_rank_that_owns_fewest():
     ranks = (((0, 1), (1, 1), (2, 1)), ((0, 1), (1, 1), (3, 1)))
     assert owned(ranks, (1, 1, 1, 0)) == ((1, 0), (1, 0), 0, 1)
 
@@ -91,7 +91,7 @@ def problem_of(memory=None):
     return replace(problem, slots=slots)
 
 
-def test_copies_are_no_moves():
+def test_copies_do_not_count_as_moves():
     moves = transfer_of([choice_of("a", ((1, 0), 0, 1, 1))], 10**9)
     assert (moves.moves, moves.copies) == (1, 0)
     moves = transfer_of([choice_of("a")], 10**9)
@@ -143,8 +143,8 @@ def test_copies_on_other_ranks_remain_where_one_rank_is_full():
     proposal = layers_of(problem, base)
     peak = proposal.timeline.peak_memory_bytes[0]
     limited = replace(proposal, problem=problem_of(peak + 300))
-    (kept,) = limit_copies(limited, base, (choice,), prices)
-    assert kept.after == ((1, 0), 0, (1, 0), 1)
+    (limited_choice,) = limit_copies(limited, base, (choice,), prices)
+    assert limited_choice.after == ((1, 0), 0, (1, 0), 1)
 
 
 def test_joint_plan_without_memory_for_copies_has_none():
