@@ -420,6 +420,7 @@ def test_no_token_exits_at_threshold_one(measure):
     exit_.head.weight.data.mul_(1e4)
     assert float(exit_.confidence(x, x).max()) >= 0.9999
     assert not exit_(x, x, None, torch.ones(2, 8, dtype=torch.bool))[0].any()
+    assert not exit_.exits(torch.ones(2, 8)).any()  # training reaches it without the check of the threshold
 
 
 def trained_classifier(exit_, x, real, steps):
