@@ -40,7 +40,7 @@ DOCUMENT = obj(
                             "block": integer(1, 1_073_741_824),
                             "experts": integer(1, 1_073_741_824),
                             "experts_per_token": integer(1, 1_073_741_824),
-                            "measure": string("softmax", "saturation"),
+                            "measure": string("softmax", "saturation", "classifier"),
                             "loss_token_share": number(0, 1),
                             "loss_vocabulary": integer(1, 1_073_741_824),
                         },

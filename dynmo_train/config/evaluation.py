@@ -103,7 +103,7 @@ class ExitsConfig:
     valid_data: str = option("Text file.", refers_to="file", common=True)
     exit_thresholds: str = option("Thresholds between 0 and 1; 1 is added.", default="0.5,0.7,0.9", common=True)
     exit_key_values: ExitKeyValues = option(
-        "Keys and values of exited tokens: as trained, copied state, none, the full model's, or verified drafts.",
+        "Keys and values of exited tokens, or drafts that the model verifies.",
         default="stored",
         common=True,
     )

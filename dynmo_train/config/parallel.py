@@ -88,7 +88,7 @@ class ParallelConfig:
         common=True,
     )
     moe_expert_slots: int | None = option(
-        "Experts of a layer, copies included, that a rank may have; none: no copies.",
+        "Experts and copies of a layer per rank; none: no copies.",
         default=None,
         minimum=1,
         maximum=MAX_EXPERTS,

@@ -106,7 +106,7 @@ class ExitConfig:
         "Minimum confidence of an exit; 1: no token exits.", default=0.9, minimum=0, maximum=1
     )
     early_exit_measure: ExitMeasure = option(
-        "Confidence: top-two probability difference, hidden-state cosine, or a linear estimate of the first.",
+        "Confidence: top-two probability difference, hidden-state cosine, or a linear estimate.",
         default="softmax",
     )
     early_exit_loss_tokens: float = option(
@@ -148,5 +148,5 @@ class SparseAttentionConfig:
     )
     sparse_attention_buckets: int = option("Number of hash buckets, even.", default=16, minimum=2)
     sparse_attention_block: int = option(
-        "Largest tile of sparse attention in tokens; a multiple of 128 on CUDA.", default=128, minimum=1
+        "Largest tile of sparse attention in tokens; 128 times N on CUDA.", default=128, minimum=1
     )

@@ -139,9 +139,11 @@ class LayerFreezing(Technique):
     def _freed_bytes(self, names: set[str]) -> FreedBytes:
         """What these parameters of this process free, before their state is dropped; a collective."""
         optimizers = self.store.optimizers
+        # ``names`` has frozen ties of other processes, too.
+        freed = [(name, p) for _, name, p in self.store.parameters() if name in names]
         # A tied copy on the rank of its owner has the owner's state, and a gradient of its own.
-        gradients = sum(p.numel() * p.element_size() for _, name, p in self.store.parameters() if name in names)
-        moments = {t.data_ptr(): t.nbytes for name in names for t in optimizers.moments(name).values()}
+        gradients = sum(p.numel() * p.element_size() for _, p in freed)
+        moments = {t.data_ptr(): t.nbytes for name, _ in freed for t in optimizers.moments(name).values()}
         return FreedBytes.by_rank(self._world, gradients, sum(moments.values()))
 
     def resume(self, step: int) -> None:

@@ -42,7 +42,8 @@ def count_slots(expert_NC: torch.Tensor, experts: int, sequences: int = 1) -> to
         sequences: B.
     """
     place_BS = expert_NC.reshape(sequences, -1)
-    place_BS = place_BS + torch.arange(sequences, device=place_BS.device)[:, None] * experts
+    if sequences > 1:
+        place_BS = place_BS + torch.arange(sequences, device=place_BS.device)[:, None] * experts
     ends = ends_by_expert(place_BS.flatten().sort().values, sequences * experts).long()
     return ends.diff(prepend=ends.new_zeros(1)).view(sequences, experts)
 

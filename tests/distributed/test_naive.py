@@ -11,7 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 import dynmo_train.models.linear as linear_module
 import dynmo_train.parallel.random_stream as random_stream
-import dynmo_train.pipeline.pipeline_stage as stage_module
+import dynmo_train.pipeline.pipeline_stage as pipeline_stage
+import dynmo_train.pipeline.stage_module as stage_module
 import dynmo_train.trainer.engine as engine_module
 from dynmo_train.parallel.process_groups import World
 from tests.distributed.scenario import Scenario, engine_of, merged, play
@@ -108,7 +109,7 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
     """Names of the trainable parameters that got no gradient in a zero-bubble step behind a frozen front."""
     if naive:
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(stage_module.ItemStage, name, getattr(PipelineStage, name))
+            setattr(pipeline_stage.ItemStage, name, getattr(PipelineStage, name))
     engine = engine_of(scenario, world)
     engine.techniques.load_state_dict({}, 1)
     missing = []

@@ -43,7 +43,7 @@ def test_readme_table_has_every_command():
         "cache clear",
         "doctor",
     ]
-    single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval")]
+    single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval", "exits")]
     single += ["finetune mnli", "finetune race", "tasks"]
     assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "ict", "t5")), *single])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []

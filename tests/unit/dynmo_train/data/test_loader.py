@@ -91,6 +91,7 @@ def test_shard_is_the_part_of_the_whole_batch(runs, replica):
         assert same(two.train_shard(consumed, step, replica), replace(part, microbatches=whole.microbatches // 2))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on fewer than three cores
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_loader_gives_the_shards_in_any_order(run, num_workers):
     batches = loader(run, num_workers, replica=1)

@@ -91,7 +91,7 @@ def test_exit_cases_compute_the_stated_part_of_the_logits():
         assert stated.vocabulary_samples in (0, case.setting["loss_vocabulary"])
         settings[tuple(case.setting.values())] = stated
     assert list(settings) == [
-        (measure, *loss) for measure in ("softmax", "saturation") for loss in ((1.0, 50), (0.125, 25))
+        (measure, *loss) for measure in ("softmax", "saturation", "classifier") for loss in ((1.0, 50), (0.125, 25))
     ]
 
 
