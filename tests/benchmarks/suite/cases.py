@@ -156,7 +156,7 @@ def balance(work: Path) -> dict[str, Program]:
     prepare("dynmo-prep", "sample-corpus", "--output", "data/corpus.jsonl", cwd=work)
     prepare("dynmo-prep", "pipeline", "quickstart", "--work-dir", "data", cwd=work)
     launch = ("dynmo-train", "launch", "local", "--nproc", "2", "--", "pretrain", "gpt", "--recipe", "quickstart")
-    dense = ("--train-iters", "3", "--global-batch-size", "4", "--lr-warmup-iters", "0", "--run-dir", "dense")
+    dense = ("--train-iters", "3", "--global-batch-size", "8", "--lr-warmup-iters", "0", "--run-dir", "dense")
     prepare(*launch, *dense, cwd=work)
     prepare("dynmo-plan", "partition", "dense", "--output", "dense.json", cwd=work)
 
