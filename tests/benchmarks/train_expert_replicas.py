@@ -1,6 +1,6 @@
 """Load and step time of expert layers with replicas of hot experts: real on 4 processes, emulated on 32 ranks.
 
-    python -m tests.benchmarks.train_expert_replicas real --text FILE
+    python -m tests.benchmarks.train_expert_replicas real --text FILE [--width 256 --tokens 128]
     python -m tests.benchmarks.train_expert_replicas emulated --profile RUN/profile.jsonl [--ranks 32] [--slots 3 4]
 
 ``real`` trains a small GPT on the bytes of a text, on 4 processes that share 8 experts (top-2, no balance loss). After
@@ -20,7 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from tests.distributed.scenario import SHAPE, Scenario
 from tests.distributed.workers import run_workers
 
 WINDOW, AGES = 20, (0, 1, 10, 50, 100)
-RANKS, EXPERTS, SAMPLES, TOKENS = 4, 8, 8, 64
+RANKS, EXPERTS = 4, 8
 # Placement, slots of a rank (None: without copies), and slots of the plan (None: experts stay).
 CASES = (
     ("in order, whole products", None, None),
@@ -159,28 +159,48 @@ def emulated(options: argparse.Namespace) -> Iterator[str]:
         yield f"| {name} | {slots} | {'-' if age is None else age} | {load} | {shown} |"
 
 
-def batches(text: Path, samples: int) -> Iterator[Batch]:
-    """Steps of consecutive bytes of a text."""
-    ids = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()
-    size = samples * TOKENS
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """What the processes train: bytes of a text, and the sizes of model and microbatch, of which each rank has one.
+
+    Attributes:
+        text: the file.
+        width: hidden size of the model.
+        inner: hidden size of an expert.
+        tokens: tokens of a sample.
+        samples: samples of a microbatch.
+    """
+
+    text: Path
+    width: int
+    inner: int
+    tokens: int
+    samples: int
+
+
+def batches(given: RealRun) -> Iterator[Batch]:
+    """Steps of consecutive bytes of a text, a microbatch for each rank."""
+    ids = torch.frombuffer(bytearray(given.text.read_bytes()), dtype=torch.uint8).long()
+    samples, tokens = RANKS * given.samples, given.tokens
+    size = samples * tokens
     for step in range(1, (len(ids) - 1) // size + 1):
         begin = (step - 1) * size
         yield Batch(
             inputs={
-                "ids": ids[begin : begin + size].view(samples, TOKENS),
-                "labels": ids[begin + 1 : begin + size + 1].view(samples, TOKENS),
+                "ids": ids[begin : begin + size].view(samples, tokens),
+                "labels": ids[begin + 1 : begin + size + 1].view(samples, tokens),
             },
             first_microbatch=(step - 1) * RANKS,
             step=step,
         )
 
 
-def play(world: World, text: Path, slots: int | None, place_with: int | None) -> dict[str, Any]:
+def play(world: World, given: RealRun, slots: int | None, place_with: int | None) -> dict[str, Any]:
     """Train on one rank: the processor time of the measured steps, and loads and losses, the same on all ranks.
 
     Args:
         world: 4 processes.
-        text: a text file.
+        given: text and sizes.
         slots: experts and copies of a rank; None is the trainer without copies.
         place_with: slots of the plan that is made of the steps before the measured ones; None leaves the experts.
     """
@@ -191,9 +211,9 @@ def play(world: World, text: Path, slots: int | None, place_with: int | None) ->
         replace(
             SHAPE,
             num_layers=2,
-            hidden_size=128,
-            ffn_hidden_size=512,
-            max_position_embeddings=TOKENS,
+            hidden_size=given.width,
+            ffn_hidden_size=given.inner,
+            max_position_embeddings=given.tokens,
             vocab_size=256,
             padded_vocab_size=256,
             hidden_dropout=0.0,
@@ -202,13 +222,15 @@ def play(world: World, text: Path, slots: int | None, place_with: int | None) ->
         )
     )
     settings = Scenario(prune=False, freeze=(), dropout=0.0, clip=1.0).settings()
-    boundary = replace(settings.pipeline.boundary, shapes={HIDDEN: (SAMPLES, TOKENS, 128), LOSS: ()})
+    boundary = replace(
+        settings.pipeline.boundary, shapes={HIDDEN: (given.samples, given.tokens, given.width), LOSS: ()}
+    )
     pipeline = replace(settings.pipeline, microbatches=1, boundary=boundary)
     settings = replace(settings, pipeline=pipeline, expert_slots=slots, expert_chunk_rows=128)
     engine = Engine(family, settings, uniform_partition(family.items, 1), world)
     engine.build()
     spent, losses, counts = [], [], []
-    for batch in islice(batches(text, RANKS * SAMPLES), WARM + MEASURED):
+    for batch in islice(batches(given), WARM + MEASURED):
         if batch.step == WARM + 1 and place_with is not None:
             sums = {item: np.sum([each[item] for each in counts[-PLANNED:]], axis=0) for item in counts[-1]}
             engine.place_experts(
@@ -230,9 +252,9 @@ def play(world: World, text: Path, slots: int | None, place_with: int | None) ->
     return {"ratio": float(np.mean(ratios)), "busiest": max(by_rank), "all": sum(by_rank), "losses": losses}
 
 
-def play_all(world: World, text: Path) -> list[dict[str, Any]]:
+def play_all(world: World, given: RealRun) -> list[dict[str, Any]]:
     """Every case of ``CASES``, on the same processes."""
-    return [play(world, text, slots, place_with) for _, slots, place_with in CASES]
+    return [play(world, given, slots, place_with) for _, slots, place_with in CASES]
 
 
 def real(options: argparse.Namespace) -> Iterator[str]:
@@ -240,10 +262,13 @@ def real(options: argparse.Namespace) -> Iterator[str]:
     yield "| placement | slots | max/mean load | busiest rank, processor ms of a step | all ranks, ms | last loss |"
     yield "|---|---|---|---|---|---|"
     # By its module's name: the processes cannot import what belongs to this one's ``__main__``.
+    from tests.benchmarks.train_expert_replicas import RealRun as GivenRun
     from tests.benchmarks.train_expert_replicas import play_all as play_cases
 
+    sizes = {name: getattr(options, name) for name in ("width", "inner", "tokens", "samples")}
+    given = GivenRun(text=options.text, **sizes)
     # Cases take turns, as other programs may run at the same time.
-    found = [run_workers(play_cases, RANKS, options.text)[0] for _ in range(options.repeats)]
+    found = [run_workers(play_cases, RANKS, given)[0] for _ in range(options.repeats)]
     for at, (name, slots, _) in enumerate(CASES):
         runs = [each[at] for each in found]
         busiest, every = (", ".join(f"{run[key]:.0f}" for run in runs) for key in ("busiest", "all"))
@@ -258,6 +283,10 @@ def main() -> None:
     kinds = parser.add_subparsers(required=True)
     one = kinds.add_parser("real")
     one.add_argument("--text", type=Path, required=True)
+    one.add_argument("--width", type=int, default=256)
+    one.add_argument("--inner", type=int, default=1024)
+    one.add_argument("--tokens", type=int, default=128, help="Tokens of a sample.")
+    one.add_argument("--samples", type=int, default=16, help="Samples of a rank in each step.")
     one.set_defaults(table=real)
     other = kinds.add_parser("emulated")
     other.add_argument("--profile", type=Path, required=True)
