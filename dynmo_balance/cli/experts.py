@@ -12,11 +12,13 @@ import typer
 from .._common.console import Format, emit, emit_json, emit_table, human_bytes, print_message
 from .._common.document import MAX_INTEGER, MAX_RANKS, MAX_SIZE, MAX_STEPS
 from .._common.option_groups import grouped
-from .options import CostOptions, FormatOption, SourceArgument
+from .options import CostOptions, FormatOption, MemoryOption, SourceArgument
 
 if TYPE_CHECKING:
     from ..costs.expert_loads import ExpertLoads
     from ..formats.expert_plan import ExpertPlan
+    from ..inputs.profile_source import ProfileSource
+    from ..planning.expert_copies import CopyCosts, WorkerMemory
 
 
 class Shares(StrEnum):
@@ -78,13 +80,15 @@ def experts(
     source: SourceArgument,
     ranks: ExpertRanks,
     moves: ExpertMoves,
+    memory: MemoryOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the plan to.")] = None,
     costs: CostOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Place the experts of each layer on ranks, with replicas of the hot ones.
 
-    Reads the tokens per expert of a profile. The largest load of a rank is compared with a proven lower bound.
+    Reads the tokens per expert of a profile. The largest load of a rank is compared with a proven lower bound. Ranks
+    without memory for all replicas get fewer.
     """
     from .._common.document import write_whole
     from ..costs.expert_loads import expert_loads
@@ -94,7 +98,7 @@ def experts(
 
     path = profile_path(source)
     loads = expert_loads(read_profile(path), str(path), window=costs.window, at_step=costs.at_step)
-    plan = _plan(source, loads, ranks, moves, costs)
+    plan = _plan(source, loads, ranks, moves, costs, memory)
     if output is not None:
         write_whole(output, encode_expert_plan(plan, str(output)))
         print_message(f"wrote {output}")
@@ -104,9 +108,12 @@ def experts(
         _show(plan)
 
 
-def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMoves, costs: CostOptions) -> ExpertPlan:
+def _plan(
+    source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMoves, costs: CostOptions, memory: str | None
+) -> ExpertPlan:
     from .._common.errors import UsageError
     from ..formats.expert_plan import read_expert_plan
+    from ..planning.expert_memory import ExpertMemory
     from ..planning.expert_plan import ExpertOptions, make_expert_plan
 
     header = loads.header
@@ -118,10 +125,11 @@ def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMov
             raise UsageError(f"{moves.current}: is for {base.num_ranks} ranks; use --ranks {base.num_ranks}")
         current = {layer.item: layer.ranks for layer in base.layers}
     try:
-        measured = costs.load(source).costs
+        loaded = costs.load(source)
     except UsageError as error:
-        print_message(f"warning: moves are not weighed against their cost: {error}")
-        measured = None
+        print_message(f"warning: moves are not weighed against their cost, replicas not against the memory: {error}")
+        loaded = None
+    measured = None if loaded is None else loaded.costs
     step_ns = {
         item.name: 0
         if measured is None
@@ -151,8 +159,64 @@ def _plan(source: Path, loads: ExpertLoads, ranks: ExpertRanks, moves: ExpertMov
         expert_bytes=sizes,
         copy_bytes=_copy_bytes(loads),
         step_ns=step_ns,
+        memory=None
+        if loaded is None
+        else ExpertMemory(copies=_copy_costs(loads, number), workers=_worker_memory(loaded, memory)),
     )
     return make_expert_plan(loads, options, current)
+
+
+def _copy_costs(loads: ExpertLoads, ranks: int) -> CopyCosts:
+    """What copies would cost: as the run states it, else with weights in float32."""
+    from dataclasses import replace
+
+    from ..planning.expert_copies import CopyCosts, copy_costs, state_bytes
+
+    header = loads.header
+    stated = copy_costs(header, None)
+    if stated is not None:
+        return replace(stated, ranks=ranks, profiled_ranks=header.expert_parallel_size)
+    # A rank's parameters of the layer, per expert that it has: a little too many, as router and norm are included.
+    counts = {
+        item.name: item.param_count * header.expert_parallel_size // len(loads.tokens[item.name])
+        for item in header.items
+        if item.name in loads.tokens
+    }
+    return CopyCosts(
+        ranks=ranks,
+        slots=0,
+        weight_bytes=4,
+        param_count=counts,
+        state_bytes=state_bytes(header, counts),
+        bandwidth=None,
+        profiled_ranks=header.expert_parallel_size,
+    )
+
+
+def _worker_memory(loaded: ProfileSource, memory: str | None) -> tuple[WorkerMemory, ...]:
+    """Peak and limit of each worker under the active plan, or with Megatron's split where it is unknown."""
+    from ..inputs.problem_from_options import ProblemOptions, make_problem, problem_under_plan
+    from ..partition.registry import run_balancer
+    from ..planning.expert_copies import WorkerMemory
+    from ..simulation.simulator import predict
+
+    problem = make_problem(loaded, ProblemOptions(memory=memory))
+    own = None if loaded.plan is None else problem_under_plan(problem, loaded.header, loaded.plan)
+    if own is None or loaded.plan is None:
+        own, boundaries = problem, run_balancer(problem, "uniform")
+    else:
+        boundaries = loaded.plan.boundaries
+    stages = range(len(boundaries) - 1)
+    items = [own.chain.names[boundaries[stage] : boundaries[stage + 1]] for stage in stages]
+    return tuple(
+        WorkerMemory(
+            worker=slot.worker,
+            items=tuple(name for stage in stages if own.positions[stage] == at for name in items[stage]),
+            peak_bytes=peak,
+            memory_bytes=slot.memory_bytes,
+        )
+        for at, (slot, peak) in enumerate(zip(own.slots, predict(own, boundaries).peak_memory_bytes, strict=True))
+    )
 
 
 def _copy_bytes(loads: ExpertLoads) -> dict[str, int]:

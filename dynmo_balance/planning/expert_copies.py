@@ -1,4 +1,4 @@
-"""Copies of experts in plans of layers and experts: their placement, their transfers in each step, and their memory.
+"""Copies of experts in plans: their placement, their transfers in each step, and their memory.
 
 A run with slots for copies states them in its profile (``x_expert_copies``). Its plans place an expert on several
 ranks: the first one owns it, with gradient and optimizer state; the others get its weights before each step, and send
@@ -8,8 +8,9 @@ float64 sums of its gradient back. Tokens of an expert are split evenly over its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..formats.profile import Header
 from ..partition.experts import EVEN, ExpertProblem, Ranks, place
@@ -31,6 +32,7 @@ class CopyCosts:
         param_count: parameters of one expert, by item.
         state_bytes: parameters, gradient and optimizer state of one expert on its owner, by item.
         bandwidth: bytes per second between the ranks; None is unlimited.
+        profiled_ranks: ranks that shared the experts when the profile was written; None: as ``ranks``.
     """
 
     ranks: int
@@ -39,6 +41,12 @@ class CopyCosts:
     param_count: Mapping[str, int]
     state_bytes: Mapping[str, int]
     bandwidth: int | None
+    profiled_ranks: int | None = None
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a parameter of a copy: its weight, and the sum of its gradients."""
+        return self.weight_bytes + GRADIENT_SUM_BYTES
 
     def copies_ns(self, item: str, placement: Placement) -> int:
         """Time in a step, in ns, of the rank that sends and receives most weights and gradients of copies of a layer.
@@ -68,14 +76,59 @@ class CopyCosts:
         total = [0] * self.ranks
         for item, placement in placements.items():
             count = self.param_count.get(item, 0)
-            equal = len(placement) // self.ranks
+            equal = len(placement) // (self.profiled_ranks or self.ranks)
             for rank in range(self.ranks):
                 owned = sum(hosts_of(on)[0] == rank for on in placement)
                 copies = sum(rank in hosts_of(on)[1:] for on in placement)
                 total[rank] += (owned - equal) * self.state_bytes.get(item, 0)
                 total[rank] += owned * count * (GRADIENT_SUM_BYTES - _GRADIENT_BYTES)
-                total[rank] += copies * count * (self.weight_bytes + GRADIENT_SUM_BYTES)
+                total[rank] += copies * count * self.copy_bytes
         return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """The memory of a pipeline rank.
+
+    Attributes:
+        worker: its id.
+        items: that it has.
+        peak_bytes: peak memory of a device without copies, each rank with an equal part of the experts.
+        memory_bytes: memory of a device; None is unlimited.
+    """
+
+    worker: int
+    items: tuple[str, ...]
+    peak_bytes: int
+    memory_bytes: int | None
+
+
+class FullRank(NamedTuple):
+    """A rank whose memory its experts and copies would exceed, of those that share the experts of a worker."""
+
+    worker: int
+    rank: int
+    needed_bytes: int
+    memory_bytes: int
+
+
+def full_ranks(workers: Iterable[WorkerMemory], placed: Mapping[str, Placement], copies: CopyCosts) -> list[FullRank]:
+    """The ranks whose memory the experts and copies would exceed.
+
+    Args:
+        workers: the pipeline ranks.
+        placed: placement of each item with experts.
+        copies: what copies cost.
+    """
+    found = []
+    for worker in workers:
+        if worker.memory_bytes is None:
+            continue
+        here = {item: placed[item] for item in worker.items if item in placed}
+        for rank, size in enumerate(copies.rank_bytes(here)):
+            if worker.peak_bytes + size > worker.memory_bytes:
+                found.append(FullRank(worker.worker, rank, worker.peak_bytes + size, worker.memory_bytes))
+    return found
 
 
 def copy_costs(header: Header, bandwidth: int | None) -> CopyCosts | None:
@@ -88,21 +141,30 @@ def copy_costs(header: Header, bandwidth: int | None) -> CopyCosts | None:
     found = header.expert_copies
     if found is None:
         return None
-    counts = found.param_count
     return CopyCosts(
         ranks=header.expert_parallel_size,
         slots=found.slots,
         weight_bytes=found.weight_bytes,
-        param_count=counts,
-        state_bytes={
-            item.name: (item.param_bytes + item.gradient_bytes + item.optimizer_bytes)
-            * counts[item.name]
-            // max(1, item.param_count)
-            for item in header.items
-            if item.name in counts
-        },
+        param_count=found.param_count,
+        state_bytes=state_bytes(header, found.param_count),
         bandwidth=bandwidth,
     )
+
+
+def state_bytes(header: Header, param_count: Mapping[str, int]) -> dict[str, int]:
+    """Parameters, gradient and optimizer state in bytes of one expert on its owner, by item.
+
+    Args:
+        header: of the profile.
+        param_count: parameters of one expert, by item.
+    """
+    return {
+        item.name: (item.param_bytes + item.gradient_bytes + item.optimizer_bytes)
+        * param_count[item.name]
+        // max(1, item.param_count)
+        for item in header.items
+        if item.name in param_count
+    }
 
 
 def hosts_of(placed: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ Of each layer placements compete, over the steps of a horizon::
     the placement of the least largest load           ---+--> steps x time of the layer + transfer --> the smaller
 
 A replica is not free in training: in each step it receives the weights of its expert, and sends their gradients. So
-placements with fewer replicas than there are slots compete too, where times and bandwidth are known.
+placements with fewer replicas than there are slots compete too, where times and bandwidth are known. Ranks whose memory
+the replicas would exceed get fewer (``expert_memory``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ..partition.experts import (
     place,
     shares_on,
 )
+from .expert_copies import FullRank
+from .expert_memory import ExpertMemory, PlacedLayer, describe, within_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class ExpertOptions:
         expert_bytes: Weights and optimizer state of one expert, by item.
         copy_bytes: What a replica of an expert transfers in a step: weights and gradients, by item.
         step_ns: Time of each item in a step with the placement before; 0 where it is unknown, and moves cost nothing.
+        memory: Of the ranks; None limits no replicas.
     """
 
     ranks: int
@@ -57,6 +61,7 @@ class ExpertOptions:
     expert_bytes: Mapping[str, int]
     copy_bytes: Mapping[str, int]
     step_ns: Mapping[str, int]
+    memory: ExpertMemory | None = None
 
 
 def make_expert_plan(
@@ -70,9 +75,15 @@ def make_expert_plan(
         current: Placement of each item now; layers that are not in it have their experts in order, without replicas.
 
     Raises:
-        UsageError: The experts do not fit the ranks.
+        UsageError: The experts do not fit the ranks or their memory.
     """
-    layers = [_plan_layer(item, tokens, options, (current or {}).get(item)) for item, tokens in loads.tokens.items()]
+    placed = {
+        item: _place_layer(item, tokens, options, (current or {}).get(item)) for item, tokens in loads.tokens.items()
+    }
+    full: list[FullRank] = []
+    if options.memory is not None:
+        placed, full = within_memory(placed, options.memory, options.step_ns)
+    layers = [_to_layer(item, layer, options) for item, layer in placed.items()]
     sent, received = _rank_bytes([move for layer in layers for move in layer.moves])
     largest = max([*sent.values(), *received.values()], default=0)
     rate = options.bandwidth_bytes_per_s
@@ -89,7 +100,7 @@ def make_expert_plan(
         bytes=sum(sent.values()),
         max_rank_bytes=largest,
         pause_ns=None if rate is None else largest * 1_000_000_000 // rate,
-        reason=_reason(layers, number),
+        reason="; ".join([_reason(layers, number), *_limits(full)]),
     )
 
 
@@ -100,6 +111,15 @@ def _reason(layers: Sequence[ExpertLayer], number: int) -> str:
     if not number:
         return f"no expert moves; {change}" if after != before else "no expert moves"
     return f"{number} {'expert moves' if number == 1 else 'experts move'}; {change}"
+
+
+def _limits(full: Sequence[FullRank]) -> list[str]:
+    """A sentence on the ranks that have no room for all replicas; nothing where there are none."""
+    if not full:
+        return []
+    others = len(full) - 1
+    more = f", and {others} more {'rank' if others == 1 else 'ranks'}" if others else ""
+    return [f"fewer replicas, with all of which {describe(full[0])}{more}"]
 
 
 def _slots(item: str, experts: int, options: ExpertOptions) -> int:
@@ -113,7 +133,7 @@ def _slots(item: str, experts: int, options: ExpertOptions) -> int:
     return slots
 
 
-def _plan_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, current: Ranks | None) -> ExpertLayer:
+def _place_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, current: Ranks | None) -> PlacedLayer:
     problem = ExpertProblem(
         tokens=tokens,
         ranks=options.ranks,
@@ -136,15 +156,18 @@ def _plan_layer(item: str, tokens: tuple[int, ...], options: ExpertOptions, curr
         copies = options.horizon_steps * _copies_ns(item, options, ranks)
         return steps + copies + _transfer_ns(item, options, before, ranks), max(loads_of(ranks))
 
-    chosen = min(choices, key=cost_ns)
+    return PlacedLayer(problem=problem, before=before, ranks=min(choices, key=cost_ns))
+
+
+def _to_layer(item: str, layer: PlacedLayer, options: ExpertOptions) -> ExpertLayer:
     return ExpertLayer(
         item=item,
-        tokens=tokens,
-        ranks=chosen,
-        max_tokens_before=largest_before,
-        max_tokens=max(loads_of(chosen)),
-        lower_bound_tokens=lower_bound(problem),
-        moves=_moves(item, options, before, chosen),
+        tokens=layer.problem.tokens,
+        ranks=layer.ranks,
+        max_tokens_before=max(loads_of(layer.before)),
+        max_tokens=layer.max_tokens,
+        lower_bound_tokens=lower_bound(layer.problem),
+        moves=_moves(item, options, layer.before, layer.ranks),
     )
 
 

@@ -30,7 +30,18 @@ from ..formats.profile import Header
 from ..partition.balance import certify, solve_best
 from ..partition.experts import EVEN, ExpertProblem, place
 from ..partition.problem import PartitionProblem
-from .expert_copies import CopyCosts, Placement, hosts_of, loads_on, on_ranks, with_copies, without_copies
+from .expert_copies import (
+    CopyCosts,
+    FullRank,
+    Placement,
+    WorkerMemory,
+    full_ranks,
+    hosts_of,
+    loads_on,
+    on_ranks,
+    with_copies,
+    without_copies,
+)
 from .migration import BASE_PAUSE_NS
 from .plan_builder import Proposal, make_proposal, propose
 
@@ -315,8 +326,8 @@ def copies_ns(stages: Sequence[Stage], base: Plan, chosen: Sequence[ExpertChoice
 
 def ranks_without_memory(
     proposal: Proposal, base: Plan, chosen: Sequence[ExpertChoice], copies: CopyCosts | None
-) -> list[tuple[int, int, int, int]]:
-    """Worker, rank, bytes needed and limit in bytes, of each rank whose memory the experts and copies would exceed.
+) -> list[FullRank]:
+    """The ranks whose memory the experts and copies would exceed.
 
     Args:
         proposal: stages and their peaks, without copies.
@@ -324,24 +335,26 @@ def ranks_without_memory(
         chosen: placements that change.
         copies: what copies cost; None where the run has none.
     """
-    if copies is None:
-        return []
-    placed, found = placements_after(base, chosen), []
+    placed = placements_after(base, chosen)
+    # Layers of one run have the same number of experts; where no plan placed any, there are no copies.
     experts = max(map(len, placed.values()), default=0)
-    for slot, peak in zip(proposal.problem.slots, proposal.timeline.peak_memory_bytes, strict=True):
-        items = [item for stage in proposal.stages if stage.worker == slot.worker for item in stage.items]
-        # Layers of one run have the same number of experts; where no plan placed any, there are no copies.
-        in_order = placement_in_order(experts, copies.ranks)
-        here = {item: placed.get(item, in_order) for item in items if item in copies.param_count}
-        if slot.memory_bytes is None or not experts:
-            continue
-        for rank, size in enumerate(copies.rank_bytes(here)):
-            if peak + size > slot.memory_bytes:
-                found.append((slot.worker, rank, peak + size, slot.memory_bytes))
-    return found
+    if copies is None or not experts:
+        return []
+    in_order = placement_in_order(experts, copies.ranks)
+    everywhere = {item: placed.get(item, in_order) for item in copies.param_count}
+    workers = [
+        WorkerMemory(
+            worker=slot.worker,
+            items=tuple(item for stage in proposal.stages if stage.worker == slot.worker for item in stage.items),
+            peak_bytes=peak,
+            memory_bytes=slot.memory_bytes,
+        )
+        for slot, peak in zip(proposal.problem.slots, proposal.timeline.peak_memory_bytes, strict=True)
+    ]
+    return full_ranks(workers, everywhere, copies)
 
 
-def describe_missing_memory(found: Sequence[tuple[int, int, int, int]]) -> str:
+def describe_missing_memory(found: Sequence[FullRank]) -> str:
     """One sentence on the result of :func:`ranks_without_memory`; empty where it is."""
     if not found:
         return ""

@@ -29,6 +29,9 @@ STATE_DTYPES = {"mask": ("BOOL",), "optimizer": ("F32",)}
 # Moments that a run may keep in bfloat16.
 HALF_MOMENTS = ("exp_avg", "exp_avg_sq")
 
+# The router of a block with mixture of depths is ``attention.router``, which has none.
+EXPERT_BIASES = ".mlp.router.expert_bias"
+
 
 def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
     """The blocks of a model in layer order, each with its parts: ``layers.3`` has ``attention`` and ``mlp``."""
@@ -71,6 +74,7 @@ def cross_field_problems(manifest: Document) -> list[Problem]:
         *_partition(manifest),
         *_coverage(manifest),
         *_roles(manifest),
+        *_expert_biases(manifest),
         *_references(manifest),
         *_paths(manifest),
     ]
@@ -167,6 +171,20 @@ def _roles(manifest: Document) -> Iterator[Problem]:
         dtypes = ("F32", "BF16") if suffix in HALF_MOMENTS else STATE_DTYPES[role]
         if entry["dtype"] not in dtypes or entry["shape"] != expected:
             yield Problem(path, "shape", f"must be {' or '.join(dtypes)} with the shape {expected}")
+
+
+def _expert_biases(manifest: Document) -> Iterator[Problem]:
+    """The biases of a router's experts: float32 in every precision, and stored where the model has them."""
+    model, tensors = manifest["model"], manifest["tensors"]
+    if model.get("moe_router_enable_expert_bias"):
+        for router in (name.removesuffix(".weight") for name in tensors if name.endswith(".mlp.router.weight")):
+            if (name := f"{router}.expert_bias") not in tensors:
+                yield Problem(_path(name), "reference", "is missing; moe_router_enable_expert_bias is true")
+    shape = [model.get("num_experts", 0)]
+    for name, entry in tensors.items():
+        found = (entry["role"], entry["dtype"], entry["shape"])
+        if name.endswith(EXPERT_BIASES) and found != ("buffer", "F32", shape):
+            yield Problem(_path(name), "shape", f"must be a buffer, F32 with the shape {shape}")
 
 
 def state_shape(suffix: str, shape: list[int]) -> list[int]:

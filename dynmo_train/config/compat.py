@@ -99,6 +99,7 @@ def translate(
             values = [" ".join(values)] if known.num_values is None else values
             renamed = [known.renamed_values.get(each, each) for each in values]
             translated += [*known.arguments, *([] if known.drop_values else renamed)]
+            translated += [word for each in values for word in known.value_arguments.get(each, ())]
         elif known.kind == "ignored" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.reason}")
         elif known.neutral is not None and values == [known.neutral]:

@@ -22,6 +22,7 @@ class CompatFlag:
         families: model families that accept the flag; empty: all.
         neutral: value of a refused flag that changes nothing; with it the flag is ignored.
         renamed_values: name of a value in the other project to its name here.
+        value_arguments: value to further arguments that it becomes.
     """
 
     kind: Kind
@@ -32,6 +33,7 @@ class CompatFlag:
     families: tuple[str, ...] = ()
     neutral: str | None = None
     renamed_values: Mapping[str, str] = field(default_factory=dict)
+    value_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def becomes(
@@ -40,6 +42,7 @@ def becomes(
     drop_values: bool = False,
     reason: str = "",
     renamed_values: Mapping[str, str] | None = None,
+    value_arguments: Mapping[str, tuple[str, ...]] | None = None,
 ) -> CompatFlag:
     """A flag with a counterpart in this package.
 
@@ -49,6 +52,7 @@ def becomes(
         drop_values: whether ``arguments`` already contain the value.
         reason: how the counterpart differs.
         renamed_values: name of a value in the other project to its name here.
+        value_arguments: value to further arguments that it becomes.
     """
     return CompatFlag(
         kind="becomes",
@@ -57,6 +61,7 @@ def becomes(
         drop_values=drop_values,
         reason=reason,
         renamed_values=renamed_values or {},
+        value_arguments=value_arguments or {},
     )
 
 

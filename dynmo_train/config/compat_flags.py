@@ -156,8 +156,9 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--moe-expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
     "--moe-train-capacity-factor": becomes("--moe-expert-capacity-factor", values=1),
     "--moe-loss-coeff": becomes("--moe-aux-loss-coeff", values=1),
-    "--topk": becomes("--moe-router-topk", values=1),
-    "--num-experts-switch": becomes("--moe-router-topk", "1", "--num-experts", values=1),
+    # The weight of one expert is its probability among all of them.
+    "--topk": becomes("--moe-router-topk", values=1, value_arguments={"1": ("--moe-router-pre-softmax",)}),
+    "--num-experts-switch": becomes("--moe-router-topk", "1", "--moe-router-pre-softmax", "--num-experts", values=1),
     "--moe-eval-capacity-factor": refused("--moe-expert-capacity-factor applies to evaluation too: leave it out", 1),
     "--moe-min-capacity": refused("not supported: leave it out, or use a larger --moe-expert-capacity-factor", 1),
     "--disable-moe-token-dropping": refused(

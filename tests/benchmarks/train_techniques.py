@@ -42,7 +42,10 @@ TECHNIQUES = {
         *("--pruning-freq", "1", "--final-sparsity", "0.75"),
     ],
     "freezing": ["--freeze-schedule", "2:4", "--untie-embeddings-and-output-weights"],
-    "experts": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-expert-capacity-factor", "0.5"],
+    "experts": [
+        *("--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+        *("--moe-expert-capacity-factor", "0.5"),
+    ],
     "depths": ["--mod-capacity", "0.25", "--mod-every", "2"],
     "exits": [
         *("--early-exit-layers", "2", "--early-exit-measure", "saturation", "--early-exit-threshold", "0.865"),

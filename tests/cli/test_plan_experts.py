@@ -77,3 +77,45 @@ def test_experts_wrong_numbers_are_refused_with_a_remedy(plan, profile, tmp_path
     code, _, err = plan("experts", profile, "--ranks", "4", "--current", first)
     assert code == 2
     assert "use --ranks 2" in err
+
+
+@pytest.fixture
+def run_with_slots(tmp_path):
+    """A profile of two ranks with two experts each and room for a copy, of the MLP of the first layer."""
+    records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+    header = records[0]
+    item = header["items"][2]["name"]
+    header |= {
+        "expert_parallel_size": 2,
+        "data_parallel_size": 2,
+        "x_expert_copies": {"slots": 3, "weight_bytes": 4, "param_count": {item: 40_000}},
+    }
+    for worker in header["workers"]:
+        worker["ranks"] = [2 * worker["worker"], 2 * worker["worker"] + 1]
+        worker["hosts"] = ["node0", "node0"]
+    for record in records:
+        if record["record"] == "step":
+            record["x_counts"] = {"expert_tokens": {item: [90.0, 10.0, 10.0, 10.0]}}
+    path = tmp_path / "slots.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_experts_replicas_beyond_the_memory_are_left_out_with_the_bytes(plan, run_with_slots):
+    options = ("experts", run_with_slots, "--replicas", "2", "--shares", "even", "--format", "json")
+    free = json.loads(plan(*options, "--memory", "1GB")[1])
+    assert sum(map(len, free["layers"][0]["ranks"])) > 4
+    assert "bytes" not in free["reason"]
+    code, out, _ = plan(*options, "--memory", "1MB")
+    full = json.loads(out)
+    assert code == 0
+    assert sum(map(len, full["layers"][0]["ranks"])) == 4
+    assert "fewer replicas, with all of which rank " in full["reason"]
+    assert "bytes of 1,000,000" in full["reason"]
+
+
+def test_experts_on_fewer_ranks_than_their_memory_allows_are_refused_with_the_bytes(plan, run_with_slots):
+    code, _, err = plan("experts", run_with_slots, "--ranks", "1", "--memory", "1MB")
+    assert code == 2
+    assert "rank 0 of the experts of worker 0 would need" in err
+    assert "of 1,000,000 without any copy; use more ranks" in err

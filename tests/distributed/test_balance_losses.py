@@ -1,4 +1,4 @@
-"""Balance losses over the batch of a step and biases of experts: the same bits on any placement."""
+"""Balance losses and biases of experts: the same bits on any placement, nearly those of one process on other axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynmo_train.models.moe import MoeShape, route
 from dynmo_train.models.router import RouterShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import set_parallel_dims
-from tests.distributed.layouts import D2, OVERLAP, PD, ZERO, Layout, close, play_lists
+from tests.distributed.layouts import CUT, D2, E2, OVERLAP, PD, T2, TE, ZERO, Layout, close, play_lists, play_named
 from tests.distributed.scenario import Scenario
 from tests.distributed.test_placement import cut
 from tests.distributed.workers import run_workers
@@ -96,6 +96,86 @@ def test_zero_replicas_share_whole_biases(two):
 def test_two_stages_of_two_replicas_have_the_bits_of_one_stage(two):
     layout = Layout(dims=PD, scenario=replace(MOVING, schedule="zero-bubble"))
     assert play_lists(4, {"both": [layout]})["both"] == two["replicas"]
+
+
+# Each loss alone, so that a wrong one is not hidden by the others; clipping would hide a wrong scale.
+EXACT = replace(BALANCED, steps=3, dropout=0.0, clip=1e9, freeze=())
+LOSSES = {
+    "auxiliary": MoeShape(num_experts=4, top_k=2, aux_loss_coeff=0.5),
+    "sequence": MoeShape(num_experts=4, top_k=2, seq_aux_loss_coeff=0.5),
+    "batch": MoeShape(num_experts=4, top_k=2, global_aux_loss_coeff=0.5),
+    "z": MoeShape(num_experts=4, top_k=2, z_loss_coeff=0.05),
+    "biases": MoeShape(num_experts=4, top_k=2, router=ROUTER),
+}
+ALL = {"all": replace(BALANCED.moe, z_loss_coeff=0.05)}
+C2 = ParallelDims(data=2, context=2)
+# Replicas count in another order of microbatches, so that only the loss over a batch differs from one process.
+AXES = {"tensor": (T2, {}), "tokens": (T2, CUT), "context": (C2, {}), "experts of context": (replace(C2, expert=2), {})}
+REPLICAS = {"experts": (E2, {}), "experts, ZeRO": (E2, ZERO)}
+
+
+def layouts_of(axes, losses=LOSSES):
+    return {
+        f"{name}, {axis}": Layout(dims=dims, scenario=replace(EXACT, moe=moe), settings=settings)
+        for name, moe in losses.items()
+        for axis, (dims, settings) in axes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def axes_one():
+    return play_named(1, layouts_of({"one": (ParallelDims(), {})}, LOSSES | ALL))
+
+
+@pytest.fixture(scope="module")
+def axes_two():
+    return play_named(
+        2, layouts_of({**AXES, **REPLICAS, "replicas": (D2, {})}) | layouts_of({"replicas": (D2, {})}, ALL)
+    )
+
+
+@pytest.fixture(scope="module")
+def axes_four():
+    return play_named(
+        4, layouts_of({"tensor, context": (replace(C2, tensor=2), CUT), "tensor, experts": (TE, CUT)}, ALL)
+    )
+
+
+def biases_of(result):
+    return {name.partition("@")[0]: value for name, value in result["weights"].items() if "expert_bias" in name}
+
+
+def near(got, expected):
+    """Losses, gradient norms and each bias."""
+    close(got, expected)
+    assert biases_of(got) == biases_of(expected)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_tensor_and_context_ranks_are_near_one_process(loss, axis, axes_one, axes_two):
+    near(axes_two[f"{loss}, {axis}"], axes_one[f"{loss}, one"])
+
+
+@pytest.mark.parametrize("axis", REPLICAS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_expert_ranks_are_near_replicas_with_all_experts(loss, axis, axes_two):
+    near(axes_two[f"{loss}, {axis}"], axes_two[f"{loss}, replicas"])
+
+
+@pytest.mark.parametrize("loss", [name for name, moe in LOSSES.items() if not moe.global_aux_loss_coeff])
+def test_replicas_are_near_one_process(loss, axes_one, axes_two):
+    near(axes_two[f"{loss}, replicas"], axes_one[f"{loss}, one"])
+
+
+def test_two_axes_together_are_near_one(axes_one, axes_two, axes_four):
+    near(axes_four["all, tensor, context"], axes_one["all, one"])
+    near(axes_four["all, tensor, experts"], axes_two["all, replicas"])
+
+
+@pytest.mark.parametrize("loss", ["auxiliary", "sequence", "batch", "z"])
+def test_each_loss_changes_the_gradients_of_one_process(loss, axes_one):
+    assert axes_one[f"{loss}, one"]["norms"] != axes_one["biases, one"]["norms"]
 
 
 EXPERTS, TOP_K = 4, 2

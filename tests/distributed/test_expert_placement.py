@@ -97,6 +97,7 @@ def test_experts_and_layers_that_move_have_the_bits_of_one_stage(name, two, four
 RUN = {
     "num_experts": "8",
     "moe_router_topk": "1",
+    "moe_router_score_function": "sigmoid",
     "train_iters": "9",
     "eval_interval": "9",
     "global_batch_size": "8",

@@ -94,6 +94,7 @@ def test_two_stages_have_the_bits_of_one(two, four):
 RUN = {
     "num_experts": "8",
     "moe_router_topk": "1",
+    "moe_router_score_function": "sigmoid",
     "train_iters": "7",
     "eval_interval": "7",
     "global_batch_size": "8",

@@ -68,7 +68,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "experts": {
         "experts": EXPERTS,
-        "one expert per token": EXPERTS | {"moe_router_topk": 1},
+        "one expert per token": EXPERTS | {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         "capacity": EXPERTS | {"moe_expert_capacity_factor": 1.0},
         "expert choice": EXPERTS | {"moe_routing": "expert-choice"},
         "balanced experts": EXPERTS | {"moe_routing": "balanced", "moe_router_topk": 1},

@@ -91,7 +91,8 @@ def test_checkpoint_of_another_technique_is_an_error(data, tmp_path):
 
 
 def test_profile_has_the_tokens_of_each_expert(data, tmp_path, monkeypatch, capsys):
-    train(data, tmp_path / "run", 1, **SHORT, num_experts="4", moe_router_topk="1", exit_interval="4")
+    options = SHORT | {"num_experts": "4", "moe_router_topk": "1", "exit_interval": "4"}
+    train(data, tmp_path / "run", 1, "--moe-router-pre-softmax", **options)
     steps = [line for line in lines(tmp_path / "run" / "profile.jsonl") if line["record"] == "step"]
     tokens = steps[-1]["x_counts"]["expert_tokens"]
     assert set(tokens) == {f"layers.{n}.mlp" for n in range(4)}

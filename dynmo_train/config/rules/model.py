@@ -141,6 +141,13 @@ def _scores(config: Config) -> Iterator[Problem]:
         yield conflict(flags, f"cannot be combined with {other}, which has scores of its own; remove one")
     if model.moe_router_score_function == "sigmoid" and model.moe_router_pre_softmax:
         yield conflict("--moe-router-pre-softmax", "has no effect with --moe-router-score-function sigmoid; remove it")
+    softmax_of_one = model.moe_router_score_function == "softmax" and model.moe_router_topk == 1
+    if softmax_of_one and not other and not model.moe_router_pre_softmax:
+        yield conflict(
+            "--moe-router-topk",
+            "is 1, so that the softmax over the chosen expert is always 1 and the router gets no gradient of the loss;"
+            " add --moe-router-pre-softmax",
+        )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield conflict(
             "--moe-router-enable-expert-bias",

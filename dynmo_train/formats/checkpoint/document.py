@@ -120,6 +120,22 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
         yield Problem(path, "shape", f"must be {' or '.join(dtypes)} of the shape {needed}, is {dtype} {shape}")
 
 
+def _expert_bias_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Check that each router has the biases of its experts where the model has them, float32 whatever the precision."""
+    model, tensors = manifest["model"], manifest["tensors"]
+    # A router of mixture of depths, ``attention.router``, has none.
+    needed = {name for name in tensors if name.endswith(".mlp.router.expert_bias")}
+    if model.get("moe_router_enable_expert_bias"):
+        routers = [name for name in tensors if name.endswith(".mlp.router.weight")]
+        needed |= {name.removesuffix("weight") + "expert_bias" for name in routers}
+    for name in sorted(needed):
+        entry = tensors.get(name)
+        if entry is None:
+            yield Problem(f"tensors.{name}", "reference", "is missing, but moe_router_enable_expert_bias is true")
+        elif entry["role"] != "buffer" or entry["dtype"] != "F32" or entry["shape"] != [model.get("num_experts", 0)]:
+            yield Problem(f"tensors.{name}", "shape", "must be a buffer of F32, one of each of num_experts experts")
+
+
 def state_shape(suffix: str, shape: list[int]) -> list[int]:
     """Return the shape of a mask or of a tensor of the optimizer state of a parameter of this ``shape``."""
     dim = FACTOR_DIMS.get(suffix, 0)
@@ -173,6 +189,7 @@ def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 f"ties.{name}", "reference", f"must not be stored, and {short_repr(target)} must be a stored parameter"
             )
+    yield from _expert_bias_problems(manifest)
     named = [*optimizer["steps"], *(n for g in optimizer["groups"] for n in g["parameters"])] if optimizer else []
     for name in sorted({name for name in named if tensors.get(name, {}).get("role") != "parameter"}):
         yield Problem("optimizer", "reference", f"{short_repr(name)} is not a stored parameter")

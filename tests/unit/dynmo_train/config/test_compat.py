@@ -318,3 +318,15 @@ def test_with_deepspeed_invalid_file_is_refused(tmp_path, text):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UsageError, match=r"ds\.json"):
         with_deepspeed({"deepspeed_config": str(tmp_path / "ds.json")}, {})
+
+
+@pytest.mark.parametrize("words", ["--num-experts-switch 4", "--num-experts 4 --topk 1"])
+def test_translate_one_expert_per_token_weighs_by_its_probability(words):
+    config, _ = config_from(GPT_345M + " --vocab-size 1000 " + words)
+    assert (config.model.num_experts, config.model.moe_router_topk, config.model.moe_router_pre_softmax) == (4, 1, True)
+    assert not [problem for problem in validate(config, 1) if "moe" in problem.path]
+
+
+def test_translate_two_experts_per_token_are_divided_by_their_sum():
+    config, _ = config_from(GPT_345M + " --vocab-size 1000 --num-experts 4 --topk 2")
+    assert (config.model.moe_router_topk, config.model.moe_router_pre_softmax) == (2, False)

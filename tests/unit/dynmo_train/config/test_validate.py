@@ -278,6 +278,7 @@ CASES = {
         {**EXPERTS, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
         "--moe-router-pre-softmax",
     ),
+    "softmax of one expert": ({"num_experts": 4, "moe_router_topk": 1}, "--moe-router-topk"),
     "biases of a softmax": ({**EXPERTS, "moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
     "groups alone": ({**EXPERTS, "moe_router_num_groups": 2}, "--moe-router-num-groups"),
     "odd groups": ({**EXPERTS, "moe_router_num_groups": 3, "moe_router_group_topk": 1}, "--moe-router-num-groups"),

@@ -26,7 +26,7 @@ def model_flops(**options):
 
 @pytest.mark.parametrize(("factor", "share"), [(0.25, 0.25), (1.0, 1.0), (2.0, 1.0)])
 def test_model_flops_count_the_tokens_within_the_capacity(factor, share):
-    both, one = (model_flops(moe_router_topk=number) for number in (2, 1))
+    both, one = (model_flops(moe_router_topk=number, moe_router_pre_softmax=True) for number in (2, 1))
     experts = 2 * (both - one)
     assert model_flops(moe_expert_capacity_factor=factor) == pytest.approx(both - experts * (1 - share), rel=1e-6)
 
