@@ -114,7 +114,7 @@ def test_experts_replicas_beyond_the_memory_are_left_out_with_the_bytes(plan, ru
     assert "bytes of 1,000,000" in full["reason"]
 
 
-def test_experts_on_fewer_ranks_than_their_memory_allows_are_refused_with_the_bytes(plan, run_with_slots):
+def test_experts_beyond_the_memory_of_the_ranks_are_refused_with_the_bytes(plan, run_with_slots):
     code, _, err = plan("experts", run_with_slots, "--ranks", "1", "--memory", "1MB")
     assert code == 2
     assert "rank 0 of the experts of worker 0 would need" in err

@@ -98,7 +98,7 @@ def test_rewritten_checkpoint_has_every_bit_of_biases_and_experts(run, rewritten
 
 
 @pytest.mark.parametrize("name", ["merged", "reshard"])
-def test_run_with_copies_resumes_from_a_rewritten_checkpoint_with_the_same_bits(run, rewritten, tmp_path, name):
+def test_run_with_copies_resumes_from_rewritten_checkpoints_bit_for_bit(run, rewritten, tmp_path, name):
     data, whole, _ = run
     resumed = tmp_path / "resumed"
     train(data, resumed, 4, BIASES, "--sequence-parallel", **PLAIN | COPIES, load=str(rewritten[name]))
