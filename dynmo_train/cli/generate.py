@@ -72,8 +72,9 @@ def generation_settings(options: GenerateConfig, *, unconditional: bool) -> Gene
     """Sampling and length settings from the options.
 
     Raises:
-        UsageError: several samples with greedy decoding.
+        UsageError: several samples with greedy decoding, or early exits with sampling or recomputation.
     """
+    from ..evaluation.exit_generation import ExitDecoding
     from ..evaluation.sampling import Sampling
     from ..evaluation.text_generator import GenerationSettings
 
@@ -85,7 +86,22 @@ def generation_settings(options: GenerateConfig, *, unconditional: bool) -> Gene
         raise UsageError(
             f"--num-samples {options.num_samples}: must be 1 with greedy decoding; use --temperature above 0"
         )
+    exit_flag = "--exit-threshold" if options.exit_threshold is not None else "--exit-key-values"
+    if options.uses_exits and sampling.temperature > 0.0:
+        raise UsageError(
+            f"{exit_flag}: requires greedy decoding; add --greedy, or remove --temperature, --top-k, --top-p"
+        )
+    if options.uses_exits and options.recompute:
+        raise UsageError(f"{exit_flag}: cannot be combined with --recompute; remove one")
     return GenerationSettings(
+        exits=ExitDecoding(
+            threshold=options.exit_threshold,
+            decay=options.exit_decay,
+            key_values=options.exit_key_values,
+            max_drafts=options.draft_tokens,
+        )
+        if options.uses_exits
+        else None,
         max_new_tokens=options.max_new_tokens or options.out_seq_length or MAX_NEW_TOKENS,
         out_seq_length=options.out_seq_length,
         sampling=sampling,
@@ -102,6 +118,11 @@ def _report(completions: Sequence[Completion], file: str | None, report: Format)
     failed = [completion for completion in completions if completion.error is not None]
     if failed:
         print_message(f"{len(failed)} of {len(completions)} samples failed; first error: {failed[0].error}")
+    counts = [completion.exits for completion in completions if completion.exits is not None]
+    if counts:
+        from ..evaluation.exit_generation import describe_exits
+
+        print_message(describe_exits(counts))
     if file is not None:
         lines = [json.dumps(completion.sample(), ensure_ascii=False) + "\n" for completion in completions]
         try:

@@ -205,7 +205,28 @@ class GenerateConfig:
     seed: int = option("Random seed of sampling.", default=1234, minimum=0, common=True)
     batch_size: int = option("Batch size in sequences.", default=8, minimum=1, common=True)
     recompute: bool = option("Recompute the whole sequence for each token, without a KV cache.", default=False)
+    exit_threshold: float | None = option(
+        "Minimum confidence of an early exit; 1: none exits; none: as trained.",
+        default=None,
+        minimum=0,
+        maximum=1,
+        common=True,
+    )
+    exit_key_values: ExitKeyValues = option(
+        "Keys and values of exited tokens, or drafts that the model verifies.",
+        default="stored",
+        common=True,
+    )
+    exit_decay: float | None = option(
+        "Decay of the threshold over the new tokens (arXiv:2207.07061); none: constant.", default=None, minimum=0
+    )
+    draft_tokens: int = option("Maximum number of drafts before they are verified.", default=6, minimum=1)
     interactive: bool = option("Read prompts interactively until end of input.", default=False, common=True)
+
+    @property
+    def uses_exits(self) -> bool:
+        """Whether an option of early exits is given: one sequence at a time, greedily."""
+        return self.exit_threshold is not None or self.exit_key_values != "stored"
 
     @property
     def sampling_temperature(self) -> float:

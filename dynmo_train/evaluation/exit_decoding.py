@@ -18,8 +18,9 @@ Shapes in names: T new tokens, D model width, V vocabulary; one sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -70,6 +71,25 @@ class DecodedTokens:
     exits: tuple[int, ...]
     drafted: int = 0
     accepted: int = 0
+
+
+Ends = Callable[[Sequence[int]], bool]
+"""Whether a continuation ends after these new tokens."""
+
+
+def never(_new: Sequence[int]) -> bool:
+    """A continuation that only its number of new tokens ends."""
+    return False
+
+
+class Decode(Protocol):
+    """Continues one sequence greedily: prompt, limit of new tokens, threshold, and what ends it before the limit."""
+
+    def __call__(
+        self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold, *, ends: Ends = never
+    ) -> DecodedTokens:
+        """Continue a sequence."""
+        ...
 
 
 def exits_of(modules: Mapping[str, nn.Module]) -> list[Exit]:
@@ -185,13 +205,16 @@ class SegmentDecoder:
         return self._head.logits(x_1TD[:, -1:])[0, 0].float(), len(self._exits)
 
     @torch.inference_mode()
-    def decode(self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold) -> DecodedTokens:
+    def decode(
+        self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold, *, ends: Ends = never
+    ) -> DecodedTokens:
         """Continue a sequence; a token is predicted at its first confident exit.
 
         Args:
             prompt: token ids.
-            new_tokens: number of new tokens.
+            new_tokens: maximum number of new tokens.
             threshold: of the exits.
+            ends: whether the sequence ends after these new tokens.
         """
         self._start()
         ids: list[int] = []
@@ -203,20 +226,29 @@ class SegmentDecoder:
             logits_V, exit_number = self._predict()
             ids.append(int(logits_V.argmax()))
             exits.append(exit_number)
+            if ends(ids):
+                break
             read = ids[-1:]
         return DecodedTokens(ids=tuple(ids), exits=tuple(exits))
 
     @torch.inference_mode()
     def speculate(
-        self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold, max_drafts: int
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        threshold: ExitThreshold,
+        max_drafts: int,
+        *,
+        ends: Ends = never,
     ) -> DecodedTokens:
         """Continue a sequence as the full model does: drafts of the first exit, verified by the other segments.
 
         Args:
             prompt: token ids.
-            new_tokens: number of new tokens.
+            new_tokens: maximum number of new tokens.
             threshold: drafting ends at a token whose confidence at the first exit is lower.
             max_drafts: maximum number of drafts before they are verified.
+            ends: whether the sequence ends after these new tokens.
         """
         self._start()
         ids: list[int] = []
@@ -244,6 +276,11 @@ class SegmentDecoder:
             ids += [*drafts[:right], predicted[right]]
             exits += [0] * right + [len(self._exits)]
             drafted, accepted = drafted + len(drafts), accepted + right
+            # Several tokens are new; the first that ends the sequence is its last one.
+            last = next((n for n in range(len(ids) - right, len(ids) + 1) if ends(ids[:n])), None)
+            if last is not None:
+                ids, exits = ids[:last], exits[:last]
+                break
             self._truncate(before + right)
             read = ids[-1:]
         return DecodedTokens(ids=tuple(ids), exits=tuple(exits), drafted=drafted, accepted=accepted)

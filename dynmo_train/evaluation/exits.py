@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from ..models.kv_cache import Decoder, DecodingCache, store_by_columns
 from ..models.layer_list import ItemOutput, ModelFamily, output_of
 from ..models.technique_blocks import DynamicFamily
 from ..parallel.process_groups import World
-from .exit_decoding import DecodedTokens, ExitThreshold, SegmentDecoder, exits_of, set_threshold
+from .exit_decoding import Decode, DecodedTokens, Ends, ExitThreshold, SegmentDecoder, exits_of, never, set_threshold
 from .forward_engine import load_forward_engine
 from .model_checkpoint import ModelCheckpoint, model_tokenizer, open_causal_model
 from .wikitext import MAX_LOSS, detokenize, read_text
@@ -242,7 +243,7 @@ class ExitModel:
             best.append(logits_PV.argmax(-1))
         return TextScores(losses_N=torch.cat(losses).cpu(), best_N=torch.cat(best).cpu(), exits_N=exits_N.cpu())
 
-    def decoder(self, max_drafts: int) -> Callable[[Sequence[int], int, ExitThreshold], DecodedTokens]:
+    def decoder(self, max_drafts: int) -> Decode:
         """A function of prompt, number of new tokens and threshold that decodes greedily.
 
         Args:
@@ -250,17 +251,23 @@ class ExitModel:
         """
         if self.key_values not in EXACT:
             decoder = Decoder(self.family, self.modules, self.max_tokens)
-            return lambda prompt, new, threshold: decode_with_exits(decoder, self.exits, prompt, new, threshold)
+            return partial(decode_with_exits, decoder, self.exits)
         segments = SegmentDecoder(self.family, self.modules, self.max_tokens)
         if self.key_values == "exact":
             return segments.decode
         # At threshold 1 it drafts nothing: the full model, a token at a time.
-        return lambda prompt, new, threshold: segments.speculate(prompt, new, threshold, max_drafts)
+        return partial(segments.speculate, max_drafts=max_drafts)
 
 
 @torch.inference_mode()
 def decode_with_exits(
-    decoder: Decoder, exits: Sequence[Exit], prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold
+    decoder: Decoder,
+    exits: Sequence[Exit],
+    prompt: Sequence[int],
+    new_tokens: int,
+    threshold: ExitThreshold,
+    *,
+    ends: Ends = never,
 ) -> DecodedTokens:
     """Continue one sequence greedily with the keys and values that the model was built for.
 
@@ -268,8 +275,9 @@ def decode_with_exits(
         decoder: of the whole model.
         exits: its exits, in list order.
         prompt: token ids.
-        new_tokens: number of new tokens.
+        new_tokens: maximum number of new tokens.
         threshold: of the exits.
+        ends: whether the sequence ends after these new tokens.
     """
     passed: list[bool] = []
 
@@ -295,6 +303,8 @@ def decode_with_exits(
             logits_1V = decoder.read(read, cache)
             ids.append(int(logits_1V.argmax()))
             numbers.append(sum(passed))
+            if ends(ids):
+                break
             read = torch.tensor([ids[-1:]], device=device)
     finally:
         for hook in hooks:
@@ -303,7 +313,7 @@ def decode_with_exits(
 
 
 def decoded_results(
-    decode: Callable[[Sequence[int], int, ExitThreshold], DecodedTokens],
+    decode: Decode,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     thresholds: Sequence[ExitThreshold],
@@ -352,11 +362,11 @@ def evaluate_exits(
     if world.size > 1:
         raise UsageError(f"evaluate exits: must run in one process, not in {world.size}; start it without the launcher")
     source = open_causal_model(inference, world, model_flags)
-    family = check_exits(source, task)
+    family = check_exits(source, task.exit_key_values)
     length = source.window_length(task.seq_length)
     tokens = model_tokenizer(source, inference).encode(detokenize(read_text(Path(task.valid_data)), "none"))
     windows = np.array(windows_of(tokens, length, task), np.int64)
-    model = load_exit_model(source, inference, task, family, length, world)
+    model = load_exit_model(source, inference, task.exit_key_values, family, length, world)
     thresholds = sorted({*task.thresholds, 1.0})
     scores = score_windows(model, windows, thresholds, inference.micro_batch_size, world.device)
     timed: list[tuple[list[DecodedTokens], float]] = []
@@ -370,8 +380,12 @@ def evaluate_exits(
     return report(model, thresholds, scores, timed)
 
 
-def check_exits(source: ModelCheckpoint, task: ExitsConfig) -> DynamicFamily:
-    """The family of a checkpoint, whose exits have the keys and values that ``task`` requests.
+def check_exits(source: ModelCheckpoint, mode: str) -> DynamicFamily:
+    """The family of a checkpoint, whose exits have the keys and values that are requested.
+
+    Args:
+        source: the checkpoint.
+        mode: ``--exit-key-values``.
 
     Raises:
         UsageError: it has no exits, or routed blocks and exact keys and values.
@@ -380,7 +394,7 @@ def check_exits(source: ModelCheckpoint, task: ExitsConfig) -> DynamicFamily:
     exits = family.settings.exits if isinstance(family, DynamicFamily) else None
     if not isinstance(family, DynamicFamily) or exits is None:
         raise UsageError(f"{source.directory}: the model has no early exits; train it with --early-exit-layers")
-    mode, settings = task.exit_key_values, family.settings
+    settings = family.settings
     if mode in EXACT and (settings.depths is not None or settings.sparse_attention is not None):
         raise UsageError(
             f"--exit-key-values {mode}: must be propagate, skip or stored with mixture of depths or sparse attention"
@@ -412,7 +426,7 @@ def windows_of(tokens: Sequence[int], length: int, task: ExitsConfig) -> list[Se
 def load_exit_model(
     source: ModelCheckpoint,
     inference: InferenceConfig,
-    task: ExitsConfig,
+    mode: str,
     family: DynamicFamily,
     length: int,
     world: World,
@@ -422,14 +436,13 @@ def load_exit_model(
     Args:
         source: the checkpoint.
         inference: dtype, and windows at a time.
-        task: ``exit_key_values``.
+        mode: ``--exit-key-values``.
         family: of :func:`check_exits`.
         length: tokens of a window.
         world: one process.
     """
     engine = load_forward_engine(source, inference, world, tokens=length, wrap=lambda _: family)
     settings = family.settings.exits
-    mode = task.exit_key_values
     if mode == "stored":
         mode = "propagate" if settings is not None and settings.propagate else "skip"
     return ExitModel(family, engine.modules, mode, int(source.model["max_position_embeddings"]))
@@ -462,6 +475,13 @@ def _batches(windows: np.ndarray[Any, np.dtype[np.int64]], rows: int) -> Iterato
         yield windows[begin : begin + rows]
 
 
+def exit_depths(family: DynamicFamily) -> tuple[int, ...]:
+    """The number of blocks up to each exit, in list order, and of all."""
+    exits = family.settings.exits
+    layers = exits.layers if exits is not None else ()
+    return (*(layer + 1 for layer in layers), int(str(family.manifest()["num_layers"])))
+
+
 def report(
     model: ExitModel,
     thresholds: Sequence[float],
@@ -477,9 +497,7 @@ def report(
         timed: continuations and seconds, for each threshold; empty without decoding.
     """
     exits = model.family.settings.exits
-    layers = exits.layers if exits is not None else ()
-    num_layers = int(str(model.family.manifest()["num_layers"]))
-    depths = torch.tensor([*(layer + 1 for layer in layers), num_layers], dtype=torch.float64)
+    depths = torch.tensor(exit_depths(model.family), dtype=torch.float64)
     full = scores[-1]
     results = []
     for number, (threshold, each) in enumerate(zip(thresholds, scores, strict=True)):
@@ -497,8 +515,8 @@ def report(
     return ExitReport(
         measure="" if exits is None else exits.measure,
         key_values=model.key_values,
-        exit_layers=layers,
-        num_layers=num_layers,
+        exit_layers=() if exits is None else exits.layers,
+        num_layers=exit_depths(model.family)[-1],
         tokens=len(full.losses_N),
         decoded_tokens=sum(len(each.ids) for each in timed[0][0]) if timed else 0,
         thresholds=tuple(results),

@@ -6,7 +6,7 @@ prompts --tokenizer--> requests --shard over replicas--> TokenGenerator --gather
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .._common.errors import UsageError
@@ -15,10 +15,18 @@ from ..data.tokenizer import Tokenizer
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, all_gather_objects
 from ..parallel.seeding import stable_seed
+from .exit_generation import ExitDecoding, ExitGenerator
 from .forward_engine import load_forward_engine
 from .model_checkpoint import model_tokenizer, open_causal_model
 from .sampling import Sampling
-from .token_generator import GeneratedTokens, GenerationRequest, StopCondition, TokenGenerator, decode_continuation
+from .token_generator import (
+    ExitCounts,
+    GeneratedTokens,
+    GenerationRequest,
+    StopCondition,
+    TokenGenerator,
+    decode_continuation,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +34,8 @@ class Completion:
     """A continued prompt.
 
     ``finish_reason`` is ``end`` (end-of-document token), ``stop`` (``--stop-token``), ``length``, ``positions`` (the
-    model's positions are used up) or ``error`` (the prompt cannot be continued; ``error`` has the reason).
+    model's positions are used up) or ``error`` (the prompt cannot be continued; ``error`` has the reason). ``exits``
+    are there where early exits were requested.
     """
 
     prompt: str
@@ -35,10 +44,12 @@ class Completion:
     completion_tokens: int
     finish_reason: str
     error: str | None = None
+    exits: ExitCounts | None = None
 
     def to_document(self) -> dict[str, Any]:
-        """The object that ``--format json`` prints; ``error`` only where there is one."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        """The object that ``--format json`` prints; ``error`` and shares of exits only where there are any."""
+        own = {key: value for key, value in asdict(replace(self, exits=None)).items() if value is not None}
+        return own if self.exits is None else {**own, **self.exits.document()}
 
     def sample(self) -> dict[str, Any]:
         """The object of ``--genfile``, in Megatron's format; ``error`` only where there is one."""
@@ -64,6 +75,7 @@ class GenerationSettings:
         num_samples: continuations per prompt.
         batch_size: sequences per batch.
         recompute: read the whole sequence for every token instead of caching keys and values.
+        exits: how tokens exit, greedily and one sequence at a time; None: as the model was trained, in batches.
     """
 
     max_new_tokens: int
@@ -74,6 +86,7 @@ class GenerationSettings:
     num_samples: int = 1
     batch_size: int = 8
     recompute: bool = False
+    exits: ExitDecoding | None = None
 
 
 class TextGenerator:
@@ -97,13 +110,16 @@ class TextGenerator:
         self.world, self.settings = world, settings
         self.tokenizer: Tokenizer = run_on_all_ranks(world, lambda: model_tokenizer(source, inference))
         self.positions = int(source.model["max_position_embeddings"])
+        stop_condition = StopCondition(eod=self.tokenizer.eod, stop=settings.stop or "", decode=self.tokenizer.decode)
+        self._generator: TokenGenerator | ExitGenerator
+        if settings.exits is not None:
+            self._generator = ExitGenerator(source, inference, settings.exits, world, stop_condition)
+            return
         self._generator = TokenGenerator(
             load_forward_engine(source, inference, world, tokens=1),
             max_tokens=self.positions,
             sampling=settings.sampling,
-            stop_condition=StopCondition(
-                eod=self.tokenizer.eod, stop=settings.stop or "", decode=self.tokenizer.decode
-            ),
+            stop_condition=stop_condition,
             recompute=settings.recompute,
         )
 
@@ -131,6 +147,8 @@ class TextGenerator:
 
     def _generate_on_replicas(self, requests: Sequence[GenerationRequest]) -> list[GeneratedTokens]:
         """Shard the requests over the replicas, and gather their results on all ranks, in order."""
+        if isinstance(self._generator, ExitGenerator):
+            return self._generator.generate(requests)
         replica, replicas = self.world.data_rank, self.world.dims.data
         local = self._generator.generate(requests[replica::replicas], self.settings.batch_size)
         gathered = all_gather_objects(self.world, [[list(each.ids), each.finish_reason] for each in local])
@@ -227,4 +245,5 @@ def build_completion(
         prompt_tokens=len(request.ids),
         completion_tokens=len(ids),
         finish_reason=reason,
+        exits=generated.exits,
     )

@@ -38,11 +38,47 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExitCounts:
+    """The early exits of a continuation.
+
+    Attributes:
+        tokens: number of new tokens.
+        exited: those that an exit predicted; with self-speculation, accepted drafts.
+        layers: blocks up to the predictions, over all tokens.
+        num_layers: blocks of the model.
+        drafted, accepted: drafts, and those that the full model predicts too; 0 without self-speculation.
+    """
+
+    tokens: int
+    exited: int
+    layers: int
+    num_layers: int
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def exited_share(self) -> float:
+        """Share of the tokens that an exit predicted."""
+        return self.exited / max(1, self.tokens)
+
+    @property
+    def layers_per_token(self) -> float:
+        """Mean number of blocks up to a prediction."""
+        return self.layers / max(1, self.tokens)
+
+    def document(self) -> dict[str, float]:
+        """Shares, for ``--format json``."""
+        shares = {"exited_share": self.exited_share, "layers_per_token": self.layers_per_token}
+        return {**shares, "accepted_share": self.accepted / self.drafted} if self.drafted else shares
+
+
+@dataclass(frozen=True, kw_only=True)
 class GeneratedTokens:
     """New token ids without the end-of-document token; ``finish_reason`` is ``end``, ``stop`` or ``length``."""
 
     ids: tuple[int, ...]
     finish_reason: str
+    exits: ExitCounts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

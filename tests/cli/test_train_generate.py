@@ -174,3 +174,102 @@ def test_generate_checkpoint_without_tokenizer_is_refused(place):
 def test_generate_runs_as_a_program(place):
     code, out, err = train("generate", "--load", "run", "--prompt", "w1 w2", "--max-new-tokens", 2, cwd=place)
     assert (code, out, err) == (0, "w1 w2 w3 w4\n", "")
+
+
+@pytest.fixture(scope="module")
+def with_exits(trained):
+    """A run of two blocks, with an exit after the first; its tokens do not exit unless a threshold is given."""
+    sizes = (
+        "--num-layers",
+        2,
+        "--hidden-size",
+        32,
+        "--num-attention-heads",
+        2,
+        "--seq-length",
+        16,
+        "--micro-batch-size",
+        8,
+    )
+    length = ("--train-iters", 40, "--lr", 0.01, "--hidden-dropout", 0, "--attention-dropout", 0)
+    data = ("--data-path", "x", "--tokenizer-model", "tokenizer.json", "--split", "1", "--eval-iters", 0)
+    exits = ("--early-exit-layers", 0, "--early-exit-threshold", 1, "--run-dir", "exits")
+    code, _, err = train("pretrain", "gpt", *sizes, *length, *data, *exits, cwd=trained)
+    assert code == 0, err
+    return "exits"
+
+
+PROMPTS = ("--prompt", "w3 w4 w5", "--prompt", "w9 w2 w14", "--prompt", "w7", "--max-new-tokens", 9)
+
+
+def shares(*arguments):
+    """Texts of the completions, and the shares of their exits."""
+    code, out, err = generate("--load", "exits", *PROMPTS, "--format", "json", *arguments)
+    assert code == 0, err
+    found = json.loads(out)
+    return [each["completion"] for each in found], found, err
+
+
+def test_generate_verified_drafts_have_the_text_of_the_full_model(place, with_exits):
+    full, plain, _ = shares()
+    assert "exited_share" not in plain[0]
+    for threshold, drafts in ((0, 3), (0.05, 6), (1, 6)):
+        texts, found, err = shares(
+            "--exit-key-values", "speculative", "--exit-threshold", threshold, "--draft-tokens", drafts
+        )
+        assert texts == full
+        assert ("accepted drafts: " in err) == ("accepted_share" in found[0]) == (threshold < 1)
+    assert shares("--exit-key-values", "speculative")[0] == full, "the threshold of the training"
+
+
+@pytest.mark.parametrize("key_values", ["stored", "propagate", "skip", "exact"])
+def test_generate_threshold_1_has_the_text_of_the_full_model(place, with_exits, key_values):
+    texts, found, err = shares("--exit-threshold", 1, "--exit-key-values", key_values)
+    assert texts == shares()[0]
+    assert {(each["exited_share"], each["layers_per_token"]) for each in found} == {(0.0, 2.0)}
+    assert "exited tokens: 0.000 of 27 | layers per token: 2.00 of 2" in err
+
+
+@pytest.mark.parametrize("key_values", ["stored", "propagate", "skip", "exact"])
+def test_generate_threshold_0_exits_at_the_first_exit(place, with_exits, key_values):
+    _, found, err = shares("--exit-threshold", 0, "--exit-key-values", key_values)
+    assert {(each["exited_share"], each["layers_per_token"]) for each in found} == {(1.0, 1.0)}
+    assert "exited tokens: 1.000 of 27 | layers per token: 1.00 of 2" in err
+
+
+def test_generate_verified_drafts_end_where_the_full_model_does(place, with_exits):
+    options = (
+        "--load",
+        "exits",
+        "--prompt",
+        "w3 w4 w5",
+        "--max-new-tokens",
+        9,
+        "--stop-token",
+        "w8",
+        "--format",
+        "json",
+    )
+    [full] = json.loads(generate(*options)[1])
+    [found] = json.loads(generate(*options, "--exit-key-values", "speculative", "--exit-threshold", 0)[1])
+    names = ("completion", "completion_tokens", "finish_reason")
+    assert [found[name] for name in names] == [full[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--temperature", 1), "--exit-threshold: requires greedy decoding"),
+        (("--recompute",), "--exit-threshold: cannot be combined with --recompute"),
+    ],
+)
+def test_generate_with_exits_refuses_sampling_and_recomputation(place, with_exits, options, message):
+    code, _, err = generate("--load", "exits", *PROMPTS, "--exit-threshold", 0.5, *options)
+    assert code == 2
+    assert message in err
+
+
+def test_generate_exits_of_a_model_without_any_are_refused(place):
+    code, _, err = generate("--load", "run", *PROMPTS, "--exit-threshold", 0.5)
+    assert code == 2
+    assert "the model has no early exits; train it with --early-exit-layers" in err

@@ -86,6 +86,21 @@ TASK_EFFECTS: Mapping[type, tuple[TaskEffect, ...]] = {
         ),
         TaskEffect(options=("sample_output_file",), when=lambda c: not c.genfile, without="with --genfile"),
         TaskEffect(options=("sample_input_file",), when=lambda c: not c.prompts, without="with --prompts"),
+        TaskEffect(
+            options=("exit_decay",),
+            when=lambda c: c.uses_exits,
+            without="without --exit-threshold or --exit-key-values",
+        ),
+        TaskEffect(
+            options=("draft_tokens",),
+            when=lambda c: c.exit_key_values == "speculative",
+            without="without --exit-key-values speculative",
+        ),
+        TaskEffect(
+            options=("batch_size",),
+            when=lambda c: not c.uses_exits,
+            without="with --exit-threshold or --exit-key-values, which decode one sequence at a time",
+        ),
     ),
 }
 

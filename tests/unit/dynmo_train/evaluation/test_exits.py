@@ -190,6 +190,17 @@ def test_speculation_has_the_output_of_the_full_model(base, drafts, threshold):
             assert (found.drafted > 0) == (threshold == 0.0)
 
 
+@pytest.mark.parametrize("key_values", ["propagate", "skip", "exact", "speculative"])
+def test_continuation_stops_at_the_first_token_that_ends_it(key_values):
+    """Also within drafts that are accepted together."""
+    decode, prompt, threshold = exit_model(key_values).decoder(4), IDS[1, :5].tolist(), ExitThreshold(value=0.2)
+    whole = decode(prompt, 12, threshold)
+    for number in range(1, 12):
+        found = decode(prompt, 12, threshold, ends=lambda new, number=number: len(new) >= number)
+        assert found.ids == whole.ids[:number]
+        assert found.exits == whole.exits[:number]
+
+
 def test_speculation_accepts_some_drafts_and_refuses_some():
     model = exit_model("speculative")
     segments = SegmentDecoder(model.family, model.modules, 24)
@@ -277,20 +288,17 @@ def task(**options) -> ExitsConfig:
 
 def test_models_without_exits_and_exact_keys_of_routed_blocks_are_refused():
     with pytest.raises(UsageError, match="has no early exits; train it with --early-exit-layers"):
-        check_exits(source_of(BASES["gpt"]()), task())
+        check_exits(source_of(BASES["gpt"]()), "stored")
     depths = DynamicSettings(exits=EXITS, depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01))
     routed = source_of(DynamicFamily(BASES["gpt"](), depths, seed=5, width=16, std=1.0))
     with pytest.raises(UsageError, match="--exit-key-values exact: must be propagate, skip or stored"):
-        check_exits(routed, task(exit_key_values="exact"))
-    assert check_exits(routed, task(exit_key_values="skip")).settings.exits == replace(EXITS, propagate=False)
+        check_exits(routed, "exact")
+    assert check_exits(routed, "skip").settings.exits == replace(EXITS, propagate=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "propagate"),
-    [({}, False), ({"exit_key_values": "propagate"}, True), ({"exit_key_values": "exact"}, False)],
-)
-def test_key_values_are_those_of_the_model_unless_others_are_requested(options, propagate):
-    found = check_exits(source_of(family(propagate=False)), task(**options))
+@pytest.mark.parametrize(("mode", "propagate"), [("stored", False), ("propagate", True), ("exact", False)])
+def test_key_values_are_those_of_the_model_unless_others_are_requested(mode, propagate):
+    found = check_exits(source_of(family(propagate=False)), mode)
     assert found.settings.exits == replace(EXITS, propagate=propagate)
 
 
