@@ -29,7 +29,7 @@ SPEED_UPS = {
     "pruning": (1.20, 1.19, 1.28),
     "pruning-block": (1.37, 1.16, 1.70),
     "pruning-h100": (1.34, 1.34, 4.53),
-    "sparse-attention": (1.32, 1.00, 1.21),
+    "sparse-attention": (1.32, 1.00, 1.25),
 }
 COMPUTED = """
 technique = "pruning"
