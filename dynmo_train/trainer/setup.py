@@ -121,6 +121,75 @@ def setup_run(config: Config, world: World) -> InitialState:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
         SystemExit: on the other ranks, with the same exit code.
     """
+    # Before anything that takes time; rank 0 alone needs the clients.
+    run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
+    loaded = load_engine(config, world)
+    config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
+    settings = engine.settings
+    workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
+    engine_properties: dict[str, Any] = {
+        "sparse_thresholds": dict(settings.sparse.thresholds),
+        "device": world.device.type,
+        # For the peak FLOP/s of the device, from which the monitor computes the utilization.
+        **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
+        "norms": sorted(each.__name__ for each in settings.fused_norms.values()) or "torch",
+        "optimizer": settings.optimizer.describe(OptimizerContext(fused_adam=settings.fused_adam)),
+    }
+    if settings.compression.is_lossy:
+        and_choices = " and choices of workers" if settings.compression.choose_workers else ""
+        engine_properties["reproducible"] = (
+            f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
+        )
+    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
+    directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
+    logger = RunLogger(directory, world)
+    _write_header(config, engine, logger, workers)
+    for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
+        logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
+    active_plan_id = _write_initial_plan(config, engine, directory, step)
+    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
+    return InitialState(
+        config=config,
+        engine=engine,
+        data=loaded.data,
+        directory=directory,
+        logger=logger,
+        checkpoint=checkpoint,
+        step=step,
+        consumed_samples=loaded.consumed_samples,
+        consumed_valid_samples=consumed_valid,
+        active_plan_id=active_plan_id,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEngine:
+    """An engine with the weights that a run starts from, and its data; nothing is written yet.
+
+    Attributes:
+        config: configuration of the run; with ``--train-samples`` its ``train_iters`` follows from the samples left.
+        engine: engine of this rank.
+        data: training, validation and test data.
+        checkpoint: checkpoint that was loaded; None without one.
+        step: number of completed steps.
+        consumed_samples: number of consumed training samples.
+    """
+
+    config: Config
+    engine: Engine
+    data: RunData
+    checkpoint: Checkpoint | None
+    step: int
+    consumed_samples: int
+
+
+def load_engine(config: Config, world: World) -> LoadedEngine:
+    """Open checkpoint and data, and build the engine. Every rank calls this.
+
+    Raises:
+        UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
+        SystemExit: on the other ranks, with the same exit code.
+    """
     if config.training.torch_compile:
         run_on_all_ranks(
             world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
@@ -129,8 +198,6 @@ def setup_run(config: Config, world: World) -> InitialState:
         run_on_all_ranks(world, lambda: check_float8(world.device))
     if config.training.cuda_graph:
         run_on_all_ranks(world, lambda: check_graph_device(world.device.type))
-    # Before anything that takes time; rank 0 alone needs the clients.
-    run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
     apex = find_apex()
     # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"
@@ -174,40 +241,8 @@ def setup_run(config: Config, world: World) -> InitialState:
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
-
-    workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
-    engine_properties: dict[str, Any] = {
-        "sparse_thresholds": dict(settings.sparse.thresholds),
-        "device": world.device.type,
-        # For the peak FLOP/s of the device, from which the monitor computes the utilization.
-        **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
-        "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
-        "optimizer": settings.optimizer.describe(OptimizerContext(fused_adam=fused_adam)),
-    }
-    if settings.compression.is_lossy:
-        and_choices = " and choices of workers" if settings.compression.choose_workers else ""
-        engine_properties["reproducible"] = (
-            f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
-        )
-    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
-    logger = RunLogger(directory, world)
-    _write_header(config, engine, logger, workers)
-    for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
-        logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
-    active_plan_id = _write_initial_plan(config, engine, directory, step)
-    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
-    return InitialState(
-        config=config,
-        engine=engine,
-        data=data,
-        directory=directory,
-        logger=logger,
-        checkpoint=checkpoint,
-        step=step,
-        consumed_samples=consumed,
-        consumed_valid_samples=consumed_valid,
-        active_plan_id=active_plan_id,
+    return LoadedEngine(
+        config=config, engine=engine, data=data, checkpoint=checkpoint, step=step, consumed_samples=consumed
     )
 
 
