@@ -37,6 +37,7 @@ import torch
 from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
+from ..config.batch_schedule import BatchPositions, Range
 from ..data.batches import RunData, open_run_data
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
@@ -62,6 +63,7 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine
 from .engine_settings import EngineSettings
 from .fingerprint import checkpoint_properties, require_same
+from .loss_spikes import LossSpikes, Rollback
 from .monitoring.profile_writer import (
     RunLogger,
     describe_copies,
@@ -98,6 +100,8 @@ class InitialState:
         consumed_samples: number of consumed training samples.
         consumed_valid_samples: number of consumed validation samples.
         active_plan_id: number of the active plan.
+        batches: where batches begin.
+        spikes: losses of the last steps.
     """
 
     config: Config
@@ -110,12 +114,19 @@ class InitialState:
     consumed_samples: int
     consumed_valid_samples: int
     active_plan_id: int
+    batches: BatchPositions
+    spikes: LossSpikes
 
 
-def setup_run(config: Config, world: World) -> InitialState:
+def setup_run(config: Config, world: World, rollback: Rollback | None = None) -> InitialState:
     """Open data and checkpoint, build the engine, create the run directory, write the header and the initial plan.
 
     Every rank calls this.
+
+    Args:
+        config: configuration of the run.
+        world: process groups.
+        rollback: the rollback that this start executes; None without one.
 
     Raises:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
@@ -123,7 +134,7 @@ def setup_run(config: Config, world: World) -> InitialState:
     """
     # Before anything that takes time; rank 0 alone needs the clients.
     run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
-    loaded = load_engine(config, world)
+    loaded = load_engine(config, world, [] if rollback is None else [rollback.skipped])
     config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
     settings = engine.settings
     workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
@@ -159,6 +170,8 @@ def setup_run(config: Config, world: World) -> InitialState:
         consumed_samples=loaded.consumed_samples,
         consumed_valid_samples=consumed_valid,
         active_plan_id=active_plan_id,
+        batches=loaded.batches,
+        spikes=LossSpikes.of(config.training, _spike_state(checkpoint, step), rollback),
     )
 
 
@@ -172,7 +185,8 @@ class LoadedEngine:
         data: training, validation and test data.
         checkpoint: checkpoint that was loaded; None without one.
         step: number of completed steps.
-        consumed_samples: number of consumed training samples.
+        consumed_samples: number of consumed training samples, where the next batch begins.
+        batches: where batches begin.
     """
 
     config: Config
@@ -181,10 +195,16 @@ class LoadedEngine:
     checkpoint: Checkpoint | None
     step: int
     consumed_samples: int
+    batches: BatchPositions
 
 
-def load_engine(config: Config, world: World) -> LoadedEngine:
+def load_engine(config: Config, world: World, skipped: Sequence[Range] = ()) -> LoadedEngine:
     """Open checkpoint and data, and build the engine. Every rank calls this.
+
+    Args:
+        config: configuration of the run.
+        world: process groups.
+        skipped: ranges of samples to skip in addition to those of the options and the checkpoint.
 
     Raises:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
@@ -215,11 +235,14 @@ def load_engine(config: Config, world: World) -> LoadedEngine:
     # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
     require_same(world, checkpoint_properties(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
-    config = _with_steps_left(config, step, consumed, world)
+    stored_ranges = _spike_state(checkpoint, step).get("skipped_samples", ())
+    batches = config.batch_positions([*((begin, end) for begin, end in stored_ranges), *skipped])
+    config = _with_steps_left(config, batches, step, consumed, world)
+    consumed = batches.begin(consumed)
     # Rank 0 copies these files into every checkpoint: without them the first save would fail, and each one after it.
     run_on_all_ranks(world, lambda: _check_tokenizer(config) if world.is_rank0 else True)
     positions = checkpoint.manifest.get("x_data_position") if checkpoint is not None and step else None
-    data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions))
+    data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions, batches))
     # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(
@@ -242,8 +265,19 @@ def load_engine(config: Config, world: World) -> LoadedEngine:
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
     return LoadedEngine(
-        config=config, engine=engine, data=data, checkpoint=checkpoint, step=step, consumed_samples=consumed
+        config=config,
+        engine=engine,
+        data=data,
+        checkpoint=checkpoint,
+        step=step,
+        consumed_samples=consumed,
+        batches=batches,
     )
+
+
+def _spike_state(checkpoint: Checkpoint | None, step: int) -> dict[str, Any]:
+    """``x_loss_spikes`` of the checkpoint that a run continues; empty at the first step."""
+    return dict(checkpoint.manifest.get("x_loss_spikes", {})) if checkpoint is not None and step else {}
 
 
 def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -267,14 +301,14 @@ def _check_tokenizer(config: Config) -> bool:
     return True
 
 
-def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> Config:
+def _with_steps_left(config: Config, batches: BatchPositions, step: int, consumed: int, world: World) -> Config:
     """The configuration of a resumed run whose batch size may have changed.
 
     The run continues after the last consumed sample. ``--train-iters`` still counts all steps; with
     ``--train-samples`` the number of the last step is computed from the samples that are left.
     """
     sizes, training = config.batch_sizes, config.training
-    if consumed == sizes.consumed_after(step):
+    if batches.begin(consumed) == batches.begin(batches.consumed_after(step)):
         return config
     if world.is_rank0:
         print_message(

@@ -15,11 +15,12 @@ import torch
 
 from ..._common.errors import UsageError
 from ...config import Config
+from ...formats.checkpoint import step_of
 from ...formats.step_digests import StepDigests, StepFigures, TensorKey, finite_or_none
 from ...parallel.process_groups import World
 from ..setup import LoadedEngine, load_engine
 from .step_digests import DigestObserver, gathered_copies, gathered_digests
-from .stored_run import StoredRun, step_of
+from .stored_run import StoredRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ..._common.document import UnreadableError, read_records
 from ..._common.errors import UsageError
 from ...config import Config, DefaultContext, check, resolve
 from ...data.tokenizer import read_vocab_size
-from ...formats.checkpoint import list_checkpoints
+from ...formats.checkpoint import list_checkpoints, step_of
 from ...formats.checkpoint.reader import load_manifest
 from ...formats.run import read_run
 from ...formats.step_digests import StepFigures, finite_or_none
@@ -139,11 +139,6 @@ class StoredRun:
         check(config, processes)
         # A replay writes nothing into the run, and evaluates nothing.
         return replace(config, training=replace(config.training, eval_iters=0))
-
-
-def step_of(checkpoint: Path) -> int:
-    """Number of completed steps of a checkpoint directory ``step-NNNNNNNN``."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _logged_steps(path: Path) -> dict[int, LoggedStep]:
