@@ -10,6 +10,7 @@ from typing import Any
 from ..._common.document import UnreadableError, read_records
 from ..._common.errors import UsageError
 from ...config import Config, DefaultContext, check, resolve
+from ...config.batch_schedule import Range, merged_ranges, parse_ranges
 from ...data.tokenizer import read_vocab_size
 from ...formats.checkpoint import list_checkpoints, step_of
 from ...formats.checkpoint.reader import load_manifest
@@ -52,11 +53,13 @@ class StoredRun:
         path: run directory.
         document: contents of ``run.json``.
         steps: step -> its last line in the metrics: a run that resumed or rolled back has executed some steps twice.
+        skipped: samples that rollbacks of the run skipped.
     """
 
     path: Path
     document: Mapping[str, Any]
     steps: Mapping[int, LoggedStep]
+    skipped: tuple[Range, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> StoredRun:
@@ -66,14 +69,23 @@ class StoredRun:
             UsageError: it is not a run directory, or a file of it breaks its format.
         """
         document = read_run(path / "run.json")
-        if document["config"].get("compression", {}).get("inter_grad_comp") or document["config"].get(
-            "compression", {}
-        ).get("grad_comp"):
+        compression = document["config"].get("compression", {})
+        if compression.get("inter_grad_comp") or compression.get("grad_comp"):
             raise UsageError(
                 f"{path}: lossy gradient compression: steps depend on the sequence of plans; replay-step supports runs"
                 " without --inter-grad-comp and --grad-comp"
             )
-        return cls(path=path, document=document, steps=_logged_steps(path / "metrics.jsonl"))
+        return cls(
+            path=path,
+            document=document,
+            steps=_logged_steps(path / "metrics.jsonl"),
+            skipped=merged_ranges(
+                (begin, end)
+                for line in _lines(path / "events.jsonl")
+                if line.get("incident") == "rollback"
+                for begin, end in [line["skipped_samples"]]
+            ),
+        )
 
     @property
     def run_id(self) -> str:
@@ -93,6 +105,11 @@ class StoredRun:
         sizes = (parallel[f"{name}_parallel_size"] for name in ("tensor_model", "context", "data"))
         first, second, third = (int(size) for size in sizes)
         return first * second * third
+
+    def _skipping(self, given: str | None) -> dict[str, str]:
+        """``--skip-train-samples`` with the ranges of the rollbacks; empty without any."""
+        ranges = merged_ranges(parse_ranges("--skip-train-samples", given or ""), self.skipped)
+        return {"skip_train_samples": " ".join(f"{begin}:{end}" for begin, end in ranges)} if ranges else {}
 
     def config(self, flags: Mapping[str, Any], processes: int, checkpoint: Path | None) -> Config:
         """The configuration of a replay.
@@ -133,6 +150,8 @@ class StoredRun:
             given |= {"load": str(checkpoint), "finetune": False, "no_load_optim": False}
         elif given.get("load") and Path(given["load"]).resolve().is_relative_to(self.path.resolve()):
             del given["load"]
+        # The data have more samples by those that were skipped.
+        given.update(self._skipping(given.get("skip_train_samples")))
         given = {name: value for name, value in given.items() if value is not None} | chosen
         context = DefaultContext(world_size=processes, tokenizer_vocab_size=read_vocab_size)
         config = resolve(flags=given, command={"family": family}, context=context)
@@ -141,19 +160,27 @@ class StoredRun:
         return replace(config, training=replace(config.training, eval_iters=0))
 
 
-def _logged_steps(path: Path) -> dict[int, LoggedStep]:
-    """Step -> its last line; empty without a file."""
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; empty without a file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     try:
-        lines = list(read_records(path)) if path.exists() else []
+        return list(read_records(path)) if path.exists() else []
     except UnreadableError as error:
         raise UsageError(f"{path}: cannot be read ({error.reason}); give a run directory") from error
+
+
+def _logged_steps(path: Path) -> dict[int, LoggedStep]:
+    """Step -> its last line; empty without a file."""
     return {
         line["step"]: LoggedStep(
             figures=StepFigures(loss=finite_or_none(line["lm_loss"]), grad_norm=finite_or_none(line.get("grad_norm"))),
             first_sample=line["consumed_train_samples"] - line["global_batch_size"],
             size=line["global_batch_size"],
         )
-        for line in lines
+        for line in _lines(path)
         if "lm_loss" in line
     }
 
