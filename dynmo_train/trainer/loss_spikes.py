@@ -203,7 +203,7 @@ def end_message(rollback: Rollback, max_rollbacks: int) -> str:
         rollback: the rollback that is not executed any more.
         max_rollbacks: value of ``--loss-spike-max-rollbacks``.
     """
-    times = f"{max_rollbacks} time{'s'[: max_rollbacks == 1]}"
+    times = f"{max_rollbacks} time{'s'[: max_rollbacks != 1]}"
     return (
         f"training ended after step {rollback.step}: {rollback.cause} again after it returned {times} to the checkpoint"
         f" of step {rollback.checkpoint_step}. --load an older checkpoint, lower --lr, or raise"

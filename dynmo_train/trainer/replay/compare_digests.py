@@ -88,7 +88,7 @@ class FirstTensor:
             "differs": "the digests differ" + (f"; not finite: {counts}" if any(self.nonfinite) else ""),
             "missing": "only one of the two has this tensor",
             "shape": "shape or dtype differ",
-            "not_finite": f"{counts} element{'s'[: self.nonfinite == (1,)]} not finite",
+            "not_finite": f"{counts} element{'s'[: self.nonfinite != (1,)]} not finite",
         }[self.reason]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -87,11 +88,11 @@ class DigestObserver:
         """See ``StepObserver``."""
         if not self._has_own_tokens:
             return
-        place = {"item": item, "microbatch": microbatch, "part": self._token_part}
+        place: dict[str, Any] = {"item": item, "microbatch": microbatch, "part": self._token_part}
         self._record(TensorKey(direction="activation", **place), output)
         if output.requires_grad:
             gradient = TensorKey(direction="activation_gradient", **place)
-            output.register_hook(lambda grad: self._record(gradient, grad))
+            output.register_hook(lambda grad: self._record(gradient, grad))  # type: ignore[no-untyped-call]
 
     def gradients(self) -> None:
         """See ``StepObserver``."""

@@ -56,7 +56,7 @@ def test_loss_spike_needs_half_a_window_of_losses():
     found = spikes()
     messages = record(found, [*STEADY, 50.0])
     assert messages[:4] == [None] * 4
-    assert messages[4].startswith("loss spike in step 5: 50 is above 3.137, 10 deviations above the median 2.025")
+    assert messages[4].startswith("loss spike in step 5: 50 is above 2.766, 10 deviations above the median 2.025")
     assert found.found == 5
 
 
