@@ -297,7 +297,7 @@ class Trainer:
             self._log.line(f" no rollback after iteration {self.step}: no checkpoint was saved")
             return None
         skipped = self._finite_check.skipped
-        rollback = self._spikes.rollback(step_of(Path(self._last_saved)), skipped)
+        rollback = self._spikes.rollback(step_of(Path(self._last_saved)), skipped, self._batches.skipped)
         if rollback.attempts > self._spikes.max_rollbacks:
             if self.engine.world.is_rank0:
                 print_message(f"dynmo-train: error: {spikes_end_message(rollback, self._spikes.max_rollbacks)}")
@@ -534,6 +534,10 @@ class Trainer:
     def _save(self) -> None:
         config = self.config
         self.engine.heartbeat.enter(Phase.SAVE)
+        # Found in the result that was collected just now: the next boundary, or a resume, returns to the last one.
+        if self._spikes.found is not None:
+            self._log.line(f" no checkpoint after iteration {self.step}: loss spike in step {self._spikes.found}")
+            return
         if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")

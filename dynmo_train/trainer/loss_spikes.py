@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import TrainingConfig
-from ..config.batch_schedule import Range
+from ..config.batch_schedule import Range, merged_ranges
 from ..formats.incident import Incident
 from .step_result import StepResult, UnloggedStep
 
@@ -60,6 +60,7 @@ class Rollback:
         step: step that caused it, the last completed one.
         checkpoint_step: completed steps of the checkpoint.
         skipped: samples that the run skips from now on.
+        ranges: all samples that it skips, with those of earlier rollbacks that no checkpoint has yet.
         cause: ``loss spike``, or that steps were not finite.
         attempts: number of rollbacks to this checkpoint, with this one.
         seconds: time of the steps since the checkpoint, in seconds.
@@ -68,6 +69,7 @@ class Rollback:
     step: int
     checkpoint_step: int
     skipped: Range
+    ranges: tuple[Range, ...]
     cause: str
     attempts: int
     seconds: float
@@ -164,12 +166,13 @@ class LossSpikes:
             f" above the median {statistics.median(window):.4g} of {len(window)} steps"
         )
 
-    def rollback(self, checkpoint_step: int, skipped_steps: int) -> Rollback:
+    def rollback(self, checkpoint_step: int, skipped_steps: int, ranges: tuple[Range, ...] = ()) -> Rollback:
         """The return to a checkpoint, because of a spike or else of the last steps, which were not finite.
 
         Args:
             checkpoint_step: completed steps of the last checkpoint.
             skipped_steps: number of last steps that were not finite, which are skipped in any case.
+            ranges: samples that the run skips already.
         """
         cause = f"{skipped_steps} steps in a row were not finite" if self.found is None else "loss spike"
         count = max(self.skip_batches, skipped_steps if self.found is None else 0)
@@ -180,7 +183,8 @@ class LossSpikes:
         return Rollback(
             step=step,
             checkpoint_step=checkpoint_step,
-            skipped=(dropped[0][1], first + size),
+            skipped=(skipped := (dropped[0][1], first + size)),
+            ranges=merged_ranges(ranges, [skipped]),
             cause=cause,
             attempts=1 + (self.last.attempts if repeated and self.last is not None else 0),
             seconds=sum(each[3] for each in dropped) / len(dropped) * (step - checkpoint_step),

@@ -134,7 +134,7 @@ def setup_run(config: Config, world: World, rollback: Rollback | None = None) ->
     """
     # Before anything that takes time; rank 0 alone needs the clients.
     run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
-    loaded = load_engine(config, world, [] if rollback is None else [rollback.skipped])
+    loaded = load_engine(config, world, () if rollback is None else rollback.ranges)
     config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
     settings = engine.settings
     workers = describe_workers(world, engine.profiler.calibration_ns(world.device))

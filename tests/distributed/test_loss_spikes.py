@@ -144,6 +144,9 @@ def test_rollbacks_to_one_checkpoint_are_bounded(skipping):
     )
     assert [event["incident"] for event in events(run, "incident")].count("rollback") == 2
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-00000008"
+    # The second rollback to the checkpoint skips the samples of the first one, too.
+    ends = [line["consumed_train_samples"] for line in lines(run / "metrics.jsonl") if line["step"] == 10]
+    assert ends == [160, 176, 192]
 
 
 def test_reported_loss_spike_changes_nothing(skipping):

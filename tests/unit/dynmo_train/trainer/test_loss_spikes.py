@@ -100,6 +100,12 @@ def test_rollback_skips_the_last_batches_up_to_the_spike():
     assert (detail["incident"], detail["steps_lost"], detail["skipped_samples"]) == ("rollback", 3, [48, 80])
 
 
+def test_rollback_keeps_the_ranges_of_earlier_ones():
+    found = spikes()
+    record(found, [*STEADY, 50.0])
+    assert found.rollback(checkpoint_step=2, skipped_steps=0, ranges=((8, 16), (40, 48))).ranges == ((8, 16), (40, 80))
+
+
 def test_rollback_skips_no_batch_before_the_checkpoint():
     found = spikes(loss_spike_skip_batches=100)
     record(found, [*STEADY, 50.0])
@@ -117,7 +123,9 @@ def test_rollback_of_steps_that_are_not_finite_skips_all_of_them():
 
 
 def test_rollbacks_to_the_same_checkpoint_are_counted():
-    before = Rollback(step=5, checkpoint_step=2, skipped=(48, 80), cause="loss spike", attempts=2, seconds=1.0)
+    before = Rollback(
+        step=5, checkpoint_step=2, skipped=(48, 80), ranges=(), cause="loss spike", attempts=2, seconds=1.0
+    )
     for checkpoint, attempts in ((2, 3), (4, 1)):
         found = spikes(last=before)
         record(found, [*STEADY, 50.0])
