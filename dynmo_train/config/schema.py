@@ -309,7 +309,7 @@ class TrainingConfig:
         panel=panels.ELASTICITY,
     )
     loss_spike_threshold: float | None = option(
-        "Deviations above the median that make a loss a spike; none: not detected.",
+        "Deviations of a loss spike above the median; none: not detected.",
         default=None,
         above=0,
         common=True,
@@ -318,7 +318,7 @@ class TrainingConfig:
     loss_spike_window: int = option(
         "Number of last losses that the median is over.",
         default=128,
-        minimum=8,
+        minimum=4,
         maximum=65_536,
         panel=panels.ELASTICITY,
     )
