@@ -423,7 +423,7 @@ FLAGS: Mapping[str, CompatFlag] = {
         reason="deviations above the median of the last losses; Megatron compares with the maximum of the first 100",
     ),
     "--rerun-mode": refused(
-        "not supported during training: dynmo-train replay-step executes a step again from a checkpoint",
+        "not supported during training: use dynmo-train replay-step, which executes a step again",
         1,
         neutral="disabled",
     ),
