@@ -103,14 +103,29 @@ class Pair:
     world: World
 
     def replay(self, at: int, checkpoint_step: int, first: int, last: int) -> Replay:
-        """A replay of one of the runs from the checkpoint of ``checkpoint_step``; 0 starts as the run did."""
+        """A replay of one of the runs.
+
+        Args:
+            at: index of the run, 0 or 1.
+            checkpoint_step: completed steps of the checkpoint to start from; 0 starts as the run did.
+            first: first step to digest.
+            last: last step.
+        """
         run = self.runs[at]
         checkpoint = run.path / "checkpoints" / f"step-{checkpoint_step:08d}" if checkpoint_step else None
         config = run.config(self.flags, self.world.size, checkpoint)
         return Replay(run=run, config=config, checkpoint=checkpoint, first=first, last=last)
 
     def steps(self, at: int, checkpoint_step: int, first: int, last: int, *wanted: Any) -> list[ReplayedStep]:
-        """The executed steps of :meth:`replay`; the engine is freed afterwards."""
+        """The executed steps of :meth:`replay`, from ``first`` to ``last``; the engine is freed afterwards.
+
+        Args:
+            at: index of the run, 0 or 1.
+            checkpoint_step: completed steps of the checkpoint to start from.
+            first: first step to digest.
+            last: last step.
+            *wanted: tensors to copy to the host.
+        """
         found = list(self.replay(at, checkpoint_step, first, last).execute(self.world, wanted))
         release_memory()
         return found

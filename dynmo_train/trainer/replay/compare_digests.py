@@ -95,6 +95,10 @@ class FirstTensor:
 def first_different_tensor(one: StepDigests, other: StepDigests) -> FirstTensor | None:
     """The first tensor in which two executions of a step differ; None if all are equal.
 
+    Args:
+        one: digests of the first execution.
+        other: digests of the second.
+
     Raises:
         UsageError: the digests are of different steps.
     """

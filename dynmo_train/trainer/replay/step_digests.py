@@ -85,7 +85,7 @@ class DigestObserver:
             self.copies[key] = tensor.detach().to("cpu", copy=True)
 
     def activation(self, item: str, microbatch: int, output: torch.Tensor) -> None:
-        """See ``StepObserver``."""
+        """Record the ``output`` of an ``item`` in a ``microbatch``, of any shape, and its gradient; see ``StepObserver``."""
         if not self._has_own_tokens:
             return
         place: dict[str, Any] = {"item": item, "microbatch": microbatch, "part": self._token_part}
@@ -95,7 +95,7 @@ class DigestObserver:
             output.register_hook(lambda grad: self._record(gradient, grad))  # type: ignore[no-untyped-call]
 
     def gradients(self) -> None:
-        """See ``StepObserver``."""
+        """Record the gradients of the local parameters; see ``StepObserver``."""
         for item, name, parameter in self._engine.item_store.parameters():
             if parameter.grad is not None:
                 self._record_part("weight_gradient", item, name, parameter.grad)
