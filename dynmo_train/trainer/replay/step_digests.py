@@ -85,7 +85,7 @@ class DigestObserver:
             self.copies[key] = tensor.detach().to("cpu", copy=True)
 
     def activation(self, item: str, microbatch: int, output: torch.Tensor) -> None:
-        """Record the ``output`` of an ``item`` in a ``microbatch``, of any shape, and its gradient; see ``StepObserver``."""
+        """Record the ``output`` of an item, of any shape, in a ``microbatch``, and its gradient."""
         if not self._has_own_tokens:
             return
         place: dict[str, Any] = {"item": item, "microbatch": microbatch, "part": self._token_part}
