@@ -95,6 +95,11 @@ FORMATS = (
     ),
     Format(schema="dynmo_train/formats/run.schema.json", module="formats/run_fields.py", readers=("dynmo_train",)),
     Format(
+        schema="dynmo_train/formats/step_digests.schema.json",
+        module="formats/step_digests_fields.py",
+        readers=("dynmo_train",),
+    ),
+    Format(
         schema="dynmo_ckpt/formats/checkpoint.schema.json",
         module="formats/checkpoint_fields.py",
         readers=("dynmo_ckpt", "dynmo_train"),

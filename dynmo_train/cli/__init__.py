@@ -19,6 +19,7 @@ from .generate import generate_text
 from .launch import launch as launch_app
 from .measure import measure_costs, tune_sparse
 from .pretrain import pretrain as pretrain_app
+from .replay import compare_digests, replay_step
 from .tasks import EvaluateGroup
 from .tasks import tasks as tasks_command
 from .tools import compare, monitor
@@ -32,6 +33,8 @@ COMMAND_ORDER = (
     "launch",
     "monitor",
     "compare",
+    "replay-step",
+    "compare-digests",
     "evaluate",
     "finetune",
     "generate",
@@ -55,6 +58,8 @@ app.command("tune-sparse")(tune_sparse)
 app.command("doctor")(doctor)
 app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)
+app.command("replay-step")(replay_step)
+app.command("compare-digests")(compare_digests)
 app.command("monitor")(monitor)
 
 

@@ -100,7 +100,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
 
         print_dry_run(resolved, resolved.run.dry_run_device, Format(resolved.run.dry_run_format))
         return
-    from ..trainer.loop import run_pretrain
+    from ..trainer.run import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
 

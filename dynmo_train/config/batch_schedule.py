@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .._common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +88,75 @@ class Curriculum:
         done = math.pow(min(1.0, step / self.steps), 1.0 / self.root)
         length = math.floor(done * (self.longest - self.shortest) + self.shortest)
         return min(self.longest, max(self.shortest, length - length % self.multiple))
+
+
+Range = tuple[int, int]
+"""First sample and the sample after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPositions:
+    """The first sample of each batch: batches follow one another, but none has a sample of a skipped range.
+
+    A batch that would have one begins at the end of that range instead; samples before the range that do not fill a
+    batch are left out, too. Steps are not renumbered: the data shifts, the learning-rate schedule does not.
+
+    Attributes:
+        sizes: global batch size as a function of the consumed samples; skipped samples count as consumed.
+        skipped: ranges of samples, ascending and disjoint.
+    """
+
+    sizes: BatchSizes
+    skipped: tuple[Range, ...] = ()
+
+    def begin(self, consumed: int) -> int:
+        """The first sample of the batch after ``consumed`` samples.
+
+        Example: batches of 4 with the range (8, 10) begin at 0, 4, 10, 14.
+        """
+        for begin, end in self.skipped:
+            if begin < consumed + self.sizes.at(consumed) and consumed < end:
+                consumed = end
+        return consumed
+
+    def following(self, consumed: int) -> int:
+        """The first sample of the batch after the one that begins at ``consumed``."""
+        return self.begin(consumed + self.sizes.at(consumed))
+
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """The end of the last batch after ``steps`` more steps."""
+        while steps:
+            consumed = self.begin(consumed)
+            ahead = next((begin for begin, _ in self.skipped if begin >= consumed), None)
+            if ahead is None:
+                return self.sizes.consumed_after(steps, consumed)
+            # One by one only while the batch size grows, and next to a range.
+            count = 1 if self.sizes.increment else max(1, min(steps, (ahead - consumed) // self.sizes.final))
+            consumed, steps = self.sizes.consumed_after(count, consumed), steps - count
+        return consumed
+
+
+def merged_ranges(*groups: Iterable[Range]) -> tuple[Range, ...]:
+    """All ranges, ascending; those that overlap or touch are one."""
+    merged: list[Range] = []
+    for begin, end in sorted(each for group in groups for each in group):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+def parse_ranges(flag: str, text: str) -> tuple[Range, ...]:
+    """Ranges ``BEGIN:END``, separated by spaces.
+
+    Raises:
+        UsageError: the text is not of this form, or a range is empty.
+    """
+    found = []
+    for part in text.split():
+        begin, _, end = part.partition(":")
+        if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+            raise UsageError(f"{flag} {text!r}: must be BEGIN:END ranges of samples, BEGIN below END, such as 64:96")
+        found.append((int(begin), int(end)))
+    return merged_ranges(found)

@@ -36,6 +36,7 @@ _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
 _SCHEDULE = "a resumed run has the schedule of its own options"
 _FORMAT = "--load detects the format of a checkpoint, and any topology loads"
 _ONE_COMPRESSOR = "PowerSGD is the only compression"
+_INJECTION = "faults are not injected: leave it out"
 _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpoint"
 
 FLAGS: Mapping[str, CompatFlag] = {
@@ -416,6 +417,20 @@ FLAGS: Mapping[str, CompatFlag] = {
         ),
         refused("tensor-parallel ranks do not compress: leave it out", 1),
     ),
+    # Faults
+    "--check-for-spiky-loss": becomes(
+        "--loss-spike-threshold",
+        "10",
+        reason="deviations above the median of the last losses; Megatron compares with the maximum of the first 100",
+    ),
+    "--rerun-mode": refused(
+        "not supported during training: use dynmo-train replay-step, which executes a step again",
+        1,
+        neutral="disabled",
+    ),
+    "--error-injection-rate": refused(_INJECTION, 1, neutral="0"),
+    "--error-injection-type": refused(_INJECTION, 1),
+    "--iterations-to-skip": refused("not supported: use --skip-train-samples BEGIN:END", None),
     "--save_json_log": ignored("metrics.jsonl in the run directory has every step"),
     "--save_json_path": ignored("metrics.jsonl in the run directory has every step", 1),
     "--get_val_ppls": refused(_PERPLEXITY),

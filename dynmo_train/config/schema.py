@@ -14,14 +14,14 @@ A ``Config`` is complete: every derived default is filled in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
 from . import panels
 from .balance import BalanceConfig
-from .batch_schedule import BatchSizes, Curriculum
+from .batch_schedule import BatchPositions, BatchSizes, Curriculum, Range, merged_ranges, parse_ranges
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
@@ -43,6 +43,7 @@ Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
+LossSpikeAction = Literal["report", "rollback"]
 Options = TypeVar("Options")
 
 
@@ -307,6 +308,44 @@ class TrainingConfig:
         minimum=1,
         panel=panels.ELASTICITY,
     )
+    loss_spike_threshold: float | None = option(
+        "Deviations of a loss spike above the median; none: not detected.",
+        default=None,
+        above=0,
+        common=True,
+        panel=panels.ELASTICITY,
+    )
+    loss_spike_window: int = option(
+        "Number of last losses that the median is over.",
+        default=128,
+        minimum=4,
+        maximum=65_536,
+        panel=panels.ELASTICITY,
+    )
+    loss_spike_action: LossSpikeAction = option(
+        "Report spikes, or return to the last checkpoint and skip batches.",
+        default="report",
+        panel=panels.ELASTICITY,
+    )
+    loss_spike_skip_batches: int = option(
+        "Batches to skip after a rollback, up to the spike's.",
+        default=100,
+        minimum=1,
+        maximum=1_000_000,
+        panel=panels.ELASTICITY,
+    )
+    loss_spike_max_rollbacks: int = option(
+        "Rollbacks to one checkpoint before the run ends with exit code 3.",
+        default=3,
+        minimum=1,
+        panel=panels.ELASTICITY,
+    )
+    skip_train_samples: str | None = option(
+        "Ranges of training samples to skip, BEGIN:END separated by spaces.",
+        default=None,
+        words=True,
+        panel=panels.BATCH,
+    )
     exit_interval: int | None = option(
         "Save and exit after a step divisible by N.", default=None, minimum=1, panel=panels.ELASTICITY
     )
@@ -409,6 +448,15 @@ class Config:
         """The global batch size as a function of the consumed samples."""
         training = self.training
         return batch_sizes_of(training.rampup_batch_size, training.global_batch_size)
+
+    def batch_positions(self, skipped: Iterable[Range] = ()) -> BatchPositions:
+        """Where batches begin.
+
+        Args:
+            skipped: ranges of samples that are skipped in addition to ``--skip-train-samples``.
+        """
+        given = parse_ranges("--skip-train-samples", self.training.skip_train_samples or "")
+        return BatchPositions(sizes=self.batch_sizes, skipped=merged_ranges(given, skipped))
 
     @property
     def curriculum(self) -> Curriculum | None:

@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
+from ..config.batch_schedule import BatchPositions
 from ..config.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from . import mock
@@ -263,7 +264,11 @@ def _open_stream_data(config: Config, consumed: int, positions: Mapping[str, Any
 
 
 def open_run_data(
-    config: Config, step: int = 0, consumed: int = 0, positions: Mapping[str, Any] | None = None
+    config: Config,
+    step: int = 0,
+    consumed: int = 0,
+    positions: Mapping[str, Any] | None = None,
+    batches: BatchPositions | None = None,
 ) -> RunData:
     """Open the data sets of a run.
 
@@ -272,6 +277,7 @@ def open_run_data(
         step: step to resume after.
         consumed: samples consumed up to that step.
         positions: ``x_data_position`` of the checkpoint; None without one.
+        batches: where batches begin; None: as the options say.
 
     Raises:
         UsageError: a data set cannot be used, or has too few samples.
@@ -290,7 +296,7 @@ def open_run_data(
     valid_samples, test_samples = eval_samples(config)
     test, no_test = _open_test(config, test_samples, open_one, build) if test_samples else (None, None)
     remaining_steps = max(0, config.training.train_iters - step)
-    train_samples = config.batch_sizes.consumed_after(remaining_steps, consumed)
+    train_samples = (batches or config.batch_positions()).consumed_after(remaining_steps, consumed)
     return RunData(
         config=config,
         train=open_split(config, "train", train_samples, open_one, build),

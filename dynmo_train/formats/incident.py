@@ -26,6 +26,8 @@ IncidentKind = Literal[
     "planner_restart",
     "not_finite",
     "migration_failed",
+    "loss_spike",
+    "rollback",
 ]
 INCIDENT_KINDS: tuple[str, ...] = get_args(IncidentKind)
 
@@ -46,6 +48,7 @@ class Incident:
         phase: what the first of the ranks did; empty where unknown.
         collective: collective that the other ranks were waiting in; empty where unknown.
         stacks: folder of the stacks of all ranks; empty without.
+        skipped_samples: first training sample that is skipped from now on, and the one after the last; empty without.
     """
 
     incident: IncidentKind
@@ -59,11 +62,13 @@ class Incident:
     phase: str = ""
     collective: str = ""
     stacks: str = ""
+    skipped_samples: Sequence[int] = ()
 
     @property
     def detail(self) -> dict[str, Any]:
         """The fields of the record in addition to those of every event."""
-        optional = {"phase": self.phase, "collective": self.collective, "stacks": self.stacks}
+        optional: dict[str, Any] = {"phase": self.phase, "collective": self.collective, "stacks": self.stacks}
+        optional["skipped_samples"] = list(self.skipped_samples)
         return {
             "incident": self.incident,
             "cause": self.cause,
@@ -71,7 +76,7 @@ class Incident:
             "hosts": list(dict.fromkeys(self.hosts)),
             "seconds_lost": round(max(0.0, self.seconds_lost), 3) if math.isfinite(self.seconds_lost) else 0.0,
             "steps_lost": max(0, self.steps_lost),
-        } | {name: text for name, text in optional.items() if text}
+        } | {name: value for name, value in optional.items() if value}
 
     def record(self, moment: datetime) -> dict[str, Any]:
         """The line of ``events.jsonl``, dated ``moment``."""

@@ -29,6 +29,7 @@ from ..launch.heartbeat import silent_heartbeat
 from ..parallel.device_clock import Clock
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World
+from .step_observer import StepObserver
 
 # Rows of the square matrices of the calibration product: 0.1 ms on a core or a GPU.
 _CPU_PRODUCT, _CUDA_PRODUCT = 96, 1024
@@ -120,11 +121,13 @@ class LayerProfiler:
         measures_stall: Whether operations compute only, so that their wall time shows a busy processor.
         always_marks: Insert marks in steps that are not measured, too, for a listener.
         heartbeat: Reports the phase of each operation to the launcher, in every step.
+        observer: Reads the tensors of a step; None in training.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.heartbeat = silent_heartbeat()
+        self.observer: StepObserver | None = None
         self.sampling, self.always_marks, self.measures_stall = False, False, False
         self._product: tuple[torch.Tensor, torch.Tensor] | None = None
         self._reset()

@@ -173,6 +173,8 @@ class StageModule(nn.Module):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
                 values.update(result.side)
                 self._record_metrics(spec.name, result.metrics)
+            if self.profiler.observer is not None and self.training:
+                self.profiler.observer.activation(spec.name, index, values[spec.writes])
             # Once the last frozen item has run, all values that the frozen items write are final.
             if position == self.frozen - 1 and keys is not None:
                 self._cache_outputs(keys, values)

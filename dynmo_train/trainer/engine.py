@@ -453,6 +453,8 @@ class Engine:
         unscale(gradients, self.scaler.scale)
         for technique in self.techniques:
             technique.before_optimizer_step(step)
+        if self.profiler.observer is not None:
+            self.profiler.observer.gradients()
         return self._squares(self.item_store)
 
     def _gather_costs(self, launched: LaunchedStep) -> CostGather | None:

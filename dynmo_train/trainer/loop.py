@@ -33,34 +33,28 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .._common.console import print_message
-from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
-from ..config import Config
+from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError
 from ..data.loader import BatchLoader
-from ..data.sample_format import SampleError, Split
+from ..data.sample_format import Split
 from ..data.tokenizer import TokenizerFiles
+from ..formats.checkpoint import step_of
 from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
-from ..launch.heartbeat import Phase, open_heartbeat
+from ..launch.heartbeat import Phase
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
-from ..parallel.consensus import is_reporting_rank
-from ..parallel.process_groups import destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
-from .failures import lost_connection, out_of_memory, raise_together
-from .fingerprint import config_properties, join_same
+from .failures import raise_together
 from .finite_check import FiniteCheck, batch_detail, end_message
-from .garbage_collection import freeze_imports
+from .loss_spikes import Rollback
+from .loss_spikes import end_message as spikes_end_message
 from .monitoring.scalar_writers import scalar_writers_on_rank0
 from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
 from .rebalance.compression_choice import compression_choice
@@ -69,50 +63,10 @@ from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
-from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
-from .setup import InitialState, continued_checkpoint, setup_run
+from .settings_from_config import flops_counter, parameter_counts, plan_problems, resize_problems
+from .setup import InitialState, continued_checkpoint
 from .signals import BoundarySignals, DistributedSignalHandler
 from .step_result import StepResult, UnloggedStep
-
-
-def run_pretrain(config: Config) -> int:
-    """Train as ``config`` specifies, together with the other processes of the launcher; the exit code.
-
-    Raises:
-        DynmoError: this rank ran out of memory.
-    """
-    freeze_imports()
-    torch.set_num_threads(config.training.num_threads)
-    # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
-    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
-    timeout_s = 60.0 * config.training.distributed_timeout_minutes
-    heartbeat = open_heartbeat(os.environ, timeout_s)
-    properties = partial(config_properties, config)
-    world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
-    try:
-        start = setup_run(config, world)
-        start.engine.profiler.heartbeat = heartbeat
-        trainer, exit_code = Trainer(start), None
-        try:
-            exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
-        finally:
-            trainer.close(exit_code)
-        return exit_code
-    # All ranks raise this in the same step: one of them reports it.
-    except SampleError:
-        if is_reporting_rank(first=world.is_rank0):
-            raise
-        return EXIT_USAGE
-    # Any rank, alone: the launcher ends the others.
-    except RuntimeError as error:
-        if (problem := out_of_memory(error)) is not None:
-            raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
-        # One line, because the launcher reports the rank that ended first.
-        if (problem := lost_connection(error)) is not None:
-            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
-        raise
-    finally:
-        destroy_world()
 
 
 class Trainer:
@@ -121,9 +75,14 @@ class Trainer:
     Attributes:
         defers_results: whether the result of a step may be read after the next one was launched. On CPU this would gain
             nothing, and times of steps would be those between two results.
+        rollback: the return to a checkpoint that ended :meth:`train`; None without one.
+
+    Args:
+        start: state before the first step.
+        seconds_before: time since the start of the processes, which ``--exit-duration-in-mins`` counts.
     """
 
-    def __init__(self, start: InitialState) -> None:
+    def __init__(self, start: InitialState, seconds_before: float = 0.0) -> None:
         self.config = config = start.config
         self.engine, self.data = start.engine, start.data
         self.directory, self.logger = start.directory, start.logger
@@ -155,6 +114,9 @@ class Trainer:
             on_failure=self._log_not_saved,
         )
         self._finite_check = FiniteCheck.of(config.training)
+        self._batches, self._spikes = start.batches, start.spikes
+        self.rollback: Rollback | None = None
+        self._seconds_before = seconds_before
         self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
         self._compression_choice = compression_choice(
             start.engine,
@@ -242,12 +204,13 @@ class Trainer:
         self._place_experts()
         minutes = training.exit_duration_in_mins
         signals, is_last = BoundarySignals(), False
-        with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
+        limit_s = None if minutes is None else max(0.0, minutes * 60 - self._seconds_before)
+        with DistributedSignalHandler(limit_s) as signal_handler:
             while self.step < training.train_iters and not signals.exit:
                 self.train_step()
                 # Before anything else at this boundary: the model must be neither evaluated nor saved.
-                if self._finite_check.is_over:
-                    return self._end_not_finite()
+                if (code := self._end_early(signal_handler)) is not None:
+                    return code
                 is_last = self.step == training.train_iters
                 if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
                     self._evaluate_validation()
@@ -310,6 +273,40 @@ class Trainer:
             return self._end_not_finite()
         return EXIT_RELAUNCH if signals.relaunch and has_steps_left else signals.exit_code
 
+    def _end_early(self, signal_handler: DistributedSignalHandler) -> int | None:
+        """The exit code where the model must neither be saved nor trained on; None where the run continues."""
+        code = self._roll_back()
+        if code is None:
+            return self._end_not_finite() if self._finite_check.is_over else None
+        # What was received meanwhile must not be lost: the handler ends here. A resume finds the same spike.
+        signals = signal_handler.at_boundary(self.engine.world)
+        if self.rollback is not None and signals.exit:
+            self.rollback = None
+            return self._end(signals)
+        return code
+
+    def _roll_back(self) -> int | None:
+        """Decide whether the run returns to its last checkpoint; its exit code then, with :attr:`rollback`."""
+        is_due = self._spikes.found is not None or (self._spikes.is_rolling_back and self._finite_check.is_over)
+        if not is_due:
+            return None
+        self._collect()
+        self._checkpointer.wait()
+        if self._last_saved is None:
+            self._spikes.found = None
+            self._log.line(f" no rollback after iteration {self.step}: no checkpoint was saved")
+            return None
+        skipped = self._finite_check.skipped
+        rollback = self._spikes.rollback(step_of(Path(self._last_saved)), skipped, self._batches.skipped)
+        if rollback.attempts > self._spikes.max_rollbacks:
+            if self.engine.world.is_rank0:
+                print_message(f"dynmo-train: error: {spikes_end_message(rollback, self._spikes.max_rollbacks)}")
+            return EXIT_NOT_FINITE
+        self.logger.log_incident(rollback.incident(skipped))
+        self._log.line(f" {rollback.message}")
+        self.rollback = rollback
+        return EXIT_RELAUNCH
+
     def _end_not_finite(self) -> int:
         """End a run whose model is not finite; the exit code."""
         self._checkpointer.wait()
@@ -345,7 +342,7 @@ class Trainer:
         # A stream is read in order: each of several workers would read and tokenize all of it.
         return BatchLoader(
             lambda consumed, step: data.train_shard(consumed, step, replica, context),
-            self.config.batch_sizes.at,
+            lambda begin: self._batches.following(begin) - begin,
             self.config.training.train_iters,
             num_workers=min(workers, 1) if self.config.data.hf_dataset is not None else workers,
             pin_memory=on_cuda,
@@ -374,7 +371,7 @@ class Trainer:
         )
         result = self.engine.launch_step(batch, sampled=is_sampled, advance=size)
         # Also the samples of a skipped update, which does not advance the learning-rate schedule.
-        self.consumed_samples += size
+        self.consumed_samples = self._batches.following(self.consumed_samples)
         if result is not None:
             self._finish(result)
         if self._needs_result():
@@ -435,6 +432,12 @@ class Trainer:
                 )
             )
             self._log.line(f" {problem}")
+        spike = self._spikes.after_step(launched, result)
+        if spike is not None:
+            self.logger.log_incident(
+                Incident(incident="loss_spike", message=spike, cause="loss spike", step=launched.step)
+            )
+            self._log.line(f" {spike}")
 
     def _log_costs(self) -> None:
         """Write the profile record of the last result, if it has one that was not written yet."""
@@ -531,6 +534,10 @@ class Trainer:
     def _save(self) -> None:
         config = self.config
         self.engine.heartbeat.enter(Phase.SAVE)
+        # Found in the result that was collected just now: the next boundary, or a resume, returns to the last one.
+        if self._spikes.found is not None:
+            self._log.line(f" no checkpoint after iteration {self.step}: loss spike in step {self._spikes.found}")
+            return
         if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
@@ -551,6 +558,7 @@ class Trainer:
             tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
             keep=config.run.keep_checkpoints,
             moments=not config.run.no_save_optim,
+            loss_spikes=self._spikes.state(self._batches.skipped),
         )
         self._checkpointer.save(metadata)
 

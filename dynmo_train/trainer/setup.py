@@ -37,6 +37,7 @@ import torch
 from .._common.console import print_message
 from .._common.errors import UsageError
 from ..config import Config
+from ..config.batch_schedule import BatchPositions, Range
 from ..data.batches import RunData, open_run_data
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
@@ -62,6 +63,7 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine
 from .engine_settings import EngineSettings
 from .fingerprint import checkpoint_properties, require_same
+from .loss_spikes import LossSpikes, Rollback
 from .monitoring.profile_writer import (
     RunLogger,
     describe_copies,
@@ -98,6 +100,8 @@ class InitialState:
         consumed_samples: number of consumed training samples.
         consumed_valid_samples: number of consumed validation samples.
         active_plan_id: number of the active plan.
+        batches: where batches begin.
+        spikes: losses of the last steps.
     """
 
     config: Config
@@ -110,12 +114,97 @@ class InitialState:
     consumed_samples: int
     consumed_valid_samples: int
     active_plan_id: int
+    batches: BatchPositions
+    spikes: LossSpikes
 
 
-def setup_run(config: Config, world: World) -> InitialState:
+def setup_run(config: Config, world: World, rollback: Rollback | None = None) -> InitialState:
     """Open data and checkpoint, build the engine, create the run directory, write the header and the initial plan.
 
     Every rank calls this.
+
+    Args:
+        config: configuration of the run.
+        world: process groups.
+        rollback: the rollback that this start executes; None without one.
+
+    Raises:
+        UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
+        SystemExit: on the other ranks, with the same exit code.
+    """
+    # Before anything that takes time; rank 0 alone needs the clients.
+    run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
+    loaded = load_engine(config, world, () if rollback is None else rollback.ranges)
+    config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
+    settings = engine.settings
+    workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
+    engine_properties: dict[str, Any] = {
+        "sparse_thresholds": dict(settings.sparse.thresholds),
+        "device": world.device.type,
+        # For the peak FLOP/s of the device, from which the monitor computes the utilization.
+        **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
+        "norms": sorted(each.__name__ for each in settings.fused_norms.values()) or "torch",
+        "optimizer": settings.optimizer.describe(OptimizerContext(fused_adam=settings.fused_adam)),
+    }
+    if settings.compression.is_lossy:
+        and_choices = " and choices of workers" if settings.compression.choose_workers else ""
+        engine_properties["reproducible"] = (
+            f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
+        )
+    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
+    directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
+    logger = RunLogger(directory, world)
+    _write_header(config, engine, logger, workers)
+    for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
+        logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
+    active_plan_id = _write_initial_plan(config, engine, directory, step)
+    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
+    return InitialState(
+        config=config,
+        engine=engine,
+        data=loaded.data,
+        directory=directory,
+        logger=logger,
+        checkpoint=checkpoint,
+        step=step,
+        consumed_samples=loaded.consumed_samples,
+        consumed_valid_samples=consumed_valid,
+        active_plan_id=active_plan_id,
+        batches=loaded.batches,
+        spikes=LossSpikes.of(config.training, _spike_state(checkpoint, step), rollback),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEngine:
+    """An engine with the weights that a run starts from, and its data; nothing is written yet.
+
+    Attributes:
+        config: configuration of the run; with ``--train-samples`` its ``train_iters`` follows from the samples left.
+        engine: engine of this rank.
+        data: training, validation and test data.
+        checkpoint: checkpoint that was loaded; None without one.
+        step: number of completed steps.
+        consumed_samples: number of consumed training samples, where the next batch begins.
+        batches: where batches begin.
+    """
+
+    config: Config
+    engine: Engine
+    data: RunData
+    checkpoint: Checkpoint | None
+    step: int
+    consumed_samples: int
+    batches: BatchPositions
+
+
+def load_engine(config: Config, world: World, skipped: Sequence[Range] = ()) -> LoadedEngine:
+    """Open checkpoint and data, and build the engine. Every rank calls this.
+
+    Args:
+        config: configuration of the run.
+        world: process groups.
+        skipped: ranges of samples to skip in addition to those of the options and the checkpoint.
 
     Raises:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
@@ -129,8 +218,6 @@ def setup_run(config: Config, world: World) -> InitialState:
         run_on_all_ranks(world, lambda: check_float8(world.device))
     if config.training.cuda_graph:
         run_on_all_ranks(world, lambda: check_graph_device(world.device.type))
-    # Before anything that takes time; rank 0 alone needs the clients.
-    run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
     apex = find_apex()
     # apex's kernels exist for CUDA only.
     on_cuda = world.device.type == "cuda"
@@ -148,11 +235,14 @@ def setup_run(config: Config, world: World) -> InitialState:
     # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
     require_same(world, checkpoint_properties(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
-    config = _with_steps_left(config, step, consumed, world)
+    stored_ranges = _spike_state(checkpoint, step).get("skipped_samples", ())
+    batches = config.batch_positions([*((begin, end) for begin, end in stored_ranges), *skipped])
+    config = _with_steps_left(config, batches, step, consumed, world)
+    consumed = batches.begin(consumed)
     # Rank 0 copies these files into every checkpoint: without them the first save would fail, and each one after it.
     run_on_all_ranks(world, lambda: _check_tokenizer(config) if world.is_rank0 else True)
     positions = checkpoint.manifest.get("x_data_position") if checkpoint is not None and step else None
-    data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions))
+    data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions, batches))
     # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = run_on_all_ranks(
@@ -174,41 +264,20 @@ def setup_run(config: Config, world: World) -> InitialState:
     bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_properties(bert, "--bert-load"))
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
-
-    workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
-    engine_properties: dict[str, Any] = {
-        "sparse_thresholds": dict(settings.sparse.thresholds),
-        "device": world.device.type,
-        # For the peak FLOP/s of the device, from which the monitor computes the utilization.
-        **({"device_name": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
-        "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
-        "optimizer": settings.optimizer.describe(OptimizerContext(fused_adam=fused_adam)),
-    }
-    if settings.compression.is_lossy:
-        and_choices = " and choices of workers" if settings.compression.choose_workers else ""
-        engine_properties["reproducible"] = (
-            f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
-        )
-    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
-    logger = RunLogger(directory, world)
-    _write_header(config, engine, logger, workers)
-    for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
-        logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
-    active_plan_id = _write_initial_plan(config, engine, directory, step)
-    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
-    return InitialState(
+    return LoadedEngine(
         config=config,
         engine=engine,
         data=data,
-        directory=directory,
-        logger=logger,
         checkpoint=checkpoint,
         step=step,
         consumed_samples=consumed,
-        consumed_valid_samples=consumed_valid,
-        active_plan_id=active_plan_id,
+        batches=batches,
     )
+
+
+def _spike_state(checkpoint: Checkpoint | None, step: int) -> dict[str, Any]:
+    """``x_loss_spikes`` of the checkpoint that a run continues; empty at the first step."""
+    return dict(checkpoint.manifest.get("x_loss_spikes", {})) if checkpoint is not None and step else {}
 
 
 def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -232,14 +301,14 @@ def _check_tokenizer(config: Config) -> bool:
     return True
 
 
-def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> Config:
+def _with_steps_left(config: Config, batches: BatchPositions, step: int, consumed: int, world: World) -> Config:
     """The configuration of a resumed run whose batch size may have changed.
 
     The run continues after the last consumed sample. ``--train-iters`` still counts all steps; with
     ``--train-samples`` the number of the last step is computed from the samples that are left.
     """
     sizes, training = config.batch_sizes, config.training
-    if consumed == sizes.consumed_after(step):
+    if batches.begin(consumed) == batches.begin(batches.consumed_after(step)):
         return config
     if world.is_rank0:
         print_message(

@@ -364,6 +364,22 @@ EFFECTS: tuple[EffectRule, ...] = (
         when=lambda c: c.optimizer.optimizer in ("adam", "muon"),
         without="without --optimizer adam or muon",
     ),
+    EffectRule(
+        options=("loss_spike_window",),
+        when=lambda c: c.training.loss_spike_threshold is not None,
+        without="without --loss-spike-threshold",
+    ),
+    EffectRule(
+        options=("loss_spike_action",),
+        when=lambda c: c.training.loss_spike_threshold is not None or c.training.check_for_nan_in_loss_and_grad,
+        without="without --loss-spike-threshold and with --no-check-for-nan-in-loss-and-grad",
+        refuse=True,
+    ),
+    EffectRule(
+        options=("loss_spike_skip_batches", "loss_spike_max_rollbacks"),
+        when=lambda c: c.training.loss_spike_action == "rollback",
+        without="without --loss-spike-action rollback",
+    ),
     EffectRule(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
 )
 

@@ -208,6 +208,33 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--save", f"is {run.save!r}, but its alias --run-dir is {run.run_dir!r}; remove one")
 
 
+def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
+    training, run = config.training, config.run
+    try:
+        skipped = config.batch_positions().skipped
+    except UsageError as error:
+        yield Problem("--skip-train-samples", "form", str(error))
+        return
+    is_rolling_back = training.loss_spike_action == "rollback"
+    flag = "--loss-spike-action" if is_rolling_back else "--skip-train-samples"
+    if (is_rolling_back or skipped) and config.data.sample_order == "megatron":
+        yield conflict(
+            flag,
+            "skips samples, so that a run reads more of them; --sample-order megatron would order them anew: use"
+            " --sample-order stable",
+        )
+    if not is_rolling_back:
+        return
+    if run.save_interval is None:
+        yield conflict(flag, "rollback returns to a checkpoint; give --save-interval")
+    if run.no_save_optim:
+        yield conflict(flag, "rollback needs the optimizer state of checkpoints; remove --no-save-optim")
+    for name in ("pack_to", "min_throughput_fraction"):
+        if getattr(config.balance, name) is not None:
+            other = f"--{name.replace('_', '-')}"
+            yield conflict(flag, f"rollback cannot be combined with {other}: released ranks do not return; remove one")
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
@@ -219,4 +246,5 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _precision,
     _data,
     _run,
+    _loss_spikes,
 )

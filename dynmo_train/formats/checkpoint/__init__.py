@@ -1,7 +1,15 @@
 """Writes and reads native checkpoints; ``dynmo-ckpt`` converts, compares and verifies them."""
 
 from .manifest import RunMetadata, build_manifest
-from .reader import Checkpoint, CheckpointError, find_checkpoint, find_damage, list_checkpoints, open_checkpoint
+from .reader import (
+    Checkpoint,
+    CheckpointError,
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    open_checkpoint,
+    step_of,
+)
 from .writer import commit, new_staging, prune, remove_stale_staging, write_shard
 
 __all__ = [
@@ -17,5 +25,6 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "remove_stale_staging",
+    "step_of",
     "write_shard",
 ]

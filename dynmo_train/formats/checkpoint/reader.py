@@ -84,6 +84,11 @@ def list_checkpoints(path: Path) -> list[Path]:
     return [folder / name for name in steps[len(later) :] + later]
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the number of completed steps of a checkpoint directory ``step-NNNNNNNN``."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:
     """Return the directory of the first complete checkpoint of :func:`list_checkpoints`.
 

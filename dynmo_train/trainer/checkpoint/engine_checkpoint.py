@@ -77,6 +77,7 @@ class CheckpointMetadata:
         source: origin of the model, from the manifest of the loaded checkpoint; None without one.
         class_names: class names of a classifier, in the order of its logits.
         moments: whether the optimizer state is stored.
+        loss_spikes: losses of the last steps and skipped samples; empty without.
     """
 
     run_id: str
@@ -90,6 +91,7 @@ class CheckpointMetadata:
     source: Mapping[str, Any] | None = None
     class_names: tuple[str, ...] = ()
     moments: bool = True
+    loss_spikes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,7 +490,7 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
         # ``dynmo-ckpt`` converts these fields to and from Megatron's training state.
         extra={
             "x_consumed_valid_samples": metadata.consumed_valid_samples,
-            **{f"x_{name}": value for name in ("data_position", "class_names") if (value := getattr(metadata, name))},
+            **{f"x_{name}": value for name in EXTRA if (value := getattr(metadata, name))},
             **_adam_fields(settings.optimizer),
             SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced_samples),
             "x_progress": {
@@ -502,6 +504,8 @@ def _run_metadata(engine: Engine, metadata: CheckpointMetadata, by_rank: Sequenc
 
 
 GROUPS = ("decay", "no_decay")
+# Fields of the metadata that a manifest has only where they are not empty.
+EXTRA = ("data_position", "class_names", "loss_spikes")
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:

@@ -430,6 +430,27 @@ CASES = {
     "context of a bert": ({**CONTEXT, "family": "bert"}, "--context-parallel-size"),
     "context in a graph": ({**CONTEXT, "cuda_graph": True}, "--context-parallel-size"),
     "context of an odd length": ({**CONTEXT, "seq_length": 66}, "--seq-length"),
+    "rollback without saves": ({"loss_spike_action": "rollback"}, "--loss-spike-action"),
+    "rollback without moments": (
+        {"loss_spike_action": "rollback", "save_interval": 2, "no_save_optim": True},
+        "--loss-spike-action",
+    ),
+    "rollback in Megatron's order": (
+        {"loss_spike_action": "rollback", "save_interval": 2, "sample_order": "megatron"},
+        "--loss-spike-action",
+    ),
+    "rollback and release": (
+        {
+            **{"loss_spike_action": "rollback", "save_interval": 2, "balance": "online", "pack_to": 1},
+            **{"world_size": 2, "global_batch_size": 4},
+        },
+        "--loss-spike-action",
+    ),
+    "skipped range": ({"skip_train_samples": "8:8"}, "--skip-train-samples"),
+    "skipped in Megatron's order": (
+        {"skip_train_samples": "4:8", "sample_order": "megatron"},
+        "--skip-train-samples",
+    ),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

@@ -26,6 +26,7 @@ WITHOUT = {
     "pack_to": {"balance": "online"},
     "min_throughput_fraction": {"balance": "online"},
     "balance_lockstep": {"balance": "online"},
+    "loss_spike_action": {"check_for_nan_in_loss_and_grad": False, "save_interval": 2},
     "hysteresis": {"fp16": True, "loss_scale": 8.0},
     **{name: {"optimizer": "sgd"} for name in ("adam_beta1", "adam_beta2", "adam_eps")},
 }

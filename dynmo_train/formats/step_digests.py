@@ -1,0 +1,238 @@
+"""Reads and writes the digests of one step, one JSON object per line. The specification is ``step_digests.md``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import __version__
+from .._common.checks import Check, obj
+from .._common.document import (
+    DocumentError,
+    Problem,
+    envelope,
+    envelope_problems,
+    own_document,
+    read_records,
+    short_repr,
+    write_whole,
+)
+from .step_digests_fields import HEADER, RESULT, TENSOR
+
+FORMAT, VERSION, HASH = "dynmo.step_digests", 1, "blake2b-128"
+Direction = Literal["initial_weight", "activation", "activation_gradient", "weight_gradient", "weight"]
+DIRECTIONS: tuple[Direction, ...] = (
+    "initial_weight",
+    "activation",
+    "activation_gradient",
+    "weight_gradient",
+    "weight",
+)
+_OF_MICROBATCHES = ("activation", "activation_gradient")
+_LINES: Mapping[str, Check] = {"header": HEADER, "tensor": TENSOR, "result": RESULT}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class TensorKey:
+    """Which tensor of a step.
+
+    Attributes:
+        direction: where the tensor is computed.
+        item: entry of the layer list.
+        parameter: name of the parameter; None for activations.
+        microbatch: global microbatch index; None for parameters.
+        part: 0 for a whole tensor, else the rank that has this part.
+    """
+
+    direction: Direction
+    item: str
+    parameter: str | None = None
+    microbatch: int | None = None
+    part: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDigest:
+    """The digest of one tensor.
+
+    Attributes:
+        key: which tensor.
+        dtype: such as ``float32``.
+        shape: sizes of its dimensions.
+        nonfinite: number of elements that are not finite.
+        digest: 32 hexadecimal digits.
+    """
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    nonfinite: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """Loss and gradient norm of a step; None where they are not finite."""
+
+    loss: float | None
+    grad_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDigests:
+    """The digests of one step, in the order of the computation.
+
+    Attributes:
+        run_id: id of the run.
+        step: number of the step.
+        loaded_step: step of the checkpoint that the replay started from.
+        tensors: the digests.
+        figures: loss and gradient norm.
+        updated: whether the weights were updated.
+        logged: loss and gradient norm in the run's metrics; None without a line of the step.
+    """
+
+    run_id: str
+    step: int
+    loaded_step: int
+    tensors: tuple[TensorDigest, ...]
+    figures: StepFigures
+    updated: bool
+    logged: StepFigures | None
+
+    @property
+    def matches(self) -> bool:
+        """Whether loss and gradient norm are those of the run, bit for bit; False without a line of the step."""
+        return self.logged == self.figures
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """``value`` as the metrics have it: None where it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def write_step_digests(path: Path, digests: StepDigests) -> None:
+    """Write a document of digests.
+
+    Raises:
+        WriterError: the document breaks the format.
+        OSError: the file cannot be written.
+    """
+    payload = "".join(json.dumps(record, allow_nan=False) + "\n" for record in _records(digests)).encode()
+    with own_document():
+        _parse([json.loads(line) for line in payload.splitlines()], str(path))
+    write_whole(path, payload)
+
+
+def _records(digests: StepDigests) -> Iterator[dict[str, Any]]:
+    yield {
+        **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
+        "record": "header",
+        "run_id": digests.run_id,
+        "step": digests.step,
+        "loaded_step": digests.loaded_step,
+        "hash": HASH,
+    }
+    yield from (tensor_record(each) for each in digests.tensors)
+    yield {
+        "record": "result",
+        **vars(digests.figures),
+        "updated": digests.updated,
+        "logged": None if digests.logged is None else vars(digests.logged),
+    }
+
+
+def tensor_record(tensor: TensorDigest) -> dict[str, Any]:
+    """The line of a tensor."""
+    return {
+        "record": "tensor",
+        **vars(tensor.key),
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "nonfinite": tensor.nonfinite,
+        "digest": tensor.digest,
+    }
+
+
+def tensor_of_record(line: Mapping[str, Any]) -> TensorDigest:
+    """The tensor of a valid line."""
+    return TensorDigest(
+        key=_key(line),
+        dtype=line["dtype"],
+        shape=tuple(line["shape"]),
+        nonfinite=line["nonfinite"],
+        digest=line["digest"],
+    )
+
+
+def read_step_digests(path: Path) -> StepDigests:
+    """Read a document of digests.
+
+    Raises:
+        DocumentError: it cannot be read or breaks a rule; with every problem.
+    """
+    return _parse(list(read_records(path)), str(path))
+
+
+def _parse(lines: list[Any], source: str) -> StepDigests:
+    problems = [
+        Problem(f"line {number}.{problem.path}".rstrip("."), problem.kind, problem.message)
+        for number, line in enumerate(lines, 1)
+        for problem in _line_problems(line)
+    ]
+    if not problems:
+        problems = _problems_across(lines)
+    if problems:
+        raise DocumentError(source, problems)
+    header, *tensors, result = lines
+    logged = result["logged"]
+    return StepDigests(
+        run_id=header["run_id"],
+        step=header["step"],
+        loaded_step=header["loaded_step"],
+        tensors=tuple(tensor_of_record(line) for line in tensors),
+        figures=StepFigures(loss=result["loss"], grad_norm=result["grad_norm"]),
+        updated=result["updated"],
+        logged=None if logged is None else StepFigures(loss=logged["loss"], grad_norm=logged["grad_norm"]),
+    )
+
+
+def _key(line: Mapping[str, Any]) -> TensorKey:
+    return TensorKey(**{name: line[name] for name in ("direction", "item", "parameter", "microbatch", "part")})
+
+
+def _line_problems(line: Any) -> list[Problem]:
+    problems: list[Problem] = []
+    if not isinstance(line, dict):
+        obj({})(line, "", problems)
+        return problems
+    kind = line.get("record")
+    if kind == "header" and (refusal := envelope_problems(line, FORMAT, VERSION)):
+        return refusal
+    if not isinstance(kind, str) or kind not in _LINES:
+        return [Problem("record", "choice", f"must be one of {', '.join(_LINES)}; is {short_repr(kind)}")]
+    _LINES[kind](line, "", problems)
+    return problems
+
+
+def _problems_across(lines: list[Any]) -> list[Problem]:
+    """What is wrong with lines that are valid by themselves."""
+    kinds = [line["record"] for line in lines]
+    if len(kinds) < 2 or kinds != ["header", *["tensor"] * (len(kinds) - 2), "result"]:
+        return [Problem("record", "order", "must be one header, then tensors, then one result")]
+    problems = []
+    seen: set[TensorKey] = set()
+    for number, line in enumerate(lines[1:-1], 2):
+        key = _key(line)
+        is_activation = key.direction in _OF_MICROBATCHES
+        if (key.microbatch is None) is is_activation or (key.parameter is None) is not is_activation:
+            message = "activations have a microbatch and no parameter, weights a parameter and no microbatch"
+            problems.append(Problem(f"line {number}", "conflict", message))
+        if key in seen:
+            problems.append(Problem(f"line {number}", "repeated", "the tensor has two lines"))
+        seen.add(key)
+    return problems

@@ -1,0 +1,1 @@
+"""Executes steps of a run again, and compares the digests of their tensors."""

@@ -1,0 +1,102 @@
+"""Runs a training in the processes of a launcher: joins them, and trains until the end.
+
+A rollback (``loss_spikes.py``) is a resume without leaving the processes: engine and data are built again from the last
+checkpoint, as at a start, and a new segment of the run begins.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from .._common.errors import EXIT_USAGE, DynmoError
+from ..config import Config
+from ..data.sample_format import SampleError
+from ..launch.heartbeat import HeartbeatWriter, open_heartbeat
+from ..parallel.consensus import is_reporting_rank
+from ..parallel.process_groups import World, destroy_world
+from .failures import lost_connection, out_of_memory
+from .fingerprint import config_properties, join_same
+from .garbage_collection import freeze_imports
+from .loop import Trainer
+from .loss_spikes import Rollback
+from .settings_from_config import parallel_dims
+from .setup import setup_run
+
+
+def run_pretrain(config: Config) -> int:
+    """Train as ``config`` specifies, together with the other processes of the launcher; the exit code.
+
+    Raises:
+        DynmoError: this rank ran out of memory.
+    """
+    freeze_imports()
+    torch.set_num_threads(config.training.num_threads)
+    # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    timeout_s = 60.0 * config.training.distributed_timeout_minutes
+    heartbeat = open_heartbeat(os.environ, timeout_s)
+    properties = partial(config_properties, config)
+    world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
+    try:
+        return _train(config, world, heartbeat)
+    # All ranks raise this in the same step: one of them reports it.
+    except SampleError:
+        if is_reporting_rank(first=world.is_rank0):
+            raise
+        return EXIT_USAGE
+    # Any rank, alone: the launcher ends the others.
+    except RuntimeError as error:
+        if (problem := out_of_memory(error)) is not None:
+            raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
+        # One line, because the launcher reports the rank that ended first.
+        if (problem := lost_connection(error)) is not None:
+            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
+        raise
+    finally:
+        destroy_world()
+
+
+def _train(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
+    """Train until the end, through rollbacks; the exit code."""
+    began = time.monotonic()
+    rollback: Rollback | None = None
+    while True:
+        exit_code, rollback, run = _train_segment(config, world, heartbeat, rollback, time.monotonic() - began)
+        if rollback is None:
+            return exit_code
+        config = _resumed(config, run)
+        # The engine is in reference cycles: without this, two engines would be on the device for a while.
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _train_segment(
+    config: Config, world: World, heartbeat: HeartbeatWriter, rollback: Rollback | None, seconds_before: float
+) -> tuple[int, Rollback | None, str]:
+    """Train from the loaded checkpoint to the end or the next rollback.
+
+    Returns:
+        The exit code, the rollback that ended the segment, and the run directory.
+    """
+    start = setup_run(config, world, rollback)
+    start.engine.profiler.heartbeat = heartbeat
+    trainer, exit_code = Trainer(start, seconds_before), None
+    try:
+        exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
+    finally:
+        trainer.close(exit_code)
+    return exit_code, trainer.rollback, str(trainer.directory.path)
+
+
+def _resumed(config: Config, run: str) -> Config:
+    """The configuration that resumes the run of the directory ``run``, with its optimizer state."""
+    options = replace(config.run, load=run, run_dir=run, save=run, finetune=False, no_load_optim=False)
+    return replace(config, run=options, ict=replace(config.ict, bert_load=None))
