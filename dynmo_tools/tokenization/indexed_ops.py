@@ -15,7 +15,7 @@ from ..config.settings import IndexForm
 from ..formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
 from ..formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
 from ..formats.int_columns import add_scalar, concatenate, drop_first, in_memory
-from ..io.atomic_write import sweep_temporaries
+from ..io.atomic_write import sweep_temporaries, sync_folder
 from ..io.concat_files import append_files
 from ..io.paths import check_new_outputs
 from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
@@ -73,6 +73,7 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
         for source, target in zip(temporary, targets, strict=True):
             if source is not temporary[1] or source.stat().st_size:
                 os.replace(source, target)
+        sync_folder(targets[0].parent)
     finally:
         for path in temporary:
             path.unlink(missing_ok=True)

@@ -162,14 +162,20 @@ def power_loss(episode: Episode) -> None:
         for _ in range(episode.random.randint(1, 3)):
             mounts.sync(disk.path)
             episode.start()
-            share = episode.random.uniform(0.05, 1.0)
-            episode.reach(share)
+            has_succeeded = False
+            if episode.random.random() < 0.3:
+                share, has_succeeded = 1.0, not any(episode.wait())
+            else:
+                share = episode.random.uniform(0.05, 1.0)
+                episode.reach(share)
             episode.sent.add(signal.SIGKILL)
             disk.fail()
             end_descendants()
             disk.restart()
-            episode.disturbed(f"power loss at {share:.2f} of the run")
+            episode.disturbed("power loss after the end" if has_succeeded else f"power loss at {share:.2f} of the run")
             episode.check_committed()
+            if has_succeeded:
+                episode.compare(may_lose_lines=True)
         episode.finish(may_lose_lines=True)
 
 
