@@ -41,12 +41,14 @@ class Fault:
         inject: disturbs an episode, lets it recover and checks it.
         applies: which workloads it can disturb.
         reason_to_skip: why it cannot be injected here; None if it can.
+        needs_reference: whether it needs an undisturbed run.
     """
 
     name: str
     inject: Callable[[Episode], None]
     applies: Callable[[Workload], bool] = lambda workload: True
     reason_to_skip: Callable[[], str | None] = lambda: None
+    needs_reference: bool = True
 
 
 # ---------------------------------------------------------------- signals
@@ -464,8 +466,8 @@ FAULTS = (
     Fault(name="damaged file of a run", inject=damaged_run, applies=_only("train", "train-pipeline")),
     Fault(name="damaged input", inject=damaged_input, applies=lambda each: not _is_training(each)),
     Fault(name="clock jumps", inject=clock_jumps),
-    Fault(name="port in use", inject=port_in_use, applies=_only("train-launch")),
-    Fault(name="unresolvable name", inject=unresolvable_name, applies=_only("train-launch")),
+    Fault(name="port in use", inject=port_in_use, applies=_only("train-launch"), needs_reference=False),
+    Fault(name="unresolvable name", inject=unresolvable_name, applies=_only("train-launch"), needs_reference=False),
 )
 
 

@@ -239,7 +239,7 @@ def main() -> int:
         raise SystemExit("fault-campaign: error: no fault of --kind applies to a workload of --workload")
     os.environ.update(OMP_NUM_THREADS="1", TZ="UTC")
     preload({"dynmo-prep", *(workload.command.program for _, workload in choices)})
-    campaign.prepare(workload for _, workload in choices)
+    campaign.prepare(workload for fault, workload in choices if fault.needs_reference)
     first = max((record["episode"] + 1 for record in campaign.records()), default=0)
     run_episodes(campaign, choices, range(first, given.episodes), given.parallel, given.minutes)
     records = campaign.records()
