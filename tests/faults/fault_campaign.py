@@ -270,9 +270,9 @@ def run_episodes(
         while len(running) < parallel and time.monotonic() < end and (number := next(waiting, None)) is not None:
             fault, workload = draw(choices, campaign.seed, number)
             running.add(fork(lambda n=number, f=fault, w=workload: campaign.play(n, f, w)))  # type: ignore[misc]
-        running -= {pid for pid in running if exit_code(pid) is not None}
         if not running:
             return
+        running -= {pid for pid in running if exit_code(pid) is not None}
         time.sleep(0.05)
 
 
