@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.operations.verify import full_findings
 from tests.distributed.ports import free_port
 from tests.faults.campaign_workloads import Result, Workload
@@ -198,8 +197,7 @@ class Episode:
         """What has its final name is whole."""
         if self.workload.area == "train":
             for step in sorted((self.place / "run" / "checkpoints").glob("step-*")):
-                with progress("verify", 0, "MB") as tick:
-                    findings = list(full_findings(step, tick))
+                findings = list(full_findings(step, lambda *_: None))
                 if findings:
                     raise LostError(f"{step.name} has its final name and is damaged: {str(findings[0])[:300]}")
             return

@@ -176,8 +176,9 @@ def power_loss(episode: Episode) -> None:
             disk.restart()
             episode.disturbed("power loss after the end" if has_succeeded else f"power loss at {share:.2f} of the run")
             episode.check_committed()
-            if has_succeeded:
+            if has_succeeded:  # not started again: some commands refuse to replace what they have made
                 episode.compare(may_lose_lines=True)
+                return
         episode.finish(may_lose_lines=True)
 
 
