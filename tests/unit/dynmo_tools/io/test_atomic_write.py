@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
 import pytest
 
+from dynmo_tools._common.errors import DynmoError
 from dynmo_tools.io.atomic_write import open_atomic
 from dynmo_tools.tokenization.indexed_ops import _new_dataset
 
@@ -40,3 +42,13 @@ def test_new_dataset_survives_a_power_loss_after_the_command(tmp_path, calls):
         for handle in files:
             handle.write(b"x")
     assert calls == ["file"] * 3 + ["rename"] * 3 + ["folder"]
+
+
+def test_new_dataset_on_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(DynmoError, match="data: No space left on device; no output was kept"),
+        _new_dataset(tmp_path / "data"),
+    ):
+        raise full
+    assert list(tmp_path.iterdir()) == []
