@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -39,6 +42,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     """A staging directory that is renamed to ``target`` when the block ends without an error.
 
     An existing ``target`` is replaced. On an error or a signal the staging directory is removed and ``target`` stays.
+    What a killed process left next to ``target`` is removed first, its previous ``target`` restored.
 
     Raises:
         StorageError: the system refused.
@@ -48,8 +52,11 @@ def new_directory(target: Path) -> Iterator[Path]:
     # Next to the target, and so on the same file system, where a rename is atomic.
     staging = target.with_name(f".{target.name}.tmp-{token}")
     previous = target.with_name(f".{target.name}.old-{token}")
+    locks: list[int | None] = []
     try:
+        remove_leftovers(target)
         staging.mkdir(parents=True)
+        locks.append(_lock(staging))
         yield staging
         # The entries must be on disk before the rename that makes them visible; fsync of a file does not include them.
         for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
@@ -57,6 +64,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         if target.exists():
             # rename does not replace a directory with contents, so two renames are needed. Between them the target is
             # missing; after an error there, clean_up restores it.
+            locks.append(_lock(target) if target.is_dir() else None)
             target.rename(previous)
         staging.rename(target)
         sync_directory(target.parent)
@@ -68,6 +76,38 @@ def new_directory(target: Path) -> Iterator[Path]:
         finally:
             # Again: a signal just before _defer_signals interrupts the first call. A second call is idempotent.
             clean_up(target, staging, previous)
+            for lock in locks:
+                if lock is not None:
+                    os.close(lock)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove staging directories of killed processes, and restore a ``target`` that one was about to replace.
+
+    Processes that live hold a lock on theirs. Where the file system has no locks, nothing is removed.
+    """
+    for leftover in sorted(target.parent.glob(f".{glob.escape(target.name)}.*-*")):
+        kind = re.fullmatch(r"(tmp|old)-[0-9a-f]{8}", leftover.name.rpartition(".")[2])
+        if kind is None or not leftover.is_dir() or (lock := _lock(leftover)) is None:
+            continue
+        try:
+            if kind[1] == "old" and not target.exists():
+                leftover.rename(target)
+            else:
+                shutil.rmtree(leftover)
+        finally:
+            os.close(lock)
+
+
+def _lock(directory: Path) -> int | None:
+    """Lock a directory until the descriptor is closed or the process ends; None where that is not possible."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def clean_up(target: Path, staging: Path, previous: Path) -> None:

@@ -80,5 +80,16 @@ def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes
             if not replace:
                 refuse_existing([path])
             os.replace(temporary, path)
+            # Behind the rename: a file of a command that has exited with 0 survives a power loss.
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the directory entries of a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -23,6 +23,7 @@ from typing import IO, Any, Self
 from .._common.document import ESCAPED, DocumentError
 from .._common.errors import DynmoError
 from ..formats.workfiles import TASK
+from ..io.atomic_write import sync_folder
 from ..io.codecs import is_compressed, wrap_write
 from ..io.jsonl import (
     EXCERPT_CHARACTERS,
@@ -317,15 +318,6 @@ class _Output:
                 self._temporary.unlink(missing_ok=True)
         if keep:
             os.replace(self._temporary, self.path)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def resolve(name: str) -> Callable[[Task], None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import threading
 import pytest
 
 from dynmo_tools import cli
+from tests.cli.prep_steps import DERIVED_INPUTS, STEPS, outputs, write_inputs
 
 KILLS = int(os.environ.get("DYNMO_KILLS", "2"))
 
@@ -83,53 +83,6 @@ for number in range(int(kills)):
 print(json.dumps(codes))
 """
 
-WORDS = [
-    "The",
-    "river",
-    "runs",
-    "past",
-    "old",
-    "mills",
-    "under",
-    "bridges",
-    "of",
-    "stone",
-    "where",
-    "nobody",
-    "waits",
-    "long",
-]
-SENTENCES = [" ".join(WORDS[at % 7 :] + WORDS[: at % 11]) + f" {at}." for at in range(60)]
-DUMP = "".join(
-    f"<page><title>P{n}</title><ns>0</ns><id>{n}</id><revision><id>{n}</id><text>'''P{n}''' is [[a]] page.</text>"
-    "</revision></page>"
-    for n in range(1, 20)
-)
-
-STEPS = {
-    "merge": ("{in}/in.jsonl", "-o", "out.jsonl.zst"),
-    "add-id": ("{in}/in.jsonl", "-o", "out.jsonl", "--id-prefix", "x"),
-    "clean": ("{in}/in.jsonl", "-o", "out.jsonl", "--save-dropped", "dropped.jsonl"),
-    "fix": ("{in}/in.jsonl", "-o", "out.jsonl", "--tasks", "ftfy_fix_text", "--tasks", "general_cleaning"),
-    "find-duplicates": ("{in}/in.jsonl", "-o", "pairs.jsonl", "--save-fingerprints", "prints"),
-    "group-duplicates": ("{in}/pairs.jsonl", "-o", "groups.jsonl"),
-    "remove-duplicates": ("{in}/in.jsonl", "-o", "out.jsonl", "--groups", "{in}/groups.jsonl"),
-    "dedup": ("{in}/in.jsonl", "-o", "out.jsonl"),
-    "decontaminate": (
-        "{in}/in.jsonl", "-o", "out.jsonl", "--task", "lambada={in}/task.jsonl", "--save-dictionary", "grams.jsonl",
-    ),
-    "shuffle": ("{in}/in.jsonl", "-o", "out.jsonl"),
-    "split-sentences": ("{in}/in.jsonl", "-o", "out.jsonl"),
-    "train-tokenizer": ("{in}/in.jsonl", "-o", "tokenizer.json", "--vocab-size", "280"),
-    "binarize": ("{in}/in.jsonl", "-o", "data", "--tokenizer", "{in}/tokenizer.json", "--append-eod"),
-    "extract-wiki": ("{in}/dump.xml", "-o", "out.jsonl"),
-    "blacklist-urls": ("{in}/urls.txt", "-o", "kept.txt", "--save-dropped", "dropped.txt"),
-    "fetch-urls": ("{in}/pages.txt", "-o", "pages.jsonl", "--delay-s", "0", "--allow-host", "127.0.0.1"),
-    "merge-indexed": ("{in}/data_text_document", "{in}/lazy", "-o", "both"),
-    "convert-indexed": ("{in}/data_text_document", "-o", "lazy", "--to", "lazy"),
-    "sample-corpus": ("-o", "corpus.jsonl", "--max-bytes", "20000"),
-}  # fmt: skip
-
 
 def call(*arguments):
     with pytest.MonkeyPatch.context() as patch:
@@ -156,34 +109,17 @@ class Page(http.server.BaseHTTPRequestHandler):
 def inputs(tmp_path_factory):
     """A folder with an input for every step, and a server of the pages to fetch."""
     folder = tmp_path_factory.mktemp("inputs")
-    texts = [" ".join(SENTENCES[at : at + 12]) for at in range(40)]
-    rows = [{"url": f"u{n}", "text": text} for n, text in enumerate([*texts, texts[3], texts[7] + " ", "Short."])]
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "task.jsonl").write_text(json.dumps({"text": " ".join(texts[5].split()[20:40])}) + "\n")
-    (folder / "dump.xml").write_text(f"<mediawiki><siteinfo><base>http://w.org/w</base></siteinfo>{DUMP}</mediawiki>")
-    (folder / "urls.txt").write_text("".join(f"http://site{n % 30}.org/{n}\n" for n in range(60)) + "http://a/b.jpg\n")
+    write_inputs(folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     (folder / "pages.txt").write_text("".join(f"http://127.0.0.1:{server.server_port}/{n}\n" for n in range(6)))
-    call("find-duplicates", folder / "in.jsonl", "-o", folder / "pairs.jsonl")
-    call("group-duplicates", folder / "pairs.jsonl", "-o", folder / "groups.jsonl")
-    call("train-tokenizer", folder / "in.jsonl", "-o", folder / "tokenizer.json", "--vocab-size", 270)
-    call("binarize", folder / "in.jsonl", "-o", folder / "data", "--tokenizer", folder / "tokenizer.json")
-    call("convert-indexed", folder / "data_text_document", "-o", folder / "lazy", "--dtype", "uint16")
+    for words in DERIVED_INPUTS:
+        call(*(word.replace("{in}", str(folder)) for word in words))
     yield folder
     server.shutdown()
     server.server_close()
     thread.join()
-
-
-def outputs(folder):
-    """The bytes of each file that a run left, without the folder of its plan and markers, and the time of writing."""
-    return {
-        str(path.relative_to(folder)): re.sub(rb'"created_utc": ?"[^"]*"', b"", path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file() and not any(part.endswith(".work") for part in path.relative_to(folder).parts)
-    }
 
 
 @pytest.mark.parametrize("step", STEPS)

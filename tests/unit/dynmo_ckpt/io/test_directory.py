@@ -60,3 +60,31 @@ def test_new_directory_signal_before_clean_up_leaves_nothing(tmp_path, monkeypat
         spoilt(tmp_path / "out")
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    (tmp_path / ".out.tmp-0123abcd").mkdir()
+    (tmp_path / ".out.tmp-0123abcd" / "shard").write_bytes(b"half")
+    for name in (".out.tmp-other", ".another.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+    with new_directory(tmp_path / "out") as staging:
+        (staging / "file").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".another.tmp-0123abcd", ".out.tmp-other", "out"]
+
+
+def test_target_that_a_killed_process_was_replacing_stays_until_a_new_one_is_complete(tmp_path):
+    (tmp_path / ".out.old-0123abcd").mkdir()
+    (tmp_path / ".out.old-0123abcd" / "file").write_text("previous")
+    with pytest.raises(KeyError), new_directory(tmp_path / "out"):
+        raise KeyError
+    assert (tmp_path / "out" / "file").read_text() == "previous"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_staging_directory_of_a_live_process_stays(tmp_path):
+    with new_directory(tmp_path / "out") as first:
+        with new_directory(tmp_path / "out") as second:
+            (second / "file").write_text("second")
+        assert first.is_dir()
+        (first / "file").write_text("first")
+    assert (tmp_path / "out" / "file").read_text() == "first"

@@ -1,0 +1,54 @@
+"""Files that are written whole: bytes are on the disk before the rename, the folder's entries after it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import pytest
+
+from dynmo_tools._common.errors import DynmoError
+from dynmo_tools.io.atomic_write import open_atomic
+from dynmo_tools.tokenization.indexed_ops import _new_dataset
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is flushed and renamed, in order."""
+    made, fsync, replace = [], os.fsync, os.replace
+
+    def flushed(descriptor):
+        made.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def renamed(source, target):
+        made.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    return made
+
+
+def test_new_file_survives_a_power_loss_after_the_command(tmp_path, calls):
+    with open_atomic(tmp_path / "out.json") as handle:
+        handle.write(b"{}")
+    assert calls == ["file", "rename", "folder"]
+
+
+def test_new_dataset_survives_a_power_loss_after_the_command(tmp_path, calls):
+    with _new_dataset(tmp_path / "data") as files:
+        for handle in files:
+            handle.write(b"x")
+    assert calls == ["file"] * 3 + ["rename"] * 3 + ["folder"]
+
+
+def test_new_dataset_on_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(DynmoError, match="data: No space left on device; no output was kept"),
+        _new_dataset(tmp_path / "data"),
+    ):
+        raise full
+    assert list(tmp_path.iterdir()) == []
