@@ -88,7 +88,14 @@ class Decode(Protocol):
     def __call__(
         self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold, *, ends: Ends = never
     ) -> DecodedTokens:
-        """Continue a sequence."""
+        """Continue a sequence.
+
+        Args:
+            prompt: its tokens.
+            new_tokens: limit of new tokens.
+            threshold: of the exits.
+            ends: what ends the continuation before the limit.
+        """
         ...
 
 
