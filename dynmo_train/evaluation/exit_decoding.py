@@ -83,12 +83,19 @@ def never(_new: Sequence[int]) -> bool:
 
 
 class Decode(Protocol):
-    """Continues one sequence greedily: prompt, limit of new tokens, threshold, and what ends it before the limit."""
+    """A function that continues one sequence greedily."""
 
     def __call__(
         self, prompt: Sequence[int], new_tokens: int, threshold: ExitThreshold, *, ends: Ends = never
     ) -> DecodedTokens:
-        """Continue a sequence."""
+        """Continue a sequence.
+
+        Args:
+            prompt: token ids.
+            new_tokens: maximum number of new tokens.
+            threshold: of the exits.
+            ends: whether the sequence ends after these new tokens.
+        """
         ...
 
 
