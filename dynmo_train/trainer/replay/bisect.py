@@ -181,7 +181,7 @@ def _first_nonfinite(steps: list[ReplayedStep]) -> FirstTensor | None:
 
 def _mismatched(pair: Pair, executed: list[list[ReplayedStep]]) -> dict[str, int]:
     """Run directory -> first executed step whose figures are not those of the metrics."""
-    found = {}
+    found: dict[str, int] = {}
     for run, steps in zip(pair.runs, executed, strict=True):
         for each in (step.digests for step in steps):
             if each.logged is not None and not each.matches:

@@ -92,7 +92,7 @@ class DigestObserver:
         self._record(TensorKey(direction="activation", **place), output)
         if output.requires_grad:
             gradient = TensorKey(direction="activation_gradient", **place)
-            output.register_hook(lambda grad: self._record(gradient, grad))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda grad: self._record(gradient, grad))
 
     def gradients(self) -> None:
         """Record the gradients of the local parameters; see ``StepObserver``."""
