@@ -277,7 +277,7 @@ def open_run_data(
         step: step to resume after.
         consumed: samples consumed up to that step.
         positions: ``x_data_position`` of the checkpoint; None without one.
-        batches: where batches begin; None: as the options say.
+        batches: where batches begin; None: those of the options.
 
     Raises:
         UsageError: a data set cannot be used, or has too few samples.

@@ -225,14 +225,14 @@ def _problems_across(lines: list[Any]) -> list[Problem]:
     if len(kinds) < 2 or kinds != ["header", *["tensor"] * (len(kinds) - 2), "result"]:
         return [Problem("record", "order", "must be one header, then tensors, then one result")]
     problems = []
-    seen: set[TensorKey] = set()
+    found: set[TensorKey] = set()
     for number, line in enumerate(lines[1:-1], 2):
         key = _key(line)
         is_activation = key.direction in _OF_MICROBATCHES
         if (key.microbatch is None) is is_activation or (key.parameter is None) is not is_activation:
             message = "activations have a microbatch and no parameter, weights a parameter and no microbatch"
             problems.append(Problem(f"line {number}", "conflict", message))
-        if key in seen:
+        if key in found:
             problems.append(Problem(f"line {number}", "repeated", "the tensor has two lines"))
-        seen.add(key)
+        found.add(key)
     return problems

@@ -5,7 +5,7 @@ A loss is a spike if it exceeds ``median + threshold x deviation`` of the last l
 hundredth of the median: on a plateau the MAD tends to 0, and noise would be a spike. Nothing is a spike until the
 window is half full. Every finite loss enters the window, spikes too: less than half of the window cannot move the
 median far, and after a lasting change of the level the rule adapts. Steps without an update (fp16 overflows, values
-that are not finite) are no spikes and do not enter the window; ``FiniteCheck`` counts those that are not finite.
+that are not finite) are not spikes and do not enter the window; ``FiniteCheck`` counts those that are not finite.
 
 A rollback is a resume within the processes of the run: engine and data are built again from the last checkpoint. The
 step numbers are executed again, on other samples::
@@ -135,7 +135,7 @@ class LossSpikes:
         """
         losses: deque[float] = deque(state.get("losses", ()), maxlen=training.loss_spike_window)
         is_rolling_back = training.loss_spike_action == "rollback"
-        kept = max(training.loss_spike_skip_batches, training.max_skipped_iterations) if is_rolling_back else 1
+        capacity = max(training.loss_spike_skip_batches, training.max_skipped_iterations) if is_rolling_back else 1
         return cls(
             threshold=training.loss_spike_threshold,
             is_rolling_back=is_rolling_back,
@@ -143,7 +143,7 @@ class LossSpikes:
             max_rollbacks=training.loss_spike_max_rollbacks,
             losses=losses,
             # One more: on GPUs the next step was launched before the spike is known.
-            batches=deque(maxlen=kept + 1),
+            batches=deque(maxlen=capacity + 1),
             last=last,
         )
 

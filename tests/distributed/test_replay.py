@@ -111,7 +111,7 @@ def test_replay_step_on_other_ranks_has_the_same_digests(trained, digests, worke
     assert files_of(folder / "run") == before
 
 
-def test_replay_step_without_checkpoint_before_it_starts_from_the_initial_weights(trained):
+def test_replay_step_before_the_first_checkpoint_starts_from_step_0(trained):
     folder, _ = trained
     code, text = run_on(1, ["replay-step", str(folder / "run"), "3", "--format", "json"])
     assert code == 0, text

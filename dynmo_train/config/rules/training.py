@@ -220,7 +220,7 @@ def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
     if (is_rolling_back or skipped) and config.data.sample_order == "megatron":
         yield conflict(
             flag,
-            "skips samples, so that a run reads more of them; --sample-order megatron would order them anew: use"
+            "skips samples, so that a run reads more of them; --sample-order megatron would change their order: use"
             " --sample-order stable",
         )
     if not is_rolling_back:

@@ -116,7 +116,7 @@ class Pair:
         config = run.config(self.flags, self.world.size, checkpoint)
         return Replay(run=run, config=config, checkpoint=checkpoint, first=first, last=last)
 
-    def steps(self, at: int, checkpoint_step: int, first: int, last: int, *wanted: Any) -> list[ReplayedStep]:
+    def steps(self, at: int, checkpoint_step: int, first: int, last: int, *copy_keys: Any) -> list[ReplayedStep]:
         """The executed steps of :meth:`replay`, from ``first`` to ``last``; the engine is freed afterwards.
 
         Args:
@@ -124,9 +124,9 @@ class Pair:
             checkpoint_step: completed steps of the checkpoint to start from.
             first: first step to digest.
             last: last step.
-            *wanted: tensors to copy to the host.
+            *copy_keys: tensors to copy to the host.
         """
-        found = list(self.replay(at, checkpoint_step, first, last).execute(self.world, wanted))
+        found = list(self.replay(at, checkpoint_step, first, last).execute(self.world, copy_keys))
         release_memory()
         return found
 
@@ -181,7 +181,7 @@ def _first_nonfinite(steps: list[ReplayedStep]) -> FirstTensor | None:
 
 def _mismatched(pair: Pair, executed: list[list[ReplayedStep]]) -> dict[str, int]:
     """Run directory -> first executed step whose figures are not those of the metrics."""
-    found = {}
+    found: dict[str, int] = {}
     for run, steps in zip(pair.runs, executed, strict=True):
         for each in (step.digests for step in steps):
             if each.logged is not None and not each.matches:

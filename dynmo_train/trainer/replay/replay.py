@@ -29,7 +29,7 @@ class ReplayedStep:
 
     Attributes:
         digests: digests of its tensors.
-        copies: wanted tensors on the CPU.
+        copies: tensors on the CPU.
     """
 
     digests: StepDigests
@@ -64,12 +64,12 @@ class Replay:
         if self.last > limit:
             raise UsageError(f"{self.run.path} has {limit:,} steps, not {self.last:,}; give a step up to {limit:,}")
 
-    def execute(self, world: World, wanted: Iterable[TensorKey] = ()) -> Iterator[ReplayedStep]:
+    def execute(self, world: World, copy_keys: Iterable[TensorKey] = ()) -> Iterator[ReplayedStep]:
         """Execute the steps. Every rank calls this and takes every result.
 
         Args:
             world: process groups.
-            wanted: tensors to copy to the host.
+            copy_keys: tensors to copy to the host.
         """
         loaded = load_engine(self.config, world)
         consumed = loaded.consumed_samples
@@ -79,7 +79,7 @@ class Replay:
             size = self.config.batch_sizes.at(consumed)
             if logged is not None:
                 consumed, size = logged.first_sample, logged.size
-            yield from self._step(loaded, world, step, consumed, size, loaded_step, tuple(wanted))
+            yield from self._step(loaded, world, step, consumed, size, loaded_step, tuple(copy_keys))
             consumed += size
 
     def _step(
@@ -90,7 +90,7 @@ class Replay:
         consumed: int,
         size: int,
         loaded_step: int,
-        wanted: tuple[TensorKey, ...],
+        copy_keys: tuple[TensorKey, ...],
     ) -> Iterator[ReplayedStep]:
         """Execute one step; yields its digests from ``first`` on."""
         engine = loaded.engine
@@ -99,7 +99,7 @@ class Replay:
             engine.train_step(batch, sampled=False, advance=size)
             engine.after_step(step)
             return
-        observer = DigestObserver(engine, wanted)
+        observer = DigestObserver(engine, copy_keys)
         observer.observe_weights("initial_weight")
         engine.profiler.observer = observer
         try:
@@ -120,7 +120,7 @@ class Replay:
                 updated=result.updated,
                 logged=None if logged is None else logged.figures,
             ),
-            copies=gathered_copies(world, observer) if wanted else {},
+            copies=gathered_copies(world, observer) if copy_keys else {},
         )
 
 

@@ -59,16 +59,16 @@ class DigestObserver:
 
     Args:
         engine: engine of this rank.
-        wanted: tensors to copy to the host, too.
+        copy_keys: tensors to copy to the host, too.
 
     Attributes:
         digests: key -> digest of each recorded tensor.
-        copies: key -> copy of each wanted tensor, on the CPU.
+        copies: key -> copy of each tensor of ``copy_keys``, on the CPU.
     """
 
-    def __init__(self, engine: Engine, wanted: Iterable[TensorKey] = ()) -> None:
+    def __init__(self, engine: Engine, copy_keys: Iterable[TensorKey] = ()) -> None:
         self._engine, self._world = engine, engine.world
-        self._wanted = frozenset(wanted)
+        self._copy_keys = frozenset(copy_keys)
         self.digests: dict[TensorKey, TensorDigest] = {}
         self.copies: dict[TensorKey, torch.Tensor] = {}
         dims, world = engine.world.dims, engine.world
@@ -81,7 +81,7 @@ class DigestObserver:
         if key in self.digests:
             return
         self.digests[key] = tensor_digest(key, tensor)
-        if key in self._wanted:
+        if key in self._copy_keys:
             self.copies[key] = tensor.detach().to("cpu", copy=True)
 
     def activation(self, item: str, microbatch: int, output: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class DigestObserver:
         self._record(TensorKey(direction="activation", **place), output)
         if output.requires_grad:
             gradient = TensorKey(direction="activation_gradient", **place)
-            output.register_hook(lambda grad: self._record(gradient, grad))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda grad: self._record(gradient, grad))
 
     def gradients(self) -> None:
         """Record the gradients of the local parameters; see ``StepObserver``."""
@@ -149,7 +149,7 @@ def gathered_digests(world: World, names: Sequence[str], observer: DigestObserve
 
 
 def gathered_copies(world: World, observer: DigestObserver) -> dict[TensorKey, torch.Tensor]:
-    """The wanted tensors of all ranks, on the CPU, equal on every rank. Every rank calls this."""
+    """The copied tensors of all ranks, on the CPU, equal on every rank. Every rank calls this."""
     own = [
         {
             **vars(key),

@@ -71,7 +71,7 @@ def test_lasting_change_of_the_loss_becomes_normal():
     assert messages[-1] is None
 
 
-def test_steps_without_update_are_no_spikes_and_do_not_enter_the_window():
+def test_steps_without_update_are_not_spikes_and_do_not_enter_the_window():
     found = spikes()
     record(found, STEADY)
     assert record(found, [50.0], first=5, updated=False, norm=math.inf) == [None]

@@ -64,7 +64,7 @@ def test_tensor_digest_counts_elements_that_are_not_finite():
     assert digest_of(torch.arange(3)).nonfinite == 0
 
 
-def test_first_different_tensor_is_the_first_in_the_order_of_the_computation():
+def test_first_different_tensor_follows_the_order_of_the_computation():
     one, other = torch.ones(4, 3), torch.ones(4, 3)
     other[2, 1] = torch.nextafter(other[2, 1], torch.tensor(2.0))
     later = replace(KEY, microbatch=4)
