@@ -67,6 +67,9 @@ class RunConfig:
         common=True,
         panel=panels.LOGGING,
     )
+    verbose: bool = option(
+        "Print every option at each start; run.json has them, too.", default=False, panel=panels.LOGGING
+    )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
     no_load_rng: bool = option(

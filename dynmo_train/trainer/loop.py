@@ -50,19 +50,20 @@ from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
 from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
-from ..launch.heartbeat import Phase, open_heartbeat
+from ..launch.failure_record import recording_failure
+from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from ..parallel.consensus import is_reporting_rank
-from ..parallel.process_groups import destroy_world
+from ..parallel.process_groups import World, destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
-from .failures import lost_connection, out_of_memory, raise_together
+from .failures import LostRankError, lost_another_rank, lost_connection, out_of_memory, raise_together
 from .fingerprint import config_properties, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
 from .monitoring.scalar_writers import scalar_writers_on_rank0
-from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
+from .monitoring.training_log import TrainingLog, complete_line, graphs_line, run_argument_lines, stop_line
 from .rebalance.compression_choice import compression_choice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.measured_steps import MeasuredSteps
@@ -90,6 +91,21 @@ def run_pretrain(config: Config) -> int:
     properties = partial(config_properties, config)
     world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
+        with recording_failure(os.environ, lost_another_rank):
+            return _run(config, world, heartbeat)
+    finally:
+        destroy_world()
+
+
+def _run(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
+    """Set up the run and train; the exit code. Every rank calls this.
+
+    Raises:
+        SampleError: on one rank, if all ranks raise it.
+        LostRankError: another rank has ended or hangs.
+        DynmoError: this rank is out of memory.
+    """
+    try:
         start = setup_run(config, world)
         start.engine.profiler.heartbeat = heartbeat
         trainer, exit_code = Trainer(start), None
@@ -107,12 +123,9 @@ def run_pretrain(config: Config) -> int:
     except RuntimeError as error:
         if (problem := out_of_memory(error)) is not None:
             raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
-        # One line, because the launcher reports the rank that ended first.
         if (problem := lost_connection(error)) is not None:
-            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
+            raise LostRankError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
         raise
-    finally:
-        destroy_world()
 
 
 class Trainer:
@@ -233,7 +246,12 @@ class Trainer:
         training = self.config.training
         if self.step >= training.train_iters:
             return self._report_complete()
-        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log.log_start(
+            self.engine.partition,
+            self.step + 1,
+            parameter_counts(self.engine),
+            run_argument_lines(self.config, self.directory),
+        )
         self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
@@ -322,7 +340,12 @@ class Trainer:
 
     def evaluate(self) -> int:
         """Evaluate on validation and test data without training; the exit code."""
-        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log.log_start(
+            self.engine.partition,
+            self.step + 1,
+            parameter_counts(self.engine),
+            run_argument_lines(self.config, self.directory),
+        )
         self._warn_without_test_data()
         self._evaluate_validation()
         self._evaluate_test()

@@ -36,11 +36,13 @@ class RunDirectory:
         path: the directory.
         run_id: id of the run, the same for all its starts.
         segment: number of the start, from 0.
+        previous_config: on rank 0, the configuration of the previous start; None at the first one.
     """
 
     path: Path
     run_id: str
     segment: int
+    previous_config: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def run_json(self) -> Path:
@@ -140,7 +142,9 @@ def open_run_directory(
         if not _is_resumed(path, config.run.load):
             raise UsageError(f"{path} already contains a run; resume it with --load {path}, or give another --run-dir")
         before = read_run(run.run_json)
-        run = RunDirectory(path=path, run_id=before["run_id"], segment=before["segment"] + 1)
+        run = RunDirectory(
+            path=path, run_id=before["run_id"], segment=before["segment"] + 1, previous_config=before["config"]
+        )
     try:
         for folder in (run.plans, run.requests, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +181,8 @@ def open_run_directory_on_rank0(
     path, run_id, segment = broadcast_object(
         world, [str(opened.path), opened.run_id, opened.segment] if opened else None
     )
-    return RunDirectory(path=Path(path), run_id=run_id, segment=segment)
+    previous_config = None if opened is None else opened.previous_config
+    return RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config)
 
 
 def _run_document(
