@@ -49,7 +49,7 @@ from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
 from ..trainer.monitoring.scalar_writers import check_clients, scalar_writers_on_rank0
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, run_argument_lines, stop_line
-from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0
+from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0, rotations
 from ..trainer.settings_from_config import (
     engine_settings,
     flops_counter,
@@ -201,7 +201,7 @@ class FinetuneRun:
         start = self._begin(options)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
-        self.logger = RunLogger(start.directory, world)
+        self.logger = RunLogger(start.directory, world, *rotations(config))
         writers = scalar_writers_on_rank0(world, config, start.directory)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family), writers)
         self.checkpoints = Checkpointer(

@@ -17,10 +17,10 @@ from typing import Any
 from .. import __version__
 from .._common.document import envelope, write_whole
 from .._common.errors import UsageError
+from .._common.log_parts import Rotation
 from ..config import Config, config_document
 from ..formats.os_errors import reason
 from ..formats.run import FORMAT, VERSION, read_run, write_run
-from ..formats.run_lines import append_metrics
 from ..launch.worker import LAUNCH_FILE_VARIABLE
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
@@ -79,10 +79,6 @@ class RunDirectory:
         """Checkpoints by step."""
         return self.path / "checkpoints"
 
-    def log_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one line to the metrics; numbers that are not finite become null."""
-        append_metrics(self.metrics, record)
-
     @staticmethod
     def event_record(kind: str, message: str, *, step: int, **detail: Any) -> dict[str, Any]:
         """A line of ``events.jsonl`` with the current time.
@@ -101,6 +97,16 @@ class RunDirectory:
 def utc_text(moment: datetime) -> str:
     """``2026-01-31T12:00:00Z``."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def rotations(config: Config) -> tuple[Rotation, Rotation]:
+    """Rotation of the profile, and that of metrics and of events."""
+    run = config.run
+    max_bytes = int(run.log_rotate_mb * 1e6) or None
+    return (
+        Rotation(max_bytes=max_bytes, keep=run.profile_parts),
+        Rotation(max_bytes=max_bytes, keep=run.metrics_parts),
+    )
 
 
 def choose_path(config: Config, now: datetime, exists: Callable[[Path], bool]) -> Path:
