@@ -36,6 +36,7 @@ SHARED: Mapping[str, Sequence[str]] = {
     "_common/errors.py": ALL,
     "_common/help.py": ALL,
     "_common/option_groups.py": ("dynmo_train", "dynmo_balance", "dynmo_ckpt"),
+    "_common/log_parts.py": ("dynmo_train", "dynmo_balance"),
     "_common/panel.py": ALL,
     "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
     "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .cli import main
+from .launch.failure_record import recording_failure
 from .launch.worker import exit_process, watch_launcher
 from .trainer.garbage_collection import collect_rarely
 
@@ -14,7 +15,8 @@ def run() -> None:
     collect_rarely()
     watch_launcher(os.environ)
     try:
-        main()
+        with recording_failure(os.environ):
+            main()
     except SystemExit as exit_:
         exit_process(exit_.code, os.environ)
         raise

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .._common.document import DocumentError, Problem, own_document, parse_json, read_lines, short_repr, write_whole
+from .._common.document import DocumentError, Problem, own_document, parse_json, short_repr, write_whole
+from .._common.log_parts import read_part_lines
 from .profile_lines import line_problems
 from .profile_records import Event, Header, Item, Link, Model, PlanRequest, PlanResult, Record, Samples, Step, Worker
 
@@ -33,6 +34,10 @@ __all__ = [
     "parse_profile",
     "read_profile",
 ]
+
+
+CONTINUES = "x_continues"
+"""Key of a header that begins a part of a rotated profile and repeats the header of the part before."""
 
 
 def _known(kind: type, value: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
@@ -113,12 +118,21 @@ def _step_problems(step: Step, header: Header, last_step: int) -> list[Problem]:
 
 
 class LineParser:
-    """Turns lines into records, one after another, and keeps the state that the rules across lines need."""
+    """Turns lines into records, one after another, and keeps the state that the rules across lines need.
+
+    Attributes:
+        header: the last header; None before the first one.
+        lines: number of lines so far.
+        last_step: last step of the segment.
+        is_copy: whether the last line was the header at the begin of a part, which repeats the one before; it is no
+            record.
+    """
 
     def __init__(self) -> None:
         self.header: Header | None = None
         self.lines = 0
         self.last_step = 0
+        self.is_copy = False
 
     def parse(self, line: bytes) -> tuple[Record | None, list[Problem]]:
         """The record of the next line and its problems; None as the record if there is a problem."""
@@ -129,13 +143,22 @@ class LineParser:
             return None, [Problem(f"line {self.lines}", "json", str(error))]
         problems = line_problems(value)
         record = None
+        self.is_copy = False
         if not problems:
             record = _build(value)
+            if isinstance(record, Header) and value.get(CONTINUES) and self._continues(record):
+                self.is_copy = True
+                return None, []
             # Only for a line that is valid by itself: rules across lines need its fields.
             problems = self._across(record)
         where = f"line {self.lines}"
         located = [Problem(f"{where}.{p.path}" if p.path else where, p.kind, p.message) for p in problems]
         return (None if located else record), located
+
+    def _continues(self, header: Header) -> bool:
+        """Whether a copy of a header is of the current segment."""
+        before = self.header
+        return before is not None and (header.run_id, header.segment) == (before.run_id, before.segment)
 
     def _across(self, record: Record) -> list[Problem]:
         if isinstance(record, Header):
@@ -206,4 +229,4 @@ def read_profile(path: Path) -> tuple[Segment, ...]:
     Raises:
         DocumentError: it cannot be read or violates a rule.
     """
-    return parse_profile(read_lines(path), str(path))
+    return parse_profile(read_part_lines(path), str(path))

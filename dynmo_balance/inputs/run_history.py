@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._common.document import DocumentError, Problem, parse_json, read_lines
+from .._common.document import DocumentError, Problem, parse_json
 from .._common.errors import DynmoError
+from .._common.log_parts import part_paths, read_part_lines
 from .._common.report.run_data import RunData, read_run_files
 from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
@@ -193,8 +194,8 @@ def read_history(run: Path, window: int = 8) -> RunHistory:
     path = profile_path(run)
     data = read_run_files(run)
     state, parser, problems = _Pass(data, window), LineParser(), list[Problem]()
-    if path.exists() or not data.run:
-        for line in read_lines(path):
+    if part_paths(path) or not data.run:
+        for line in read_part_lines(path):
             record, found = parser.parse(line)
             problems.extend(found)
             if record is not None and not problems:

@@ -5,7 +5,9 @@ where the previous one ended, unless its lines belong to another run; then the s
 
     stat: same file, same size and time   nothing new
           same file                       read from the offset; the bytes before it differ: truncated, read from 0
-          another file                    read the old one to its end first, then the new one from 0
+          another file                    read the old one to its end first, then the next part from 0
+
+``dynmo-train`` rotates by ``_common/log_parts.py``: numbered parts, each with a copy of the header.
 
 A line counts once it ends with a newline, because the trainer appends each with one ``write()`` and may be killed in
 the middle of it.
@@ -13,15 +15,20 @@ the middle of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-from .._common.document import Problem, UnreadableError, open_regular
+from .._common.document import MAX_DOCUMENT_BYTES, Problem
+from .._common.log_parts import next_part, part_numbers, part_path
 from ..formats.profile import Header, LineParser, Record, Step
 
+BATCH_BYTES = 1 << 24
+"""Bytes of a profile that a poll reads, apart from the end of a line; the records of one batch are in memory."""
 MARK_BYTES = 64
 """Bytes before the read position that are compared, to detect a file that was truncated and has grown past it."""
 
@@ -35,11 +42,13 @@ class TailUpdate:
             void.
         records: the new valid records, in order.
         problems: the problems of lines that were skipped.
+        has_more: whether the next poll has more without waiting.
     """
 
     restarted: bool = False
     records: tuple[Record, ...] = ()
     problems: tuple[Problem, ...] = ()
+    has_more: bool = False
 
 
 @dataclass
@@ -50,19 +59,19 @@ class _UpdateBuilder:
 
 
 class _OpenFile:
-    """An open file, which can be read to its end after it was renamed, and the position up to which it was read."""
+    """An open part, which can be read to its end after it was renamed, and the position up to which it was read.
 
-    def __init__(self, path: Path) -> None:
-        # Only regular files: opening a named pipe would block the planner until somebody writes to it.
-        try:
-            with open_regular(path) as handle:
-                self.fd = os.dup(handle.fileno())
-        except UnreadableError as error:
-            if isinstance(error.__cause__, FileNotFoundError):  # renamed since poll() found it
-                raise error.__cause__ from None
-            raise
+    Args:
+        handle: the file; its descriptor is duplicated.
+        number: number of the part when it was opened; None without one.
+    """
+
+    def __init__(self, handle: BinaryIO, number: int | None) -> None:
+        with handle:
+            self.fd = os.dup(handle.fileno())
         weakref.finalize(self, os.close, self.fd)
-        self.offset = 0
+        self.number, self.offset = number, 0
+        self.is_long_line = self.is_full_batch = False
         self.last_status: tuple[int, int] | None = None
         self._mark = b""
         self._identity = _identity(os.fstat(self.fd))
@@ -75,23 +84,45 @@ class _OpenFile:
         return os.pread(self.fd, len(self._mark), self.offset - len(self._mark)) != self._mark
 
     def read(self) -> tuple[list[bytes], bytes]:
-        """The new complete lines, and the incomplete line after them."""
-        # In parts of 16 MB, so that a long profile needs no second copy of itself while it is read. ``pread`` has its
-        # own position, so an incomplete line is simply read again by the next poll.
-        parts = []
-        at = self.offset
-        while part := os.pread(self.fd, 1 << 24, at):
-            parts.append(part)
-            at += len(part)
-        payload = b"".join(parts)
+        """The next complete lines, at most about ``BATCH_BYTES``, and the incomplete line after them.
+
+        ``pread`` has its own position, so an incomplete line is simply read again by the next poll. A line above
+        ``MAX_DOCUMENT_BYTES`` is dropped in parts; ``is_long_line`` until its end.
+        """
+        payload, self.is_full_batch = b"", False
+        while part := os.pread(self.fd, BATCH_BYTES, self.offset + len(payload)):
+            payload += part
+            self.is_full_batch = len(part) == BATCH_BYTES
+            if b"\n" in part or len(payload) > MAX_DOCUMENT_BYTES:
+                break
         end = payload.rfind(b"\n") + 1
+        rest = payload[end:]
+        if not end and len(payload) > MAX_DOCUMENT_BYTES:
+            end, rest = len(payload), b""
+            lines, self.is_long_line = [] if self.is_long_line else [payload], True
+        else:
+            lines = payload[:end].split(b"\n")
+            if self.is_long_line and end:
+                self.is_long_line, lines = False, lines[1:]
         if end:
             self._mark = (self._mark + payload[max(0, end - MARK_BYTES) : end])[-MARK_BYTES:]
         self.offset += end
-        return payload[:end].split(b"\n"), payload[end:]
+        return lines, rest
+
+    def has_more(self) -> bool:
+        """Whether the file had more than the last batch."""
+        return self.is_full_batch
+
+    def count_lines(self, limit: int) -> int:
+        """Number of line ends after the position, up to ``limit``."""
+        count, at = 0, self.offset
+        while count < limit and (part := os.pread(self.fd, BATCH_BYTES, at)):
+            count += part.count(b"\n")
+            at += len(part)
+        return min(count, limit)
 
     def rewind(self) -> None:
-        self.offset, self._mark = 0, b""
+        self.offset, self._mark, self.is_long_line = 0, b"", False
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -99,11 +130,14 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class ProfileFollower:
-    """Reads a profile incrementally; a poll without new data costs one ``stat()``.
+    """Reads a profile incrementally, over its parts; a poll without new data costs one ``stat()``.
+
+    A poll reads one batch of one part, so that memory does not grow with the profile; ``TailUpdate.has_more`` states
+    whether there is another one.
 
     Args:
         path: of the profile.
-        beat: called before each line, because a poll of a long profile takes seconds.
+        beat: called before each line, because a poll of many lines takes seconds.
     """
 
     def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None) -> None:
@@ -114,35 +148,95 @@ class ProfileFollower:
         self._repeated: bytes | None = None
 
     def poll(self) -> TailUpdate:
-        """What was appended since the last poll; nothing while the file does not exist."""
-        try:
-            status = os.stat(self._path)
-            file = self._file = self._file or _OpenFile(self._path)
-        except FileNotFoundError:
+        """The next batch of what was appended since the last poll; nothing while the file does not exist."""
+        update, left, has_more = _UpdateBuilder(), BATCH_BYTES, True
+        while has_more and left > 0:
+            num_bytes, has_more = self._advance(update)
+            left -= num_bytes
+        return TailUpdate(
+            restarted=update.restarted,
+            records=tuple(update.records),
+            problems=tuple(update.problems),
+            has_more=has_more,
+        )
+
+    def _advance(self, update: _UpdateBuilder) -> tuple[int, bool]:
+        """Read once; returns the number of bytes, and whether there is more to read."""
+        if self._file is None:
+            self._file = self._open_after(0)
             if self._file is None:
-                return TailUpdate()
-            file = self._file
-            status = os.fstat(file.fd)  # renamed; its writer may continue it until it starts the next one
-        # Only when the new file has contents: until then the writer may still append to the old one.
-        rotated = not file.same_file(status) and status.st_size > 0
+                return 0, False
+        file, status = self._file, self._status()
+        # Only when the next file has contents: until then the writer may still append to this one.
+        if status is None:  # between the steps of a rotation, or renamed; a later part shows that this one is complete
+            rotated = any(number > (self._number_of(file) or 0) for number in part_numbers(self._path))
+        else:
+            rotated = not file.same_file(status) and status.st_size > 0
         if not rotated:
-            status = status if file.same_file(status) else os.fstat(file.fd)
-            if file.last_status == (status.st_size, status.st_mtime_ns):
-                return TailUpdate()
-            file.last_status = status.st_size, status.st_mtime_ns
-        update = _UpdateBuilder()
+            own = os.fstat(file.fd)
+            if file.last_status == (own.st_size, own.st_mtime_ns):
+                return 0, False
+            file.last_status = own.st_size, own.st_mtime_ns
+        before = file.offset
         rest = self._read(file, update)
-        if rotated:
-            if rest.strip():
-                place = f"line {self._parser.lines + 1}"
-                update.problems.append(Problem(place, "json", "the file was rotated before the line was complete"))
-            try:
-                self._file = _OpenFile(self._path)
-            except FileNotFoundError:  # rotated once more; the next poll finds the next file
-                return TailUpdate(records=tuple(update.records), problems=tuple(update.problems))
-            self._begin()
-            self._read(self._file, update)
-        return TailUpdate(restarted=update.restarted, records=tuple(update.records), problems=tuple(update.problems))
+        num_bytes = max(0, file.offset - before)
+        if num_bytes and (rotated or file.has_more()):
+            file.last_status = None  # what is left is read although the file does not change
+            return num_bytes, True
+        if not rotated:
+            return num_bytes, False
+        if rest.strip():
+            place = f"line {self._parser.lines + 1}"
+            update.problems.append(Problem(place, "json", "the file was rotated before the line was complete"))
+        opened = self._open_after(self._number_of(file))
+        if opened is None:
+            return num_bytes, False  # rotated once more; the next poll finds the next file
+        self._file = opened
+        self._begin()
+        return num_bytes, True
+
+    def lines_left(self, limit: int) -> int:
+        """Number of lines that the next polls will return, up to ``limit``; those of later parts are included."""
+        file, count = self._file, 0
+        while file is not None and count < limit:
+            count += file.count_lines(limit - count)
+            number = self._number_of(file)
+            file = None if number is None else self._open_after(number)
+        return count
+
+    def _status(self) -> os.stat_result | None:
+        """Of the document without a number; None while there is none."""
+        try:
+            return os.stat(self._path)
+        except FileNotFoundError:
+            return None
+
+    def _number_of(self, file: _OpenFile) -> int | None:
+        """The number of an open part, which its writer may have given to it since it was opened.
+
+        None for the document without a number. A file that is gone counts as the part before the oldest one.
+        """
+        if file.number is None:
+            for number in reversed(part_numbers(self._path)):
+                with contextlib.suppress(OSError):
+                    if file.same_file(os.stat(part_path(self._path, number))):
+                        file.number = number
+                        break
+            else:
+                status = self._status()
+                return None if status is not None and file.same_file(status) else self._last_number
+        return file.number
+
+    @property
+    def _last_number(self) -> int:
+        """The highest number of a part; what follows it is the document without a number."""
+        return max(part_numbers(self._path), default=0)
+
+    def _open_after(self, number: int | None) -> _OpenFile | None:
+        if number is None:
+            return None
+        found = next_part(self._path, number)
+        return None if found is None else _OpenFile(*found)
 
     def _read(self, file: _OpenFile, update: _UpdateBuilder) -> bytes:
         if file.is_truncated():
@@ -176,6 +270,10 @@ class ProfileFollower:
         probe = LineParser()
         probe.header = before
         record, _ = probe.parse(line)
+        if probe.is_copy:
+            self._is_undecided = False
+            self._parser.lines += 1
+            return
         if record is None:
             probe.header = None  # accept a header that does not continue the previous one
             record, _ = probe.parse(line)

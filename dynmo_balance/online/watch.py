@@ -57,6 +57,9 @@ class Watcher:
         options: how to decide.
         beat: called before each line that is read and each record that is processed. A start may read a long profile
             and repeat many decisions; a supervisor must not mistake that for a planner that hangs.
+
+    Attributes:
+        has_more: whether the last poll left records unread; it has not decided then.
     """
 
     def __init__(self, run: Path, options: WatchOptions, *, beat: Callable[[], None] = lambda: None) -> None:
@@ -70,6 +73,8 @@ class Watcher:
         self._last_warning = ""
         self._policy_state = PolicyState()
         self._has_warned_of_units = False
+        self._is_overdue = False
+        self.has_more = False
         self._published: dict[int, tuple[int | None, object, int]] = {}  # plan id: base, segment and step
 
     def poll(self, *, decides: bool = False) -> bool:
@@ -82,20 +87,24 @@ class Watcher:
             whether there was anything new.
         """
         news = self._tail.poll()
+        self.has_more = news.has_more
         # Everything that was derived from the former contents is void; the plans on disk are not.
         if news.restarted:
             print_message("the profile was replaced or truncated: starting from scratch")
             self.state = RunState(window_size=self._options.window)
-            self._base, self._decided_at = None, -1
+            self._base, self._decided_at, self._is_overdue = None, -1, False
             self._published.clear()
         for problem in news.problems:
             print_message(f"{self._profile}: skipped {problem}")
-        overdue = False
+        overdue, self._is_overdue = self._is_overdue, False
+        # A start reads a long profile in batches: what the records of later batches need is as if they were one.
+        pending = self._tail.lines_left(MAX_REPLAYED_RECORDS) if news.has_more else 0
         headers = sum(isinstance(record, Header) for record in news.records)
         for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
             self._beat()
             if isinstance(record, Header):
                 headers -= 1
+                overdue = False
                 self._base, self._decided_at, self._policy_state, self._has_warned_of_units = (
                     None,
                     -1,
@@ -109,9 +118,12 @@ class Watcher:
             if self.state.active_plan_id != active_plan_id:
                 self._policy_state = self._policy_state.after_move()
                 overdue = False
-            is_replayed = 0 < left <= MAX_REPLAYED_RECORDS
+            is_replayed = 0 < left + pending <= MAX_REPLAYED_RECORDS
             if is_replayed and not headers and self._is_stateful and self._is_due():  # a header resets the policy state
                 overdue = self._decide(publishing=False)
+        if news.has_more:
+            self._is_overdue = overdue
+            return True
         if (news.records or self._waiting_for_base()) and (
             self._is_due() or (decides and self.state.header is not None)
         ):
@@ -290,6 +302,8 @@ def watch(
     is_child = os.getppid() == parent_pid
     while True:
         news = watcher.poll(decides=once)
+        while once and watcher.has_more:
+            news = watcher.poll(decides=once)
         if heartbeat is not None:
             heartbeat.beat()
         if once:

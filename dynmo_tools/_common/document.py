@@ -24,7 +24,7 @@ import re
 import reprlib
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -457,7 +457,13 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         OSError: the line could not be written; the document ends as before.
         ValueError: the record holds a number that is not finite.
     """
-    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", ESCAPED)
+    append_lines(path, (record,))
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append records to a ``.jsonl`` document: all of them or, if that fails, none; raises as ``append_line``."""
+    texts = [json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    line = "".join(texts).encode("utf-8", ESCAPED)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = _cut_incomplete_tail(descriptor)

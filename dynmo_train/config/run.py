@@ -67,6 +67,21 @@ class RunConfig:
         common=True,
         panel=panels.LOGGING,
     )
+    log_rotate_mb: float = option(
+        "Size in MB at which profile, metrics and events are rotated; 0: never.",
+        default=128.0,
+        minimum=0,
+        panel=panels.LOGGING,
+    )
+    profile_parts: int = option(
+        "Rotated parts of the profile to keep; older ones are deleted.", default=8, minimum=1, panel=panels.LOGGING
+    )
+    metrics_parts: int | None = option(
+        "Rotated parts of metrics and of events to keep; none: all.", default=None, minimum=1, panel=panels.LOGGING
+    )
+    verbose: bool = option(
+        "Print every option at each start; run.json has them, too.", default=False, panel=panels.LOGGING
+    )
     finetune: bool = option("Load only the weights from --load and start at step 0.", default=False, common=True)
     no_load_optim: bool = option("Do not load the optimizer state from --load.", default=False)
     no_load_rng: bool = option(

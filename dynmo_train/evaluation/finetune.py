@@ -8,6 +8,7 @@ The steps are those of training; only the batches, the head and the evaluation a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from ..data.finetune_dataset import TASKS, PairData, build_pairs, join_pairs
 from ..data.tokenizer import TokenizerFiles, open_tokenizer
 from ..formats.checkpoint import Checkpoint
 from ..launch.exit_status import EXIT_NOT_FINITE
+from ..launch.failure_record import recording_failure
 from ..models.bert import Bert
 from ..models.bert_tasks import BertTask
 from ..models.layer_list import BoundaryShape, parameters_of
@@ -40,13 +42,14 @@ from ..trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_sam
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
 from ..trainer.checkpoint.model_keys import RECORDS
 from ..trainer.engine import Engine
+from ..trainer.failures import lost_another_rank
 from ..trainer.fingerprint import checkpoint_properties, config_properties, join_same, option_properties, require_same
 from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import RunLogger
 from ..trainer.monitoring.scalar_writers import check_clients, scalar_writers_on_rank0
-from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
-from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0
+from ..trainer.monitoring.training_log import TrainingLog, complete_line, run_argument_lines, stop_line
+from ..trainer.run_directory import RunDirectory, open_run_directory_on_rank0, rotations
 from ..trainer.settings_from_config import (
     engine_settings,
     flops_counter,
@@ -198,7 +201,7 @@ class FinetuneRun:
         start = self._begin(options)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
-        self.logger = RunLogger(start.directory, world)
+        self.logger = RunLogger(start.directory, world, *rotations(config))
         writers = scalar_writers_on_rank0(world, config, start.directory)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family), writers)
         self.checkpoints = Checkpointer(
@@ -282,7 +285,12 @@ class FinetuneRun:
         if data is None:
             self.measure(0)
         else:
-            self.log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+            self.log.log_start(
+                self.engine.partition,
+                self.step + 1,
+                parameter_counts(self.engine),
+                run_argument_lines(self.config, self.directory),
+            )
             with DistributedSignalHandler(None) as signal_handler:
                 signals = self._train(data, last, signal_handler)
         self.checkpoints.wait()
@@ -419,7 +427,8 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
     try:
         run, exit_code = FinetuneRun(name, config, options, world), None
         try:
-            exit_code = run.run()
+            with recording_failure(os.environ, lost_another_rank):
+                exit_code = run.run()
         finally:
             run.log.close(exit_code)
         return exit_code

@@ -7,6 +7,7 @@ All ranks get the same checkpoint: rank 0 lists the candidates, and the ranks co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +23,14 @@ from ..config.extensions import base_family
 from ..config.task_command import check_model_flags
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer, open_tokenizer
 from ..formats.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from ..launch.failure_record import recording_failure
 from ..models.layer_list import ModelFamily
 from ..models.registry import CAUSAL, family_of_manifest
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..trainer.checkpoint.load_checkpoint import convert_to_native, default_cache, first_valid_checkpoint, foreign_kind
+from ..trainer.failures import lost_another_rank
 from ..trainer.fingerprint import checkpoint_properties, join_same, option_properties, require_same
 
 
@@ -96,7 +99,8 @@ def evaluation_world(inference: InferenceConfig, task: object, processes: int) -
     dims = parallel_dims(inference, processes)
     world = join_same(inference.device, dims, lambda: option_properties(inference, task))
     try:
-        yield world
+        with recording_failure(os.environ, lost_another_rank):
+            yield world
     finally:
         destroy_world()
 

@@ -6,17 +6,30 @@ Times are integer nanoseconds and sizes integer bytes. In per-item and per-worke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import __version__
-from .._common.document import DocumentError, Problem, WriterError, append_line, envelope, parse_json, read_lines
+from .._common.document import (
+    DocumentError,
+    Problem,
+    WriterError,
+    append_line,
+    append_lines,
+    envelope,
+    parse_json,
+    read_lines,
+)
+from .._common.log_parts import Rotation, part_paths, rotate
 from .profile_lines import FORMAT, VERSION, line_problems
 
 # Kind of the event with new relative speeds of the workers.
 WORKER_SPEED = "worker_speed"
+# Key of a header that begins a part of a rotated profile and repeats the header of the part before.
+CONTINUES = "x_continues"
 WRITTEN_BY = f"dynmo-train {__version__}"
 
 PlanOutcome = Literal["applied", "unchanged", "refused", "superseded", "rolled_back"]
@@ -229,26 +242,76 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         WriterError: The line breaks the format; nothing is written.
     """
+    _check(path, record)
+    append_line(path, record)
+
+
+def _check(path: Path, record: Mapping[str, Any]) -> None:
     if problems := line_problems(record):
         raise WriterError(str(path), problems)
-    append_line(path, record)
+
+
+class ProfileAppender:
+    """Appends to a profile that is rotated. Each part begins with a header: a copy, unless a new segment begins there.
+
+    The copy has the relative speeds that were measured last, so that a part does not need the older ones.
+
+    Args:
+        path: the profile.
+        rotation: when to start a new part, and how many to keep.
+    """
+
+    def __init__(self, path: Path, rotation: Rotation) -> None:
+        self._path, self._rotation = path, rotation
+        self._header: dict[str, Any] = {}
+        self._header_bytes = 0
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one line, in a new part if the last one is full.
+
+        Raises:
+            WriterError: The line breaks the format; nothing is written.
+            OSError: See ``append_line``.
+        """
+        _check(self._path, record)
+        # A part has several times the size of its header, which may have megabytes.
+        rotate(self._path, self._rotation, 4 * self._header_bytes)
+        is_header = record["record"] == "header"
+        is_new = not self._path.exists() or not self._path.stat().st_size
+        copies = (self._header,) if is_new and self._header and not is_header else ()
+        append_lines(self._path, (*copies, record))
+        # Only once it is written: lines that wait for a full disk belong to the header before them.
+        if is_header:
+            self._header = {**record, CONTINUES: True}
+            self._header_bytes = len(json.dumps(self._header))
+        elif record["record"] == "event" and record["kind"] == WORKER_SPEED and self._header:
+            detail = record["detail"]
+            speeds = dict(zip(detail["workers"], detail["relative_speed"], strict=True))
+            workers = [
+                {**worker, "relative_speed": speeds.get(worker["worker"], worker["relative_speed"])}
+                for worker in self._header["workers"]
+            ]
+            self._header = {**self._header, "workers": workers}
 
 
 def next_segment(path: Path) -> int:
     """Return the segment of the next header: one above that of the last complete header, 0 in a new profile.
 
+    Each part begins with a header, so that the newest part with a line is enough.
+
     Raises:
         DocumentError: a line with a header is damaged; a guessed segment could repeat one.
     """
-    if not path.exists():
-        return 0
-    segment = 0
-    for number, line in enumerate(read_lines(path), 1):
-        if b'"header"' not in line:
-            continue
-        try:
-            record = parse_json(line)
-            segment = record["segment"] + 1 if record["record"] == "header" else segment
-        except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(str(path), [Problem(f"line {number}", "json", str(error))]) from error
-    return segment
+    for part in reversed(part_paths(path)):
+        segment = None
+        for number, line in enumerate(read_lines(part), 1):
+            if b'"header"' not in line:
+                continue
+            try:
+                record = parse_json(line)
+                segment = record["segment"] + 1 if record["record"] == "header" else segment
+            except (ValueError, KeyError, TypeError) as error:
+                raise DocumentError(str(part), [Problem(f"line {number}", "json", str(error))]) from error
+        if segment is not None:
+            return int(segment)
+    return 0

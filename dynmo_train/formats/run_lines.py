@@ -9,6 +9,7 @@ from typing import Any
 
 from .._common.checks import Check, array, integer, number, string
 from .._common.document import Problem, WriterError, append_line
+from .._common.log_parts import NO_ROTATION, Rotation, rotate
 from .incident import INCIDENT_KINDS
 
 _METRICS: Mapping[str, Check] = {"step": integer()}
@@ -34,29 +35,35 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _append(path: Path, record: Mapping[str, Any], rules: Mapping[str, Check]) -> None:
+def _append(path: Path, record: Mapping[str, Any], rules: Mapping[str, Check], rotation: Rotation) -> None:
     problems = [Problem(name, "missing", "is missing") for name in rules if name not in record]
     for name, check in rules.items():
         if name in record:
             check(record[name], name, problems)
     if problems:
         raise WriterError(str(path), problems)
+    rotate(path, rotation)
     try:
         append_line(path, _finite(record))
     except (TypeError, ValueError) as error:  # a tensor or another value that JSON does not have
         raise WriterError(str(path), [Problem("", "json", str(error))]) from error
 
 
-def append_metrics(path: Path, record: Mapping[str, Any]) -> None:
+def append_metrics(path: Path, record: Mapping[str, Any], rotation: Rotation = NO_ROTATION) -> None:
     """Append the metrics of a step; numbers that are not finite become null.
+
+    Args:
+        path: ``metrics.jsonl``.
+        record: the line.
+        rotation: when to start a new part.
 
     Raises:
         WriterError: ``step`` is missing, or a value is not JSON; nothing is written.
         OSError: See ``append_line``.
     """
-    _append(path, record, _METRICS)
+    _append(path, record, _METRICS, rotation)
 
 
-def append_event(path: Path, record: Mapping[str, Any]) -> None:
+def append_event(path: Path, record: Mapping[str, Any], rotation: Rotation = NO_ROTATION) -> None:
     """Append an event, which has ``time_utc``, ``step``, ``kind`` and ``message``; raises as :func:`append_metrics`."""
-    _append(path, record, _INCIDENT if record.get("kind") == "incident" else _EVENT)
+    _append(path, record, _INCIDENT if record.get("kind") == "incident" else _EVENT, rotation)

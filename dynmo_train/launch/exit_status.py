@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from .._common.errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
+from .._common.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
+from .failure_record import FailureRecord, first_line, is_cpp_frame
 
 TAIL_LINES = 12
 # The loss or gradients are not finite. A restart from the same checkpoint would compute the same.
@@ -23,11 +24,13 @@ class Failure:
         rank: global rank.
         code: exit code; negative for the signal that killed it.
         log: path of its standard error.
+        record: what the process recorded of its failure; None where it was killed, or had a usage error.
     """
 
     rank: int
     code: int
     log: str
+    record: FailureRecord | None = None
 
 
 def _severity(failure: Failure) -> int:
@@ -77,22 +80,61 @@ def usage_message(tail: Sequence[str]) -> str:
     return "\n".join(tail[starts[0] :]) if starts else ""
 
 
-def failure_message(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) -> str:
-    """One message for all failures of a round.
+def with_causal_codes(failures: Sequence[Failure]) -> list[Failure]:
+    """The failures of a node with exit codes that distinguish cause and consequence, as :func:`root_causes` needs.
+
+    A rank that lost another one counts as terminated, if the cause is on this node, too. A rank that recorded its own
+    error and was terminated before it could exit counts as failed.
+    """
+
+    def is_consequence(failure: Failure) -> bool:
+        terminated = failure.record is None and failure.code in _TERMINATED_CODES
+        return terminated or (failure.record is not None and failure.record.is_consequence)
+
+    if all(map(is_consequence, failures)):
+        return list(failures)
+    causal = []
+    for failure in failures:
+        if is_consequence(failure):
+            causal.append(replace(failure, code=EXIT_TERMINATED))
+        elif failure.record is not None and failure.code in _TERMINATED_CODES:
+            causal.append(replace(failure, code=EXIT_FAILURE))
+        else:
+            causal.append(failure)
+    return causal
+
+
+def error_of(failure: Failure, tail: Sequence[str]) -> str:
+    """The error of a process in one line; empty if it was killed.
 
     Args:
-        failures: at least one failure.
-        tails: rank to the last lines of its log, for ranks whose log was not printed.
+        failure: the process.
+        tail: the last lines of its log.
     """
-    root = root_causes(failures)
-    lines, printed = [], set()
-    for failure in root:
-        lines.append(f"rank {failure.rank} {describe_exit(failure.code)}; its log is {failure.log}")
-        tail = tuple(tails.get(failure.rank, ()))
-        if tail not in printed:
-            lines += [f"  | {line}" for line in tail]
-            printed.add(tail)
-    others = sorted(failure.rank for failure in failures if failure not in root)
-    if others:
-        lines.append(f"also failed: rank {', '.join(map(str, others))}")
-    return "\n".join(lines)
+    if failure.record is not None:
+        return failure.record.message
+    if failure.code < 0 and failure.code != -signal.SIGABRT:
+        return ""
+    lines = [line for line in tail if not is_cpp_frame(line)]
+    return first_line(lines[-1].removeprefix("dynmo-train: error: ")) if lines else ""
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that most likely caused the others: of :func:`root_causes`, the one that was recorded first."""
+    roots = root_causes(failures)
+    recorded = [failure for failure in roots if failure.record is not None and not failure.record.is_consequence]
+    if not recorded or any(failure.record is None and failure.code < 0 for failure in roots):
+        return roots[0]
+    return min(recorded, key=lambda failure: (failure.record.time_ns if failure.record else 0, failure.rank))
+
+
+def failure_message(failure: Failure, host: str, error: str) -> str:
+    """One line on the failure that ended a round: rank, host, error and log.
+
+    Args:
+        failure: the first cause.
+        host: host of the process.
+        error: the error in one line; empty where it is unknown.
+    """
+    text = f": {error}" if error else ""
+    return f"rank {failure.rank} {describe_exit(failure.code)} on {host}{text}; its log is {failure.log}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .._common.console import print_message
 from .._common.document import DocumentError, parse_json
+from .._common.log_parts import last_lines
 from ..formats.checkpoint.writer import STEP_NAME, read_latest
 from ..formats.incident import Incident
 from ..formats.run_lines import append_event
@@ -60,14 +61,7 @@ def read_progress(run_dir: Path) -> Progress:
 
 def _last_step(metrics: Path) -> int:
     """Number of the last step in ``metrics.jsonl``; 0 without one."""
-    try:
-        with metrics.open("rb") as handle:
-            handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL_BYTES))
-            lines = handle.read().split(b"\n")
-    except OSError:
-        return 0
-    # The last element has no line end: it is incomplete.
-    for line in reversed(lines[:-1]):
+    for line in last_lines(metrics, _TAIL_BYTES):
         try:
             record = parse_json(line)
         except (ValueError, DocumentError):

@@ -38,12 +38,15 @@ from .coordinator import Round
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
+    error_of,
     failure_message,
+    first_cause,
     last_lines,
     root_causes,
     shell_exit_code,
     usage_message,
 )
+from .failure_record import printed_text, withheld_text
 from .heartbeat import HEARTBEAT_VARIABLE
 from .incident_log import (
     Progress,
@@ -105,8 +108,8 @@ class LocalLaunch:
         return self.log_dir / f"join-{socket.gethostname()}-{os.getpid()}.json"
 
 
-def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
-    """Print the causes of a failed round, without lines that the log of rank 0 has already shown.
+def report_failures(failures: Sequence[Failure], *, has_rank0: bool, is_verbose: bool = False) -> None:
+    """Print the first cause of a failed round once, without lines that the log of rank 0 has already shown.
 
     A usage error of all ranks is printed once. If rank 0 was terminated before it could print the error, the message of
     another rank is printed.
@@ -114,20 +117,28 @@ def report_failures(failures: Sequence[Failure], *, has_rank0: bool) -> None:
     Args:
         failures: failures of this node.
         has_rank0: whether rank 0 runs on this node, which has printed its log.
+        is_verbose: whether to print the stack, too.
     """
     logs = {f.rank: Path(f.log).read_text(encoding="utf-8", errors="replace") for f in failures}
     log_of_first = Path(failures[0].log).parents[1] / "0" / "stderr.log"
-    printed = log_of_first.read_text(encoding="utf-8", errors="replace") if has_rank0 and log_of_first.exists() else ""
+    has_log = has_rank0 and log_of_first.exists()
+    printed = printed_text(log_of_first.read_text(encoding="utf-8", errors="replace")) if has_log else ""
     shown = {line.rstrip() for line in printed.splitlines()}
-    tails = {rank: tail for rank, log in logs.items() if not shown.issuperset(tail := last_lines(log))}
+    tails = {rank: last_lines(log) for rank, log in logs.items()}
     roots = root_causes(failures)
     if roots[0].code == EXIT_USAGE:
-        messages = [usage_message(tails[failure.rank]) for failure in roots if failure.rank in tails]
+        messages = [usage_message(tails[f.rank]) for f in roots if not shown.issuperset(tails[f.rank])]
         if all(messages):
             for message in dict.fromkeys(messages):
                 print_message(message)
             return
-    print_message(f"dynmo-train: error: {failure_message(failures, tails)}")
+    cause = first_cause(failures)
+    error = error_of(cause, tails[cause.rank])
+    message = failure_message(cause, socket.gethostname(), "" if f"dynmo-train: error: {error}" in shown else error)
+    print_message(f"dynmo-train: error: {message}")
+    if is_verbose and not (has_rank0 and cause.rank == 0):
+        for line in withheld_text(logs[cause.rank]).splitlines():
+            print_message(f"  | {line}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +210,7 @@ class _Launcher:
             grace_s=launch.exits.grace_s,
             save_s=launch.exits.save_s,
             shutdown_file=launch.shutdown_file,
+            is_verbose=launch.exits.verbose,
             index=index,
             host=nodes.master_addr,
             port=current.port,
@@ -408,7 +420,8 @@ class _Launcher:
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
-            report_failures(failures, has_rank0=current.members.index(self.launch.nodes.node_rank) == 0)
+            has_rank0 = current.members.index(self.launch.nodes.node_rank) == 0
+            report_failures(failures, has_rank0=has_rank0, is_verbose=self.launch.exits.verbose)
         return failures
 
     def lead(self) -> LaunchEnd:

@@ -24,7 +24,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .._common.console import print_message
 from .._common.errors import DynmoError
-from .exit_status import Failure
+from .exit_status import Failure, with_causal_codes
+from .failure_record import QuietLines, read_failure
 from .worker import (
     GRACE_VARIABLE,
     JOIN_FILE_VARIABLE,
@@ -61,6 +62,7 @@ class WorkerGroupConfig:
         grace_s: seconds that processes have to exit.
         save_s: seconds that processes have to exit if the launcher received a signal.
         shutdown_file: file that exists once the launcher received a signal.
+        is_verbose: whether to print the stack of rank 0, with C++ frames.
         index: index of this node among the members.
         host: host of the processes' store.
         port: port of the processes' store.
@@ -74,6 +76,7 @@ class WorkerGroupConfig:
     grace_s: float
     save_s: float
     shutdown_file: Path
+    is_verbose: bool
     index: int
     host: str
     port: int
@@ -148,11 +151,17 @@ def interface_towards(host: str) -> str | None:
 
 
 class _Tail(threading.Thread):
-    """A thread that copies what is appended to a file to a stream; ``find`` returns the path once it is known."""
+    """A thread that copies what is appended to a file to a stream.
 
-    def __init__(self, find: Callable[[], str | None], stream: IO[str]) -> None:
+    Args:
+        find: returns the path once it is known.
+        stream: where to write.
+        quiet: what to leave out; None copies everything.
+    """
+
+    def __init__(self, find: Callable[[], str | None], stream: IO[str], quiet: QuietLines | None = None) -> None:
         super().__init__(daemon=True)
-        self.find, self.stream = find, stream
+        self.find, self.stream, self.quiet = find, stream, quiet
         self.finished = threading.Event()
 
     def run(self) -> None:
@@ -165,9 +174,11 @@ class _Tail(threading.Thread):
         with open(path, encoding="utf-8", errors="replace") as source:
             while True:
                 while text := source.read(1 << 16):
-                    self.stream.write(text)
+                    self.stream.write(text if self.quiet is None else self.quiet.feed(text))
                     self.stream.flush()
                 if is_last:
+                    if self.quiet is not None:
+                        self.stream.write(self.quiet.finish())
                     return
                 is_last = self.finished.wait(MONITOR_INTERVAL_S)
 
@@ -321,7 +332,11 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     tails = (
         _Tail(lambda: log_paths[0].stdouts[0] if log_paths else None, sys.stdout),
-        _Tail(lambda: log_paths[0].stderrs[0] if log_paths else None, sys.stderr),
+        _Tail(
+            lambda: log_paths[0].stderrs[0] if log_paths else None,
+            sys.stderr,
+            None if group.is_verbose else QuietLines(),
+        ),
     )
     active = tails if group.index == 0 else ()
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
@@ -343,7 +358,10 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
         group.shutdown_file.unlink(missing_ok=True)
     workers = agent.get_worker_group().workers
     first = workers[0].global_rank if workers else 0
-    return [
-        Failure(rank=rank, code=failure.exitcode, log=log_paths[0].stderrs[rank - first])
-        for rank, failure in sorted(result.failures.items())
-    ]
+    logs = {rank: log_paths[0].stderrs[rank - first] for rank in sorted(result.failures)}
+    return with_causal_codes(
+        [
+            Failure(rank=rank, code=result.failures[rank].exitcode, log=log, record=read_failure(Path(log)))
+            for rank, log in logs.items()
+        ]
+    )

@@ -190,6 +190,9 @@ class ExitOptions:
     save_s: Annotated[
         float, typer.Option("--save-s", min=0, help="Seconds that processes have to save after SIGTERM or Ctrl-C.")
     ] = 60.0
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the stack of a failed process, with C++ frames.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

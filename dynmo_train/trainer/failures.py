@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._common.errors import DynmoError
 from ..data.sample_format import SampleError
 from ..parallel.process_groups import World, all_gather_objects
 
@@ -18,6 +19,10 @@ LOST_CONNECTION = (
     "Timed out waiting",
     "ncclRemoteError",
 )
+
+
+class LostRankError(DynmoError):
+    """Another rank has ended or does not answer; its own failure came first."""
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
@@ -41,6 +46,11 @@ def lost_connection(error: BaseException | None) -> str | None:
                 return words.lower()
         error = error.__cause__ or error.__context__
     return None
+
+
+def lost_another_rank(error: BaseException) -> bool:
+    """Whether an error shows that another rank failed first."""
+    return isinstance(error, LostRankError) or (isinstance(error, RuntimeError) and lost_connection(error) is not None)
 
 
 def raise_together(world: World, problem: str | None) -> None:

@@ -56,7 +56,7 @@ from .finite_check import FiniteCheck, batch_detail, end_message
 from .loss_spikes import Rollback
 from .loss_spikes import end_message as spikes_end_message
 from .monitoring.scalar_writers import scalar_writers_on_rank0
-from .monitoring.training_log import TrainingLog, complete_line, graphs_line, stop_line
+from .monitoring.training_log import TrainingLog, complete_line, graphs_line, run_argument_lines, stop_line
 from .rebalance.compression_choice import compression_choice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.measured_steps import MeasuredSteps
@@ -195,7 +195,12 @@ class Trainer:
         training = self.config.training
         if self.step >= training.train_iters:
             return self._report_complete()
-        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log.log_start(
+            self.engine.partition,
+            self.step + 1,
+            parameter_counts(self.engine),
+            run_argument_lines(self.config, self.directory),
+        )
         self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
@@ -319,7 +324,12 @@ class Trainer:
 
     def evaluate(self) -> int:
         """Evaluate on validation and test data without training; the exit code."""
-        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._log.log_start(
+            self.engine.partition,
+            self.step + 1,
+            parameter_counts(self.engine),
+            run_argument_lines(self.config, self.directory),
+        )
         self._warn_without_test_data()
         self._evaluate_validation()
         self._evaluate_test()

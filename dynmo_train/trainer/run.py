@@ -18,10 +18,11 @@ import torch
 from .._common.errors import EXIT_USAGE, DynmoError
 from ..config import Config
 from ..data.sample_format import SampleError
+from ..launch.failure_record import recording_failure
 from ..launch.heartbeat import HeartbeatWriter, open_heartbeat
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
-from .failures import lost_connection, out_of_memory
+from .failures import LostRankError, lost_another_rank, lost_connection, out_of_memory
 from .fingerprint import config_properties, join_same
 from .garbage_collection import freeze_imports
 from .loop import Trainer
@@ -45,6 +46,21 @@ def run_pretrain(config: Config) -> int:
     properties = partial(config_properties, config)
     world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
+        with recording_failure(os.environ, lost_another_rank):
+            return _run(config, world, heartbeat)
+    finally:
+        destroy_world()
+
+
+def _run(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
+    """Train until the end, and name the causes of failures; the exit code. Every rank calls this.
+
+    Raises:
+        SampleError: on one rank, if all ranks raise it.
+        LostRankError: another rank has ended or hangs.
+        DynmoError: this rank is out of memory.
+    """
+    try:
         return _train(config, world, heartbeat)
     # All ranks raise this in the same step: one of them reports it.
     except SampleError:
@@ -55,12 +71,9 @@ def run_pretrain(config: Config) -> int:
     except RuntimeError as error:
         if (problem := out_of_memory(error)) is not None:
             raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
-        # One line, because the launcher reports the rank that ended first.
         if (problem := lost_connection(error)) is not None:
-            raise DynmoError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
+            raise LostRankError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
         raise
-    finally:
-        destroy_world()
 
 
 def _train(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:

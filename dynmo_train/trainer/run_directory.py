@@ -17,10 +17,10 @@ from typing import Any
 from .. import __version__
 from .._common.document import envelope, write_whole
 from .._common.errors import UsageError
+from .._common.log_parts import Rotation
 from ..config import Config, config_document
 from ..formats.os_errors import reason
 from ..formats.run import FORMAT, VERSION, read_run, write_run
-from ..formats.run_lines import append_metrics
 from ..launch.worker import LAUNCH_FILE_VARIABLE
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
@@ -36,11 +36,13 @@ class RunDirectory:
         path: the directory.
         run_id: id of the run, the same for all its starts.
         segment: number of the start, from 0.
+        previous_config: on rank 0, the configuration of the previous start; None at the first one.
     """
 
     path: Path
     run_id: str
     segment: int
+    previous_config: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def run_json(self) -> Path:
@@ -77,10 +79,6 @@ class RunDirectory:
         """Checkpoints by step."""
         return self.path / "checkpoints"
 
-    def log_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one line to the metrics; numbers that are not finite become null."""
-        append_metrics(self.metrics, record)
-
     @staticmethod
     def event_record(kind: str, message: str, *, step: int, **detail: Any) -> dict[str, Any]:
         """A line of ``events.jsonl`` with the current time.
@@ -99,6 +97,16 @@ class RunDirectory:
 def utc_text(moment: datetime) -> str:
     """``2026-01-31T12:00:00Z``."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def rotations(config: Config) -> tuple[Rotation, Rotation]:
+    """Rotation of the profile, and that of metrics and of events."""
+    run = config.run
+    max_bytes = int(run.log_rotate_mb * 1e6) or None
+    return (
+        Rotation(max_bytes=max_bytes, keep=run.profile_parts),
+        Rotation(max_bytes=max_bytes, keep=run.metrics_parts),
+    )
 
 
 def choose_path(config: Config, now: datetime, exists: Callable[[Path], bool]) -> Path:
@@ -140,7 +148,9 @@ def open_run_directory(
         if not _is_resumed(path, config.run.load):
             raise UsageError(f"{path} already contains a run; resume it with --load {path}, or give another --run-dir")
         before = read_run(run.run_json)
-        run = RunDirectory(path=path, run_id=before["run_id"], segment=before["segment"] + 1)
+        run = RunDirectory(
+            path=path, run_id=before["run_id"], segment=before["segment"] + 1, previous_config=before["config"]
+        )
     try:
         for folder in (run.plans, run.requests, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +187,8 @@ def open_run_directory_on_rank0(
     path, run_id, segment = broadcast_object(
         world, [str(opened.path), opened.run_id, opened.segment] if opened else None
     )
-    return RunDirectory(path=Path(path), run_id=run_id, segment=segment)
+    previous_config = None if opened is None else opened.previous_config
+    return RunDirectory(path=Path(path), run_id=run_id, segment=segment, previous_config=previous_config)
 
 
 def _run_document(

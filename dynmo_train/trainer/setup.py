@@ -73,7 +73,7 @@ from .monitoring.profile_writer import (
     measure_links,
 )
 from .monitoring.scalar_writers import check_clients
-from .run_directory import RunDirectory, open_run_directory_on_rank0
+from .run_directory import RunDirectory, open_run_directory_on_rank0, rotations
 from .settings_from_config import (
     analytic_keys_of,
     dense_experts_warning,
@@ -153,7 +153,7 @@ def setup_run(config: Config, world: World, rollback: Rollback | None = None) ->
         )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     directory = open_run_directory_on_rank0(world, config, hosts=hosts, engine=engine_properties)
-    logger = RunLogger(directory, world)
+    logger = RunLogger(directory, world, *rotations(config))
     _write_header(config, engine, logger, workers)
     for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
         logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -98,6 +99,74 @@ def test_killed_worker_changes_no_bit(place):
     assert json.loads((place / "broken" / "run.json").read_text())["segment"] == 1
     assert losses(place / "broken") == losses(place / "whole")
     assert len(losses(place / "whole")) == 120
+
+
+FAULTY = """
+import os, sys
+import torch
+from dynmo_train.__main__ import run
+from dynmo_train.trainer.loop import Trainer
+train_step = Trainer.train_step
+def faulty(self):
+    if self.step == 5 and os.environ["RANK"] in os.environ["FAULTY_RANKS"]:
+        raise RuntimeError("injected fault")
+    train_step(self)
+Trainer.train_step = faulty
+run()
+"""
+FAULTY_LAUNCH = """
+import sys
+from pathlib import Path
+from dynmo_train.launch.launcher import LocalLaunch, launch_local
+from dynmo_train.launch.options import ExitOptions
+exits = ExitOptions(max_restarts=1, grace_s=1.0, verbose=sys.argv[1] == "verbose")
+command = (sys.executable, "faulty.py")
+launch = LocalLaunch(nproc=3, arguments=tuple(sys.argv[2:]), log_dir=Path("logs"), exits=exits, command=command)
+sys.exit(launch_local(launch))
+"""
+
+
+def run_with_fault(place, ranks, mode="quiet"):
+    (place / "faulty.py").write_text(FAULTY)
+    words = command(run_dir="run", num_layers=3, save_interval=5, train_iters=8)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTY_LAUNCH, mode, *words],
+        cwd=place,
+        env={**os.environ, "FAULTY_RANKS": ranks},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 1
+    return done.stdout, [line for line in done.stderr.splitlines() if not line.startswith("apex: ")]
+
+
+@pytest.mark.parametrize("ranks", ["1", "012"])
+def test_exception_is_one_line_with_rank_and_log_and_no_stack(place, ranks):
+    out, err = run_with_fault(place, ranks)
+    errors = [line for line in err if "error" in line.lower()]
+    # The first round, and its repetition without progress.
+    assert len(errors) == 2
+    for line in errors:
+        assert re.fullmatch(
+            r"dynmo-train: error: rank [012] exited with code 1 on \S+: RuntimeError: injected fault.*", line
+        )
+        assert ranks != "1" or "error: rank 1 " in line
+        log = Path(line.rpartition("its log is ")[2])
+        assert "Traceback (most recent call last)" in (place / log).read_text()
+    assert err[1:2] == [line for line in err if "restarting from" in line]
+    assert len(err) == 3, err
+    assert "Traceback" not in out
+    # The options are printed once, and after the restart only what changed.
+    assert out.count("end of arguments") == 1
+    assert "arguments: as in the previous start" in out
+    incidents = [each for each in events(place / "run", "incident") if each["incident"] == "process_death"]
+    assert ranks != "1" or [each["ranks"] for each in incidents] == [[1], [1]]
+
+
+def test_exception_verbose_prints_the_stack_of_the_first_cause(place):
+    _, err = run_with_fault(place, "1", "verbose")
+    assert sum("Traceback" in line for line in err) == 2
 
 
 def test_error_on_one_process_ends_all(place):

@@ -42,8 +42,8 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
     engine_checkpoint.new_staging = (
         refusing(engine_checkpoint.new_staging) if os.environ["RANK"] == "0" else engine_checkpoint.new_staging
     )
-    for module in (run_lines, profile):
-        module.append_line = refusing(module.append_line)
+    run_lines.append_line = refusing(run_lines.append_line)
+    profile.append_lines = refusing(profile.append_lines)
     return run_command(words)
 
 

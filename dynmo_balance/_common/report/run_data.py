@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..document import DocumentError, parse_json, read_any_json, read_lines
+from ..document import DocumentError, parse_json, read_any_json
+from ..log_parts import part_paths, read_part_lines
 from .series import Columns, Track
 from .units import plural
 
@@ -320,7 +321,7 @@ def read_run_files(run: Path) -> RunData:
     except DocumentError as error:
         data.notes.append(f"Losses are missing: {error}.")
     with suppress(DocumentError):  # a run without an event yet has no file
-        _read_events(data, run / "events.jsonl", with_marks=not (run / "profile.jsonl").exists())
+        _read_events(data, run / "events.jsonl", with_marks=not part_paths(run / "profile.jsonl"))
     return data
 
 
@@ -332,7 +333,7 @@ class _Lines:
         self.invalid = 0
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for line in read_lines(self.path):
+        for line in read_part_lines(self.path):
             try:
                 value = parse_json(line)
             except ValueError:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ..._common.console import print_message
-from ..._common.document import complete_lines, parse_json, short_repr
+from ..._common.document import parse_json, short_repr
 from ..._common.errors import UsageError
+from ..._common.log_parts import part_paths, read_part_lines
 from ...config import Config
 from ...formats.checkpoint import (
     Checkpoint,
@@ -214,13 +215,13 @@ def lost_step(run: Path) -> int | None:
     return max((line.get("step", 0) for line in _lines(run / "metrics.jsonl")), default=0) or None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The readable records of a log."""
-    records = []
-    for line in complete_lines(path.read_bytes()) if path.is_file() else ():
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The readable records of a log, over all its parts."""
+    for line in read_part_lines(path) if part_paths(path) else ():
         with contextlib.suppress(ValueError):
-            records.append(parse_json(line))
-    return [record for record in records if isinstance(record, dict)]
+            record = parse_json(line)
+            if isinstance(record, dict):
+                yield record
 
 
 def first_valid_checkpoint(

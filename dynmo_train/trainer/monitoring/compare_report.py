@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..._common.document import DocumentError, parse_json, read_lines
+from ..._common.document import DocumentError, parse_json
+from ..._common.log_parts import read_part_lines
 from ..._common.report import charts, facts
 from ..._common.report.page import Block, Note, Page, Section, Table, Tile, shortened
 from ..._common.report.run_data import RunData, read_run_files
 from ..._common.report.units import NONE, count_text, digits, plural, share_text, size_text, time_text
+from ...formats.profile import CONTINUES
 from ...formats.profile_lines import line_problems
 from .compare_runs import Comparison
 
@@ -36,7 +38,7 @@ def read_run_data(run: Path) -> RunData:
 
 def _add_profile(data: RunData, path: Path) -> int:
     invalid = 0
-    for line in read_lines(path):
+    for line in read_part_lines(path):
         try:
             record = parse_json(line)
         except ValueError:
@@ -44,6 +46,8 @@ def _add_profile(data: RunData, path: Path) -> int:
             continue
         if line_problems(record) or not _fits(record, data.header):
             invalid += 1
+            continue
+        if record.get(CONTINUES) and data.header:
             continue
         data.add_record(record)
     return invalid

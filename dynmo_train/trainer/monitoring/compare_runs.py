@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._common.document import UnreadableError, read_records
+from ..._common.document import UnreadableError
 from ..._common.errors import UsageError
+from ..._common.log_parts import part_paths, read_part_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +68,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         UsageError: the file cannot be read.
     """
     try:
-        return list(read_records(path))
+        return list(read_part_records(path))
     except UnreadableError as error:
         raise UsageError(f"{path}: cannot be read ({error.reason}); give a run directory") from error
 
 
 def _moves(run: Path) -> tuple[int, int, int]:
     """Number of moved items, moved bytes and step of the last migration of a run; zeros without any."""
-    if not (run / "events.jsonl").exists():
+    if not part_paths(run / "events.jsonl"):
         return 0, 0, 0
     applied = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "plan_applied"]
     return (

@@ -130,7 +130,7 @@ def loss_parts(status: RunStatus) -> list[str]:
         f"loss {number(status.loss, '.4f')}",
         f"validation {number(status.validation_loss, '.4f')}",
         f"learning rate {number(status.learning_rate, '.3E')}",
-        f"skipped {status.skipped:,}",
+        f"skipped {'at least ' if status.skipped_is_minimum else ''}{status.skipped:,}",
     ]
 
 

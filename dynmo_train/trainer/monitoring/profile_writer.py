@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from ..._common.console import print_message
+from ..._common.log_parts import NO_ROTATION, Rotation
 from ...dynamics.technique import Event
 from ...formats.incident import Incident
 from ...formats.profile import (
@@ -39,14 +40,14 @@ from ...formats.profile import (
     Layout,
     LinkInfo,
     ModelInfo,
+    ProfileAppender,
     WorkerInfo,
-    append_record,
     event_record,
     header_record,
     next_segment,
     step_record,
 )
-from ...formats.run_lines import append_event
+from ...formats.run_lines import append_event, append_metrics
 from ...models.layer_list import HIDDEN, BoundaryShape, ModelFamily, live_before, parameters_of
 from ...models.sharding import experts_of
 from ...models.vocabulary_family import family_parts, shard_names
@@ -284,10 +285,16 @@ class RunLogger:
     Args:
         run: run directory.
         world: process groups of this rank.
+        profile: rotation of the profile.
+        others: rotation of metrics and of events.
     """
 
-    def __init__(self, run: RunDirectory, world: World) -> None:
+    def __init__(
+        self, run: RunDirectory, world: World, profile: Rotation = NO_ROTATION, others: Rotation = NO_ROTATION
+    ) -> None:
         self.run, self._writes = run, world.is_rank0
+        self._profile = ProfileAppender(run.profile, profile)
+        self._others = others
         self._names: list[str] = []
         self._num_shards = 0
         self._workers: tuple[WorkerInfo, ...] = ()
@@ -319,7 +326,7 @@ class RunLogger:
     def log_profile_record(self, record: Mapping[str, Any]) -> None:
         """Append a record to the profile."""
         if self._writes:
-            self._write(lambda: append_record(self.run.profile, record))
+            self._write(lambda: self._profile.append(record))
 
     def write_header(
         self,
@@ -511,7 +518,7 @@ class RunLogger:
         """
         if self._writes:
             record = self.run.event_record(kind, message, step=step, **detail)
-            self._write(lambda: append_event(self.run.events, record))
+            self._write(lambda: append_event(self.run.events, record, self._others))
 
     def log_incident(self, incident: Incident) -> None:
         """Append an ``incident`` to ``events.jsonl``."""
@@ -520,4 +527,4 @@ class RunLogger:
     def log_metrics(self, **fields: Any) -> None:
         """Append a line to ``metrics.jsonl``."""
         if self._writes:
-            self._write(lambda: self.run.log_metrics(fields))
+            self._write(lambda: append_metrics(self.run.metrics, fields, self._others))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ...formats.profile import WORKER_SPEED
+from ...formats.profile import CONTINUES, WORKER_SPEED
 
 # Number of last steps that the means are over.
 RECENT_STEPS = 20
@@ -164,6 +164,8 @@ class ProfileSummary:
                 self.expected[line["kind"]] = int(line["next_expected_step"])
 
     def _start(self, header: Mapping[str, Any]) -> None:
+        if header.get(CONTINUES) and header.get("segment") == self.segment and self.segment is not None:
+            return
         before = {each["worker"] for each in self.workers}
         # An earlier start may have had other workers, and its loads are over.
         self.measured.clear()

@@ -29,6 +29,7 @@ from ...formats.plan import plan_path
 from .jsonl_tail import JsonlTail
 from .run_records import EventsSummary, MetricsSummary, ProfileSummary, mean
 
+PROFILE_MARKERS = (b'"header"', b'"plan_result"', b'"event"')
 _MAX_PLANS = 1_000
 _PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 # What a line of another version or a damaged one can raise where it is read.
@@ -120,6 +121,7 @@ class RunStatus:
         time_left_s: time of the remaining steps, in seconds.
         idle_s: seconds since the last line of the metrics.
         skipped: number of steps without an update.
+        skipped_is_minimum: whether earlier steps of a long run were not counted.
         loads: fraction of the measured step time that each worker computed, 0 to 1.
         bubble: 1 minus the mean load.
         peak_memory_bytes: peak memory of each worker.
@@ -158,6 +160,7 @@ class RunStatus:
     time_left_s: float | None
     idle_s: float | None
     skipped: int
+    skipped_is_minimum: bool
     loads: list[float]
     bubble: float | None
     peak_memory_bytes: list[int]
@@ -205,10 +208,9 @@ class RunFollower:
         self._metrics, self._profile, self._events = MetricsSummary(), ProfileSummary(), EventsSummary()
         self._plans: dict[int, dict[str, Any]] = {}
         self._metrics_tail = JsonlTail(run / "metrics.jsonl", markers=(b"false", b'"validation_loss"'))
-        self._profile_tail = JsonlTail(
-            run / "profile.jsonl", markers=(b'"header"', b'"plan_result"', b'"worker_speed"')
-        )
-        self._events_tail = JsonlTail(run / "events.jsonl", markers=(b'"incident"',))
+        self._profile_tail = JsonlTail(run / "profile.jsonl", markers=PROFILE_MARKERS)
+        # All incidents are counted: a run writes few events per checkpoint.
+        self._events_tail = JsonlTail(run / "events.jsonl", markers=(b'"incident"',), marked_bytes=None)
 
     def poll(self) -> RunStatus:
         """Read what was written since the last poll.
@@ -235,7 +237,26 @@ class RunFollower:
                 except _BAD_RECORD:
                     tail.invalid_lines += 1
         self._read_plans()
+        if self._profile_tail.is_partial and not self._has_last_header():
+            self._read_whole_profile()
         return self._status()
+
+    def _has_last_header(self) -> bool:
+        """Whether the header that was found is that of the last steps; what was left out may have a newer one."""
+        profile = self._profile
+        segment = self._document.get("segment")
+        is_old = isinstance(segment, int) and (profile.segment is None or profile.segment < segment)
+        return not is_old and (not profile.measured or len(profile.measured[-1][1]) == len(profile.workers))
+
+    def _read_whole_profile(self) -> None:
+        """Search all of the profile for headers, which takes seconds per gigabyte."""
+        self._profile = ProfileSummary()
+        self._profile_tail = JsonlTail(self.run / "profile.jsonl", markers=PROFILE_MARKERS, marked_bytes=None)
+        for record in self._profile_tail.read():
+            try:
+                self._profile.add(record)
+            except _BAD_RECORD:
+                self._profile_tail.invalid_lines += 1
 
     def _read_document(self) -> None:
         path = self.run / "run.json"
@@ -315,6 +336,7 @@ class RunFollower:
             else (train_iters - metrics.step) * step_ms / 1e3,
             idle_s=self._idle_s(),
             skipped=metrics.num_skipped,
+            skipped_is_minimum=self._metrics_tail.is_partial,
             loads=loads,
             bubble=None if mean_load is None else 1.0 - mean_load,
             peak_memory_bytes=[each or 0 for each in profile.measured[-1][2]] if profile.measured else [],

@@ -19,6 +19,7 @@ from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
 from ..rebalance.plan_controller import AppliedPlan
+from ..run_directory import RunDirectory
 from ..step_result import StepResult
 from .scalar_writers import ScalarWriter
 
@@ -194,15 +195,18 @@ class TrainingLog:
         if self._is_rank0:
             emit(text)
 
-    def log_start(self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int]) -> None:
+    def log_start(
+        self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int], arguments: Sequence[str]
+    ) -> None:
         """Print the options, the sizes of the model and the stages.
 
         Args:
             partition: active partition.
             first: number of the first step.
             parameters: number of parameters by (tensor, pipeline) rank.
+            arguments: see :func:`argument_lines`.
         """
-        for text in startup_lines(self.config, parameters):
+        for text in startup_lines(self.config, parameters, arguments):
             self.line(text)
         stages = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
         self.line(f" {len(partition.stages)} stages on {partition.num_ranks} workers: {stages}")
@@ -312,6 +316,8 @@ class TrainingLog:
             self.line(text)
 
 
+# Options that the launcher sets to the run directory when it restarts a run.
+_RUN_PATHS = ("load", "run_dir", "save")
 # Width of a name and its dots, as Megatron prints options.
 _DOTS = 48
 # Megatron's names; a Llama is its GPT with other options.
@@ -324,17 +330,50 @@ MODEL_NAMES = {
 }
 
 
-def argument_lines(config: Config) -> list[str]:
-    """Every option with its value, in alphabetical order."""
-    values: dict[str, Any] = {}
-    for concern in config_document(config)["config"].values():
-        values.update(concern)
-    lines = [f"  {name} {'.' * (_DOTS - len(name))} {value}" for name, value in values.items()]
+def argument_lines(
+    config: Config, run: Path, previous: Mapping[str, Mapping[str, Any]] | None, *, is_verbose: bool = False
+) -> list[str]:
+    """The options that were given or, after a restart, those that changed, in alphabetical order.
+
+    ``run.json`` has every option; 250 lines at each restart would bury the rest of the log.
+
+    Args:
+        config: configuration of this start.
+        run: run directory.
+        previous: configuration of the previous start, as in ``run.json``; None at the first one.
+        is_verbose: whether to print every option.
+    """
+    document = config_document(config)
+    values, sources, before = (
+        {name: value for concern in part.values() for name, value in concern.items()}
+        for part in (document["config"], document["config_sources"], previous or {})
+    )
+    if is_verbose:
+        texts = {name: str(value) for name, value in values.items()}
+    elif previous is None:
+        texts = {name: str(value) for name, value in values.items() if sources[name] != "default"}
+    else:
+        own = {name for name in _RUN_PATHS if values[name] and Path(values[name]).resolve() == run.resolve()}
+        texts = {
+            name: f"{before.get(name)} -> {value}"
+            for name, value in values.items()
+            if value != before.get(name) and name not in own
+        }
+        if not texts:
+            return [f"arguments: as in the previous start, in {run / 'run.json'}"]
+    lines = [f"  {name} {'.' * (_DOTS - len(name))} {text}" for name, text in texts.items()]
+    rest = [] if is_verbose else [f"  all {len(values)} arguments: {run / 'run.json'}"]
     return [
         "------------------------ arguments ------------------------",
         *sorted(lines, key=str.lower),
+        *rest,
         "-------------------- end of arguments ---------------------",
     ]
+
+
+def run_argument_lines(config: Config, run: RunDirectory) -> list[str]:
+    """See :func:`argument_lines`."""
+    return argument_lines(config, run.path, run.previous_config, is_verbose=config.run.verbose)
 
 
 def batch_line(config: Config) -> str:
@@ -414,13 +453,19 @@ def graphs_line(items: Sequence[str], obstacles: Mapping[str, str]) -> str:
     return f"{captured} | {others}" if others else captured
 
 
-def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:
-    """The lines before training starts, in Megatron's order."""
+def startup_lines(config: Config, counts: Mapping[tuple[int, int], int], arguments: Sequence[str]) -> Sequence[str]:
+    """The lines before training starts, in Megatron's order.
+
+    Args:
+        config: configuration of the run.
+        counts: number of parameters by (tensor, pipeline) rank.
+        arguments: see :func:`argument_lines`.
+    """
     precision = "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"
     parallel, training = config.parallel, config.training
     return [
         f"using torch.{precision} for parameters ...",
-        *argument_lines(config),
+        *arguments,
         batch_line(config),
         f"> building {config.data.tokenizer_type} tokenizer ...",
         vocabulary_line(config),

@@ -29,6 +29,8 @@ from ..jsonl_tail import JsonlTail
 MAX_WAITING = 10_000
 # Records of one call of a client.
 MAX_BATCH = 1_000
+# Events at the end of the file that a start reads, in bytes.
+_EVENT_BYTES = 1 << 24
 MAX_EVENTS = 1_000
 # A call per step would take time of the interpreter from the training.
 WRITE_EVERY_S = 2.0
@@ -97,7 +99,7 @@ class TrackerThread:
         retry_s: float = RETRY_S,
         close_s: float = CLOSE_S,
     ) -> None:
-        self._client, self._events_tail = client, JsonlTail(events)
+        self._client, self._events_tail = client, JsonlTail(events, tail_bytes=_EVENT_BYTES)
         self._write_every_s, self._retry_s, self._close_s = write_every_s, retry_s, close_s
         self._waiting: deque[ScalarRecord] = deque()
         self._num_dropped = 0

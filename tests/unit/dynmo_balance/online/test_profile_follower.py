@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from dynmo_balance.formats.profile import Header, Step
+from dynmo_balance.formats.profile import Header, Step, read_profile
+from dynmo_balance.online import profile_follower
 from dynmo_balance.online.profile_follower import ProfileFollower
 from tests.paths import CONTRACTS
 
@@ -137,3 +138,61 @@ def test_follower_incomplete_line_at_rotation_is_reported(profile, tail):
 def test_follower_line_numbers_restart_with_each_file(profile, tail):
     rename(profile, step(3) + "{}\n")
     assert [problem.path for problem in tail.poll().problems] == ["line 2.record"]
+
+
+def test_parts_of_a_rotated_profile_are_one_profile(tmp_path):
+    path = tmp_path / "profile.jsonl"
+    copy = header(x_continues=True)
+    tmp_path.joinpath("profile.jsonl.3").write_text(HEADER + step(1))
+    tmp_path.joinpath("profile.jsonl.4").write_text(copy + step(2))
+    path.write_text(copy + step(3))
+    follower = ProfileFollower(path)
+    assert records_of(follower.poll()) == ["segment 0", 1, 2, 3]
+    assert [len(segment.steps) for segment in read_profile(path)] == [3]
+    # Two rotations between two polls; the second one was interrupted.
+    append(path, step(4))
+    os.rename(path, tmp_path / "profile.jsonl.5")
+    tmp_path.joinpath("profile.jsonl.6").write_text(copy + step(5))
+    update = follower.poll()
+    assert (records_of(update), update.restarted, update.problems) == ([4, 5], False, ())
+    path.write_text(copy + step(6))
+    assert records_of(follower.poll()) == [6]
+    # Without its oldest part the profile begins with a copy of the header.
+    tmp_path.joinpath("profile.jsonl.3").unlink()
+    assert records_of(ProfileFollower(path).poll()) == ["segment 0", 2, 3, 4, 5, 6]
+
+
+def test_copy_of_another_segments_header_is_no_continuation(tmp_path):
+    path = tmp_path / "profile.jsonl"
+    path.write_text(HEADER + step(1) + header(x_continues=True, segment=1) + step(1))
+    assert records_of(ProfileFollower(path).poll()) == ["segment 0", 1, "segment 1", 1]
+
+
+def test_long_profile_is_read_in_batches(profile, monkeypatch):
+    append(profile, "".join(map(step, range(3, 200))))
+    whole = records_of(ProfileFollower(profile).poll())
+    monkeypatch.setattr(profile_follower, "BATCH_BYTES", 2000)
+    follower, found, polls = ProfileFollower(profile), [], 0
+    has_more = True
+    while has_more:
+        left = follower.lines_left(1000) if found else 200
+        assert left == 200 - len(found)
+        update = follower.poll()
+        found += records_of(update)
+        has_more, polls = update.has_more, polls + 1
+        assert len(update.records) < 20
+    assert found == whole
+    assert polls > 10
+
+
+def test_line_without_end_is_dropped_in_bounded_memory(profile, monkeypatch):
+    monkeypatch.setattr(profile_follower, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(profile_follower, "MAX_DOCUMENT_BYTES", 5000)
+    append(profile, "x" * 100_000 + "\n" + step(3))
+    follower, found, problems = ProfileFollower(profile), [], []
+    for _ in range(100):
+        update = follower.poll()
+        found += records_of(update)
+        problems += update.problems
+    assert found == ["segment 0", 1, 2, 3]
+    assert len(problems) == 1

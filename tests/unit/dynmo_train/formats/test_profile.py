@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from dynmo_train._common.log_parts import Rotation, part_paths
 from dynmo_train.formats import profile
 
 SCHEMA = json.loads((Path(profile.__file__).parent / "profile.schema.json").read_text())
@@ -107,3 +108,51 @@ def test_append_metrics_appends_lines(tmp_path):
     for record in RECORDS.values():
         profile.append_record(path, record)
     assert [json.loads(line) for line in path.read_text().splitlines()] == list(RECORDS.values())
+
+
+def appender(path, **rotation):
+    written = profile.ProfileAppender(path, Rotation(**rotation))
+    written.append(header())
+    return written
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def step(number):
+    return profile.step_record(**STEP | {"step": number}, backward_ns=[7, 0])
+
+
+def test_rotated_profile_repeats_the_header_with_the_last_speeds(tmp_path):
+    path = tmp_path / "profile.jsonl"
+    written = appender(path, max_bytes=1, keep=2)
+    size = 4 * len(json.dumps(header() | {"x_continues": True}))
+    detail = {"workers": [0], "relative_speed": [0.5]}
+    written.append(profile.event_record(step=1, kind="worker_speed", detail=detail, next_expected_step=None))
+    for number in range(1, 100):
+        written.append(step(number))
+    parts = part_paths(path)
+    assert len(parts) == 3
+    for part in parts:
+        first, *rest = lines(part)
+        assert (first["record"], first["x_continues"], first["segment"]) == ("header", True, 0)
+        assert first["workers"][0]["relative_speed"] == 0.5
+        assert {line["record"] for line in rest} == {"step"}
+        assert part.stat().st_size < 2 * size
+    jsonschema.validate(lines(path)[0], SCHEMA)
+    assert profile.next_segment(path) == 1
+
+
+def test_rotated_profile_new_segment_begins_a_part_without_a_copy(tmp_path):
+    path = tmp_path / "profile.jsonl"
+    written = appender(path)
+    written.append(step(1))
+    path.rename(f"{path}.1")  # as a crash after the first step of a rotation leaves it
+    assert profile.next_segment(path) == 1
+    written.append(header(1))
+    assert [line["segment"] for line in lines(path)] == [1]
+    path.rename(f"{path}.2")
+    written.append(step(1))
+    assert [(line["record"], line.get("x_continues")) for line in lines(path)] == [("header", True), ("step", None)]
+    assert lines(path)[0]["segment"] == 1

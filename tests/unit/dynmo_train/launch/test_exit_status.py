@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,16 @@ from dynmo_train.launch import launcher
 from dynmo_train.launch.exit_status import (
     Failure,
     describe_exit,
+    error_of,
     failure_message,
+    first_cause,
     last_lines,
     root_causes,
     shell_exit_code,
     usage_message,
+    with_causal_codes,
 )
+from dynmo_train.launch.failure_record import FailureRecord
 from dynmo_train.launch.node_agent import interface_towards, worker_environment
 from dynmo_train.launch.restart import (
     Layout,
@@ -66,16 +72,39 @@ def test_last_lines_blank_lines_are_skipped():
     assert last_lines("") == []
 
 
-def test_failure_message_lists_all_ranks():
-    text = failure_message(failures(143, 3, 3, 0, 1), {1: ["one"], 2: ["one"], 4: ["four"]})
-    assert text.splitlines() == [
-        "rank 1 exited with code 3; its log is log-1",
-        "  | one",
-        "rank 2 exited with code 3; its log is log-2",
-        "rank 4 exited with code 1; its log is log-4",
-        "  | four",
-        "also failed: rank 0",
-    ]
+def recorded(rank, code, message, *, time_ns=1, is_consequence=False):
+    record = FailureRecord(message=message, time_ns=time_ns, is_consequence=is_consequence)
+    return Failure(rank=rank, code=code, log=f"log-{rank}", record=record)
+
+
+def test_causal_codes_rank_that_lost_another_is_a_consequence():
+    lost = [recorded(rank, 1, "lost another rank", is_consequence=True) for rank in (0, 2)]
+    cause = recorded(1, 143, "RuntimeError: x")
+    found = with_causal_codes([lost[0], cause, lost[1]])
+    assert [failure.code for failure in found] == [143, 1, 143]
+    assert root_causes(found) == [replace(cause, code=1)]
+    # A killed rank has no record.
+    killed = with_causal_codes([lost[0], *failures(0, -9)])
+    assert [failure.rank for failure in root_causes(killed)] == [1]
+    assert with_causal_codes(lost) == lost
+
+
+def test_first_cause_is_the_earliest_record():
+    found = [recorded(0, 1, "a", time_ns=3), recorded(1, 1, "b", time_ns=2), *failures(0, 0, 1)]
+    assert first_cause(found).rank == 1
+    assert first_cause(failures(1, 0, 1)).rank == 0
+
+
+def test_failure_message_is_one_line_with_rank_host_error_and_log():
+    assert failure_message(failures(0, 3)[0], "h", "E: x") == "rank 1 exited with code 3 on h: E: x; its log is log-1"
+    assert failure_message(failures(-9)[0], "h", "") == "rank 0 was killed by SIGKILL on h; its log is log-0"
+
+
+def test_error_of_a_process_is_its_record_or_the_last_line_of_its_log():
+    assert error_of(recorded(0, 1, "x"), ["y"]) == "x"
+    assert error_of(failures(1)[0], ["y", "dynmo-train: error: z"]) == "z"
+    assert error_of(failures(-6)[0], ["what(): y", "frame #0: c10::Error"]) == "what(): y"
+    assert error_of(failures(-9)[0], ["y"]) == error_of(failures(1)[0], []) == ""
 
 
 def test_worker_environment_defaults_yield_to_existing_values():
@@ -163,8 +192,8 @@ def test_usage_message_is_the_end_of_the_log():
         # rank 0 was terminated before it could print: the message of the others is printed once
         (["", "apex: no\nE: x\n  y", "E: x\n  y"], {0: 143, 1: 2, 2: 2}, "E: x\n  y\n"),
         # not a usage error
-        (["", "Killed"], {1: 2}, "E: rank 1 exited with code 2; its log is LOG\n  | Killed\n"),
-        (["", "E: x"], {1: 1}, "E: rank 1 exited with code 1; its log is LOG\n  | E: x\n"),
+        (["", "Killed"], {1: 2}, "E: rank 1 exited with code 2 on HOST: Killed; its log is LOG\n"),
+        (["", "E: x"], {1: 1}, "E: rank 1 exited with code 1 on HOST: x; its log is LOG\n"),
     ],
 )
 def test_report_failures_prints_each_message_once(tmp_path, capsys, logs, codes, expected):
@@ -176,4 +205,4 @@ def test_report_failures_prints_each_message_once(tmp_path, capsys, logs, codes,
     failures = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
     launcher.report_failures(failures, has_rank0=True)
     expected = expected.replace("E:", "dynmo-train: error:")
-    assert capsys.readouterr().err == expected.replace("LOG", str(paths[1]))
+    assert capsys.readouterr().err == expected.replace("LOG", str(paths[1])).replace("HOST", socket.gethostname())

@@ -13,6 +13,7 @@ from dynmo_train._common.document import DocumentError, append_line
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
 from dynmo_train.formats.run import read_run, take_resize_request
+from dynmo_train.formats.run_lines import append_metrics
 from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
 from dynmo_train.trainer import run_directory
 from dynmo_train.trainer.run_directory import choose_path, open_run_directory, source_commit
@@ -101,8 +102,8 @@ def test_run_directory_that_cannot_be_made_is_refused(tmp_path):
 
 def test_log_files_are_json_lines(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
-    run.log_metrics({"step": 1, "loss": 2.5})
-    run.log_metrics({"step": 2, "loss": float("nan")})
+    append_metrics(run.metrics, {"step": 1, "loss": 2.5})
+    append_metrics(run.metrics, {"step": 2, "loss": float("nan")})
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
         {"step": 1, "loss": 2.5},
         {"step": 2, "loss": None},

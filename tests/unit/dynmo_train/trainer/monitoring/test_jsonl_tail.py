@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from dynmo_train._common.log_parts import Rotation, rotate
 from dynmo_train.trainer.monitoring.jsonl_tail import JsonlTail
 from tests.contracts.test_bounds import CLOSED, OBJECTS, UNCLOSED, at_most
 from tests.unit.dynmo_train.trainer.monitoring.run_fixture import append, write
@@ -88,10 +89,18 @@ def test_tail_recognizes_a_replaced_file(tmp_path):
 def test_tail_skims_what_is_before_the_last_bytes(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, *({"step": step, "updated": step != 5} for step in range(1, 201)))
-    tail = JsonlTail(path, markers=(b"false",), tail_bytes=60)
+    tail = JsonlTail(path, markers=(b"false",), tail_bytes=60, samples=3)
     tail.has_restarted()
-    # The marked line, every 64th, and the last 60 bytes.
-    assert steps(tail) == [5, 64, 128, 192, 199, 200]
+    # The first line, the marked one, those at three equal distances, and the last 60 bytes.
+    found = steps(tail)
+    assert found[:2] == [1, 5]
+    assert found[-1] == 200
+    assert 5 <= len(found) <= 7
+    assert found == sorted(found)
+    assert not tail.is_partial
+    partial = JsonlTail(path, markers=(b"false",), tail_bytes=60, marked_bytes=100, samples=3)
+    assert 5 not in steps(partial)
+    assert partial.is_partial
     append(path, *({"step": step} for step in range(201, 301)))
     assert not tail.has_restarted()
     assert len(steps(tail)) >= 5
@@ -132,3 +141,39 @@ def test_tail_of_a_fifo_does_not_wait(tmp_path):
     with at_most(20):
         assert not tail.has_restarted()
         assert steps(tail) == []
+
+
+@pytest.mark.parametrize("tail_bytes", [1, 30, 1 << 20])
+def test_tail_follows_a_file_across_rotations(tmp_path, tail_bytes):
+    path = tmp_path / "metrics.jsonl"
+    rotation = Rotation(max_bytes=1)
+    tail = JsonlTail(path, tail_bytes=tail_bytes)
+    write(path, {"step": 1}, {"step": 2})
+    for step in (3, 4):
+        rotate(path, rotation)
+        append(path, {"step": step})
+    assert steps(tail) == [1, 2, 3, 4]
+    append(path, {"step": 5})
+    # Two rotations between two polls; the last part is empty after a crash between the steps of a rotation.
+    rotate(path, rotation)
+    append(path, {"step": 6})
+    rotate(path, rotation)
+    assert not tail.has_restarted()
+    assert steps(tail) == [5, 6]
+    assert not tail.has_restarted()
+    append(path, {"step": 7})
+    assert not tail.has_restarted()
+    assert steps(tail) == [7]
+    assert steps(JsonlTail(path)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_tail_of_a_rotated_file_that_another_run_replaced_starts_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"step": 1})
+    tail = JsonlTail(path)
+    assert steps(tail) == [1]
+    path.unlink()
+    write(path, {"step": 2})
+    append(path, {"step": 3})
+    assert tail.has_restarted()
+    assert steps(tail) == [2, 3]

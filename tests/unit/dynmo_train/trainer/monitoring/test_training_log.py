@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.config import config_of
+from dynmo_train.config import config_document, config_of
 from dynmo_train.models.flops import matrix_parameters, step_flops
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.trainer.monitoring.tensorboard import EventWriter, crc32c, event, record
@@ -180,14 +181,30 @@ def test_throughput_follows_the_step_time():
     assert "(ms): 87.0 | throughput per GPU (TFLOP/s/GPU): 138.0 | learning rate" in line
 
 
+def test_argument_lines_first_start_lists_what_was_given():
+    lines = argument_lines(config_of(**SMALL, fp16=True), Path("r"), None)
+    assert any(line.startswith("  fp16 ....") and line.endswith(" True") for line in lines)
+    assert not any(line.startswith("  adam_beta1") for line in lines)
+    assert any(line.endswith(" arguments: r/run.json") for line in lines)
+
+
+def test_argument_lines_restart_lists_what_changed():
+    before = config_document(config_of(**SMALL))["config"]
+    resumed = config_of(**SMALL, load="r", save="r", run_dir="r")
+    assert argument_lines(resumed, Path("r"), before) == ["arguments: as in the previous start, in r/run.json"]
+    lines = argument_lines(config_of(**SMALL | {"lr": 0.5}), Path("r"), before)
+    assert [line.split(" ... ")[0].split()[0] for line in lines[1:-2]] == ["lr"]
+    assert lines[1].endswith(f" {SMALL['lr']} -> 0.5")
+
+
 def test_startup_lines_equal_megatrons():
     config = config_of(**SMALL, fp16=True)
-    lines = startup_lines(config, {(0, 0): 7, (1, 0): 8, (0, 1): 9})
+    arguments = argument_lines(config, Path("r"), None, is_verbose=True)
+    lines = startup_lines(config, {(0, 0): 7, (1, 0): 8, (0, 1): 9}, arguments)
     assert lines[0] == "using torch.float16 for parameters ..."
     assert lines[1] == "------------------------ arguments ------------------------"
     assert "  adam_beta1 ...................................... 0.9" in lines
     assert "  accumulate_allreduce_grads_in_fp32 .............. True" in lines
-    arguments = argument_lines(config)
     assert arguments[-1] == "-------------------- end of arguments ---------------------"
     assert arguments[1:-1] == sorted(arguments[1:-1], key=str.lower)
     assert batch_line(config) == "setting number of micro-batches to constant 288"
