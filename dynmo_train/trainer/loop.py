@@ -180,6 +180,10 @@ class Trainer:
         if self.planner is not None and (problem := self.planner.start()) is not None:
             self.logger.log_event("planner", problem, step=self.step)
 
+    def _log_start(self) -> None:
+        counts, arguments = parameter_counts(self.engine), run_argument_lines(self.config, self.directory)
+        self._log.log_start(self.engine.partition, self.step + 1, counts, arguments)
+
     def _log_restart(self) -> None:
         """Log the restart by the launcher that started this process, if any."""
         if (restart := restart_incident(os.environ, self.step, time.time())) is not None:
@@ -195,12 +199,7 @@ class Trainer:
         training = self.config.training
         if self.step >= training.train_iters:
             return self._report_complete()
-        self._log.log_start(
-            self.engine.partition,
-            self.step + 1,
-            parameter_counts(self.engine),
-            run_argument_lines(self.config, self.directory),
-        )
+        self._log_start()
         self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
@@ -324,12 +323,7 @@ class Trainer:
 
     def evaluate(self) -> int:
         """Evaluate on validation and test data without training; the exit code."""
-        self._log.log_start(
-            self.engine.partition,
-            self.step + 1,
-            parameter_counts(self.engine),
-            run_argument_lines(self.config, self.directory),
-        )
+        self._log_start()
         self._warn_without_test_data()
         self._evaluate_validation()
         self._evaluate_test()
