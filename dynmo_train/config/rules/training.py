@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..._common.document import Problem
 from ..._common.errors import UsageError
+from ..batch_schedule import parse_ranges
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -211,7 +212,7 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
 def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
     training, run = config.training, config.run
     try:
-        skipped = config.batch_positions().skipped
+        skipped = parse_ranges("--skip-train-samples", training.skip_train_samples or "")
     except UsageError as error:
         yield Problem("--skip-train-samples", "form", str(error))
         return
