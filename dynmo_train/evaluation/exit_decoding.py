@@ -41,7 +41,7 @@ class ExitThreshold:
         decay: None keeps the value. Otherwise token t of at most N new ones has the threshold
             ``0.9 value + 0.1 exp(-decay t / N)``, clipped to [0, 1], since errors of early tokens reach all later ones
             (Schuster et al. 2022, arXiv:2207.07061, equation of the decaying threshold): at 0.5 and decay 4 it falls
-            from 0.55 to 0.45. The code of the paper (t5x, ``contrib/calm/models.py``, decay 4) multiplies the second
+            from 0.55 to 0.45. The code of the paper (in t5x, decay 4) multiplies the second
             term by the value too: there it falls from 0.5 to 0.45.
     """
 

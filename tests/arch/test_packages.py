@@ -101,6 +101,7 @@ UNBOUNDED_PARSERS = {
     "dynmo_train/launch/rendezvous.py": "messages between processes of a run",
     "dynmo_train/launch/coordinator.py": "messages between processes of a run",
     "dynmo_balance/formats/plan.py": "what was encoded just before",
+    "dynmo_train/formats/step_digests.py": "what was encoded just before",
     "dynmo_train/formats/run.py": "what was encoded just before",
     "dynmo_ckpt/formats/checkpoint.py": "what was encoded just before",
 }

@@ -181,8 +181,8 @@ class Episode:
         for pid, code in codes.items():
             if code < 0 and -code not in self.sent:
                 raise LostError(f"a process ended by signal {-code}, which nobody sent")
-            is_asked = code == 128 + signal.SIGTERM and signal.SIGTERM in self.sent
-            if code > 0 and not is_asked and not any(text.strip() for text in texts.values()):
+            is_terminated = code == 128 + signal.SIGTERM and signal.SIGTERM in self.sent
+            if code > 0 and not is_terminated and not any(text.strip() for text in texts.values()):
                 raise LostError(f"exit code {code} without a message ({pid})")
 
     def message(self) -> str:

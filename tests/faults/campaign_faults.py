@@ -367,7 +367,7 @@ def damaged_input(episode: Episode) -> None:
             raise LostError(f"a failed command left {left[0]}")
     elif episode.workload.area == "ckpt":
         episode.compare()
-    elif episode.workload.kept_rows and kind == "flipped bit":
+    elif episode.workload.row_output and kind == "flipped bit":
         _check_rows(episode, whole)
     path.write_bytes(whole)
     for name in episode.workload.outputs:
@@ -382,7 +382,7 @@ def _check_rows(episode: Episode, whole: bytes) -> None:
     def texts(lines: list[bytes]) -> Multiset[str]:
         return Multiset(json.loads(line)["text"] for line in lines if line)
 
-    output = (episode.place / str(episode.workload.kept_rows)).read_bytes().split(b"\n")
+    output = (episode.place / str(episode.workload.row_output)).read_bytes().split(b"\n")
     missing = (texts(whole.split(b"\n")) - texts(output)).total()
     if missing > 2:
         raise LostError(f"a flipped bit took {missing} rows")

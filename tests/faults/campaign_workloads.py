@@ -33,7 +33,7 @@ class Workload:
         result: bits that a finished run left in a folder.
         outputs: paths that the command writes, relative to the folder.
         inputs: patterns of the input files that it reads.
-        kept_rows: the output that has the rows of the input, where one damaged row must not change others.
+        row_output: the output that has the rows of the input, where one damaged row must not change others.
         reference: workload whose result this one must have.
         has_launcher: whether it restarts failed and hung ranks by itself.
     """
@@ -43,7 +43,7 @@ class Workload:
     result: Callable[[Path], Result]
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
-    kept_rows: str | None = None
+    row_output: str | None = None
     reference: str = ""
     has_launcher: bool = False
 
@@ -135,7 +135,7 @@ def read_outputs(folder: Path) -> Result:
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(found.items())}
 
 
-KEPT_ROWS = {"merge": "out.jsonl", "add-id": "out.jsonl", "shuffle": "out.jsonl"}
+ROW_OUTPUTS = {"merge": "out.jsonl", "add-id": "out.jsonl", "shuffle": "out.jsonl"}
 PREP_STEPS = (
     "merge", "add-id", "clean", "dedup", "decontaminate", "shuffle", "train-tokenizer", "binarize", "split-sentences",
     "extract-wiki", "merge-indexed", "convert-indexed",
@@ -156,7 +156,7 @@ def _step(step: str, workers: int) -> Workload:
         result=read_outputs,
         outputs=tuple(written),
         inputs=tuple(f"{word.partition('=')[2] or word}*" for word in inputs),
-        kept_rows=KEPT_ROWS.get(step),
+        row_output=ROW_OUTPUTS.get(step),
     )
 
 

@@ -34,7 +34,7 @@ def campaign(*words: str) -> str:
 
 
 @pytest.mark.distributed
-def test_random_faults_of_training_preparation_and_checkpoints_lose_nothing():
+def test_random_faults_of_training_data_and_checkpoints_lose_nothing():
     names = ("train-async", "prep-merge", "prep-dedup", "ckpt-merge")
     words = [word for name in names for word in ("--workload", name)]
     output = campaign("--seed", "1", "--minutes", "0.8", "--episodes", "12", "--parallel", "2", *words)

@@ -54,7 +54,12 @@ def part_numbers(path: Path) -> list[int]:
 
 
 def part_path(path: Path, number: int) -> Path:
-    """The path of an older part."""
+    """The path of an older part.
+
+    Args:
+        path: the newest file.
+        number: of the part, from 1.
+    """
     return path.with_name(f"{path.name}.{number}")
 
 

@@ -134,9 +134,9 @@ class JsonlTail:
                 status = os.fstat(handle.fileno())
                 if stop:
                     first = -(-begin // every) * every - begin
-                    wanted = {0, *(_line_begin(handle, at, stop) for at in range(first, stop, every))}
-                    wanted |= set(self._marked(handle, max(0, marked_begin - begin), stop))
-                    for at in sorted(wanted):
+                    begins = {0, *(_line_begin(handle, at, stop) for at in range(first, stop, every))}
+                    begins |= set(self._marked(handle, max(0, marked_begin - begin), stop))
+                    for at in sorted(begins):
                         if at < stop:
                             yield from self._line_at(handle, at)
                 if stop < size or path == parts[-1][0]:

@@ -162,7 +162,7 @@ def test_parts_of_a_rotated_profile_are_one_profile(tmp_path):
     assert records_of(ProfileFollower(path).poll()) == ["segment 0", 2, 3, 4, 5, 6]
 
 
-def test_copy_of_another_segments_header_is_no_continuation(tmp_path):
+def test_copy_of_another_segments_header_does_not_continue_a_segment(tmp_path):
     path = tmp_path / "profile.jsonl"
     path.write_text(HEADER + step(1) + header(x_continues=True, segment=1) + step(1))
     assert records_of(ProfileFollower(path).poll()) == ["segment 0", 1, "segment 1", 1]

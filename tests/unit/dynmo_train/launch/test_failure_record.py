@@ -49,7 +49,7 @@ def test_recording_failure_of_an_error_of_ours_keeps_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("error", [UsageError("x"), RuntimeError("x")])
-def test_recording_failure_without_a_launcher_or_of_a_usage_error_has_no_effect(tmp_path, capsys, error):
+def test_failure_without_launcher_or_of_usage_is_not_recorded(tmp_path, capsys, error):
     given = environment(tmp_path) if isinstance(error, UsageError) else {}
     with pytest.raises(type(error)), recording_failure(given):
         raise error
