@@ -72,7 +72,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".another.tmp-0123abcd", ".out.tmp-other", "out"]
 
 
-def test_target_under_replacement_survives_a_kill_until_a_new_one_is_complete(tmp_path):
+def test_replaced_target_survives_a_kill_until_the_new_one_is_complete(tmp_path):
     (tmp_path / ".out.old-0123abcd").mkdir()
     (tmp_path / ".out.old-0123abcd" / "file").write_text("previous")
     with pytest.raises(KeyError), new_directory(tmp_path / "out"):
