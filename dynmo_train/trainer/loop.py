@@ -17,6 +17,7 @@ One iteration of ``Trainer.train``, on every rank::
         Checkpointer           progress of an asynchronous save
         signals                SIGTERM, SIGUSR1, time limit, resize request: all ranks agree
         --save-interval        start a checkpoint
+        --peer-checkpoint-interval  start a copy of the state to another rank
                               |
                               v
                         next step, or exit with the code of the signal
@@ -45,12 +46,13 @@ import torch
 from .._common.console import print_message
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from ..config import Config
+from ..data.batch import Batch
 from ..data.loader import BatchLoader
 from ..data.sample_format import SampleError, Split
 from ..data.tokenizer import TokenizerFiles
 from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
-from ..launch.heartbeat import Phase, open_heartbeat
+from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from ..parallel.consensus import is_reporting_rank
@@ -69,8 +71,9 @@ from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
+from .recovery.survivor import Survivor
 from .settings_from_config import flops_counter, parallel_dims, parameter_counts, plan_problems, resize_problems
-from .setup import InitialState, continued_checkpoint, setup_run
+from .setup import InitialState, setup_run
 from .signals import BoundarySignals, DistributedSignalHandler
 from .step_result import StepResult, UnloggedStep
 
@@ -87,12 +90,35 @@ def run_pretrain(config: Config) -> int:
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     timeout_s = 60.0 * config.training.distributed_timeout_minutes
     heartbeat = open_heartbeat(os.environ, timeout_s)
+    survivor = Survivor.of(config, os.environ)
+    if survivor is None:
+        return _train_world(config, heartbeat, None)
+    return survivor.run(lambda current: _train_world(current, heartbeat, survivor), config)
+
+
+def _train_world(config: Config, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
+    """Join the processes of the environment and train with them; the exit code.
+
+    Args:
+        config: configuration of the run.
+        heartbeat: heartbeat of this process.
+        survivor: copies that a run with fewer ranks continues from; None without such copies.
+
+    Raises:
+        DynmoError: this rank ran out of memory, or lost another rank.
+    """
+    timeout_s = 60.0 * config.training.distributed_timeout_minutes
+    heartbeat.enter(Phase.START)
+    if survivor is not None:
+        survivor.begin()
     properties = partial(config_properties, config)
     world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
-        start = setup_run(config, world)
+        start = setup_run(config, world, survivor.join(config, world) if survivor is not None else None)
         start.engine.profiler.heartbeat = heartbeat
-        trainer, exit_code = Trainer(start), None
+        if survivor is not None:
+            survivor.watch(start.directory.path)
+        trainer, exit_code = Trainer(start, survivor), None
         try:
             exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
@@ -118,19 +144,26 @@ def run_pretrain(config: Config) -> int:
 class Trainer:
     """A run in progress: the engine, and everything that acts at step boundaries.
 
+    Args:
+        start: state of the run.
+        survivor: makes the copies of ``--peer-checkpoint-interval``; None without.
+
     Attributes:
         defers_results: whether the result of a step may be read after the next one was launched. On CPU this would gain
             nothing, and times of steps would be those between two results.
     """
 
-    def __init__(self, start: InitialState) -> None:
+    def __init__(self, start: InitialState, survivor: Survivor | None = None) -> None:
         self.config = config = start.config
         self.engine, self.data = start.engine, start.data
         self.directory, self.logger = start.directory, start.logger
         self.step = start.step
         self.consumed_samples, self.consumed_valid_samples = start.consumed_samples, start.consumed_valid_samples
         self._initial_plan_id = start.active_plan_id
-        self._source = start.checkpoint.manifest.get("source") if start.checkpoint is not None else None
+        self._survivor = survivor
+        manifest = start.manifest or {}
+        self._source = manifest.get("source")
+        self._start_position: dict[str, Any] = manifest.get("x_data_position", {})
         self.planner: PlannerProcess | None = None
         self.controller = self._plan_controller()
         self._resize_requests = ResizeRequests(
@@ -155,7 +188,7 @@ class Trainer:
             on_failure=self._log_not_saved,
         )
         self._finite_check = FiniteCheck.of(config.training)
-        self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
+        self._last_saved = start.last_saved
         self._compression_choice = compression_choice(
             start.engine,
             start.directory.path,
@@ -166,6 +199,7 @@ class Trainer:
         self._expert_rebalance = ExpertRebalance.of(config.balance, self.engine, self.directory, self.logger)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
+        self._batch: Batch | None = None
         self.defers_results = self.engine.world.device.type == "cuda"
         self._waiting: deque[UnloggedStep] = deque()
         self._compiled_graphs = 0
@@ -219,8 +253,13 @@ class Trainer:
             self.logger.log_event("planner", problem, step=self.step)
 
     def _log_restart(self) -> None:
-        """Log the restart by the launcher that started this process, if any."""
-        if (restart := restart_incident(os.environ, self.step, time.time())) is not None:
+        """Log the restart by the launcher that started this process, if any, or the loss of ranks after it."""
+        survivor = self._survivor
+        if survivor is not None and survivor.continued is not None:
+            continued = survivor.continued.incident(time.time())
+            self.logger.log_incident(continued)
+            self._log.line(f" {continued.message}")
+        elif (restart := restart_incident(os.environ, self.step, time.time())) is not None:
             self.logger.log_incident(restart)
 
     def train(self) -> int:
@@ -234,6 +273,7 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._start_copies()
         self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
@@ -274,6 +314,7 @@ class Trainer:
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._collect()
                     self._save()
+                self._copy_to_peer(is_over=is_last or signals.exit)
                 if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
             if is_last:
@@ -293,6 +334,8 @@ class Trainer:
         """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
         self.engine.heartbeat.enter(Phase.SAVE)
         self._checkpointer.wait()
+        if self._survivor is not None:
+            self._survivor.copies.wait()
         self.engine.heartbeat.enter(Phase.END)
         # During training a failed save is retried by the next one. Here none follows, and exit code 0 would be wrong.
         if self._checkpointer.failure is not None:
@@ -400,6 +443,7 @@ class Trainer:
             or (self._expert_rebalance is not None and self._expert_rebalance.is_due(self.step))
             or self._is_due(training.exit_interval)
             or self._is_due(self.config.run.save_interval)
+            or self._is_due(self.config.run.peer_checkpoint_interval)
         )
         return bool(acts) or not self.defers_results or not self.engine.can_defer
 
@@ -463,6 +507,7 @@ class Trainer:
             model_flops=self._flops(size, launched.tokens),
             global_batch_size=size,
             plan_id=launched.plan_id,
+            **self._copy_metrics(),
             **({"compression": result.compression} if result.compression else {}),
             **({"compiled_graphs": result.compiled_graphs} if self.config.training.torch_compile else {}),
         )
@@ -529,13 +574,44 @@ class Trainer:
         self._log.log_evaluation(self.step, {"lm_loss": loss} | losses, place, name)
 
     def _save(self) -> None:
-        config = self.config
         self.engine.heartbeat.enter(Phase.SAVE)
-        if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
+        batch = self._batch
+        if batch is not None and (problem := self._finite_check.refusal(self.engine, self.step, batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
             return
-        metadata = CheckpointMetadata(
+        self._checkpointer.save(self._metadata())
+
+    def _start_copies(self) -> None:
+        """Start the first copy of this generation of ranks, from which these can continue as from any other."""
+        if self._survivor is not None:
+            self._survivor.copy(self.engine, self._metadata(), time.time())
+            self._survivor.confirm(self.engine.world)
+
+    def _copy_to_peer(self, *, is_over: bool) -> None:
+        """Start a copy of the state to another rank's memory where one is due and the run is not over."""
+        if self._survivor is None or is_over or not self._is_due(self._survivor.copies.interval):
+            return
+        self._collect()
+        self.engine.heartbeat.enter(Phase.SAVE)
+        self._survivor.copy(self.engine, self._metadata(), time.time())
+        self.engine.heartbeat.enter(Phase.BOUNDARY)
+
+    def _copy_metrics(self) -> dict[str, float]:
+        """Measurements of a copy that this rank and its peer have completed since the last step; empty without one."""
+        report = self._survivor.copies.take_report() if self._survivor is not None else None
+        if report is None:
+            return {}
+        return {
+            "peer_copy_s": report.duration_s,
+            "peer_copy_stalled_s": report.stalled_s,
+            "peer_copy_bytes": report.num_bytes,
+        }
+
+    def _metadata(self) -> CheckpointMetadata:
+        """The contents of a checkpoint that the engine does not know."""
+        config = self.config
+        return CheckpointMetadata(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.consumed_samples,
@@ -552,10 +628,11 @@ class Trainer:
             keep=config.run.keep_checkpoints,
             moments=not config.run.no_save_optim,
         )
-        self._checkpointer.save(metadata)
 
     def _data_position(self) -> dict[str, Any]:
         """Where a resumed run continues to read streams of documents: split -> position; empty for indexed data."""
+        if self._batch is None:
+            return self._start_position
         position = self._batch.position
         return ({} if position is None else {"train": position}) | self.data.eval_positions()
 
@@ -578,6 +655,8 @@ class Trainer:
         Args:
             exit_code: exit code of the training; None after an error.
         """
+        if exit_code is None:
+            self._checkpointer.abandon()
         self._log.close(exit_code)
         self._loader.close()
         if self._compression_choice is not None:

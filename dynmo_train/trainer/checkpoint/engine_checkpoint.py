@@ -222,6 +222,11 @@ class PendingSave:
         self._thread = threading.Thread(target=self.write, name="checkpoint")
         self._thread.start()
 
+    def join_threads(self) -> None:
+        """Wait for the thread of this rank, without collectives: other ranks may be gone."""
+        if self._thread is not None:
+            self._thread.join()
+
     def advance(self) -> bool:
         """Advance at a boundary without waiting; whether ``finish`` has nothing left to wait for.
 
@@ -428,6 +433,20 @@ def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
         "decay": [stored for stored, _, p in named if p.dim() >= 2],
         "no_decay": [stored for stored, _, p in named if p.dim() < 2],
         "pruned": pruned,
+    }
+
+
+def progress_manifest(engine: Engine, metadata: CheckpointMetadata) -> dict[str, Any]:
+    """The fields of a manifest from which a run continues, without those of tensors; the same on every rank."""
+    found = _run_metadata(engine, metadata, by_rank=())
+    return {
+        "step": found.step,
+        "consumed_train_samples": found.consumed_train_samples,
+        "topology": found.topology,
+        "dynamic": found.dynamic,
+        "optimizer": found.optimizer,
+        "source": found.source,
+        **found.extra,
     }
 
 
