@@ -97,6 +97,9 @@ class RunConfig:
     save_interval: int | None = option(
         "Steps between checkpoints; none: only at the end.", default=None, minimum=1, common=True
     )
+    peer_checkpoint_interval: int | None = option(
+        "Steps between state copies to another rank's memory; none: no copies.", default=None, minimum=1
+    )
     keep_checkpoints: int | None = option(
         "Number of checkpoints to keep; none: all.", default=None, minimum=1, common=True
     )

@@ -260,7 +260,7 @@ class FinetuneRun:
                 )
             moments = not self.config.run.no_load_optim
             reader = state_reader(resumed, engine.item_store, self.world, moments=moments)
-            engine.restore(reader, step, **progress_of(resumed))
+            engine.restore(reader, step, **progress_of(resumed.manifest))
             return step
         # ``--load`` has priority: a restarted run has the same command line, with the pretrained checkpoint.
         if pretrained is not None:

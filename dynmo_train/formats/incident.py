@@ -5,6 +5,9 @@ have ended. Seconds and steps add up over the records without overlap::
 
     checkpoint ------ steps ------ failure ------------ first step of the next round
                |<-- process_death, hang: work lost -->|<------ restart: pause ------>|
+
+    copy of --peer-checkpoint-interval ------ failure ------ first step of the other ranks
+               |<------------- continued: work lost and pause ------------->|
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ IncidentKind = Literal[
     "node_loss",
     "hang",
     "restart",
+    "continued",
     "slow_worker",
     "worker_recovered",
     "slow_step",

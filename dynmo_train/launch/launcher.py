@@ -34,6 +34,7 @@ from ..formats.run import (
     refused_join_file,
     take_resize_request,
 )
+from .continuation import CONTINUATION_VARIABLE, Continuation
 from .coordinator import Round
 from .exit_status import (
     PERMANENT_CODES,
@@ -215,7 +216,22 @@ class _Launcher:
             host=nodes.master_addr,
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
+            continuation=self._continuation(),
         )
+
+    def _continuation(self) -> Continuation | None:
+        """Decides whether the processes continue after a death; None for several nodes, which do not."""
+        if self.launch.nodes.max_nodes > 1:
+            return None
+        return Continuation(self.rendezvous.process_store, self._take_hang)
+
+    def _take_hang(self, ranks: Sequence[int]) -> str | None:
+        """The cause if the watchdog has ended one of these ranks, which is then reported by those that continue."""
+        hang = self.watched.hang
+        if hang is None or hang.state.rank not in ranks:
+            return None
+        self.watched.hang = None
+        return f"killed after a hang: {hang.cause}"
 
     def _watch(self, current: Round, group: WorkerGroupConfig) -> NodeWatch:
         """The watchdog of a round on this node."""
@@ -558,6 +574,9 @@ def launch_local(launch: LocalLaunch) -> int:
         launch_file.unlink(missing_ok=True)
     heartbeats = make_heartbeat_folder()
     os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
+    os.environ.pop(CONTINUATION_VARIABLE, None)
+    if launch.nodes.max_nodes == 1:
+        os.environ[CONTINUATION_VARIABLE] = "1"
     os.environ.update(
         worker_environment(
             os.environ,

@@ -1,8 +1,9 @@
 """Run the processes of one round on this node with torch's elastic agent.
 
-The agent is overridden in four places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
+The agent is overridden in five places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
 that no agent waits for others, of which one may have left since. There is no exit barrier, so that nodes with released
-ranks can leave. Shutdown waits for processes that save a checkpoint.
+ranks can leave. Shutdown waits for processes that save a checkpoint. A killed process does not end the others where
+these continue (``continuation.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from .._common.console import print_message
 from .._common.errors import DynmoError
+from .continuation import Continuation, Notice, is_kill
 from .exit_status import Failure, with_causal_codes
 from .failure_record import QuietLines, read_failure
 from .worker import (
@@ -36,6 +39,7 @@ from .worker import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest
     from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -67,6 +71,7 @@ class WorkerGroupConfig:
         host: host of the processes' store.
         port: port of the processes' store.
         failure_reason: returns why another node ended the round, else None.
+        continuation: decides whether the other processes continue after a death; None where they never do.
     """
 
     name: str
@@ -81,6 +86,7 @@ class WorkerGroupConfig:
     host: str
     port: int
     failure_reason: Callable[[], str | None]
+    continuation: Continuation | None = None
 
     @property
     def nproc(self) -> int:
@@ -157,11 +163,14 @@ class _Tail(threading.Thread):
         find: returns the path once it is known.
         stream: where to write.
         quiet: what to leave out; None copies everything.
+        begin: first byte.
     """
 
-    def __init__(self, find: Callable[[], str | None], stream: IO[str], quiet: QuietLines | None = None) -> None:
+    def __init__(
+        self, find: Callable[[], str | None], stream: IO[str], quiet: QuietLines | None = None, begin: int = 0
+    ) -> None:
         super().__init__(daemon=True)
-        self.find, self.stream, self.quiet = find, stream, quiet
+        self.find, self.stream, self.quiet, self.begin = find, stream, quiet, begin
         self.finished = threading.Event()
 
     def run(self) -> None:
@@ -172,6 +181,7 @@ class _Tail(threading.Thread):
                 return
             is_last = self.finished.wait(MONITOR_INTERVAL_S)
         with open(path, encoding="utf-8", errors="replace") as source:
+            source.seek(self.begin)
             while True:
                 while text := source.read(1 << 16):
                     self.stream.write(text if self.quiet is None else self.quiet.feed(text))
@@ -186,6 +196,41 @@ class _Tail(threading.Thread):
         """Copy the rest and return."""
         self.finished.set()
         self.join()
+
+
+class _FirstRankOutput:
+    """Prints the output of the process that is rank 0.
+
+    Args:
+        log_paths: paths of the logs, empty until the processes start.
+        is_verbose: whether stacks and C++ frames are printed.
+    """
+
+    def __init__(self, log_paths: list[LogsDest], *, is_verbose: bool) -> None:
+        self._log_paths, self._local_rank, self._is_verbose = log_paths, -1, is_verbose
+        self._tails: list[_Tail] = []
+
+    def follow(self, local_rank: int) -> None:
+        """Print what a process writes from now on; no effect for the one that is followed already."""
+        if local_rank == self._local_rank:
+            return
+        self._local_rank = local_rank
+
+        def find(stream: str) -> str | None:
+            return getattr(self._log_paths[0], stream)[local_rank] if self._log_paths else None
+
+        for name, stream in (("stdouts", sys.stdout), ("stderrs", sys.stderr)):
+            path = find(name)
+            begin = os.path.getsize(path) if path and os.path.exists(path) else 0
+            quiet = None if self._is_verbose or stream is sys.stdout else QuietLines()
+            tail = _Tail(partial(find, name), stream, quiet, begin)
+            tail.start()
+            self._tails.append(tail)
+
+    def finish(self) -> None:
+        """Print the rest."""
+        for tail in self._tails:
+            tail.finish()
 
 
 def _rendezvous_handler(group: WorkerGroupConfig) -> type:
@@ -239,9 +284,16 @@ def _rendezvous_handler(group: WorkerGroupConfig) -> type:
     return FixedMembers
 
 
-def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[LogsDest]]:
-    """The agent, and a list to which it appends the log paths when its workers have started."""
-    from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+def _build_agent(
+    group: WorkerGroupConfig, on_continue: Callable[[Notice], None]
+) -> tuple[LocalElasticAgent, list[LogsDest]]:
+    """The agent, and a list to which it appends the log paths when its workers have started.
+
+    Args:
+        group: the processes.
+        on_continue: called when the other processes continue after a death.
+    """
+    from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
@@ -266,6 +318,16 @@ def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[Logs
                 )
                 for local_rank in range(group.nproc)
             ]
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            """The state of the workers; those that continue without a killed one are healthy."""
+            # torch ends all workers as soon as it finds that one has failed, so that it must not look before.
+            if self._pcontext is not None and _continue_without_killed(group, self._pcontext, on_continue):
+                return RunResult(state=WorkerState.HEALTHY)
+            if group.continuation is not None and group.continuation.is_overdue:
+                return RunResult(state=WorkerState.FAILED)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
 
         def _exit_barrier(self) -> None:
             """Do not wait: a node whose processes finished leaves; torch's barrier would block it."""
@@ -303,6 +365,30 @@ def _build_agent(group: WorkerGroupConfig) -> tuple[LocalElasticAgent, list[Logs
     return agent, log_paths
 
 
+def _continue_without_killed(group: WorkerGroupConfig, context: Any, on_continue: Callable[[Notice], None]) -> bool:
+    """Whether processes run and no failure ends them: none has failed, or the others continue.
+
+    Args:
+        group: the processes.
+        context: torch's context of the processes.
+        on_continue: called when the others continue.
+    """
+    continuation, first = group.continuation, sum(group.processes[: group.index])
+    if continuation is None or continuation.is_overdue:
+        return False
+    running: set[int] = context._running_local_ranks
+    codes = {first + local: context.subprocess_handlers[local].proc.poll() for local in running}
+    died = {rank: code for rank, code in codes.items() if code}
+    survivors = sorted(rank for rank, code in codes.items() if code is None)
+    if died:
+        notice = continuation.take(died, survivors)
+        if notice is None:
+            return False
+        running.difference_update(rank - first for rank in died)
+        on_continue(notice)
+    return bool(survivors)
+
+
 def _received_signal(error: BaseException | None) -> signal.Signals | None:
     """The signal that led to an exception; None if there is none.
 
@@ -326,22 +412,21 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     # The agent logs the exit of each rank on several lines; the launcher prints one message instead.
-    agent, log_paths = _build_agent(group)
+    first_rank = sum(group.processes[: group.index])
+
+    def on_continue(notice: Notice) -> None:
+        lost, ranks = (", ".join(map(str, each)) for each in (notice.lost, notice.ranks))
+        print_message(f"dynmo-train: rank {lost} was {notice.cause}; continuing without restart on rank {ranks}")
+        output.follow(notice.ranks[0] - first_rank)
+
+    agent, log_paths = _build_agent(group, on_continue)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each module has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    tails = (
-        _Tail(lambda: log_paths[0].stdouts[0] if log_paths else None, sys.stdout),
-        _Tail(
-            lambda: log_paths[0].stderrs[0] if log_paths else None,
-            sys.stderr,
-            None if group.is_verbose else QuietLines(),
-        ),
-    )
-    active = tails if group.index == 0 else ()
+    output = _FirstRankOutput(log_paths, is_verbose=group.is_verbose)
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    for tail in active:
-        tail.start()
+    if group.index == 0:
+        output.follow(0)
     try:
         result = agent.run()
     except (SignalException, UnboundLocalError) as error:
@@ -350,18 +435,17 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
         print_message(f"dynmo-train: {received.name}: terminated | processes: {group.nproc}")
         raise SystemExit(128 + received) from error
     finally:
-        for tail in active:
-            tail.finish()
+        output.finish()
         # torch replaces the handlers when it starts the workers, and does not restore them.
         for number, handler in handlers.items():
             signal.signal(number, handler)
         group.shutdown_file.unlink(missing_ok=True)
-    workers = agent.get_worker_group().workers
-    first = workers[0].global_rank if workers else 0
-    logs = {rank: log_paths[0].stderrs[rank - first] for rank in sorted(result.failures)}
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    if group.continuation is not None and not group.continuation.is_training and group.continuation.pending:
+        # What the others failed of follows from these deaths; a survivor's code 2 would end the launch.
+        print_message("dynmo-train: the other ranks could not continue; their logs have the reason")
+        codes = group.continuation.pending | {rank: code for rank, code in codes.items() if is_kill(code)}
+    logs = {rank: log_paths[0].stderrs[rank - first_rank] for rank in sorted(codes)}
     return with_causal_codes(
-        [
-            Failure(rank=rank, code=result.failures[rank].exitcode, log=log, record=read_failure(Path(log)))
-            for rank, log in logs.items()
-        ]
+        [Failure(rank=rank, code=codes[rank], log=log, record=read_failure(Path(log))) for rank, log in logs.items()]
     )

@@ -157,11 +157,16 @@ class NodeWatch:
         try:
             self._connect()
             while not self._stopped.wait(POLL_S):
-                if self._poll():
+                if self._poll() and not self._continues():
                     return
         # The store ends with the round, or its node is lost: the launchers notice that themselves.
         except (RuntimeError, OSError):
             return
+
+    def _continues(self) -> bool:
+        """After a hang: whether the other ranks may continue on this node, so that they are watched."""
+        # They notice the death and begin another phase within this time; until then they are late, too.
+        return self.watched.count == 1 and not self._stopped.wait(REPORT_S)
 
     def _connect(self) -> None:
         if self.watched.count == 1:

@@ -253,6 +253,11 @@ class Rendezvous:
         self._process_stores = [store]  # releases the previous one
         return int(store.port)
 
+    @property
+    def process_store(self) -> Store:
+        """On node 0, the store of the processes of the current round."""
+        return self._process_stores[0]
+
     def wait_for_round(self) -> Round | LaunchEnd:
         """On other nodes, wait for the next round with this node, or for the end of the launch.
 

@@ -22,6 +22,8 @@ SHUTDOWN_FILE_VARIABLE = "DYNMO_SHUTDOWN_FILE"
 LAUNCH_FILE_VARIABLE = "DYNMO_LAUNCH_FILE"
 # The file by which node 0 asks rank 0 to save and exit with 75, because nodes wait to join.
 JOIN_FILE_VARIABLE = "DYNMO_JOIN_FILE"
+# Number of the generation of ranks that this process is in, once others have died and it continues without them.
+GENERATION_VARIABLE = "DYNMO_GENERATION"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
 

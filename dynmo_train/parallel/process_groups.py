@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .._common.errors import UsageError
+from ..launch.worker import GENERATION_VARIABLE
 from .dims import Coordinates, ParallelDims
 
 
@@ -191,9 +192,23 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
     if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        store = _store_of_generation(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
     return set_parallel_dims(world, dims or world.dims, timeout_s)
+
+
+def _store_of_generation(timeout: timedelta) -> Store | None:
+    """The store of ranks that continue without others; None before, where torch connects to it.
+
+    Its prefix is new: the same keys with a former one have the addresses of connections that are closed.
+    """
+    generation = os.environ.get(GENERATION_VARIABLE)
+    if generation is None:
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(f"generation-{generation}", store)
 
 
 def set_parallel_dims(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config import TrainingConfig
 from ..data.batch import Batch
+from ..formats.incident import Incident
 from .engine import Engine
 from .step_result import StepResult
 
@@ -86,6 +87,24 @@ class FiniteCheck:
 def number_text(value: float) -> str:
     """``value`` as ``nan``, ``inf`` or a number with four significant digits."""
     return f"{value:.4g}"
+
+
+def not_finite_incident(problem: str, step: int, result: StepResult) -> Incident:
+    """The incident of a step without update.
+
+    Args:
+        problem: message of :meth:`FiniteCheck.after_step`.
+        step: the step.
+        result: its result.
+    """
+    return Incident(
+        incident="not_finite",
+        message=problem,
+        cause="the loss or the gradient norm is not finite",
+        step=step,
+        seconds_lost=result.step_ns / 1e9,
+        steps_lost=1,
+    )
 
 
 def batch_detail(consumed: int, size: int, places: list[list[dict[str, Any]]]) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ One iteration of ``Trainer.train``, on every rank::
         Checkpointer           progress of an asynchronous save
         signals                SIGTERM, SIGUSR1, time limit, resize request: all ranks agree
         --save-interval        start a checkpoint
+        --peer-checkpoint-interval  start a copy of the state to another rank
                               |
                               v
                         next step, or exit with the code of the signal
@@ -40,31 +41,39 @@ from typing import Any
 
 from .._common.console import print_message
 from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError
+from ..data.batch import Batch
 from ..data.loader import BatchLoader
-from ..data.sample_format import Split
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import step_of
-from ..formats.incident import Incident
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..launch.heartbeat import Phase
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
-from .checkpoint.engine_checkpoint import CheckpointMetadata
+from .checkpoint.engine_checkpoint import CheckpointMetadata, data_properties
+from .evaluations import Evaluations
 from .failures import raise_together
-from .finite_check import FiniteCheck, batch_detail, end_message
-from .loss_spikes import Rollback
+from .finite_check import FiniteCheck, batch_detail, end_message, not_finite_incident
+from .loss_spikes import Rollback, spike_incident
 from .loss_spikes import end_message as spikes_end_message
 from .monitoring.scalar_writers import scalar_writers_on_rank0
-from .monitoring.training_log import TrainingLog, complete_line, graphs_line, run_argument_lines, stop_line
+from .monitoring.training_log import (
+    TrainingLog,
+    complete_line,
+    graphs_line,
+    longer_run_rule,
+    run_argument_lines,
+    stop_line,
+)
 from .rebalance.compression_choice import compression_choice
 from .rebalance.expert_rebalance import ExpertRebalance
 from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
+from .recovery.survivor import Survivor
 from .settings_from_config import flops_counter, parameter_counts, plan_problems, resize_problems
-from .setup import InitialState, continued_checkpoint
+from .setup import InitialState
 from .signals import BoundarySignals, DistributedSignalHandler
 from .step_result import StepResult, UnloggedStep
 
@@ -80,16 +89,19 @@ class Trainer:
     Args:
         start: state before the first step.
         seconds_before: time since the start of the processes, which ``--exit-duration-in-mins`` counts.
+        survivor: makes the copies of ``--peer-checkpoint-interval``; None without.
     """
 
-    def __init__(self, start: InitialState, seconds_before: float = 0.0) -> None:
+    def __init__(self, start: InitialState, seconds_before: float = 0.0, survivor: Survivor | None = None) -> None:
         self.config = config = start.config
         self.engine, self.data = start.engine, start.data
         self.directory, self.logger = start.directory, start.logger
         self.step = start.step
-        self.consumed_samples, self.consumed_valid_samples = start.consumed_samples, start.consumed_valid_samples
+        self.consumed_samples = start.consumed_samples
         self._initial_plan_id = start.active_plan_id
-        self._source = start.checkpoint.manifest.get("source") if start.checkpoint is not None else None
+        self._survivor = survivor
+        manifest = start.manifest or {}
+        self._source, self._start_position = manifest.get("source"), manifest.get("x_data_position", {})
         self.planner: PlannerProcess | None = None
         self.controller = self._plan_controller()
         self._resize_requests = ResizeRequests(
@@ -106,6 +118,7 @@ class Trainer:
         self._flops = flops_counter(config, self.engine.family)
         writers = scalar_writers_on_rank0(self.engine.world, config, self.directory)
         self._log = TrainingLog(config, self.engine.world, self._flops, writers)
+        self._evaluations = Evaluations(config, start, self._log)
         self._checkpointer = Checkpointer(
             self.engine,
             self.directory.checkpoints,
@@ -117,7 +130,7 @@ class Trainer:
         self._batches, self._spikes = start.batches, start.spikes
         self.rollback: Rollback | None = None
         self._seconds_before = seconds_before
-        self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
+        self._last_saved = start.last_saved
         self._compression_choice = compression_choice(
             start.engine,
             start.directory.path,
@@ -128,6 +141,7 @@ class Trainer:
         self._expert_rebalance = ExpertRebalance.of(config.balance, self.engine, self.directory, self.logger)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
         self._loader = self._batch_loader()
+        self._batch: Batch | None = None
         self.defers_results = self.engine.world.device.type == "cuda"
         self._waiting: deque[UnloggedStep] = deque()
         self._compiled_graphs = 0
@@ -185,8 +199,13 @@ class Trainer:
         self._log.log_start(self.engine.partition, self.step + 1, counts, arguments)
 
     def _log_restart(self) -> None:
-        """Log the restart by the launcher that started this process, if any."""
-        if (restart := restart_incident(os.environ, self.step, time.time())) is not None:
+        """Log the restart by the launcher that started this process, if any, or the loss of ranks after it."""
+        survivor = self._survivor
+        if survivor is not None and survivor.continued is not None:
+            continued = survivor.continued.incident(time.time())
+            self.logger.log_incident(continued)
+            self._log.line(f" {continued.message}")
+        elif (restart := restart_incident(os.environ, self.step, time.time())) is not None:
             self.logger.log_incident(restart)
 
     def train(self) -> int:
@@ -200,10 +219,11 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log_start()
+        self._start_copies()
         self._log_restart()
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
-        self._warn_without_test_data()
+        self._evaluations.warn_without_test_data()
         self._start_planner()
         self._place_experts()
         minutes = training.exit_duration_in_mins
@@ -217,7 +237,7 @@ class Trainer:
                     return code
                 is_last = self.step == training.train_iters
                 if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
-                    self._evaluate_validation()
+                    self._evaluations.validate(self.step)
                 # Not after the last step: a move costs a pause and has no steps left that it makes faster.
                 plan = self.controller.at_boundary(self.step) if self.controller is not None and not is_last else None
                 # A released rank is not in the world any more: it must not call the collectives below.
@@ -241,25 +261,25 @@ class Trainer:
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._collect()
                     self._save()
+                self._copy_to_peer(is_over=is_last or signals.exit)
                 if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
             if is_last:
-                self._evaluate_test()
+                self._evaluations.test(self.step)
         return self._end(signals)
 
     def _report_complete(self) -> int:
         """Report that the checkpoint which this start loaded has all steps."""
         if self.engine.world.is_rank0:
-            samples, iters = self.config.training.train_samples, self.config.training.train_iters
-            flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
-            rule = f"{flag} is {number:,}; give a larger {flag}"
-            print_message(complete_line(self.directory.path, self.step, rule))
+            print_message(complete_line(self.directory.path, self.step, longer_run_rule(self.config.training)))
         return EXIT_OK
 
     def _end(self, signals: BoundarySignals) -> int:
         """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
         self.engine.heartbeat.enter(Phase.SAVE)
         self._checkpointer.wait()
+        if self._survivor is not None:
+            self._survivor.copies.wait()
         self.engine.heartbeat.enter(Phase.END)
         # During training a failed save is retried by the next one. Here none follows, and exit code 0 would be wrong.
         if self._checkpointer.failure is not None:
@@ -324,9 +344,9 @@ class Trainer:
     def evaluate(self) -> int:
         """Evaluate on validation and test data without training; the exit code."""
         self._log_start()
-        self._warn_without_test_data()
-        self._evaluate_validation()
-        self._evaluate_test()
+        self._evaluations.warn_without_test_data()
+        self._evaluations.validate(self.step)
+        self._evaluations.test(self.step)
         return EXIT_OK
 
     def _is_resize_requested(self) -> bool:
@@ -401,6 +421,7 @@ class Trainer:
             or (self._expert_rebalance is not None and self._expert_rebalance.is_due(self.step))
             or self._is_due(training.exit_interval)
             or self._is_due(self.config.run.save_interval)
+            or self._is_due(self.config.run.peer_checkpoint_interval)
         )
         return bool(acts) or not self.defers_results or not self.engine.can_defer
 
@@ -421,26 +442,14 @@ class Trainer:
         self._log_costs()
         self._profiled = (launched, result)
         self._log_step(launched, result)
-        problem = self._finite_check.after_step(launched.step, result)
-        if problem is not None and self.engine.world.is_rank0:
+        if (problem := self._finite_check.after_step(launched.step, result)) and self.engine.world.is_rank0:
             detail = batch_detail(launched.consumed, launched.size, self.data.token_ranges(launched.consumed))
             self.logger.log_event("not_finite", problem, step=launched.step, **detail)
-            self.logger.log_incident(
-                Incident(
-                    incident="not_finite",
-                    message=problem,
-                    cause="the loss or the gradient norm is not finite",
-                    step=launched.step,
-                    seconds_lost=result.step_ns / 1e9,
-                    steps_lost=1,
-                )
-            )
+            self.logger.log_incident(not_finite_incident(problem, launched.step, result))
             self._log.line(f" {problem}")
         spike = self._spikes.after_step(launched, result)
         if spike is not None:
-            self.logger.log_incident(
-                Incident(incident="loss_spike", message=spike, cause="loss spike", step=launched.step)
-            )
+            self.logger.log_incident(spike_incident(spike, launched.step))
             self._log.line(f" {spike}")
 
     def _log_costs(self) -> None:
@@ -470,6 +479,7 @@ class Trainer:
             model_flops=self._flops(size, launched.tokens),
             global_batch_size=size,
             plan_id=launched.plan_id,
+            **(self._survivor.copies.take_metrics() if self._survivor is not None else {}),
             **({"compression": result.compression} if result.compression else {}),
             **({"compiled_graphs": result.compiled_graphs} if self.config.training.torch_compile else {}),
         )
@@ -510,64 +520,54 @@ class Trainer:
             self._log.line(f" {self.logger.log_release(self.step, plan.released)} after iteration {self.step}")
             self._log.devices = self.engine.world.size
 
-    def _evaluate_validation(self) -> None:
-        if self.data.valid is not None:
-            self._evaluate_on("valid", "validation", self.consumed_valid_samples, f"iteration {self.step}")
-            # Each evaluation reads the next samples; the count is saved, so that a resumed run continues after them.
-            self.consumed_valid_samples += self.config.training.eval_iters * self.config.batch_sizes.final
-
-    def _evaluate_test(self) -> None:
-        """Evaluate on the test data, which is read once, after the last step."""
-        if self.data.test is not None:
-            self._evaluate_on("test", "test", 0, "the end of training for test data")
-
-    def _warn_without_test_data(self) -> None:
-        if self.data.no_test is not None and self.engine.world.is_rank0:
-            print_message(f"warning: no evaluation on test data: {self.data.no_test}")
-
-    def _evaluate_on(self, split: Split, name: str, consumed: int, place: str) -> None:
-        size, count = self.config.batch_sizes.final, self.config.training.eval_iters
-        batches = (self.data.eval_batch(split, consumed + number * size, self.step) for number in range(count))
-        losses = self.engine.evaluate_losses(batches)
-        self.engine.heartbeat.enter(Phase.BOUNDARY)
-        loss = losses.pop("loss")
-        fields = {f"{name}_loss": loss, **{f"{name}_{key}": value for key, value in losses.items()}}
-        self.logger.log_metrics(step=self.step, **fields)
-        self._log.log_evaluation(self.step, {"lm_loss": loss} | losses, place, name)
-
     def _save(self) -> None:
-        config = self.config
         self.engine.heartbeat.enter(Phase.SAVE)
+        batch = self._batch
         # Found in the result that was collected just now: the next boundary, or a resume, returns to the last one.
         if self._spikes.found is not None:
             self._log.line(f" no checkpoint after iteration {self.step}: loss spike in step {self._spikes.found}")
             return
-        if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
+        if batch is not None and (problem := self._finite_check.refusal(self.engine, self.step, batch)) is not None:
             self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
             return
-        metadata = CheckpointMetadata(
+        self._checkpointer.save(self._metadata())
+
+    def _start_copies(self) -> None:
+        """Start the first copy of this generation of ranks, from which these can continue as from any other."""
+        if self._survivor is not None:
+            self._survivor.copy(self.engine, self._metadata(), time.time())
+            self._survivor.confirm(self.engine.world)
+
+    def _copy_to_peer(self, *, is_over: bool) -> None:
+        """Start a copy of the state to another rank's memory where one is due and the run is not over."""
+        if self._survivor is not None and not is_over and self._is_due(self._survivor.copies.interval):
+            self._collect()
+            self.engine.heartbeat.enter(Phase.SAVE)
+            self._survivor.copy(self.engine, self._metadata(), time.time())
+            self.engine.heartbeat.enter(Phase.BOUNDARY)
+
+    def _metadata(self) -> CheckpointMetadata:
+        """The contents of a checkpoint that the engine does not know."""
+        run = self.config.run
+        return CheckpointMetadata(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.consumed_samples,
-            consumed_valid_samples=self.consumed_valid_samples,
+            consumed_valid_samples=self._evaluations.consumed,
             data_position=self._data_position(),
             source=self._source,
-            data={
-                "seed": config.training.seed,
-                "split": config.data.split,
-                "sequence_length": config.model.seq_length,
-                "prefix": config.data.name,
-            },
+            data=data_properties(self.config),
             tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
-            keep=config.run.keep_checkpoints,
-            moments=not config.run.no_save_optim,
+            keep=run.keep_checkpoints,
+            moments=not run.no_save_optim,
             loss_spikes=self._spikes.state(self._batches.skipped),
         )
-        self._checkpointer.save(metadata)
 
     def _data_position(self) -> dict[str, Any]:
         """Where a resumed run continues to read streams of documents: split -> position; empty for indexed data."""
+        if self._batch is None:
+            return dict(self._start_position)
         position = self._batch.position
         return ({} if position is None else {"train": position}) | self.data.eval_positions()
 
@@ -590,6 +590,8 @@ class Trainer:
         Args:
             exit_code: exit code of the training; None after an error.
         """
+        if exit_code is None:
+            self._checkpointer.abandon()
         self._log.close(exit_code)
         self._loader.close()
         if self._compression_choice is not None:

@@ -200,6 +200,11 @@ class LossSpikes:
         return losses | ({"skipped_samples": [list(each) for each in skipped]} if skipped else {})
 
 
+def spike_incident(message: str, step: int) -> Incident:
+    """The incident of a spike that ``message`` describes."""
+    return Incident(incident="loss_spike", message=message, cause="loss spike", step=step)
+
+
 def end_message(rollback: Rollback, max_rollbacks: int) -> str:
     """Why a run ends after too many rollbacks, and the remedy.
 

@@ -19,7 +19,7 @@ from .._common.errors import EXIT_USAGE, DynmoError
 from ..config import Config
 from ..data.sample_format import SampleError
 from ..launch.failure_record import recording_failure
-from ..launch.heartbeat import HeartbeatWriter, open_heartbeat
+from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
 from .failures import LostRankError, lost_another_rank, lost_connection, out_of_memory
@@ -27,6 +27,7 @@ from .fingerprint import config_properties, join_same
 from .garbage_collection import freeze_imports
 from .loop import Trainer
 from .loss_spikes import Rollback
+from .recovery.survivor import Survivor
 from .settings_from_config import parallel_dims
 from .setup import setup_run
 
@@ -41,18 +42,38 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    heartbeat = open_heartbeat(os.environ, 60.0 * config.training.distributed_timeout_minutes)
+    survivor = Survivor.of(config, os.environ)
+    if survivor is None:
+        return _train_world(config, heartbeat, None)
+    return survivor.run(lambda current: _train_world(current, heartbeat, survivor), config)
+
+
+def _train_world(config: Config, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
+    """Join the processes of the environment and train with them; the exit code.
+
+    Args:
+        config: configuration of the run.
+        heartbeat: heartbeat of this process.
+        survivor: copies that a run with fewer ranks continues from; None without such copies.
+
+    Raises:
+        DynmoError: this rank ran out of memory, or lost another rank.
+    """
+    heartbeat.enter(Phase.START)
+    if survivor is not None:
+        survivor.begin()
     timeout_s = 60.0 * config.training.distributed_timeout_minutes
-    heartbeat = open_heartbeat(os.environ, timeout_s)
     properties = partial(config_properties, config)
     world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
         with recording_failure(os.environ, lost_another_rank):
-            return _run(config, world, heartbeat)
+            return _run(config, world, heartbeat, survivor)
     finally:
         destroy_world()
 
 
-def _run(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
+def _run(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
     """Train until the end, and name the causes of failures; the exit code. Every rank calls this.
 
     Raises:
@@ -61,7 +82,7 @@ def _run(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
         DynmoError: this rank is out of memory.
     """
     try:
-        return _train(config, world, heartbeat)
+        return _train(config, world, heartbeat, survivor)
     # All ranks raise this in the same step: one of them reports it.
     except SampleError:
         if is_reporting_rank(first=world.is_rank0):
@@ -76,8 +97,10 @@ def _run(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
         raise
 
 
-def _train(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
+def _train(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
     """Train until the end, through rollbacks; the exit code."""
+    if survivor is not None:
+        return _train_generation(config, world, heartbeat, survivor)
     began = time.monotonic()
     rollback: Rollback | None = None
     while True:
@@ -89,6 +112,19 @@ def _train(config: Config, world: World, heartbeat: HeartbeatWriter) -> int:
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _train_generation(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor) -> int:
+    """Train from the loaded checkpoint, or from the copies in memory, to the end; the exit code."""
+    start = setup_run(config, world, memory=survivor.join(config, world))
+    start.engine.profiler.heartbeat = heartbeat
+    survivor.watch(start.directory.path)
+    trainer, exit_code = Trainer(start, survivor=survivor), None
+    try:
+        exit_code = trainer.train()
+    finally:
+        trainer.close(exit_code)
+    return exit_code
 
 
 def _train_segment(

@@ -3,7 +3,7 @@
 What ``setup_run`` opens, in order, on every rank::
 
     Config, World
-      | checkpoint_to_load ------- --load: the newest sound checkpoint, or None
+      | checkpoint_to_load ------- --load: the newest sound checkpoint, or None; a MemoryCheckpoint instead after a loss
       v
     completed steps, consumed samples
       | open_run_data ------------- rank 0 first: it writes the index caches that the others read
@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._common.console import print_message
 from .._common.errors import UsageError
@@ -41,6 +42,7 @@ from ..config.batch_schedule import BatchPositions, Range
 from ..data.batches import RunData, open_run_data
 from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import Checkpoint, CheckpointError, remove_stale_staging
+from ..formats.checkpoint.writer import read_latest
 from ..formats.plan import initial_plan, plan_ids, write_plan
 from ..formats.profile import Layout, ModelInfo, WorkerInfo
 from ..models.compiled import check_compiler
@@ -73,6 +75,7 @@ from .monitoring.profile_writer import (
     measure_links,
 )
 from .monitoring.scalar_writers import check_clients
+from .recovery.memory_checkpoint import MemoryCheckpoint
 from .run_directory import RunDirectory, open_run_directory_on_rank0, rotations
 from .settings_from_config import (
     analytic_keys_of,
@@ -95,7 +98,8 @@ class InitialState:
         data: training, validation and test data.
         directory: run directory.
         logger: writer of profile, metrics and events.
-        checkpoint: checkpoint that the run resumes from or took its weights from; None without one.
+        manifest: manifest of the checkpoint that the run resumes from or took its weights from; None without one.
+        last_saved: name of the last checkpoint of this run; None without one.
         step: number of completed steps.
         consumed_samples: number of consumed training samples.
         consumed_valid_samples: number of consumed validation samples.
@@ -109,7 +113,8 @@ class InitialState:
     data: RunData
     directory: RunDirectory
     logger: RunLogger
-    checkpoint: Checkpoint | None
+    manifest: Mapping[str, Any] | None
+    last_saved: str | None
     step: int
     consumed_samples: int
     consumed_valid_samples: int
@@ -118,7 +123,9 @@ class InitialState:
     spikes: LossSpikes
 
 
-def setup_run(config: Config, world: World, rollback: Rollback | None = None) -> InitialState:
+def setup_run(
+    config: Config, world: World, rollback: Rollback | None = None, memory: MemoryCheckpoint | None = None
+) -> InitialState:
     """Open data and checkpoint, build the engine, create the run directory, write the header and the initial plan.
 
     Every rank calls this.
@@ -127,6 +134,7 @@ def setup_run(config: Config, world: World, rollback: Rollback | None = None) ->
         config: configuration of the run.
         world: process groups.
         rollback: the rollback that this start executes; None without one.
+        memory: state that the run continues from after a loss of ranks; None loads the checkpoint of ``--load``.
 
     Raises:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
@@ -134,8 +142,9 @@ def setup_run(config: Config, world: World, rollback: Rollback | None = None) ->
     """
     # Before anything that takes time; rank 0 alone needs the clients.
     run_on_all_ranks(world, lambda: check_clients(config) if world.is_rank0 else None)
-    loaded = load_engine(config, world, () if rollback is None else rollback.ranges)
+    loaded = load_engine(config, world, () if rollback is None else rollback.ranges, memory)
     config, engine, checkpoint, step = loaded.config, loaded.engine, loaded.checkpoint, loaded.step
+    manifest = loaded.manifest
     settings = engine.settings
     workers = describe_workers(world, engine.profiler.calibration_ns(world.device))
     engine_properties: dict[str, Any] = {
@@ -158,20 +167,25 @@ def setup_run(config: Config, world: World, rollback: Rollback | None = None) ->
     for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
         logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
     active_plan_id = _write_initial_plan(config, engine, directory, step)
-    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
+    consumed_valid = manifest.get("x_consumed_valid_samples", 0) if manifest is not None and step else 0
+    if memory is None:
+        last_saved = continued_checkpoint(checkpoint, directory, step)
+    else:
+        last_saved = read_latest(directory.checkpoints) or None
     return InitialState(
         config=config,
         engine=engine,
         data=loaded.data,
         directory=directory,
         logger=logger,
-        checkpoint=checkpoint,
+        manifest=manifest,
+        last_saved=last_saved,
         step=step,
         consumed_samples=loaded.consumed_samples,
         consumed_valid_samples=consumed_valid,
         active_plan_id=active_plan_id,
         batches=loaded.batches,
-        spikes=LossSpikes.of(config.training, _spike_state(checkpoint, step), rollback),
+        spikes=LossSpikes.of(config.training, _spike_state(manifest, step), rollback),
     )
 
 
@@ -184,6 +198,7 @@ class LoadedEngine:
         engine: engine of this rank.
         data: training, validation and test data.
         checkpoint: checkpoint that was loaded; None without one.
+        manifest: its manifest, or that of the copies that the run continues from; None without either.
         step: number of completed steps.
         consumed_samples: number of consumed training samples, where the next batch begins.
         batches: where batches begin.
@@ -193,18 +208,22 @@ class LoadedEngine:
     engine: Engine
     data: RunData
     checkpoint: Checkpoint | None
+    manifest: Mapping[str, Any] | None
     step: int
     consumed_samples: int
     batches: BatchPositions
 
 
-def load_engine(config: Config, world: World, skipped: Sequence[Range] = ()) -> LoadedEngine:
+def load_engine(
+    config: Config, world: World, skipped: Sequence[Range] = (), memory: MemoryCheckpoint | None = None
+) -> LoadedEngine:
     """Open checkpoint and data, and build the engine. Every rank calls this.
 
     Args:
         config: configuration of the run.
         world: process groups.
         skipped: ranges of samples to skip in addition to those of the options and the checkpoint.
+        memory: state that the run continues from after a loss of ranks; None loads the checkpoint of ``--load``.
 
     Raises:
         UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
@@ -218,33 +237,23 @@ def load_engine(config: Config, world: World, skipped: Sequence[Range] = ()) -> 
         run_on_all_ranks(world, lambda: check_float8(world.device))
     if config.training.cuda_graph:
         run_on_all_ranks(world, lambda: check_graph_device(world.device.type))
-    apex = find_apex()
-    # apex's kernels exist for CUDA only.
-    on_cuda = world.device.type == "cuda"
-    optimizer = optimizer_settings(config.optimizer).describe(OptimizerContext())
-    # apex replaces torch's AdamW only.
-    uses_adam = optimizer == "torch AdamW"
-    fused_adam = apex.fused_adam if on_cuda and uses_adam else None
-    fused_norms = apex.fused_norms if on_cuda else {}
-    if world.is_rank0:
-        print_message(apex.line(used=on_cuda and apex.state == "present", optimizer=None if uses_adam else optimizer))
+    fused_adam, fused_norms = _fused_kernels(config, world)
     family = family_of(config)
-    loads_moments = not (config.run.finetune or config.run.no_load_optim)
     # First, since the position in the data and the initial partition follow from it.
-    checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
-    # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
-    require_same(world, checkpoint_properties(checkpoint))
-    step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
-    stored_ranges = _spike_state(checkpoint, step).get("skipped_samples", ())
+    checkpoint = _checkpoint(config, world) if memory is None else None
+    source = checkpoint or memory
+    manifest = source.manifest if source is not None else None
+    step, consumed = run_on_all_ranks(world, lambda: _progress(config, source))
+    stored_ranges = _spike_state(manifest, step).get("skipped_samples", ())
     batches = config.batch_positions([*((begin, end) for begin, end in stored_ranges), *skipped])
     config = _with_steps_left(config, batches, step, consumed, world)
     consumed = batches.begin(consumed)
     # Rank 0 copies these files into every checkpoint: without them the first save would fail, and each one after it.
     run_on_all_ranks(world, lambda: _check_tokenizer(config) if world.is_rank0 else True)
-    positions = checkpoint.manifest.get("x_data_position") if checkpoint is not None and step else None
+    positions = manifest.get("x_data_position") if manifest is not None and step else None
     data = rank0_first(world, lambda: open_run_data(config, step, consumed, positions, batches))
     # The thresholds select the form of each sparse product, and so the bits: a resumed run keeps its own.
-    stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
+    stored = manifest["dynamic"]["sparse_thresholds"] if manifest is not None else None
     settings = run_on_all_ranks(
         world, lambda: replace(engine_settings(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
@@ -261,30 +270,54 @@ def load_engine(config: Config, world: World, skipped: Sequence[Range] = ()) -> 
         ):
             if warning is not None:
                 print_message(f"warning: {warning}")
-    bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if checkpoint is None else None
+    bert = run_on_all_ranks(world, lambda: bert_checkpoint(config, world)) if manifest is None else None
     require_same(world, checkpoint_properties(bert, "--bert-load"))
-    engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
+    engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert, memory))
     return LoadedEngine(
         config=config,
         engine=engine,
         data=data,
         checkpoint=checkpoint,
+        manifest=manifest,
         step=step,
         consumed_samples=consumed,
         batches=batches,
     )
 
 
-def _spike_state(checkpoint: Checkpoint | None, step: int) -> dict[str, Any]:
-    """``x_loss_spikes`` of the checkpoint that a run continues; empty at the first step."""
-    return dict(checkpoint.manifest.get("x_loss_spikes", {})) if checkpoint is not None and step else {}
+def _spike_state(manifest: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
+    """``x_loss_spikes`` of the manifest that a run continues; empty at the first step."""
+    return dict(manifest.get("x_loss_spikes", {})) if manifest is not None and step else {}
 
 
-def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
+def _fused_kernels(config: Config, world: World) -> tuple[type[Any] | None, Mapping[type[nn.Module], type[nn.Module]]]:
+    """The fused AdamW and the fused norms of apex that the run uses; None and none without."""
+    apex = find_apex()
+    # apex's kernels exist for CUDA only.
+    on_cuda = world.device.type == "cuda"
+    optimizer = optimizer_settings(config.optimizer).describe(OptimizerContext())
+    # apex replaces torch's AdamW only.
+    uses_adam = optimizer == "torch AdamW"
+    if world.is_rank0:
+        print_message(apex.line(used=on_cuda and apex.state == "present", optimizer=None if uses_adam else optimizer))
+    norms: Mapping[type[nn.Module], type[nn.Module]] = apex.fused_norms if on_cuda else {}
+    return apex.fused_adam if on_cuda and uses_adam else None, norms
+
+
+def _checkpoint(config: Config, world: World) -> Checkpoint | None:
+    """The checkpoint of ``--load``, the same one on every rank; None without one."""
+    loads_moments = not (config.run.finetune or config.run.no_load_optim)
+    checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
+    # Each rank opens the path itself: without a shared file system it can be another checkpoint on another host.
+    require_same(world, checkpoint_properties(checkpoint))
+    return checkpoint
+
+
+def _progress(config: Config, source: Checkpoint | MemoryCheckpoint | None) -> tuple[int, int]:
     """Completed steps and consumed samples; raises ``CheckpointError`` where the consumed samples are unknown."""
-    if checkpoint is None or _takes_weights_only(config, checkpoint):
+    if source is None or (isinstance(source, Checkpoint) and _takes_weights_only(config, source)):
         return 0, 0
-    step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
+    step, consumed = source.manifest["step"], source.manifest["consumed_train_samples"]
     if step and not consumed:
         raise CheckpointError(
             f"the checkpoint records 0 consumed samples after {step} steps: the position in the data is unknown; give"
@@ -354,8 +387,14 @@ def _engine(
     settings: EngineSettings,
     checkpoint: Checkpoint | None,
     bert: Checkpoint | None,
+    memory: MemoryCheckpoint | None,
 ) -> Engine:
     """The engine with the weights that the run starts from: random, of a checkpoint, or of a BERT for both towers."""
+    if memory is not None:
+        partition = initial_partition(config, family, memory.manifest["topology"])
+        engine = Engine(family, settings, partition, world, _emulated_profiler(config, world, family))
+        engine.restore(memory.load(engine.partition, world), memory.step, **progress_of(memory.manifest))
+        return engine
     if checkpoint is not None:
         check_same_model(checkpoint, family, resumes=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
@@ -378,23 +417,23 @@ def _engine(
     if world.is_rank0:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
             print_message(f"warning: {line}")
-    engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint))
+    engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint.manifest))
     return engine
 
 
-def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Keyword arguments of :meth:`Engine.restore` for the schedules and techniques of a checkpoint.
+def progress_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of :meth:`Engine.restore` for the schedules and techniques of a checkpoint's manifest.
 
     Older checkpoints have ``advanced`` in place of ``advanced_samples``. It counts samples where it exceeds the
     completed steps, else steps, which are converted with the batch size of the checkpoint. An imported checkpoint has
     neither, but may have the state of its original scheduler.
     """
-    progress = dict(checkpoint.manifest.get("x_progress", {}))
+    progress = dict(manifest.get("x_progress", {}))
     old = progress.pop("advanced", None)
     if old is None:
-        counted = samples_done(checkpoint.manifest)
+        counted = samples_done(manifest)
     else:
-        step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
+        step, consumed = manifest["step"], manifest["consumed_train_samples"]
         counted = old if not step or old > step else old * consumed // step
     return {"advanced_samples": counted, **progress}
 

@@ -236,6 +236,27 @@ def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
             yield conflict(flag, f"rollback cannot be combined with {other}: released ranks do not return; remove one")
 
 
+def _peer_copies(config: Config, world_size: int) -> Iterator[Problem]:
+    """Copies to other ranks are of one pipeline without replicas, whose ranks are not released."""
+    interval, flag, parallel = config.run.peer_checkpoint_interval, "--peer-checkpoint-interval", config.parallel
+    if interval is None:
+        return
+    others = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
+        "--context-parallel-size": parallel.context_parallel_size > 1,
+        "data-parallel replicas": parallel.data_parallel_size > 1,
+        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
+        "--pack-to": config.balance.pack_to is not None,
+        "--min-throughput-fraction": config.balance.min_throughput_fraction is not None,
+        "--device cuda": config.training.device == "cuda",
+        "--loss-spike-action rollback": config.training.loss_spike_action == "rollback",
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        yield unsupported(flag, f"is {interval}; cannot be combined with {', '.join(given)}; remove one")
+    elif world_size == 1:
+        yield conflict(flag, f"is {interval}; requires at least 2 pipeline ranks, has 1; remove it")
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
@@ -248,4 +269,5 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _data,
     _run,
     _loss_spikes,
+    _peer_copies,
 )

@@ -109,6 +109,12 @@ class Checkpointer:
         if is_done:
             self.wait()
 
+    def abandon(self) -> None:
+        """Give up the save in progress, if any, after an error: other ranks may be gone."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.join_threads()
+
     def wait(self) -> None:
         """Complete the save in progress, if any."""
         if self._pending is None:

@@ -33,6 +33,7 @@ import torch
 from ... import __version__
 from ..._common.document import short_repr
 from ..._common.errors import DynmoError
+from ...config import Config
 from ...dynamics.pruning import GradualPruning
 from ...formats.checkpoint import (
     Checkpoint,
@@ -59,6 +60,16 @@ from ...optim.scheduler_state import scheduler_state
 from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
 from .model_keys import FORMER_VALUES, RECORDS, TRAINING_KEYS
+
+
+def data_properties(config: Config) -> dict[str, Any]:
+    """What determines the order of the samples, as in the manifest."""
+    return {
+        "seed": config.training.seed,
+        "split": config.data.split,
+        "sequence_length": config.model.seq_length,
+        "prefix": config.data.name,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +234,11 @@ class PendingSave:
         """Write the shard files in a thread."""
         self._thread = threading.Thread(target=self.write, name="checkpoint")
         self._thread.start()
+
+    def join_threads(self) -> None:
+        """Wait for the thread of this rank, without collectives: other ranks may be gone."""
+        if self._thread is not None:
+            self._thread.join()
 
     def advance(self) -> bool:
         """Advance at a boundary without waiting; whether ``finish`` has nothing left to wait for.
@@ -430,6 +446,20 @@ def _rank_metadata(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
         "decay": [stored for stored, _, p in named if p.dim() >= 2],
         "no_decay": [stored for stored, _, p in named if p.dim() < 2],
         "pruned": pruned,
+    }
+
+
+def progress_manifest(engine: Engine, metadata: CheckpointMetadata) -> dict[str, Any]:
+    """The fields of a manifest from which a run continues, without those of tensors; the same on every rank."""
+    found = _run_metadata(engine, metadata, by_rank=())
+    return {
+        "step": found.step,
+        "consumed_train_samples": found.consumed_train_samples,
+        "topology": found.topology,
+        "dynamic": found.dynamic,
+        "optimizer": found.optimizer,
+        "source": found.source,
+        **found.extra,
     }
 
 

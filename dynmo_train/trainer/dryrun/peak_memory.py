@@ -361,7 +361,7 @@ def worker_peaks(
     infos = {item["name"]: item for item in header["items"]}
     params = {name: info["param_count"] for name, info in infos.items()}
     microbatches, data = config.microbatches, config.parallel.data_ranks
-    peaks, workers = [], len(simulation["peak_memory_bytes"])
+    peaks, states, workers = [], [], len(simulation["peak_memory_bytes"])
     for worker, simulated in enumerate(simulation["peak_memory_bytes"]):
         stages = [stage for stage in simulation["stages"] if stage["worker"] == worker]
         items = [name for stage in stages for name in stage["items"]]
@@ -397,7 +397,19 @@ def worker_peaks(
             # At the end of a step each bucket of the reduction is a copy of its gradients.
             peak = max(peak, model + 2 * gradients)
         peaks.append(peak + copies_of_worker(config, family, header, worker, simulation["stages"]))
-    return peaks
+        states.append(FLOAT_BYTES * counts.total + counts.state_bytes)
+    if config.run.peer_checkpoint_interval is None:
+        return peaks
+    return [peak + copied for peak, copied in zip(peaks, peer_copy_bytes(states), strict=True)]
+
+
+def peer_copy_bytes(states: Sequence[int]) -> list[int]:
+    """Bytes of the copies of ``--peer-checkpoint-interval`` on each worker: two of itself, two of the worker before.
+
+    Args:
+        states: bytes of parameters and optimizer state of each worker.
+    """
+    return [2 * (states[worker] + states[worker - 1]) if len(states) > 1 else 0 for worker in range(len(states))]
 
 
 def _message_bytes(boundary: BoundaryShape, workers: int, *, is_first: bool, is_last: bool) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.console import emit
-from ...config import Config, config_document
+from ...config import Config, TrainingConfig, config_document
 from ...data.batches import eval_samples
 from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
@@ -414,6 +414,13 @@ def target_lines(train: int, valid: int, test: int) -> list[str]:
 def complete_line(run: Path, step: int, rule: str) -> str:
     """A message for a run that was loaded after its last ``step``; ``rule`` names the option that sets their number."""
     return f"the run in {run} is complete: {step:,} steps are done, {rule} to continue it"
+
+
+def longer_run_rule(training: TrainingConfig) -> str:
+    """The option that sets the number of steps and its remedy, for :func:`complete_line`."""
+    samples, iters = training.train_samples, training.train_iters
+    flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
+    return f"{flag} is {number:,}; give a larger {flag}"
 
 
 def stop_line(run: Path, step: int, load: str | None, last_saved: str | None) -> str:

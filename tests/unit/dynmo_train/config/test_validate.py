@@ -24,6 +24,8 @@ EXPERTS = {"num_experts": 4}
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
+    "copies without peer": ({"peer_checkpoint_interval": 5}, "--peer-checkpoint-interval"),
+    "copies of replicas": ({"peer_checkpoint_interval": 5, **REPLICAS}, "--peer-checkpoint-interval"),
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
     "another family's": ({"num_query_groups": 2}, "--num-query-groups"),

@@ -54,7 +54,7 @@ def test_progress_of_an_older_checkpoint_counts_in_its_own_batch(advanced, step,
         "consumed_train_samples": consumed,
         "x_progress": {"advanced": advanced, "techniques": {}},
     }
-    progress = progress_of(Checkpoint(directory=RUN, manifest=manifest))
+    progress = progress_of(manifest)
     assert progress == {"advanced_samples": samples, "techniques": {}}
 
 

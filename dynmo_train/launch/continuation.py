@@ -1,0 +1,218 @@
+"""Continue a round without the ranks that died: the processes of the other ranks stay alive.
+
+The launcher decides, the workers follow. Keys in the store of the round, with the prefix ``continuation``::
+
+    worker, rank 0                    launcher                        workers
+    ready/G: generation G trains  --> a rank is killed
+                                      next/G+1: Notice            --> close the connections of generation G
+                                                                      new world of the survivors, state from copies
+    ready/G+1                     <-- rank 0
+                                      no ready/G+1: end the round, restart from the last checkpoint
+
+A *generation* is a set of ranks that train together; the first one has all ranks of the round. Whatever fails between
+``next`` and ``ready`` ends the round as any failure does: another death, a survivor that exits, or the time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from .._common.document import parse_json
+from .exit_status import describe_exit
+from .worker import GENERATION_VARIABLE
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# Set by a launcher whose workers may continue.
+CONTINUATION_VARIABLE = "DYNMO_CONTINUATION"
+# Seconds from a death until the survivors train; then the round ends.
+LIMIT_S = 120.0
+_PREFIX = "continuation"
+# A worker waits for a notice as long as it runs.
+_FOREVER = timedelta(days=365)
+_TERMINATING = (-signal.SIGTERM, -signal.SIGINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """The next generation.
+
+    Attributes:
+        generation: its number, from 1.
+        ranks: its members, by their ranks in the first generation, ascending.
+        lost: ranks that died, by the same numbers.
+        cause: why, as a phrase.
+        since: Unix time at which the launcher noticed it.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...]
+    cause: str
+    since: float
+
+
+def encode_notice(notice: Notice) -> str:
+    """The value of a notice in the store."""
+    return json.dumps(asdict(notice))
+
+
+def decode_notice(value: bytes) -> Notice:
+    """The inverse of :func:`encode_notice`."""
+    found = parse_json(value)
+    return Notice(**found | {"ranks": tuple(found["ranks"]), "lost": tuple(found["lost"])})
+
+
+def is_kill(code: int) -> bool:
+    """Whether an exit code is of a process that a signal killed, other than one that ends a run."""
+    return code < 0 and code not in _TERMINATING
+
+
+def may_continue(codes: Mapping[int, int], survivors: Sequence[int], *, is_training: bool) -> bool:
+    """Whether the other ranks can continue after deaths.
+
+    Only where a signal killed the processes. A process that exits by itself has reported an error, which the others
+    would repeat, or ends the run; SIGTERM and SIGINT end the run, too.
+
+    Args:
+        codes: rank to exit code of those that died.
+        survivors: ranks that run.
+        is_training: whether the current generation trains.
+    """
+    return is_training and bool(survivors) and all(map(is_kill, codes.values()))
+
+
+@dataclass
+class Continuation:
+    """The generations of a round, on the launcher.
+
+    Attributes:
+        store: store of the round's processes.
+        describe_loss: returns the cause where the watchdog killed these ranks; None elsewhere.
+        generation: current generation.
+        pending: rank to exit code of those that died before the current generation trains.
+        since: monotonic time of these deaths.
+    """
+
+    store: Store
+    describe_loss: Callable[[Sequence[int]], str | None] = lambda _: None
+    generation: int = 0
+    pending: dict[int, int] = field(default_factory=dict)
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        self._keys = PrefixStore(_PREFIX, self.store)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the current generation trains; deaths before it are then not pending any more."""
+        if not self._keys.check([f"ready/{self.generation}"]):
+            return False
+        self.pending.clear()
+        return True
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the survivors did not train again in time."""
+        return bool(self.pending) and not self.is_training and time.monotonic() - self.since > LIMIT_S
+
+    def take(self, codes: Mapping[int, int], survivors: Sequence[int]) -> Notice | None:
+        """Let the survivors continue after deaths.
+
+        Args:
+            codes: rank to exit code of those that died.
+            survivors: ranks that run, ascending.
+
+        Returns:
+            What the survivors were notified of; None where the round has to end.
+        """
+        if not may_continue(codes, survivors, is_training=self.is_training):
+            return None
+        self.generation, self.pending, self.since = self.generation + 1, dict(codes), time.monotonic()
+        lost = tuple(sorted(codes))
+        notice = Notice(
+            generation=self.generation,
+            ranks=tuple(survivors),
+            lost=lost,
+            cause=self.describe_loss(lost) or describe_exit(codes[lost[0]]).removeprefix("was "),
+            since=time.time(),
+        )
+        self._keys.set(f"next/{notice.generation}", encode_notice(notice))
+        return notice
+
+
+class SurvivorLink:
+    """The connection of a worker to its launcher, by which it learns that other ranks died.
+
+    Args:
+        environment: environment of the process, as the launcher set it.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self.first_rank = int(environment["RANK"])
+        self.generation = 0
+        self._notice: Notice | None = None
+        self._has_notice = threading.Event()
+        self._keys = self._connect()
+
+    @property
+    def store_port(self) -> int:
+        """Port of the store, to which all processes are connected."""
+        return self._address[1]
+
+    def _connect(self) -> Store:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        return PrefixStore(_PREFIX, TCPStore(*self._address, is_master=False, wait_for_workers=False))
+
+    def watch(self, on_notice: Callable[[], None]) -> None:
+        """Call ``on_notice`` in a thread once other ranks of this generation have died."""
+        self._notice = None
+        self._has_notice = threading.Event()
+        threading.Thread(target=self._wait, args=(self.generation + 1, on_notice), daemon=True).start()
+
+    def _wait(self, generation: int, on_notice: Callable[[], None]) -> None:
+        key = f"next/{generation}"
+        try:
+            # A connection of its own: a request that blocks holds its lock.
+            keys = self._connect()
+            keys.wait([key], _FOREVER)
+            self._notice = decode_notice(keys.get(key))
+        except RuntimeError:
+            return  # the launcher has ended, and this process will
+        on_notice()
+        self._has_notice.set()
+
+    def confirm(self) -> None:
+        """Report that this generation trains; rank 0 of the generation calls this."""
+        self._keys.set(f"ready/{self.generation}", "1")
+
+    def wait(self, seconds: float) -> Notice | None:
+        """The notice of the next generation; None if none arrives in time."""
+        return self._notice if self._has_notice.wait(seconds) else None
+
+
+def enter_generation(notice: Notice, first_rank: int) -> None:
+    """Set the variables from which torch joins processes to those of a generation.
+
+    Args:
+        notice: the generation.
+        first_rank: rank of this process in the first generation.
+    """
+    size = str(len(notice.ranks))
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(notice.ranks.index(first_rank)), size
+    # All ranks are on one node.
+    os.environ["LOCAL_WORLD_SIZE"] = size
+    os.environ[GENERATION_VARIABLE] = str(notice.generation)

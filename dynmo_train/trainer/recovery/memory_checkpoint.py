@@ -1,0 +1,136 @@
+"""The newest state that the copies of the remaining ranks have together, read like a checkpoint.
+
+After the loss of a rank, on every remaining rank::
+
+    all_gather_objects     tags and items of the copies of each rank
+      | newest_complete      the newest step that has every item; the rank that each item is taken from
+      v
+    MemoryCheckpoint       progress of the run at that step
+      | partition of the remaining ranks
+      v
+    load                   items from the own copies, others by messages between hosts, with CRC-32
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..._common.errors import DynmoError
+from ...optim.item_state import ItemState
+from ...parallel.process_groups import World, all_agree, all_gather_objects
+from ...pipeline.partition import Partition
+from .state_copy import StateCopy, Tag, item_state, newest_complete
+
+
+class IncompleteCopiesError(DynmoError):
+    """The copies of the remaining ranks lack items: the run has to restart from a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCheckpoint:
+    """The state of a run in the memory of its ranks.
+
+    Attributes:
+        tag: generation and step of the copies.
+        manifest: the fields of a checkpoint's manifest that describe the progress; the same on every rank.
+        copied_at: Unix time of the copy.
+        holders: item -> rank that has it.
+        entries: item -> its entry in the copy's header.
+        copies: copies of this rank with the chosen tag.
+    """
+
+    tag: Tag
+    manifest: Mapping[str, Any]
+    copied_at: float
+    holders: Mapping[str, int]
+    entries: Mapping[str, Mapping[str, Any]]
+    copies: Sequence[StateCopy]
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return int(self.manifest["step"])
+
+    def load(self, partition: Partition, world: World) -> Callable[[str], ItemState]:
+        """Fetch the items of this rank from those that have them. Every rank calls this.
+
+        Args:
+            partition: partition of the remaining ranks.
+            world: the remaining ranks, of which each is a pipeline rank.
+
+        Returns:
+            A function from the name of a local item to its state, on the CPU.
+
+        Raises:
+            DynmoError: on every rank, if a received item differs from the sent one.
+        """
+        own = {item: copy for copy in self.copies for item in copy.header["items"]}
+        outgoing = {item: own[item].item_bytes(item) for item, rank in self.holders.items() if rank == world.rank}
+        # Only of those that are sent: the rest stays where it was written.
+        sums = {
+            item: zlib.crc32(content.numpy().data)
+            for item, content in outgoing.items()
+            if partition.item_ranks()[item] != world.rank
+        }
+        expected = {item: crc for gathered in all_gather_objects(world, sums) for item, crc in gathered.items()}
+        contents: dict[str, torch.Tensor] = {}
+        works = []
+        for item, target in partition.item_ranks().items():
+            source, entry = self.holders[item], self.entries[item]
+            if entry["end"] == entry["begin"]:
+                contents[item] = torch.empty(0, dtype=torch.uint8)
+            elif source == target == world.rank:
+                contents[item] = outgoing[item]
+            elif source == world.rank:
+                works.append(dist.isend(outgoing[item], world.global_rank(target)))
+            elif target == world.rank:
+                contents[item] = torch.empty(entry["end"] - entry["begin"], dtype=torch.uint8)
+                works.append(dist.irecv(contents[item], world.global_rank(source)))
+        for work in (work for work in works if work is not None):
+            work.wait()
+        is_sound = all(
+            zlib.crc32(content.numpy().data) == expected[item] for item, content in contents.items() if item in expected
+        )
+        if not all_agree(world, is_sound):
+            raise DynmoError("a received item differs from the sent one")
+        return lambda item: item_state(self.entries[item], contents[item])
+
+
+def find_memory_checkpoint(world: World, copies: Sequence[StateCopy], items: Sequence[str]) -> MemoryCheckpoint:
+    """The newest state that the copies of all ranks have together. Every rank calls this.
+
+    Args:
+        world: the remaining ranks.
+        copies: complete copies in the memory of this rank.
+        items: names of all items of the model.
+
+    Raises:
+        IncompleteCopiesError: on every rank, if no step has every item.
+    """
+    local = [[list(copy.tag), list(copy.header["items"])] for copy in copies]
+    inventories: list[list[tuple[Tag, list[str]]]] = [
+        [((tag[0], tag[1]), names) for tag, names in of_rank] for of_rank in all_gather_objects(world, local)
+    ]
+    found = newest_complete(inventories, items)
+    if found is None:
+        raise IncompleteCopiesError("the copies in the memory of the remaining ranks lack items of the model")
+    tag, holders = found
+    chosen = [copy for copy in copies if copy.tag == tag]
+    own = {item: copy.entry(item) for copy in chosen for item in copy.header["items"]}
+    local_entries = {item: own[item] for item, rank in holders.items() if rank == world.rank}
+    gathered = all_gather_objects(world, [chosen[0].header["progress"] if chosen else None, local_entries])
+    progress = next(found for found, _ in gathered if found is not None)
+    return MemoryCheckpoint(
+        tag=tag,
+        manifest=progress["manifest"],
+        copied_at=progress["copied_at"],
+        holders=holders,
+        entries={item: entry for _, entries in gathered for item, entry in entries.items()},
+        copies=chosen,
+    )

@@ -1,0 +1,248 @@
+"""Copies the state of each rank into its own host memory and into that of another rank, while training continues.
+
+At the boundary of a copy, on every rank::
+
+    wait for the last transfer       at most if it took longer than --peer-checkpoint-interval steps
+    gather the sizes of all blocks   every rank has the last copy now: the one before it may be overwritten
+    copy the state into the block    training is paused for this
+    thread: block -> peer            training continues
+            block <- the rank whose peer this is
+
+Each rank has two blocks of its own state and two of another rank's. The last copy that all ranks have is never
+overwritten, so that a death during a copy or a transfer leaves it complete.
+
+Peers: rank r sends to rank (r + d) mod N, where the distance d is the smallest one with which most ranks send to
+another node. On one node this is a ring; with K ranks on each of several nodes d is K, and the loss of one whole node
+leaves a copy of each of its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...parallel.process_groups import World, all_gather_objects
+from ..engine import Engine
+from .state_copy import StateCopy, Tag, plan_layout, read_copy, write_copy
+
+# Larger messages would not be interleaved with the activations of the training on a shared link.
+_MESSAGE_BYTES = 64 << 20
+
+
+def peer_distance(nodes: Sequence[str]) -> int:
+    """Distance from each rank to the one that its copy is sent to; see the module.
+
+    Args:
+        nodes: node of each rank, at least two.
+    """
+    size = len(nodes)
+
+    def on_same_node(distance: int) -> int:
+        return sum(nodes[rank] == nodes[(rank + distance) % size] for rank in range(size))
+
+    return min(range(1, size), key=lambda distance: (on_same_node(distance), distance))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyReport:
+    """A copy that this rank and its peer have.
+
+    Attributes:
+        step: number of completed steps.
+        num_bytes: bytes of this rank's block.
+        stalled_s: seconds for which training was paused.
+        duration_s: seconds until the transfers had ended.
+    """
+
+    step: int
+    num_bytes: int
+    stalled_s: float
+    duration_s: float
+
+
+class CopySlots:
+    """Two blocks of host memory for copies of one rank's state."""
+
+    def __init__(self) -> None:
+        self._blocks = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._copies: list[StateCopy | None] = [None, None]
+
+    @property
+    def copies(self) -> list[StateCopy]:
+        """The complete copies."""
+        return [copy for copy in self._copies if copy is not None]
+
+    def begin(self, keep: Tag | None, num_bytes: int) -> tuple[int, torch.Tensor]:
+        """The slot of a new copy and its block, uint8 ``[num_bytes]``; the copy ``keep`` is not overwritten."""
+        is_last = [copy is not None and copy.tag == keep for copy in self._copies]
+        slot = is_last.index(False)
+        # Incomplete from here on: no rank may resume from it.
+        self._copies[slot] = None
+        if self._blocks[slot].numel() < num_bytes:
+            # Freed before the new one is allocated.
+            self._blocks[slot] = torch.empty(0, dtype=torch.uint8)
+            self._blocks[slot] = torch.empty(num_bytes, dtype=torch.uint8)
+        return slot, self._blocks[slot][:num_bytes]
+
+    def complete(self, slot: int, copy: StateCopy) -> None:
+        """Record that the copy in a slot is complete."""
+        self._copies[slot] = copy
+
+
+class PeerCopies:
+    """The copies in the memory of this rank, which outlive the process groups.
+
+    Args:
+        interval: ``--peer-checkpoint-interval``.
+
+    Attributes:
+        interval: steps between copies.
+        own: copies of the state of this rank.
+        received: copies of the state of another rank.
+        generation: generation of ranks that makes copies.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self.own, self.received = CopySlots(), CopySlots()
+        self.generation = 0
+        self._world: World | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._distance = 0
+        self._last: Tag | None = None
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+        self._report: CopyReport | None = None
+
+    @property
+    def copies(self) -> list[StateCopy]:
+        """All complete copies in the memory of this rank."""
+        return [*self.own.copies, *self.received.copies]
+
+    def join(self, world: World, generation: int, last: Tag | None) -> None:
+        """Make copies with the ranks of ``world``. Every rank calls this.
+
+        Args:
+            world: ranks of the generation.
+            generation: its number.
+            last: the copy that these ranks resume from; None at the start of a run.
+        """
+        self.generation, self._world, self._group, self._last = generation, world, None, last
+        self._thread, self._error, self._report = None, None, None
+        if world.size == 1:
+            return
+        # Hosts may share a name: launchers of several nodes also run on one machine in tests.
+        node = f"{world.host}/{os.environ.get('GROUP_RANK', '0')}"
+        self._distance = peer_distance(all_gather_objects(world, node))
+        # A group of its own: transfers in a thread must not be matched with operations of the training.
+        ranks = [world.global_rank(rank) for rank in range(world.size)]
+        timeout = timedelta(seconds=world.timeout_s)
+        self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+
+    def leave(self) -> None:
+        """Wait for the end of a transfer whose connections are shut down, and forget the groups."""
+        if self._thread is not None:
+            self._thread.join()
+        self._world, self._group, self._thread = None, None, None
+
+    def start(self, engine: Engine, step: int, progress: Mapping[str, Any]) -> None:
+        """Start a copy of the state after ``step``. Every rank calls this at the same boundary.
+
+        Args:
+            engine: engine of this rank.
+            step: number of completed steps.
+            progress: state of the run apart from its items, as a JSON document.
+
+        Raises:
+            RuntimeError: the last transfer failed.
+        """
+        world = self._world
+        if world is None or self._group is None:
+            return  # the only rank: its death is the end of the round
+        start_s = time.perf_counter()
+        self.wait()
+        tag = (self.generation, step)
+        states = {item: engine.item_store.export(item) for item in engine.local_names}
+        layout = plan_layout(states, tag, progress)
+        sizes = [int(size) for size in all_gather_objects(world, layout.num_bytes)]
+        # The last copy is in all places: each rank waited for its transfers before it sent its size.
+        keep = self._last
+        slot, block = self.own.begin(keep, layout.num_bytes)
+        self.own.complete(slot, write_copy(block, layout, states))
+        source = (world.rank - self._distance) % world.size
+        received_slot, received = self.received.begin(keep, sizes[source])
+        self._last = tag
+        stalled_s = time.perf_counter() - start_s
+        target = world.global_rank((world.rank + self._distance) % world.size)
+
+        def transfer() -> None:
+            try:
+                copy = _exchange(block, target, received, world.global_rank(source), self._group)
+            # Kept, not raised: this is a thread. Training ends with the same lost connection.
+            except RuntimeError as error:
+                self._error = error
+                return
+            self.received.complete(received_slot, copy)
+            duration_s = time.perf_counter() - start_s
+            self._report = CopyReport(step=step, num_bytes=layout.num_bytes, stalled_s=stalled_s, duration_s=duration_s)
+
+        self._thread = threading.Thread(target=transfer, name="peer-copy", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the transfer in progress.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def take_metrics(self) -> dict[str, float]:
+        """Measurements of a copy that was completed since the last call; empty without one."""
+        report, self._report = self._report, None
+        if report is None:
+            return {}
+        return {
+            "peer_copy_s": report.duration_s,
+            "peer_copy_stalled_s": report.stalled_s,
+            "peer_copy_bytes": report.num_bytes,
+        }
+
+
+def _exchange(
+    block: torch.Tensor, target: int, received: torch.Tensor, source: int, group: dist.ProcessGroup | None
+) -> StateCopy:
+    """Send a block to ``target`` and receive one from ``source``, uint8 ``[bytes]`` each; global ranks.
+
+    Raises:
+        RuntimeError: a connection was lost, or the received bytes are not those that were sent.
+    """
+    for begin in range(0, max(block.numel(), received.numel()), _MESSAGE_BYTES):
+        parts = block[begin : begin + _MESSAGE_BYTES], received[begin : begin + _MESSAGE_BYTES]
+        works = [dist.isend(parts[0], target, group=group)] if parts[0].numel() else []
+        works += [dist.irecv(parts[1], source, group=group)] if parts[1].numel() else []
+        for work in (work for work in works if work is not None):
+            work.wait()
+    sent = torch.tensor([zlib.crc32(block.numpy().data)], dtype=torch.int64)
+    expected = torch.zeros(1, dtype=torch.int64)
+    sending = dist.isend(sent, target, group=group)
+    dist.recv(expected, source, group=group)
+    if sending is not None:
+        sending.wait()
+    found = zlib.crc32(received.numpy().data)
+    if found != int(expected):
+        raise RuntimeError(f"a copy was received with CRC-32 {found:08x}, sent with {int(expected):08x}")
+    return read_copy(received)

@@ -1,0 +1,220 @@
+"""A rank that outlives others: leaves their process groups, and trains on with the remaining ranks.
+
+::
+
+    train(config) --> error of a collective, since a rank died, or since the launcher's notice shut its connections down
+      | SurvivorLink.wait         notice: members of the next generation; None: an error of another kind
+      v
+    PeerCopies.leave, enter_generation, configuration with fewer pipeline ranks
+      v
+    train(config) --> join_same     world of the remaining ranks, with a new prefix of the keys
+                      MemoryCheckpoint --> setup_run, as after a restart, but without a file and without a process start
+                      first copy, SurvivorLink.confirm
+
+An error between notice and confirmation ends this process. The launcher then ends the round, and the run restarts from
+its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..._common.errors import DynmoError, UsageError
+from ...config import Config
+from ...config.validate import check
+from ...formats.incident import Incident
+from ...launch.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
+from ...launch.incident_log import read_progress
+from ...models.registry import family_of
+from ...parallel.connections import connected_sockets, shut_down
+from ...parallel.process_groups import World
+from ..checkpoint.engine_checkpoint import CheckpointMetadata, progress_manifest
+from ..engine import Engine
+from ..failures import lost_connection
+from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
+from .peer_copies import PeerCopies
+
+# Seconds to wait for the launcher's notice: after a lost connection, and after another error, which may be its result.
+_LOST_S, _OTHER_S = 10.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    """How a generation began.
+
+    Attributes:
+        notice: notice of the launcher.
+        memory: state that it continues from.
+        last_step: last step that the generation before completed.
+    """
+
+    notice: Notice
+    memory: MemoryCheckpoint
+    last_step: int
+
+    def incident(self, now: float) -> Incident:
+        """The incident, at Unix time ``now``: the seconds since the copy were lost, and so were the steps."""
+        notice, steps = self.notice, max(0, self.last_step - self.memory.step)
+        ranks = ", ".join(map(str, notice.lost))
+        return Incident(
+            incident="continued",
+            message=(
+                f"continued from step {self.memory.step:,} without rank {ranks} ({notice.cause}): paused for"
+                f" {max(0.0, now - notice.since):.1f} s, lost {steps:,} step{'s'[: steps != 1]}"
+            ),
+            cause=notice.cause,
+            step=self.memory.step,
+            ranks=notice.lost,
+            seconds_lost=max(0.0, now - self.memory.copied_at),
+            steps_lost=steps,
+        )
+
+
+def continued_config(config: Config, workers: int, run_dir: Path) -> Config:
+    """The configuration of a run that continues on ``workers`` pipeline ranks.
+
+    Raises:
+        DocumentError: its options do not allow this number.
+    """
+    place = str(run_dir)
+    # The last rank has no peer.
+    interval = config.run.peer_checkpoint_interval if workers > 1 else None
+    changed = replace(
+        config,
+        parallel=replace(config.parallel, pipeline_model_parallel_size=workers),
+        run=replace(config.run, run_dir=place, save=place, load=place, peer_checkpoint_interval=interval),
+        # Of the former number of ranks.
+        balance=replace(config.balance, plan=None),
+    )
+    check(changed, workers)
+    return changed
+
+
+class Survivor:
+    """What a rank keeps when others die: its copies, and the connection to the launcher.
+
+    Args:
+        interval: ``--peer-checkpoint-interval``.
+        link: connection to the launcher.
+
+    Attributes:
+        copies: copies in the memory of this rank.
+        continued: how the current generation began; None in the first one.
+    """
+
+    def __init__(self, interval: int, link: SurvivorLink) -> None:
+        self.copies = PeerCopies(interval)
+        self.continued: Continued | None = None
+        self._link = link
+        self._notice: Notice | None = None
+        self._run_dir: Path | None = None
+        self._before: frozenset[int] = frozenset()
+        self._is_training = False
+
+    @staticmethod
+    def of(config: Config, environment: Mapping[str, str]) -> Survivor | None:
+        """The survivor of a run with ``--peer-checkpoint-interval``; None without.
+
+        Raises:
+            UsageError: no launcher, or one of several nodes.
+        """
+        interval = config.run.peer_checkpoint_interval
+        if interval is None or config.training.skip_train:
+            return None
+        if CONTINUATION_VARIABLE not in environment:
+            raise UsageError(
+                f"--peer-checkpoint-interval {interval}: requires dynmo-train launch on one node, which notifies the"
+                " other ranks; remove it"
+            )
+        return Survivor(interval, SurvivorLink(environment))
+
+    def run(self, train: Callable[[Config], int], config: Config) -> int:
+        """Train, and again with the remaining ranks after each loss; the exit code.
+
+        Args:
+            train: trains one generation.
+            config: configuration of the first one.
+        """
+        while True:
+            try:
+                return train(config)
+            except (RuntimeError, DynmoError) as error:
+                if not self._is_training:
+                    raise
+                self._notice = self._link.wait(_OTHER_S if lost_connection(error) is None else _LOST_S)
+                if self._notice is None:
+                    raise
+            # Here the traceback, which holds the former engine, is freed.
+            config = self._enter(self._notice, config)
+
+    def _enter(self, notice: Notice, config: Config) -> Config:
+        """Leave the former generation and enter the next one; its configuration."""
+        if self._run_dir is None:
+            raise DynmoError("the run has no directory yet")
+        self._is_training = False
+        self.copies.leave()
+        gc.collect()
+        self._link.generation = notice.generation
+        enter_generation(notice, self._link.first_rank)
+        return continued_config(config, len(notice.ranks), self._run_dir)
+
+    def begin(self) -> None:
+        """Record which connections exist before those of the generation."""
+        self._before = frozenset(connected_sockets())
+
+    def join(self, config: Config, world: World) -> MemoryCheckpoint | None:
+        """The state that the generation continues from; None in the first one. Every rank calls this.
+
+        Raises:
+            IncompleteCopiesError: on every rank, if the copies lack items.
+            UsageError: the device is not the CPU.
+        """
+        if world.device.type != "cpu":
+            raise UsageError(
+                f"--peer-checkpoint-interval {self.copies.interval}: is supported on the CPU only (gloo); give"
+                " --device cpu, or remove it"
+            )
+        memory = None
+        if self._notice is not None and self._run_dir is not None:
+            items = [item.name for item in family_of(config).items]
+            memory = find_memory_checkpoint(world, self.copies.copies, items)
+            last_step = read_progress(self._run_dir).step
+            self.continued = Continued(notice=self._notice, memory=memory, last_step=last_step)
+        self.copies.join(world, self._link.generation, memory.tag if memory is not None else None)
+        return memory
+
+    def watch(self, run_dir: Path) -> None:
+        """Shut down the connections of this generation when the launcher reports a death.
+
+        Args:
+            run_dir: run directory.
+        """
+        self._run_dir = run_dir
+        found = connected_sockets().items()
+        connections = {inode for inode, port in found if inode not in self._before and port != self._link.store_port}
+
+        def leave() -> None:
+            shut_down(connections)
+
+        self._link.watch(leave)
+
+    def confirm(self, world: World) -> None:
+        """Report that the generation trains; its first copy has been started. Every rank calls this."""
+        self._is_training = True
+        if world.is_rank0:
+            self._link.confirm()
+
+    def copy(self, engine: Engine, metadata: CheckpointMetadata, now: float) -> None:
+        """Start a copy of the state after a step. Every rank calls this at the same boundary.
+
+        Args:
+            engine: engine of this rank.
+            metadata: contents of a checkpoint that the engine does not know.
+            now: Unix time.
+        """
+        progress: dict[str, Any] = {"manifest": progress_manifest(engine, metadata), "copied_at": now}
+        self.copies.start(engine, metadata.step, progress)

@@ -1,0 +1,90 @@
+"""A worker of ``dynmo-train`` that kills itself at a chosen point: ``python -m tests.distributed.dying_worker ...``.
+
+``DYNMO_TEST_DEATHS`` has a comma-separated list of RANK:WHERE:NUMBER, with the rank in the first generation:
+
+* ``backward:S``: in the backward of the second microbatch of step S;
+* ``copy:N``: in the transfer of its N-th copy, from 1;
+* ``recovery:G``: when it has joined generation G.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dynmo_train.__main__ import run
+from dynmo_train.launch import heartbeat
+from dynmo_train.launch.heartbeat import Phase
+from dynmo_train.launch.worker import GENERATION_VARIABLE
+from dynmo_train.trainer.recovery import peer_copies, survivor
+
+DEATHS = "DYNMO_TEST_DEATHS"
+# A folder in which each process leaves a file of its rank and process id.
+PIDS = "DYNMO_TEST_PIDS"
+
+
+def die() -> None:
+    """End this process as the kernel ends one without memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_backward(step: int) -> None:
+    enter, begin = heartbeat.HeartbeatWriter.enter, heartbeat.HeartbeatWriter.begin_step
+    current = [0]
+
+    def began(self: Any, number: int, **rest: Any) -> None:
+        current[0] = number
+        begin(self, number, **rest)
+
+    def entered(self: Any, phase: Phase, microbatch: int = 0) -> None:
+        enter(self, phase, microbatch)
+        if current[0] == step and phase == Phase.BACKWARD and microbatch == 1:
+            die()
+
+    heartbeat.HeartbeatWriter.begin_step, heartbeat.HeartbeatWriter.enter = began, entered  # type: ignore[method-assign]
+
+
+def _in_copy(number: int) -> None:
+    exchange, count = peer_copies._exchange, [0]
+
+    def dying(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == number:
+            die()
+        return exchange(*arguments)
+
+    peer_copies._exchange = dying
+
+
+def _in_recovery(generation: int) -> None:
+    find = survivor.find_memory_checkpoint
+
+    def dying(*arguments: Any) -> Any:
+        if os.environ.get(GENERATION_VARIABLE) == str(generation):
+            die()
+        return find(*arguments)
+
+    survivor.find_memory_checkpoint = dying
+
+
+PLACES: dict[str, Callable[[int], None]] = {"backward": _in_backward, "copy": _in_copy, "recovery": _in_recovery}
+
+
+def arrange_deaths() -> None:
+    """Change the trainer in this process so that it ends at the points in the environment; not after a restart."""
+    if folder := os.environ.get(PIDS):
+        (Path(folder) / f"{os.environ['RANK']}-{os.getpid()}").touch()
+    if os.environ.get("TORCHELASTIC_RUN_ID", "round-0") != "round-0":
+        return
+    for death in filter(None, os.environ.get(DEATHS, "").split(",")):
+        rank, place, number = death.split(":")
+        if rank == os.environ["RANK"]:
+            PLACES[place](int(number))
+
+
+if __name__ == "__main__":
+    arrange_deaths()
+    run()
