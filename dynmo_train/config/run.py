@@ -68,7 +68,7 @@ class RunConfig:
         panel=panels.LOGGING,
     )
     log_rotate_mb: float = option(
-        "Size in MB at which profile, metrics and events are rotated; 0: never.",
+        "MB at which profile, metrics and events are rotated; 0: never.",
         default=128.0,
         minimum=0,
         panel=panels.LOGGING,

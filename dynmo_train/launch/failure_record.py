@@ -92,7 +92,10 @@ def read_failure(log: Path) -> FailureRecord | None:
 
 @contextmanager
 def recording_failure(
-    environment: Mapping[str, str], is_consequence: Callable[[BaseException], bool] = lambda _: False
+    environment: Mapping[str, str],
+    is_consequence: Callable[[BaseException], bool] = lambda _: False,
+    *,
+    is_final: bool = True,
 ) -> Iterator[None]:
     """Record an exception for the launcher, and write its stack to the log of this process.
 
@@ -101,6 +104,8 @@ def recording_failure(
     Args:
         environment: environment of the process.
         is_consequence: whether an error shows that another process failed.
+        is_final: whether the process ends. One that may continue raises the error itself, and
+            :func:`forget_failure` removes its record.
 
     Raises:
         SystemExit: in place of an exception that is not an error of ours, once its stack is in the log.
@@ -111,6 +116,8 @@ def recording_failure(
         if not is_launched(environment) or (isinstance(error, DynmoError) and error.exit_code == EXIT_USAGE):
             raise
         _record(environment, error, is_consequence=is_consequence(error))
+        if not is_final:
+            raise
         print_message(WITHHELD)
         if isinstance(error, DynmoError):
             raise
@@ -125,6 +132,12 @@ def _record(environment: Mapping[str, str], error: Exception, *, is_consequence:
     if path:
         with suppress(OSError):  # the stack in the log has the same
             write_whole(_record_path(Path(path)), json.dumps(asdict(record)).encode())
+
+
+def forget_failure(environment: Mapping[str, str]) -> None:
+    """Remove the record of a process that continues after an error: what ends it later has another cause."""
+    if path := environment.get(_ERROR_FILE_VARIABLE):
+        _record_path(Path(path)).unlink(missing_ok=True)
 
 
 class QuietLines:

@@ -46,7 +46,8 @@ def run_pretrain(config: Config) -> int:
     survivor = Survivor.of(config, os.environ)
     if survivor is None:
         return _train_world(config, heartbeat, None)
-    return survivor.run(lambda current: _train_world(current, heartbeat, survivor), config)
+    with recording_failure(os.environ, lost_another_rank):
+        return survivor.run(lambda current: _train_world(current, heartbeat, survivor), config)
 
 
 def _train_world(config: Config, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
@@ -67,7 +68,8 @@ def _train_world(config: Config, heartbeat: HeartbeatWriter, survivor: Survivor 
     properties = partial(config_properties, config)
     world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
-        with recording_failure(os.environ, lost_another_rank):
+        # Before ``destroy_world``, which ends the connections of the other ranks.
+        with recording_failure(os.environ, lost_another_rank, is_final=survivor is None):
             return _run(config, world, heartbeat, survivor)
     finally:
         destroy_world()

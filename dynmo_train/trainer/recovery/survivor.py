@@ -18,6 +18,7 @@ its last checkpoint.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from ...config import Config
 from ...config.validate import check
 from ...formats.incident import Incident
 from ...launch.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
+from ...launch.failure_record import forget_failure
 from ...launch.incident_log import read_progress
 from ...models.registry import family_of
 from ...parallel.connections import connected_sockets, shut_down
@@ -156,6 +158,7 @@ class Survivor:
         if self._run_dir is None:
             raise DynmoError("the run has no directory yet")
         self._is_training = False
+        forget_failure(os.environ)
         self.copies.leave()
         gc.collect()
         self._link.generation = notice.generation

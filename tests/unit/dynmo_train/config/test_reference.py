@@ -42,6 +42,8 @@ def test_readme_table_has_every_command():
         "cache list",
         "cache clear",
         "doctor",
+        "replay-step",
+        "compare-digests",
     ]
     single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval", "exits")]
     single += ["finetune mnli", "finetune race", "tasks"]

@@ -9,6 +9,7 @@ from dynmo_train.launch.failure_record import (
     WITHHELD,
     QuietLines,
     error_line,
+    forget_failure,
     printed_text,
     read_failure,
     recording_failure,
@@ -54,6 +55,16 @@ def test_failure_without_launcher_or_of_usage_is_not_recorded(tmp_path, capsys, 
     with pytest.raises(type(error)), recording_failure(given):
         raise error
     assert capsys.readouterr().err == ""
+    assert read_failure(tmp_path / "stderr.log") is None
+
+
+def test_failure_of_a_process_that_may_continue_is_raised_and_forgotten(tmp_path, capsys):
+    given = environment(tmp_path)
+    with pytest.raises(RuntimeError, match="x"), recording_failure(given, is_final=False):
+        raise RuntimeError("x")
+    assert "x" in read_failure(tmp_path / "stderr.log").message
+    assert capsys.readouterr().err == ""
+    forget_failure(given)
     assert read_failure(tmp_path / "stderr.log") is None
 
 
