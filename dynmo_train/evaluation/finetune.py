@@ -38,8 +38,9 @@ from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World, destroy_world
 from ..parallel.seeding import stable_seed
 from ..trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
-from ..trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, state_reader
+from ..trainer.checkpoint.engine_checkpoint import check_same_model, state_reader
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
+from ..trainer.checkpoint.metadata import CheckpointMetadata
 from ..trainer.checkpoint.model_keys import RECORDS
 from ..trainer.engine import Engine
 from ..trainer.failures import lost_another_rank

@@ -200,7 +200,11 @@ class SurvivorLink:
         self._keys.set(f"ready/{self.generation}", "1")
 
     def wait(self, seconds: float) -> Notice | None:
-        """The notice of the next generation; None if none arrives in time."""
+        """The notice of the next generation; None if none arrives in time.
+
+        Args:
+            seconds: how long to wait.
+        """
         return self._notice if self._has_notice.wait(seconds) else None
 
 

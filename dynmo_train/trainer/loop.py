@@ -50,7 +50,7 @@ from ..launch.heartbeat import Phase
 from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
-from .checkpoint.engine_checkpoint import CheckpointMetadata, data_properties
+from .checkpoint.metadata import CheckpointMetadata, data_properties
 from .evaluations import Evaluations
 from .failures import raise_together
 from .finite_check import FiniteCheck, batch_detail, end_message, not_finite_incident

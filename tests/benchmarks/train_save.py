@@ -24,7 +24,7 @@ from random_batches import random_rows
 from dynmo_train.data.batch import Batch
 from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
-from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata
+from dynmo_train.trainer.checkpoint.metadata import CheckpointMetadata
 from dynmo_train.trainer.engine import Engine
 
 TOKENS, MICRO_BATCH, VOCABULARY = 128, 2, 8064

@@ -12,7 +12,8 @@ from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
-from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
+from dynmo_train.trainer.checkpoint.engine_checkpoint import save, state_reader
+from dynmo_train.trainer.checkpoint.metadata import CheckpointMetadata
 from tests.distributed.layouts import (
     CUT,
     D2,

@@ -14,7 +14,8 @@ from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.models.registry import family_of
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, set_parallel_dims
-from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, save, state_reader
+from dynmo_train.trainer.checkpoint.engine_checkpoint import check_same_model, save, state_reader
+from dynmo_train.trainer.checkpoint.metadata import CheckpointMetadata
 from dynmo_train.trainer.engine import Engine
 from dynmo_train.trainer.settings_from_config import engine_settings, initial_partition
 from tests.distributed.scenario import digest

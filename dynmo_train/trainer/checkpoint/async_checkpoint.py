@@ -24,7 +24,8 @@ from pathlib import Path
 
 from ..._common.errors import DynmoError
 from ..engine import Engine
-from .engine_checkpoint import CheckpointMetadata, HostBuffers, PendingSave, host_buffer_shapes
+from .engine_checkpoint import HostBuffers, PendingSave, host_buffer_shapes
+from .metadata import CheckpointMetadata
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ import torch
 from ... import __version__
 from ..._common.document import short_repr
 from ..._common.errors import DynmoError
-from ...config import Config
 from ...dynamics.pruning import GradualPruning
 from ...formats.checkpoint import (
     Checkpoint,
@@ -59,50 +58,8 @@ from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
 from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
+from .metadata import CheckpointMetadata
 from .model_keys import FORMER_VALUES, RECORDS, TRAINING_KEYS
-
-
-def data_properties(config: Config) -> dict[str, Any]:
-    """What determines the order of the samples, as in the manifest."""
-    return {
-        "seed": config.training.seed,
-        "split": config.data.split,
-        "sequence_length": config.model.seq_length,
-        "prefix": config.data.name,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointMetadata:
-    """The contents of a checkpoint that the engine does not know.
-
-    Attributes:
-        run_id: id of the run.
-        step: number of completed steps.
-        consumed_train_samples: number of consumed training samples.
-        data: what determines the order of the samples, as in the manifest.
-        tokenizer: tokenizer files to copy: name in the checkpoint -> source path.
-        keep: maximum number of checkpoints to keep; None keeps all.
-        consumed_valid_samples: number of consumed validation samples.
-        data_position: where streams of documents continue: split -> position; empty for indexed data.
-        source: origin of the model, from the manifest of the loaded checkpoint; None without one.
-        class_names: class names of a classifier, in the order of its logits.
-        moments: whether the optimizer state is stored.
-        loss_spikes: losses of the last steps and skipped samples; empty without.
-    """
-
-    run_id: str
-    step: int
-    consumed_train_samples: int
-    data: Mapping[str, Any]
-    tokenizer: Mapping[str, Path]
-    keep: int | None
-    consumed_valid_samples: int = 0
-    data_position: Mapping[str, Any] = field(default_factory=dict)
-    source: Mapping[str, Any] | None = None
-    class_names: tuple[str, ...] = ()
-    moments: bool = True
-    loss_spikes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

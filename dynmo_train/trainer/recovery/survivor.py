@@ -34,7 +34,8 @@ from ...launch.incident_log import read_progress
 from ...models.registry import family_of
 from ...parallel.connections import connected_sockets, shut_down
 from ...parallel.process_groups import World
-from ..checkpoint.engine_checkpoint import CheckpointMetadata, progress_manifest
+from ..checkpoint.engine_checkpoint import progress_manifest
+from ..checkpoint.metadata import CheckpointMetadata
 from ..engine import Engine
 from ..failures import lost_connection
 from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
