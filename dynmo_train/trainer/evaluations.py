@@ -28,13 +28,21 @@ class Evaluations:
         self._logger, self._log = start.logger, log
 
     def validate(self, step: int) -> None:
-        """Evaluate on the next validation samples; no effect without validation data."""
+        """Evaluate on the next validation samples; no effect without validation data.
+
+        Args:
+            step: number of completed steps.
+        """
         if self._data.valid is not None:
             self._evaluate("valid", "validation", step, self.consumed, f"iteration {step}")
             self.consumed += self._config.training.eval_iters * self._config.batch_sizes.final
 
     def test(self, step: int) -> None:
-        """Evaluate on the test data; no effect without test data."""
+        """Evaluate on the test data; no effect without test data.
+
+        Args:
+            step: number of completed steps.
+        """
         if self._data.test is not None:
             self._evaluate("test", "test", step, 0, "the end of training for test data")
 

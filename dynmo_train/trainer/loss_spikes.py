@@ -201,7 +201,12 @@ class LossSpikes:
 
 
 def spike_incident(message: str, step: int) -> Incident:
-    """The incident of a spike that ``message`` describes."""
+    """The incident of a spike.
+
+    Args:
+        message: what was detected.
+        step: step of the spike.
+    """
     return Incident(incident="loss_spike", message=message, cause="loss spike", step=step)
 
 
