@@ -48,7 +48,9 @@ def _replay_world(config: Config) -> Iterator[World]:
 @with_specs([built_in_specs()[name] for name in PLACEMENT_OPTIONS], always=True)
 def replay_step(
     run: Annotated[Path, typer.Argument(help="Run directory; nothing is written into it.")],
-    step: Annotated[int, typer.Argument(min=1, help="Step to execute again, or with --against the last one.")],
+    step: Annotated[
+        int, typer.Argument(min=1, max=10**9, help="Step to execute again, or with --against the last one.")
+    ],
     against: Annotated[
         Path | None, typer.Option("--against", help="Second run: find the first step and tensor that differ.")
     ] = None,

@@ -420,7 +420,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     # Faults
     "--check-for-spiky-loss": becomes(
         "--loss-spike-threshold",
-        "10",
+        "10.0",
         reason="deviations above the median of the last losses; Megatron compares with the maximum of the first 100",
     ),
     "--rerun-mode": refused(

@@ -224,7 +224,13 @@ def test_readme_table_is_generated_and_names_are_unique():
 def test_bin_every_script_is_in_the_table_or_our_own(tmp_path):
     ours = {row.equivalent.removeprefix("bin/") for row in TABLE if row.equivalent.startswith("bin/")}
     own = {"bench", "constraints", "environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
-    own |= {"readme_picture.py", "assets/picture.json", "assets/balance-light.svg", "assets/balance-dark.svg"}
+    own |= {
+        "fault-campaign",
+        "readme_picture.py",
+        "assets/picture.json",
+        "assets/balance-light.svg",
+        "assets/balance-dark.svg",
+    }
     own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
     own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
     files = {str(path.relative_to(ROOT / "bin")) for path in (ROOT / "bin").rglob("*") if path.is_file()}
