@@ -98,6 +98,19 @@ def test_reader_sees_each_line_once_while_the_writer_rotates(path, monkeypatch):
         assert len(found) >= 10
 
 
+def test_part_made_before_the_newest_file_is_opened_is_read(path, monkeypatch):
+    write(path, [0], Rotation(max_bytes=1))
+    opened = log_parts.open_regular
+
+    def opening(document):
+        if not part_numbers(path):
+            write(path, [1], Rotation(max_bytes=1))
+        return opened(document)
+
+    monkeypatch.setattr(log_parts, "open_regular", opening)
+    assert steps(path) == [0, 1]
+
+
 def test_last_lines_are_those_of_all_parts_newest_first(path):
     write(path, range(50), Rotation(max_bytes=100))
     assert [json.loads(line)["step"] for line in last_lines(path, 1 << 20)] == list(range(49, -1, -1))
