@@ -11,11 +11,12 @@ from random import Random
 
 import pytest
 
-from tests.faults import mounts
+from tests.faults import campaign_episode, mounts
 from tests.faults.campaign_episode import Episode, LostError, Reference
 from tests.faults.campaign_faults import FAULTS, pairs
 from tests.faults.campaign_workloads import WORKLOADS
 from tests.faults.fault_campaign import draw, table
+from tests.faults.forked_programs import descendants
 from tests.paths import ROOT
 
 
@@ -68,8 +69,14 @@ def test_table_counts_tries_and_what_was_lost():
 
 
 @pytest.fixture
-def episode(tmp_path):
+def episode(tmp_path, monkeypatch):
     """An episode of ``merge`` whose undisturbed run leaves ``out.jsonl`` with one row."""
+    # Processes of other tests in this process are not the episode's: it must neither wait for them nor kill them.
+    before = {each.pid for each in descendants()}
+    monkeypatch.setattr(
+        campaign_episode, "descendants", lambda: [each for each in descendants() if each.pid not in before]
+    )
+    monkeypatch.setattr(campaign_episode, "end_descendants", lambda: None)
     place = tmp_path / "work"
     place.mkdir()
     (place / "out.jsonl").write_text("row\n")
