@@ -24,7 +24,7 @@ import re
 import reprlib
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -248,14 +248,28 @@ def read_lines(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[byte
         DocumentError: a line is longer than ``max_bytes``.
     """
     with open_regular(path) as handle:
-        number = 0
-        while line := handle.readline(max_bytes + 1):
-            number += 1
-            if len(line) > max_bytes:
-                problem = f"is longer than {max_bytes:,} bytes, the limit of a line"
-                raise DocumentError(str(path), [Problem(f"line {number}", "size", problem)])
-            if line.endswith(b"\n") and line.strip():
-                yield line
+        yield from lines_of(handle, path, max_bytes)
+
+
+def lines_of(handle: BinaryIO, path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[bytes]:
+    """Read the lines of an open ``.jsonl`` document as :func:`read_lines` does.
+
+    Args:
+        handle: the open file, at its begin.
+        path: what a message names.
+        max_bytes: the limit of one line.
+
+    Raises:
+        DocumentError: a line is longer than ``max_bytes``.
+    """
+    number = 0
+    while line := handle.readline(max_bytes + 1):
+        number += 1
+        if len(line) > max_bytes:
+            problem = f"is longer than {max_bytes:,} bytes, the limit of a line"
+            raise DocumentError(str(path), [Problem(f"line {number}", "size", problem)])
+        if line.endswith(b"\n") and line.strip():
+            yield line
 
 
 def type_name(value: Any) -> str:
@@ -395,7 +409,20 @@ def read_records(path: Path) -> Iterator[Any]:
     Raises:
         DocumentError: as of ``read_lines``, or a line is not JSON; it names the line.
     """
-    for number, line in enumerate(read_lines(path), 1):
+    return records_of(read_lines(path), path)
+
+
+def records_of(lines: Iterable[bytes], path: Path) -> Iterator[Any]:
+    """The values of lines of JSON.
+
+    Args:
+        lines: one value each.
+        path: what a message names.
+
+    Raises:
+        DocumentError: a line is not JSON; it names the line.
+    """
+    for number, line in enumerate(lines, 1):
         try:
             yield parse_json(line)
         except ValueError as error:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .document import MAX_DOCUMENT_BYTES, DocumentError, Problem, UnreadableError, open_regular, parse_json
+from .document import MAX_DOCUMENT_BYTES, UnreadableError, lines_of, open_regular, records_of
 
 _NUMBER = re.compile(r"\.([1-9][0-9]{0,17})")
 
@@ -139,22 +139,17 @@ def read_part_lines(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator
         DocumentError: a line is longer than ``max_bytes``.
     """
     number: int | None = 0
-    total = 0
+    is_first = True
     while number is not None:
         found = next_part(path, number)
         if found is None:
-            if not total and not number:
+            if is_first:
                 open_regular(path).close()  # raises what is wrong with it
             return
+        is_first = False
         handle, number = found
         with handle:
-            while line := handle.readline(max_bytes + 1):
-                total += 1
-                if len(line) > max_bytes:
-                    problem = f"is longer than {max_bytes:,} bytes, the limit of a line"
-                    raise DocumentError(str(path), [Problem(f"line {total}", "size", problem)])
-                if line.endswith(b"\n") and line.strip():
-                    yield line
+            yield from lines_of(handle, path if number is None else part_path(path, number), max_bytes)
 
 
 def read_part_records(path: Path) -> Iterator[Any]:
@@ -163,11 +158,7 @@ def read_part_records(path: Path) -> Iterator[Any]:
     Raises:
         DocumentError: as of ``read_part_lines``, or a line is not JSON; it names the line.
     """
-    for number, line in enumerate(read_part_lines(path), 1):
-        try:
-            yield parse_json(line)
-        except ValueError as error:
-            raise DocumentError(str(path), [Problem(f"line {number}", "json", str(error))]) from error
+    return records_of(read_part_lines(path), path)
 
 
 def last_lines(path: Path, max_bytes: int) -> Iterator[bytes]:

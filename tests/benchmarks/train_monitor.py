@@ -58,17 +58,17 @@ class Parts:
     def __init__(self, path: Path, first: str = "") -> None:
         self.path, self.first, self.number = path, first, 0
         self.handle = path.open("w", encoding="utf-8")
-        self.handle.write(first)
+        self.size = self.handle.write(first)
 
     def write(self, line: str) -> None:
         """Write a line, in a new part if this one is full."""
-        if self.handle.tell() > ROTATE_BYTES:
+        if self.size > ROTATE_BYTES:
             self.handle.close()
             self.number += 1
             os.rename(self.path, f"{self.path}.{self.number}")
             self.handle = self.path.open("w", encoding="utf-8")
-            self.handle.write(self.first)
-        self.handle.write(line)
+            self.size = self.handle.write(self.first)
+        self.size += self.handle.write(line)
 
 
 def write_run(run: Path, steps: int) -> None:
@@ -131,8 +131,10 @@ def main() -> None:
         tail, step = step_tail(), 0
         with (folder / "profile.jsonl").open("w", encoding="utf-8") as handle:
             handle.write(json.dumps(header()) + "\n")
-            while handle.tell() < options.profile_gb * 1e9:
-                handle.writelines(f'{{"record": "step", "step": {step + at}, {tail}' for at in range(1, 1001))
+            size = 0
+            while size < options.profile_gb * 1e9:
+                lines = "".join(f'{{"record": "step", "step": {step + at}, {tail}' for at in range(1, 1001))
+                size += handle.write(lines)
                 step += 1000
         seconds, memory, _ = measured([sys.executable, "-m", "dynmo_balance", "watch", str(folder), "--once"])
         size = (folder / "profile.jsonl").stat().st_size
