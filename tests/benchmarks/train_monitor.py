@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_balance._common.console import emit
 from tests.paths import CONTRACTS
 
