@@ -32,7 +32,7 @@ trajectory counts, where the imbalance is largest, not the mean over a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from ..inputs.model_config import from_config
 from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, ScenarioStep, TrajectorySettings, scenario_steps
 from ..partition import uniform
 from ..partition.problem import PartitionProblem
-from ..planning.plan_builder import problem_of_run, propose
+from ..planning.plan_builder import Proposal, problem_of_run, propose
 from ..schedules.registry import SCHEDULES
 from ..simulation.bounds import bounds_of, partition_bound_ns
 from ..simulation.order_bound import order_bound_ns
@@ -422,14 +422,14 @@ def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
     """
     header, dense, last = final_costs(recipe)
     before, after = (problem_of_run(header, costs, recipe.run.granularity) for costs in (dense, last))
-    static_ns = min(predict(after, boundaries).step_ns for boundaries in dense_optimal(before))
+    optimal = dense_optimal(before)
     single = after.virtual_stages == 1 and after.chain.vocabulary is None
     outcome = RecipeResult(
         recipe=recipe,
         dense_uniform_ns=predict(before, uniform.boundaries(before)).step_ns,
-        dense_optimal_ns=propose(before, "exact").timeline.step_ns,
+        dense_optimal_ns=min(each.timeline.step_ns for each in optimal),
         uniform_ns=predict(after, uniform.boundaries(after)).step_ns,
-        static_ns=static_ns,
+        static_ns=best_static(optimal, after)[1],
         balanced_ns=propose(after, "exact").timeline.step_ns,
         bound_ns=bounds_of(after).step_ns,
         partition_bound_ns=partition_bound_ns(after) if single else None,
@@ -449,13 +449,23 @@ def run_recipe(recipe: Recipe, *, searching: bool = False) -> RecipeResult:
     )
 
 
-def dense_optimal(problem: PartitionProblem) -> list[tuple[int, ...]]:
+def dense_optimal(problem: PartitionProblem) -> tuple[Proposal, ...]:
     """The partitions of the dense model that have the minimum bottleneck, and the minimum simulated step.
 
     They are equally good for the dense model, and differ for a technique: the opponent is the better one.
     """
-    objectives = ("bottleneck", "auto")
-    return [propose(problem, "exact", objective=objective).solution.boundaries for objective in objectives]
+    return tuple(propose(problem, "exact", objective=objective) for objective in ("bottleneck", "auto"))
+
+
+def best_static(optimal: Iterable[Proposal], technique: PartitionProblem) -> tuple[Proposal, int]:
+    """The partition that is the best for a technique, and its step in ns.
+
+    Args:
+        optimal: partitions of the dense model, see :func:`dense_optimal`.
+        technique: the technique on the same items.
+    """
+    steps = [(each, predict(technique, each.solution.boundaries).step_ns) for each in optimal]
+    return min(steps, key=lambda found: found[1])
 
 
 def _in_shards(recipe: Recipe) -> Recipe | None:

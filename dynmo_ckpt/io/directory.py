@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .._common.console import human_bytes
+from .._common.document import sync_directory
 from .._common.errors import UsageError
 from .errors import StorageError
 
@@ -143,15 +144,6 @@ def _defer_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if received:
             signal.raise_signal(received[0])
-
-
-def sync_directory(path: Path) -> None:
-    """Flush the entries of a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_synced(path: Path, payload: bytes) -> None:

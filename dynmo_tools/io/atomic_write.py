@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from .._common.document import sync_directory
 from .._common.errors import UsageError
 
 PIECE_BYTES = 1 << 20
@@ -81,15 +82,6 @@ def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes
                 refuse_existing([path])
             os.replace(temporary, path)
             # Behind the rename: a file of a command that has exited with 0 survives a power loss.
-            sync_folder(path.parent)
+            sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,10 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from .._common.document import ESCAPED, DocumentError
+from .._common.document import ESCAPED, DocumentError, sync_directory
 from .._common.errors import DynmoError
 from ..formats.workfiles import TASK
-from ..io.atomic_write import sync_folder
 from ..io.codecs import is_compressed, wrap_write
 from ..io.jsonl import (
     EXCERPT_CHARACTERS,
@@ -358,7 +357,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
     outputs = task.outputs()
     # The marker is written last, when all renames are on disk: a marker implies its outputs.
     for folder in {Path(name).parent for name in outputs}:
-        sync_folder(folder)
+        sync_directory(folder)
     fields = {
         "task": f"{phase.name}-{index:05d}",
         "digest": task.manifest.digest,

@@ -10,12 +10,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from .._common.document import sync_directory
 from .._common.errors import DynmoError, UsageError
 from ..config.settings import IndexForm
 from ..formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
 from ..formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
 from ..formats.int_columns import add_scalar, concatenate, drop_first, in_memory
-from ..io.atomic_write import sweep_temporaries, sync_folder
+from ..io.atomic_write import sweep_temporaries
 from ..io.concat_files import append_files
 from ..io.paths import check_new_outputs
 from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
@@ -76,7 +77,7 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]
         for source, target in zip(temporary, targets, strict=True):
             if source is not temporary[1] or source.stat().st_size:
                 os.replace(source, target)
-        sync_folder(targets[0].parent)
+        sync_directory(targets[0].parent)
     except OSError as error:
         raise DynmoError(
             f"{error.filename or prefix}: {error.strerror or error}; no output was kept; free disk space or fix the"

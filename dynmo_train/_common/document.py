@@ -473,6 +473,15 @@ def write_whole(path: Path, payload: bytes, *, exclusive: bool = False) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk; fsync of a file does not include its own."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record to a ``.jsonl`` document: the whole line, or nothing.
 

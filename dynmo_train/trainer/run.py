@@ -101,50 +101,33 @@ def _run(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Sur
 
 def _train(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:
     """Train until the end, through rollbacks; the exit code."""
-    if survivor is not None:
-        return _train_generation(config, world, heartbeat, survivor)
     began = time.monotonic()
     rollback: Rollback | None = None
+    memory = survivor.join(config, world) if survivor is not None else None
     while True:
-        exit_code, rollback, run = _train_segment(config, world, heartbeat, rollback, time.monotonic() - began)
+        start = setup_run(config, world, rollback, memory)
+        start.engine.profiler.heartbeat = heartbeat
+        if survivor is not None:
+            survivor.watch(start.directory.path)
+        exit_code, rollback = _train_segment(Trainer(start, time.monotonic() - began, survivor))
         if rollback is None:
             return exit_code
-        config = _resumed(config, run)
+        config = _resumed(config, str(start.directory.path))
         # The engine is in reference cycles: without this, two engines would be on the device for a while.
+        del start
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _train_generation(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor) -> int:
-    """Train from the loaded checkpoint, or from the copies in memory, to the end; the exit code."""
-    start = setup_run(config, world, memory=survivor.join(config, world))
-    start.engine.profiler.heartbeat = heartbeat
-    survivor.watch(start.directory.path)
-    trainer, exit_code = Trainer(start, survivor=survivor), None
+def _train_segment(trainer: Trainer) -> tuple[int, Rollback | None]:
+    """Train to the end or the next rollback; the exit code, and the rollback that ended the segment."""
+    exit_code = None
     try:
-        exit_code = trainer.train()
+        exit_code = trainer.evaluate() if trainer.config.training.skip_train else trainer.train()
     finally:
         trainer.close(exit_code)
-    return exit_code
-
-
-def _train_segment(
-    config: Config, world: World, heartbeat: HeartbeatWriter, rollback: Rollback | None, seconds_before: float
-) -> tuple[int, Rollback | None, str]:
-    """Train from the loaded checkpoint to the end or the next rollback.
-
-    Returns:
-        The exit code, the rollback that ended the segment, and the run directory.
-    """
-    start = setup_run(config, world, rollback)
-    start.engine.profiler.heartbeat = heartbeat
-    trainer, exit_code = Trainer(start, seconds_before), None
-    try:
-        exit_code = trainer.evaluate() if config.training.skip_train else trainer.train()
-    finally:
-        trainer.close(exit_code)
-    return exit_code, trainer.rollback, str(trainer.directory.path)
+    return exit_code, trainer.rollback
 
 
 def _resumed(config: Config, run: str) -> Config:

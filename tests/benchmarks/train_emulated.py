@@ -43,11 +43,10 @@ from train_techniques import run, write_data
 from dynmo_balance._common.document import encode_json
 from dynmo_balance.analysis.search import Candidate
 from dynmo_balance.formats.plan import to_document
-from dynmo_balance.planning.plan_builder import make_proposal, problem_of_run, propose, to_plan
+from dynmo_balance.planning.plan_builder import make_proposal, problem_of_run, to_plan
 from dynmo_balance.recipes.optimality_gap import measure_gap
-from dynmo_balance.recipes.recipe import final_costs, load_recipe, run_recipe, with_size
+from dynmo_balance.recipes.recipe import best_static, dense_optimal, final_costs, load_recipe, run_recipe, with_size
 from dynmo_balance.recipes.trace import write_trace
-from dynmo_balance.simulation.simulator import predict
 from dynmo_train._common.console import emit
 
 RECIPES = ("moe", "pruning", "pruning-block", "freezing", "sparse-attention", "early-exit", "mod")
@@ -97,13 +96,12 @@ def once(recipe: str, layers: int, workers: int, dense_s: float) -> dict[str, fl
         parsed, dense, last = final_costs(sized)
         problem = problem_of_run(parsed, dense, sized.run.granularity)
         dynamic = problem_of_run(parsed, last, sized.run.granularity)
-        solutions = [propose(problem, "exact", objective=each).solution for each in ("bottleneck", "auto")]
-        best = min(solutions, key=lambda each: predict(dynamic, each.boundaries).step_ns)
+        best, _ = best_static(dense_optimal(problem), dynamic)
         candidate = Candidate(
             granularity=sized.run.granularity,
             problem=problem,
-            solution=best,
-            timeline=predict(problem, best.boundaries),
+            solution=best.solution,
+            timeline=best.timeline,
         )
         static = steps_of_plan(folder, "dense-optimal", technique, candidate, scale)
     taken = [event for event in events if event.get("kind") == "plan_applied"]

@@ -219,25 +219,33 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=600.0, help="Seconds after which a command hangs.")
     parser.add_argument("--output", type=Path, help="Folder of results; a campaign in it is continued.")
     parser.add_argument("--table", action="store_true", help="Print the table of a finished campaign only.")
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    if given.table and given.output is None:
+        parser.error("--table prints the table of --output; give --output")
+    return given
 
 
 def main() -> int:
     """Run the campaign; 0 if nothing was lost."""
     given = parse()
-    folder = given.output or Path(tempfile.mkdtemp(prefix="dynmo-faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(folder, given.seed, given.limit_s)
     if given.table:
-        report(table(campaign.records()))
+        report(table(Campaign(given.output, given.seed, given.limit_s).records()))
         return 0
-    for fault in FAULTS:
-        if (reason := fault.reason_to_skip()) is not None:
-            report(f"skipped: {fault.name}: {reason}")
     names = tuple(given.workload)
     choices = [pair for pair in pairs(given.kind) if not names or pair[1].name.startswith(names)]
     if not choices:
-        raise SystemExit("fault-campaign: error: no fault of --kind applies to a workload of --workload")
+        faults, workloads = (", ".join(each.name for each in found) for found in (FAULTS, WORKLOADS.values()))
+        report(
+            f"fault-campaign: error: no fault of --kind applies to a workload of --workload; faults: {faults};"
+            f" workloads: {workloads}"
+        )
+        return 2
+    for fault in FAULTS:
+        if (reason := fault.reason_to_skip()) is not None:
+            report(f"skipped: {fault.name}: {reason}")
+    folder = given.output or Path(tempfile.mkdtemp(prefix="dynmo-faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(folder, given.seed, given.limit_s)
     os.environ.update(OMP_NUM_THREADS="1", TZ="UTC")
     preload({"dynmo-prep", *(workload.command.program for _, workload in choices)})
     campaign.prepare(workload for fault, workload in choices if fault.needs_reference)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.crc32 import combine
-from ..._common.document import DocumentError, read_word, write_whole
+from ..._common.document import DocumentError, read_word, sync_directory, write_whole
 from ..._common.errors import UsageError
 from ..._common.portable import allocate, drop_cached
 from .document import manifest_problems, seal
@@ -137,7 +137,7 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
         raise DocumentError(str(staging / "manifest.json"), problems)
     write_whole(staging / "manifest.json", seal(document))
     for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
-        _sync_directory(directory)
+        sync_directory(directory)
     # A directory cannot be replaced in one rename. An old checkpoint of the same step is renamed first; a crash between
     # the two renames leaves the older steps, and the staged files are removed at the next start.
     target = checkpoints_dir / step_name(step)
@@ -150,10 +150,10 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
         if replaced.exists():
             replaced.rename(target)
         raise
-    _sync_directory(checkpoints_dir)
+    sync_directory(checkpoints_dir)
     # After the directory is on disk: ``LATEST`` never names a checkpoint that a power failure can remove.
     write_whole(checkpoints_dir / "LATEST", f"{target.name}\n".encode())
-    _sync_directory(checkpoints_dir)
+    sync_directory(checkpoints_dir)
     if replaced.exists():
         shutil.rmtree(replaced)
     return target
@@ -240,11 +240,3 @@ def _written_ns(path: Path) -> int:
 
 def _step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

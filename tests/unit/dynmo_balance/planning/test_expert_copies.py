@@ -53,16 +53,22 @@ SUMS = 2 * SIZE * (GRADIENT_SUM_BYTES - 4)
 LAYERS = {"a": (900, 100, 100, 100), "b": (400, 400, 300, 300), "c": (800, 200, 300, 100)}
 
 
-def limited(spare, workers=(("a", "b", "c"),), replicas=2, **changes):
-    """A plan on two ranks whose workers have ``spare`` bytes beyond the experts in order."""
-    copies = CopyCosts(
+def copy_costs(**changes):
+    """Two ranks with three slots each."""
+    return CopyCosts(
         ranks=2,
         slots=3,
         weight_bytes=WEIGHT,
         param_count=dict.fromkeys(LAYERS, SIZE),
         state_bytes=dict.fromkeys(LAYERS, STATE),
         bandwidth=None,
+        **changes,
     )
+
+
+def limited(spare, workers=(("a", "b", "c"),), replicas=2, **changes):
+    """A plan on two ranks whose workers have ``spare`` bytes beyond the experts in order."""
+    copies = copy_costs()
     memory = tuple(
         WorkerMemory(worker=worker, items=items, peak_bytes=1000, memory_bytes=1000 + len(items) * SUMS + spare[worker])
         for worker, items in enumerate(workers)
@@ -142,15 +148,7 @@ def test_experts_that_fit_with_equal_parts_alone_are_never_refused():
 
 def test_experts_of_fewer_ranks_than_profiled_are_refused_with_the_bytes():
     """One expert on each of four ranks was measured; two ranks have two, in each of three layers."""
-    copies = CopyCosts(
-        ranks=2,
-        slots=3,
-        weight_bytes=WEIGHT,
-        param_count=dict.fromkeys(LAYERS, SIZE),
-        state_bytes=dict.fromkeys(LAYERS, STATE),
-        bandwidth=None,
-        profiled_ranks=4,
-    )
+    copies = copy_costs(profiled_ranks=4)
     worker = WorkerMemory(worker=0, items=tuple(LAYERS), peak_bytes=1000, memory_bytes=1100)
     need = 1000 + 3 * (STATE + SUMS)
     with pytest.raises(UsageError, match=f"rank 0 of the experts of worker 0 would need {need:,} bytes of 1,100 "):
