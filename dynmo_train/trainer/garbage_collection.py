@@ -22,3 +22,13 @@ def freeze_imports() -> None:
     """Exclude all current objects from collections and restore the default thresholds; call this after the imports."""
     gc.freeze()
     gc.set_threshold(*_DEFAULT_THRESHOLDS)
+
+
+def release_engine() -> None:
+    """Free an engine that is no longer used, before another one is built: it is in reference cycles."""
+    # Not with the module, which is imported before torch.
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

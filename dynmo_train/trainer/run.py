@@ -6,7 +6,6 @@ checkpoint, as at a start, and a new segment of the run begins.
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 import warnings
@@ -24,7 +23,7 @@ from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
 from .failures import LostRankError, lost_another_rank, lost_connection, out_of_memory
 from .fingerprint import config_properties, join_same
-from .garbage_collection import freeze_imports
+from .garbage_collection import freeze_imports, release_engine
 from .loop import Trainer
 from .loss_spikes import Rollback
 from .recovery.survivor import Survivor
@@ -113,11 +112,9 @@ def _train(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: S
         if rollback is None:
             return exit_code
         config = _resumed(config, str(start.directory.path))
-        # The engine is in reference cycles: without this, two engines would be on the device for a while.
+        # Before the next one is built: else two engines would be on the device for a while.
         del start
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_engine()
 
 
 def _train_segment(trainer: Trainer) -> tuple[int, Rollback | None]:

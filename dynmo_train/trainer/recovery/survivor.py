@@ -17,7 +17,6 @@ its last checkpoint.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from ..checkpoint.engine_checkpoint import progress_manifest
 from ..checkpoint.metadata import CheckpointMetadata
 from ..engine import Engine
 from ..failures import lost_connection
+from ..garbage_collection import release_engine
 from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
 from .peer_copies import PeerCopies
 
@@ -161,7 +161,7 @@ class Survivor:
         self._is_training = False
         forget_failure(os.environ)
         self.copies.leave()
-        gc.collect()
+        release_engine()
         self._link.generation = notice.generation
         enter_generation(notice, self._link.first_rank)
         return continued_config(config, len(notice.ranks), self._run_dir)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...parallel.process_groups import World
+from ..garbage_collection import release_engine
 from .compare_digests import FirstTensor, first_different_tensor, first_nonfinite_tensor, with_elements
-from .replay import Replay, ReplayedStep, release_memory
+from .replay import Replay, ReplayedStep
 from .stored_run import StoredRun, common_checkpoints, first_different_step
 
 
@@ -127,7 +128,7 @@ class Pair:
             *copy_keys: tensors to copy to the host.
         """
         found = list(self.replay(at, checkpoint_step, first, last).execute(self.world, copy_keys))
-        release_memory()
+        release_engine()
         return found
 
 

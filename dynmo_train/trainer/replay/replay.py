@@ -6,7 +6,6 @@ position in the data is that of the run's metrics, so that batches which a rollb
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,10 +121,3 @@ class Replay:
             ),
             copies=gathered_copies(world, observer) if copy_keys else {},
         )
-
-
-def release_memory() -> None:
-    """Free the engine of a replay that has ended, before another one is built."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
