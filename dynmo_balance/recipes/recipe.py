@@ -367,13 +367,13 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Trajector
 
 
 def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
-    """The recipe with another number of ``layers`` (blocks) or ``workers``; None keeps the recipe's."""
-    spec, run = recipe.spec, recipe.run
-    return replace(
-        recipe,
-        spec=replace(spec, layers=spec.layers if layers is None else layers),
-        run=replace(run, workers=run.workers if workers is None else workers),
-    )
+    """The recipe with another number of ``layers`` (blocks) or ``workers``, which its assumptions state; None keeps it."""
+    spec = replace(recipe.spec, layers=recipe.spec.layers if layers is None else layers)
+    run = replace(recipe.run, workers=recipe.run.workers if workers is None else workers)
+    if (spec, run) == (recipe.spec, recipe.run):
+        return recipe
+    other = f"here with {spec.layers} layers on {run.workers} workers, in place of the numbers below"
+    return replace(recipe, spec=spec, run=run, assumptions=(other, *recipe.assumptions))
 
 
 @dataclass(frozen=True, kw_only=True)

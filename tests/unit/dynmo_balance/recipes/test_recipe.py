@@ -197,6 +197,16 @@ def test_trace_of_two_recipes_is_refused(tmp_path):
     assert (done.returncode, "name one" in done.stderr) == (2, True)
 
 
+def test_assumptions_of_a_recipe_state_another_size():
+    recipe = load_recipe("freezing")
+    assert with_size(recipe, None, recipe.run.workers) == recipe
+    other = with_size(recipe, 24, None)
+    assert other.assumptions == (
+        f"here with 24 layers on {recipe.run.workers} workers, in place of the numbers below",
+        *recipe.assumptions,
+    )
+
+
 def test_optimality_gap_is_between_bounds_and_plain_1f1b():
     recipe = with_size(load_recipe("freezing"), 8, 2)
     recipe = replace(recipe, run=replace(recipe.run, microbatches=4))
