@@ -74,6 +74,7 @@ from .restart import (
     resume_flags,
 )
 from .watchdog import HangSettings
+from .worker_start import WorkerServer, WorkerStart, can_fork
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -89,6 +90,7 @@ class LocalLaunch:
         exits: what follows a failure or a signal.
         command: program of each process.
         nodes: this node and the rendezvous.
+        worker_start: how processes start; only ``python -m MODULE`` can be forked.
     """
 
     nproc: int
@@ -97,6 +99,7 @@ class LocalLaunch:
     exits: ExitOptions = field(default_factory=ExitOptions)
     command: tuple[str, ...] = WORKER
     nodes: NodeConfig = SINGLE_NODE
+    worker_start: WorkerStart = WorkerStart.FORK
 
     @property
     def shutdown_file(self) -> Path:
@@ -159,6 +162,7 @@ class _Launcher:
         launch: the processes of this node.
         launch_file: file in which rank 0 records the run directory.
         heartbeats: folder of the heartbeats of this node's processes.
+        server: forks the processes of all rounds; None where each is executed by itself.
         restarts: number of restarts after failures without progress.
         checkpoint_of_restart: newest checkpoint at the last restart.
         started_at: Unix time at which the current round began.
@@ -173,6 +177,7 @@ class _Launcher:
     launch: LocalLaunch
     launch_file: Path
     heartbeats: Path
+    server: WorkerServer | None = None
     restarts: int = 0
     checkpoint_of_restart: int | None = None
     started_at: float = 0.0
@@ -217,6 +222,7 @@ class _Launcher:
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
             continuation=self._continuation(),
+            server=self.server,
         )
 
     def _continuation(self) -> Continuation | None:
@@ -589,9 +595,10 @@ def launch_local(launch: LocalLaunch) -> int:
             interface=interface_towards(launch.nodes.master_addr),
         )
     )
+    is_forked = launch.worker_start is WorkerStart.FORK and can_fork(launch.command)
     try:
-        with _exit_on_signals():
-            return _run(_Launcher(launch, launch_file, heartbeats))
+        with _exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as server:
+            return _run(_Launcher(launch, launch_file, heartbeats, server))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

@@ -1,9 +1,9 @@
 """Run the processes of one round on this node with torch's elastic agent.
 
-The agent is overridden in five places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
+The agent is overridden in six places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
 that no agent waits for others, of which one may have left since. There is no exit barrier, so that nodes with released
 ranks can leave. Shutdown waits for processes that save a checkpoint. A killed process does not end the others where
-these continue (``continuation.py``).
+these continue (``continuation.py``). Processes are forked by a server that has imported torch (``worker_start.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .worker import (
     SAVE_VARIABLE,
     SHUTDOWN_FILE_VARIABLE,
 )
+from .worker_start import WorkerServer, forked_by
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -72,6 +73,7 @@ class WorkerGroupConfig:
         port: port of the processes' store.
         failure_reason: returns why another node ended the round, else None.
         continuation: decides whether the other processes continue after a death; None where they never do.
+        server: forks the processes; None where each is executed by itself.
     """
 
     name: str
@@ -87,6 +89,7 @@ class WorkerGroupConfig:
     port: int
     failure_reason: Callable[[], str | None]
     continuation: Continuation | None = None
+    server: WorkerServer | None = None
 
     @property
     def nproc(self) -> int:
@@ -318,6 +321,12 @@ def _build_agent(
                 )
                 for local_rank in range(group.nproc)
             ]
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            """Start the workers, by fork where that is possible."""
+            with forked_by(group.server):
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            return pids
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """The state of the workers; those that continue without a killed one are healthy."""
