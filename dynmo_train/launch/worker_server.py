@@ -112,18 +112,23 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         OSError: there is no memory for another process, or a limit is reached.
     """
     reader, writer = os.pipe()
+    adopted, adoption = os.pipe()
     between = os.fork()
     if between:
         os.close(writer)
+        os.close(adopted)
         # Ends when the rank has its session and its streams: only then may the launcher signal its process group.
         with os.fdopen(reader) as source:
             text = source.read()
         os.waitpid(between, 0)
+        # The rank waits for this: before, it is not a child of the launcher, and would conclude that this one ended.
+        os.close(adoption)
         pid, number = map(int, text.split())
         if number:
             raise OSError(number, os.strerror(number))
         return pid
     os.close(reader)
+    os.close(adoption)
     try:
         pid = os.fork()
     except OSError as error:
@@ -138,6 +143,8 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         os.close(stream)
     connection.close()
     os.close(writer)
+    os.read(adopted, 1)
+    os.close(adopted)
     return None
 
 
