@@ -36,7 +36,8 @@ def variables(block):
 libc = ctypes.CDLL(None)
 libc.getenv.restype = ctypes.c_char_p
 view = Path("/proc/self")
-blocked = [line for line in (view / "status").read_text().splitlines() if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
+status = (view / "status").read_text().splitlines()
+blocked = [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
 found = {
     "argv": sys.argv[1:], "program": sys.argv[0], "orig_argv": sys.orig_argv, "path": sys.path,
     "name": __name__, "spec": __spec__.name, "main": sys.modules["__main__"].__file__,
@@ -46,7 +47,8 @@ found = {
     "is_leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     "is_child": os.getppid() == int(os.environ["DYNMO_LAUNCHER_PID"]),
     "streams": [[stat.S_IFMT(os.fstat(n).st_mode), os.readlink(f"/proc/self/fd/{n}")] for n in (0, 1, 2)],
-    "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1], "buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering],
+    "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+    "buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "encoding": [sys.stdout.encoding, sys.stdin.closed], "signals": blocked,
     "handlers": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)],
     "affinity": sorted(os.sched_getaffinity(0)), "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -143,7 +145,8 @@ def test_forked_and_executed_processes_are_the_same_to_themselves_and_to_ps(tmp_
     for rank, (found, expected) in enumerate(zip(forked, spawned, strict=True)):
         launchers = [each["environ"]["DYNMO_LAUNCHER_PID"] for each in (found, expected)]
         assert found["getenv"] == str(rank)
-        assert found["is_child"] and all(found["is_leader"])
+        assert found["is_child"]
+        assert all(found["is_leader"])
         given = without_places(found, tmp_path, "fork", launchers[0])
         assert given == without_places(expected, tmp_path, "spawn", launchers[1])
 
@@ -165,7 +168,8 @@ def test_the_end_of_a_process_is_reported_alike(tmp_path, way, ending, code, tex
     program = f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {ending}\n" + STUBBORN
     returned, out, err = run(tmp_path, way, program)
     assert (returned, out) == (code, "")
-    assert "rank 1" in err and text in err, err
+    assert "rank 1" in err
+    assert text in err
     assert len(err.splitlines()) == 1, err
 
 
