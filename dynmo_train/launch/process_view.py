@@ -65,7 +65,8 @@ def show_program(arguments: Sequence[str], environment: Mapping[str, str]) -> bo
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
     # Last: the kernel takes over the end of the heap, too, which any allocation may move.
     found.brk = libc.sbrk(0)
-    return libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.byref(found), size, ctypes.c_ulong(0)) == 0
+    option, zero = ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.c_ulong(0)
+    return bool(libc.prctl(_PR_SET_MM, option, ctypes.byref(found), size, zero) == 0)
 
 
 def set_subreaper(*, is_subreaper: bool) -> bool | None:
