@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,7 +58,14 @@ from .incident_log import (
     write_incident,
 )
 from .membership import Incarnation, Membership, NodeState, join_ranks
-from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_agent import (
+    PeerFailureError,
+    WorkerGroupConfig,
+    exit_on_signals,
+    interface_towards,
+    run_worker_group,
+    worker_environment,
+)
 from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
@@ -537,30 +542,6 @@ def _run(launcher: _Launcher) -> int:
     return end.code
 
 
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
-
-    While its processes run, the elastic agent handles signals.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handlers = {
-        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def launch_local(launch: LocalLaunch) -> int:
     """Launch a run; restart it when a process exits with 75, and at most ``--max-restarts`` times after failures.
 
@@ -597,7 +578,7 @@ def launch_local(launch: LocalLaunch) -> int:
     )
     is_forked = launch.worker_start is WorkerStart.FORK and can_fork(launch.command)
     try:
-        with _exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as server:
+        with exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as server:
             return _run(_Launcher(launch, launch_file, heartbeats, server))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")

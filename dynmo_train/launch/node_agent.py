@@ -8,6 +8,7 @@ these continue (``continuation.py``). Processes are forked by a server that has 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -18,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -396,6 +397,30 @@ def _continue_without_killed(group: WorkerGroupConfig, context: Any, on_continue
         running.difference_update(rank - first for rank in died)
         on_continue(notice)
     return bool(survivors)
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
+
+    While its processes run, the elastic agent handles signals.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {
+        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _received_signal(error: BaseException | None) -> signal.Signals | None:

@@ -37,7 +37,7 @@ class _MemoryMap(ctypes.Structure):
     )
 
 
-def _kept_block(libc: ctypes.CDLL, words: Sequence[bytes]) -> tuple[int, int]:
+def _copied_block(libc: ctypes.CDLL, words: Sequence[bytes]) -> tuple[int, int]:
     """Begin and end of a copy of ``words``, each with a final zero byte, that is never freed."""
     block = b"".join(word + b"\0" for word in words)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -59,8 +59,8 @@ def show_program(arguments: Sequence[str], environment: Mapping[str, str]) -> bo
     found = _MemoryMap(exe_fd=_KEEP_EXECUTABLE, **{name: int(stat[number - 3]) for name, number in _FIELDS.items()})
     words = [word.encode(errors="surrogateescape") for word in arguments]
     variables = [f"{name}={value}".encode(errors="surrogateescape") for name, value in environment.items()]
-    found.arg_start, found.arg_end = _kept_block(libc, words)
-    found.env_start, found.env_end = _kept_block(libc, variables)
+    found.arg_start, found.arg_end = _copied_block(libc, words)
+    found.env_start, found.env_end = _copied_block(libc, variables)
     size = ctypes.c_ulong(ctypes.sizeof(found))
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
     # Last: the kernel takes over the end of the heap, too, which any allocation may move.

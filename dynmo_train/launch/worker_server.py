@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..trainer.garbage_collection import collect_rarely
+from .._common.document import parse_json
 from .process_view import show_program
 
 # What every rank imports: commands, options, and the trainer with torch. A rank imports further modules by itself.
@@ -61,7 +61,7 @@ def receive_message(connection: socket.socket, num_descriptors: int = 0) -> tupl
     """
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, num_descriptors)
     head += _receive(connection, LENGTH_BYTES - len(head))
-    return json.loads(_receive(connection, int.from_bytes(head))), list(descriptors)
+    return parse_json(_receive(connection, int.from_bytes(head))), list(descriptors)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -77,7 +77,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 def _import_modules() -> str | None:
     """Import the modules of the ranks; returns why this process must not fork, or None."""
-    collect_rarely()
+    gc.disable()  # a collection takes a tenth of the time of the imports, and finds nothing
     try:
         for name in PRELOADED:
             importlib.import_module(name)
@@ -112,23 +112,23 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         OSError: there is no memory for another process, or a limit is reached.
     """
     reader, writer = os.pipe()
-    adopted, adoption = os.pipe()
+    waiting, release = os.pipe()
     between = os.fork()
     if between:
         os.close(writer)
-        os.close(adopted)
+        os.close(waiting)
         # Ends when the rank has its session and its streams: only then may the launcher signal its process group.
         with os.fdopen(reader) as source:
             text = source.read()
         os.waitpid(between, 0)
         # The rank waits for this: before, it is not a child of the launcher, and would conclude that this one ended.
-        os.close(adoption)
+        os.close(release)
         pid, number = map(int, text.split())
         if number:
             raise OSError(number, os.strerror(number))
         return pid
     os.close(reader)
-    os.close(adoption)
+    os.close(release)
     try:
         pid = os.fork()
     except OSError as error:
@@ -143,8 +143,8 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         os.close(stream)
     connection.close()
     os.close(writer)
-    os.read(adopted, 1)
-    os.close(adopted)
+    os.read(waiting, 1)
+    os.close(waiting)
     return None
 
 
@@ -174,6 +174,7 @@ def _run(rank: _Rank, written: tuple[bytes, bytes]) -> None:
     for target, text in enumerate(written, start=1):
         if text:
             os.write(target, text)
+    gc.enable()
     # Through os.environ, so that libraries see the variables, too.
     os.environ.clear()
     os.environ.update(rank.environment)
@@ -190,8 +191,7 @@ def main() -> None:
     """Serve the connection whose file descriptor is the argument."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     problem = _import_modules()
-    # The collector would write to the pages of imported objects, which are then no longer shared.
-    gc.collect()
+    # The collector of a rank would write to the pages of imported objects, which are then no longer shared.
     gc.freeze()
     written = _written_so_far()
     rank = None

@@ -134,10 +134,8 @@ class WorkerServer:
             print_message(f"dynmo-train: starting the processes without fork: {self._problem}")
         return self._problem is None
 
-    def fork(
-        self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[str], stderr: IO[str]
-    ) -> ForkedProcess:
-        """Fork a process that runs ``command``, which is ``python -m MODULE ARGUMENTS``.
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str]]) -> ForkedProcess:
+        """Fork a process that runs ``command``, which is ``python -m MODULE ARGUMENTS``, with these output streams.
 
         Raises:
             OSError: there is no memory for another process, or a limit is reached.
@@ -147,7 +145,7 @@ class WorkerServer:
             raise DynmoError("the process that forks the ranks has not been started")
         message = {"module": command[2], "arguments": list(command[3:]), "environment": dict(environment)}
         try:
-            send_message(self._connection, message, [stdout.fileno(), stderr.fileno()])
+            send_message(self._connection, message, [stream.fileno() for stream in streams])
             answer, _ = receive_message(self._connection)
         except (EOFError, ConnectionError) as error:
             raise DynmoError("the process that forks the ranks has ended") from error
@@ -167,26 +165,23 @@ def forked_by(server: WorkerServer | None) -> Iterator[None]:
 
     If one cannot be started, those before it are killed: torch would leave them behind.
     """
-    was_subreaper = set_subreaper(is_subreaper=True) if server is not None and server.is_usable() else None
-    if server is None or was_subreaper is None:
+    if server is None or not server.is_usable() or (was_subreaper := set_subreaper(is_subreaper=True)) is None:
         yield
         return
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    started: list[ForkedProcess] = []
+    usable, started = server, list[ForkedProcess]()
 
     class Handler(SubprocessHandler):
-        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> ForkedProcess:
-            started.append(server.fork(args, env, self._stdout, self._stderr))
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            streams = [stream for stream in (self._stdout, self._stderr) if stream is not None]
+            started.append(usable.fork(args, env, streams))
             return started[-1]
 
-    def handler(**options: Any) -> SubprocessHandler:
-        return Handler(**options)
-
     # torch has no parameter for it. Only this thread starts processes of the agent.
-    replaced = api.get_subprocess_handler
-    api.get_subprocess_handler = handler
+    replaced = vars(api)["get_subprocess_handler"]
+    vars(api)["get_subprocess_handler"] = Handler
     try:
         yield
     except BaseException:
@@ -198,5 +193,5 @@ def forked_by(server: WorkerServer | None) -> Iterator[None]:
             process.wait()
         raise
     finally:
-        api.get_subprocess_handler = replaced
+        vars(api)["get_subprocess_handler"] = replaced
         set_subreaper(is_subreaper=was_subreaper)

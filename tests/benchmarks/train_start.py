@@ -83,8 +83,8 @@ def pss_bytes(pid: int) -> int:
 def shifted(stages: list[list[str]]) -> list[list[str]]:
     """The stages with every boundary one layer later: two items, attention and MLP."""
     received = [*(stage[:2] for stage in stages[1:]), []]
-    kept = [stages[0], *(stage[2:] for stage in stages[1:])]
-    return [own + more for own, more in zip(kept, received, strict=True)]
+    remaining = [stages[0], *(stage[2:] for stage in stages[1:])]
+    return [own + more for own, more in zip(remaining, received, strict=True)]
 
 
 def cpu_s() -> float:

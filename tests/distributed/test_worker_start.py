@@ -139,7 +139,7 @@ def without_places(value, folder, way, launcher):
     return found
 
 
-def test_forked_and_executed_processes_are_the_same_to_themselves_and_to_ps(tmp_path):
+def test_forked_processes_are_the_same_to_themselves_and_to_ps(tmp_path):
     (fork_logs, forked), (spawn_logs, spawned) = (described(tmp_path, way) for way in ("fork", "spawn"))
     assert fork_logs == spawn_logs
     for rank, (found, expected) in enumerate(zip(forked, spawned, strict=True)):
