@@ -17,7 +17,8 @@ from .._common.errors import UsageError
 from .._common.help import CommandLine
 from .._common.option_groups import grouped
 from ..launch.hostfile import end_with_stdin
-from ..launch.options import SINGLE_NODE, Arguments, ExitOptions, NodeConfig
+from ..launch.options import SINGLE_NODE, Arguments, ExitOptions, NodeConfig, StartWith
+from ..launch.worker_start import WorkerStart
 from .common import need_torch
 
 launch = CommandLine(help="Run a command in several processes, on one machine or on many.")
@@ -44,7 +45,12 @@ def _show(arguments: list[str], nproc: int, nodes: NodeConfig) -> None:
 
 
 def run_processes(
-    arguments: Sequence[str], nproc: int, log_dir: Path | None, exits: ExitOptions, nodes: NodeConfig
+    arguments: Sequence[str],
+    nproc: int,
+    log_dir: Path | None,
+    exits: ExitOptions,
+    nodes: NodeConfig,
+    worker_start: WorkerStart = WorkerStart.FORK,
 ) -> int:
     """Run a command in processes and wait for them; a temporary log folder is removed after success.
 
@@ -54,6 +60,7 @@ def run_processes(
         log_dir: folder of process logs; None creates a temporary one.
         exits: what follows a failure or a signal.
         nodes: this node and the number of nodes.
+        worker_start: how the processes start.
 
     Returns:
         The exit code.
@@ -62,7 +69,16 @@ def run_processes(
     from ..launch.launcher import launch_local as run
 
     folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
-    code = run(LocalLaunch(nproc=nproc, arguments=tuple(arguments), log_dir=folder, exits=exits, nodes=nodes))
+    code = run(
+        LocalLaunch(
+            nproc=nproc,
+            arguments=tuple(arguments),
+            log_dir=folder,
+            exits=exits,
+            nodes=nodes,
+            worker_start=worker_start,
+        )
+    )
     if log_dir is None and code == 0:
         shutil.rmtree(folder)
     return code
@@ -81,7 +97,14 @@ def check_command(arguments: list[str]) -> None:
 
 
 def _launch(
-    arguments: list[str], nproc: int, log_dir: Path | None, exits: ExitOptions, nodes: NodeConfig, *, dry_run: bool
+    arguments: list[str],
+    nproc: int,
+    log_dir: Path | None,
+    exits: ExitOptions,
+    nodes: NodeConfig,
+    worker_start: WorkerStart,
+    *,
+    dry_run: bool,
 ) -> None:
     """Run COMMAND on this node and exit with its exit code, or print the command of each process.
 
@@ -95,7 +118,7 @@ def _launch(
         return
     if nodes.end_with_stdin:
         end_with_stdin()
-    raise typer.Exit(run_processes(arguments, nproc, log_dir, exits, nodes))
+    raise typer.Exit(run_processes(arguments, nproc, log_dir, exits, nodes, worker_start))
 
 
 @launch.command("local", context_settings=COMMAND_LAST)
@@ -106,13 +129,14 @@ def launch_local(
     log_dir: LogDir = None,
     *,
     exits: ExitOptions,
+    worker_start: StartWith = WorkerStart.FORK,
     dry_run: DryRun = False,
 ) -> None:
     """Run COMMAND in several processes on this machine, and print the output of rank 0.
 
     Exits with the exit code of the process that failed. Exit code 75 of a process restarts all processes.
     """
-    _launch(arguments, nproc, log_dir, exits, SINGLE_NODE, dry_run=dry_run)
+    _launch(arguments, nproc, log_dir, exits, SINGLE_NODE, worker_start, dry_run=dry_run)
 
 
 @launch.command("node", context_settings=COMMAND_LAST)
@@ -135,6 +159,7 @@ def launch_node(
     nodes: NodeConfig,
     log_dir: LogDir = None,
     exits: ExitOptions,
+    worker_start: StartWith = WorkerStart.FORK,
     dry_run: DryRun = False,
 ) -> None:
     """Run COMMAND on this node and, with the same command there, on the other nodes.
@@ -143,4 +168,4 @@ def launch_node(
     the last checkpoint, at most --max-restarts times. Nodes that come late or return join after the next save. Exits
     with code 75 if node 0 is lost and does not return.
     """
-    _launch(arguments, nproc, log_dir, exits, nodes, dry_run=dry_run)
+    _launch(arguments, nproc, log_dir, exits, nodes, worker_start, dry_run=dry_run)

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,7 +58,14 @@ from .incident_log import (
     write_incident,
 )
 from .membership import Incarnation, Membership, NodeState, join_ranks
-from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_agent import (
+    PeerFailureError,
+    WorkerGroupConfig,
+    exit_on_signals,
+    interface_towards,
+    run_worker_group,
+    worker_environment,
+)
 from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
@@ -74,6 +79,7 @@ from .restart import (
     resume_flags,
 )
 from .watchdog import HangSettings
+from .worker_start import WorkerServer, WorkerStart, can_fork
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -89,6 +95,7 @@ class LocalLaunch:
         exits: what follows a failure or a signal.
         command: program of each process.
         nodes: this node and the rendezvous.
+        worker_start: how processes start; only ``python -m MODULE`` can be forked.
     """
 
     nproc: int
@@ -97,6 +104,7 @@ class LocalLaunch:
     exits: ExitOptions = field(default_factory=ExitOptions)
     command: tuple[str, ...] = WORKER
     nodes: NodeConfig = SINGLE_NODE
+    worker_start: WorkerStart = WorkerStart.FORK
 
     @property
     def shutdown_file(self) -> Path:
@@ -159,6 +167,7 @@ class _Launcher:
         launch: the processes of this node.
         launch_file: file in which rank 0 records the run directory.
         heartbeats: folder of the heartbeats of this node's processes.
+        server: forks the processes of all rounds; None where each is executed by itself.
         restarts: number of restarts after failures without progress.
         checkpoint_of_restart: newest checkpoint at the last restart.
         started_at: Unix time at which the current round began.
@@ -173,6 +182,7 @@ class _Launcher:
     launch: LocalLaunch
     launch_file: Path
     heartbeats: Path
+    server: WorkerServer | None = None
     restarts: int = 0
     checkpoint_of_restart: int | None = None
     started_at: float = 0.0
@@ -217,6 +227,7 @@ class _Launcher:
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
             continuation=self._continuation(),
+            server=self.server,
         )
 
     def _continuation(self) -> Continuation | None:
@@ -531,30 +542,6 @@ def _run(launcher: _Launcher) -> int:
     return end.code
 
 
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
-
-    While its processes run, the elastic agent handles signals.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handlers = {
-        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def launch_local(launch: LocalLaunch) -> int:
     """Launch a run; restart it when a process exits with 75, and at most ``--max-restarts`` times after failures.
 
@@ -589,9 +576,10 @@ def launch_local(launch: LocalLaunch) -> int:
             interface=interface_towards(launch.nodes.master_addr),
         )
     )
+    is_forked = launch.worker_start is WorkerStart.FORK and can_fork(launch.command)
     try:
-        with _exit_on_signals():
-            return _run(_Launcher(launch, launch_file, heartbeats))
+        with exit_on_signals(), WorkerServer() if is_forked else contextlib.nullcontext() as server:
+            return _run(_Launcher(launch, launch_file, heartbeats, server))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH

@@ -1,13 +1,14 @@
 """Run the processes of one round on this node with torch's elastic agent.
 
-The agent is overridden in five places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
+The agent is overridden in six places. Membership comes from :class:`~.rendezvous.Rendezvous`. Ranks follow from it, so
 that no agent waits for others, of which one may have left since. There is no exit barrier, so that nodes with released
 ranks can leave. Shutdown waits for processes that save a checkpoint. A killed process does not end the others where
-these continue (``continuation.py``).
+these continue (``continuation.py``). Processes are forked by a server that has imported torch (``worker_start.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -18,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from .worker import (
     SAVE_VARIABLE,
     SHUTDOWN_FILE_VARIABLE,
 )
+from .worker_start import WorkerServer, forked_by
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -72,6 +74,7 @@ class WorkerGroupConfig:
         port: port of the processes' store.
         failure_reason: returns why another node ended the round, else None.
         continuation: decides whether the other processes continue after a death; None where they never do.
+        server: forks the processes; None where each is executed by itself.
     """
 
     name: str
@@ -87,6 +90,7 @@ class WorkerGroupConfig:
     port: int
     failure_reason: Callable[[], str | None]
     continuation: Continuation | None = None
+    server: WorkerServer | None = None
 
     @property
     def nproc(self) -> int:
@@ -319,6 +323,12 @@ def _build_agent(
                 for local_rank in range(group.nproc)
             ]
 
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            """Start the workers, by fork where that is possible."""
+            with forked_by(group.server):
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            return pids
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             """The state of the workers; those that continue without a killed one are healthy."""
             # torch ends all workers as soon as it finds that one has failed, so that it must not look before.
@@ -387,6 +397,30 @@ def _continue_without_killed(group: WorkerGroupConfig, context: Any, on_continue
         running.difference_update(rank - first for rank in died)
         on_continue(notice)
     return bool(survivors)
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
+
+    While its processes run, the elastic agent handles signals.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {
+        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _received_signal(error: BaseException | None) -> signal.Signals | None:

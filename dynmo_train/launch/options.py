@@ -15,6 +15,7 @@ import typer
 from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .._common.errors import UsageError
 from .._common.panel import Panel
+from .worker_start import WorkerStart
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="Command of dynmo-train that each process runs.")
@@ -48,6 +49,15 @@ MaxRestarts = Annotated[
 ]
 Output = Annotated[str, typer.Option("--output", help="Log file of the job.")]
 ScriptFile = Annotated[Path, typer.Option("--script", help="Batch script to write and submit.")]
+StartWith = Annotated[
+    WorkerStart,
+    typer.Option(
+        "--worker-start",
+        envvar="DYNMO_WORKER_START",
+        help="Fork the processes of a node from one that has imported torch, or execute each.",
+        rich_help_panel=Panel("Processes", rare=True),
+    ),
+]
 _RARE_RENDEZVOUS = Panel("Rendezvous", rare=True)
 
 
