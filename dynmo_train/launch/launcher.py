@@ -12,14 +12,11 @@ that the trainer reads at the next step boundary: it saves and exits with 75, an
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +32,7 @@ from ..formats.run import (
     take_resize_request,
 )
 from .continuation import CONTINUATION_VARIABLE, Continuation
-from .coordinator import Round
+from .coordinator import Round, heartbeat_period_s
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
@@ -61,6 +58,7 @@ from .incident_log import (
 )
 from .membership import Incarnation, Membership, NodeState, join_ranks
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
 from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
@@ -73,8 +71,11 @@ from .restart import (
     process_count,
     resume_flags,
 )
+from .waiting_signals import exit_on_signals
 from .watchdog import HangSettings
 
+# Seconds from a death that a launcher has found until the ranks of all nodes know it.
+NOTICE_S = 10.0
 WORKER = (sys.executable, "-m", "dynmo_train")
 
 
@@ -216,14 +217,15 @@ class _Launcher:
             host=nodes.master_addr,
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
-            continuation=self._continuation(),
+            continuation=self._continuation(current),
         )
 
-    def _continuation(self) -> Continuation | None:
-        """Decides whether the processes continue after a death; None for several nodes, which do not."""
-        if self.launch.nodes.max_nodes > 1:
-            return None
-        return Continuation(self.rendezvous.process_store, self._take_hang)
+    def _continuation(self, current: Round) -> NodeContinuation:
+        """Decides, with the other nodes, whether the processes of the round continue after a death."""
+        if not self.rendezvous.is_leader:
+            return FollowingNode(lambda: connect_store(self.launch.nodes.master_addr, current.port))
+        generations = Continuation(self.rendezvous.process_store, current.processes, self._take_hang)
+        return LeadingNode(generations, self.rendezvous.coordinator, current)
 
     def _take_hang(self, ranks: Sequence[int]) -> str | None:
         """The cause if the watchdog has ended one of these ranks, which is then reported by those that continue."""
@@ -246,8 +248,9 @@ class _Launcher:
             store_host=group.host,
             store_port=group.port,
         )
-        exits = self.launch.exits
-        return NodeWatch(watched, HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s))
+        exits, continuation = self.launch.exits, group.continuation
+        settings = HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s)
+        return NodeWatch(watched, settings, lambda: None if continuation is None else continuation.ranks)
 
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
@@ -433,6 +436,9 @@ class _Launcher:
         except PeerFailureError as error:
             print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
+        finally:
+            if group.continuation is not None:
+                group.continuation.close()
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
@@ -531,28 +537,10 @@ def _run(launcher: _Launcher) -> int:
     return end.code
 
 
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
-
-    While its processes run, the elastic agent handles signals.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handlers = {
-        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def notice_limit_s(nodes: NodeConfig) -> float:
+    """Seconds from a death until the other ranks learn of it, at most: that of a node is found by its heartbeats."""
+    found_s = nodes.node_timeout_s + heartbeat_period_s(nodes.max_nodes) if nodes.max_nodes > 1 else 0.0
+    return found_s + NOTICE_S
 
 
 def launch_local(launch: LocalLaunch) -> int:
@@ -574,9 +562,7 @@ def launch_local(launch: LocalLaunch) -> int:
         launch_file.unlink(missing_ok=True)
     heartbeats = make_heartbeat_folder()
     os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
-    os.environ.pop(CONTINUATION_VARIABLE, None)
-    if launch.nodes.max_nodes == 1:
-        os.environ[CONTINUATION_VARIABLE] = "1"
+    os.environ[CONTINUATION_VARIABLE] = str(notice_limit_s(launch.nodes))
     os.environ.update(
         worker_environment(
             os.environ,
@@ -590,7 +576,7 @@ def launch_local(launch: LocalLaunch) -> int:
         )
     )
     try:
-        with _exit_on_signals():
+        with exit_on_signals():
             return _run(_Launcher(launch, launch_file, heartbeats))
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")

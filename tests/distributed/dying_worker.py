@@ -3,6 +3,7 @@
 ``DYNMO_TEST_DEATHS`` has a comma-separated list of RANK:WHERE:NUMBER, with the rank in the first generation:
 
 * ``backward:S``: in the backward of the second microbatch of step S;
+* ``node:S``: there, with its launcher and all other processes of that;
 * ``copy:N``: in the transfer of its N-th copy, from 1;
 * ``recovery:G``: when it has joined generation G.
 """
@@ -31,7 +32,16 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _in_backward(step: int) -> None:
+def die_with_node() -> None:
+    """End the launcher and all its processes as a node without power does."""
+    launcher = os.getppid()
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    # The launcher first: it must not see that a process died.
+    for pid in (launcher, *(int(child) for child in children if int(child) != os.getpid()), os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _in_backward(step: int, end: Callable[[], None] = die) -> None:
     enter, begin = heartbeat.HeartbeatWriter.enter, heartbeat.HeartbeatWriter.begin_step
     current = [0]
 
@@ -42,7 +52,7 @@ def _in_backward(step: int) -> None:
     def entered(self: Any, phase: Phase, microbatch: int = 0) -> None:
         enter(self, phase, microbatch)
         if current[0] == step and phase == Phase.BACKWARD and microbatch == 1:
-            die()
+            end()
 
     heartbeat.HeartbeatWriter.begin_step, heartbeat.HeartbeatWriter.enter = began, entered  # type: ignore[method-assign]
 
@@ -70,7 +80,12 @@ def _in_recovery(generation: int) -> None:
     survivor.find_memory_checkpoint = dying
 
 
-PLACES: dict[str, Callable[[int], None]] = {"backward": _in_backward, "copy": _in_copy, "recovery": _in_recovery}
+PLACES: dict[str, Callable[[int], None]] = {
+    "node": lambda step: _in_backward(step, die_with_node),
+    "backward": _in_backward,
+    "copy": _in_copy,
+    "recovery": _in_recovery,
+}
 
 
 def arrange_deaths() -> None:
