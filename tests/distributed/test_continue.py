@@ -89,6 +89,10 @@ def assert_same_bits(run, whole):
     assert tensors(run, 14) == tensors(whole, 14)
 
 
+def headers(run):
+    return [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
+
+
 def incidents(run):
     kinds = ("continued", "process_death", "restart")
     return [
@@ -136,3 +140,19 @@ def test_rank_of_another_node_dies_and_then_that_whole_node(whole, tmp_path):
     assert incidents(run) == [("continued", 4, 1, [1]), ("continued", 8, 2, [2])]
     assert "rank 2 was lost with node 1; continuing without restart on rank 0" in err
     assert_same_bits(run, whole)
+
+
+def test_rank_of_one_replica_dies_and_the_bits_are_those_of_a_restart(whole, tmp_path):
+    # Two replicas of two stages: nothing is sent before, and three ranks are left, which make one longer pipeline.
+    sizes = {"pipeline_model_parallel_size": "2", "save_interval": "4"}
+    run, _, started = launch(whole, tmp_path, "3:backward:7", nodes=(4,), changed=sizes)
+    assert started == ["0", "1", "2", "3"]
+    assert incidents(run) == [("continued", 4, 2, [3])]
+    assert [[len(worker["ranks"]) for worker in header["workers"]] for header in headers(run)] == [[2, 2], [1, 1, 1]]
+    restarted = tmp_path / "restarted"
+    checkpoint = run / "checkpoints" / "step-00000004"
+    train(
+        whole.parent / "data", restarted, 3, "--load", str(checkpoint), **SHORT | {"pipeline_model_parallel_size": "3"}
+    )
+    assert {step: each for step, each in figures(run).items() if step > 4} == figures(restarted)
+    assert tensors(run, 14) == tensors(restarted, 14)
