@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .coordinator import Coordinator, Round
 
 # Deaths within this time are one loss: the processes of a node do not end at the same moment.
-SETTLE_S = 0.5
+SAME_LOSS_S = 0.5
 _STORE_TIMEOUT_S = 30.0
 
 
@@ -81,13 +81,13 @@ class LeadingNode:
         if not died and not lost:
             return True
         self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since < self._settle_s and all(map(is_kill, died.values())):
+        if time.monotonic() - self._since < self._same_loss_s and all(map(is_kill, died.values())):
             return True
         return self._decide(died, [node.name for node in lost])
 
     @property
-    def _settle_s(self) -> float:
-        return SETTLE_S if len(self._round.names) > 1 and self.continuation.is_training else 0.0
+    def _same_loss_s(self) -> float:
+        return SAME_LOSS_S if len(self._round.names) > 1 and self.continuation.is_training else 0.0
 
     def close(self) -> None:
         """Refuse what other nodes report from now on: the processes of this node have ended."""
@@ -199,7 +199,12 @@ NodeContinuation = LeadingNode | FollowingNode
 
 
 def connect_store(host: str, port: int) -> Store:
-    """A connection to the keys of a round's store."""
+    """A connection to the keys of a round's store.
+
+    Args:
+        host: host of the store.
+        port: port of the store.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     timeout = timedelta(seconds=_STORE_TIMEOUT_S)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.distributed.dying_worker import DEATHS, PIDS
+from tests.distributed.dying_worker import DEATHS, PIDS, POISONED
 from tests.distributed.ports import free_port
 from tests.distributed.whole_runs import arguments, check_fields, events, figures, lines, tensors, train, write_data
 from tests.paths import ROOT
@@ -156,3 +156,24 @@ def test_rank_of_one_replica_dies_and_the_bits_are_those_of_a_restart(whole, tmp
     )
     assert {step: each for step, each in figures(run).items() if step > 4} == figures(restarted)
     assert tensors(run, 14) == tensors(restarted, 14)
+
+
+def test_death_after_a_rollback_continues_from_a_copy_after_it(whole, tmp_path, monkeypatch):
+    # Step 10 has a loss spike: back to the checkpoint of step 8. The copy of step 9 before that is of no use any more.
+    monkeypatch.setenv(POISONED, "72:80")
+    rollback = {
+        "save_interval": "4",
+        "peer_checkpoint_interval": "3",
+        "loss_spike_threshold": "10",
+        "loss_spike_window": "8",
+        "loss_spike_action": "rollback",
+        "loss_spike_skip_batches": "1",
+    }
+    run, _, started = launch(whole, tmp_path, "1:again:9", changed=rollback)
+    assert started == ["0", "1", "2"]
+    assert incidents(run) == [("continued", 8, 0, [1])]
+    assert [each["skipped_samples"] for each in events(run, "incident") if each["incident"] == "rollback"] == [[72, 80]]
+    expected = tmp_path / "expected"
+    train(whole.parent / "data", expected, 1, "--skip-train-samples", "72:80", **SHORT)
+    assert figures(run) == figures(expected)
+    assert tensors(run, 14) == tensors(expected, 14)

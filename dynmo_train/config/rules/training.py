@@ -252,7 +252,6 @@ def _peer_copies(config: Config, world_size: int) -> Iterator[Problem]:
         "--pack-to": config.balance.pack_to is not None,
         "--min-throughput-fraction": config.balance.min_throughput_fraction is not None,
         "--device cuda": config.training.device == "cuda",
-        "--loss-spike-action rollback": config.training.loss_spike_action == "rollback",
     }
     if given := [name for name, is_given in others.items() if is_given]:
         yield unsupported(flag, f"is {interval}; cannot be combined with {', '.join(given)}; remove one")

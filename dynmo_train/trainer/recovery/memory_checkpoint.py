@@ -37,7 +37,8 @@ class MemoryCheckpoint:
     """The state of a run in the memory of its ranks.
 
     Attributes:
-        tag: generation and step of the copies.
+        tag: branch and step of the copies.
+        next_branch: number of the branch that begins with this state: above that of any copy.
         manifest: the fields of a checkpoint's manifest that describe the progress; the same on every rank.
         copied_at: Unix time of the copy.
         holders: item -> ranks that have it; replicas of a stage have the same bits.
@@ -46,6 +47,7 @@ class MemoryCheckpoint:
     """
 
     tag: Tag
+    next_branch: int
     manifest: Mapping[str, Any]
     copied_at: float
     holders: Mapping[str, tuple[int, ...]]
@@ -136,6 +138,7 @@ def find_memory_checkpoint(world: World, copies: Sequence[StateCopy], items: Seq
     progress = next(found for found, _ in gathered if found is not None)
     return MemoryCheckpoint(
         tag=tag,
+        next_branch=1 + max(each[0] for of_rank in inventories for each, _ in of_rank),
         manifest=progress["manifest"],
         copied_at=progress["copied_at"],
         holders=holders,

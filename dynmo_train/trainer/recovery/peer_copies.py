@@ -117,14 +117,14 @@ class PeerCopies:
         interval: steps between copies.
         own: copies of the state of this rank.
         received: copies of the states of other ranks, in the order of these.
-        generation: generation of ranks that makes copies.
+        branch: branch of the run that copies are made of; see ``Tag``.
     """
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
         self.own = CopySlots()
         self.received: list[CopySlots] = []
-        self.generation = 0
+        self.branch = 0
         self._world: World | None = None
         self._group: dist.ProcessGroup | None = None
         self._target: int | None = None
@@ -139,15 +139,15 @@ class PeerCopies:
         """All complete copies in the memory of this rank."""
         return [*self.own.copies, *(copy for slots in self.received for copy in slots.copies)]
 
-    def join(self, world: World, generation: int, last: Tag | None) -> None:
+    def join(self, world: World, branch: int, last: Tag | None) -> None:
         """Make copies with the ranks of ``world``. Every rank calls this.
 
         Args:
             world: ranks of the generation.
-            generation: its number.
+            branch: number of the branch that these ranks begin.
             last: the copy that these ranks resume from; None at the start of a run.
         """
-        self.generation, self._world, self._group, self._last = generation, world, None, last
+        self.branch, self._world, self._group, self._last = branch, world, None, last
         self._thread, self._error, self._report = None, None, None
         if world.size == 1:
             return
@@ -184,7 +184,7 @@ class PeerCopies:
             return  # the only rank: its death is the end of the round
         start_s = time.perf_counter()
         self.wait()
-        tag = (self.generation, step)
+        tag = (self.branch, step)
         states = {item: engine.item_store.export(item) for item in engine.local_names}
         layout = plan_layout(states, tag, progress)
         sizes = [int(size) for size in all_gather_objects(world, layout.num_bytes)]

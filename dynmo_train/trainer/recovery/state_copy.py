@@ -22,7 +22,8 @@ from ...optim.item_state import ItemState
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-# Number of a generation of ranks, and number of completed steps; a later generation has repeated steps of earlier ones.
+# Number of a branch of the run, and number of completed steps. A loss of ranks and a rollback each begin another
+# branch, which repeats steps of earlier ones: a copy of it precedes theirs, also of later steps.
 Tag = tuple[int, int]
 
 
@@ -44,9 +45,9 @@ class StateCopy:
 
     @property
     def tag(self) -> Tag:
-        """Generation and step."""
-        generation, step = self.header["tag"]
-        return generation, step
+        """Branch and step."""
+        branch, step = self.header["tag"]
+        return branch, step
 
     def entry(self, item: str) -> Mapping[str, Any]:
         """The header's entry of an item."""

@@ -127,6 +127,7 @@ class Survivor:
         self.continued: Continued | None = None
         self._link, self._notice_s = link, notice_s
         self._first: Config | None = None
+        self._step_of_rollback: int | None = None
         self._notice: Notice | None = None
         self._run_dir: Path | None = None
         self._before: frozenset[int] = frozenset()
@@ -202,9 +203,22 @@ class Survivor:
             items = [item.name for item in family_of(config).items]
             memory = find_memory_checkpoint(world, self.copies.copies, items)
             last_step = read_progress(self._run_dir).step
+            # No step has been completed since a rollback: the last one in the log was before that.
+            last_step = memory.step if last_step == self._step_of_rollback else last_step
+            self._step_of_rollback = None
             self.continued = Continued(notice=self._notice, memory=memory, last_step=last_step)
-        self.copies.join(world, self._link.generation, memory.tag if memory is not None else None)
+        if memory is None:
+            self.copies.join(world, 0, None)
+        else:
+            self.copies.join(world, memory.next_branch, memory.tag)
         return memory
+
+    def roll_back(self) -> None:
+        """Let the copies of a run that returns to a checkpoint precede those before. Every rank calls this."""
+        self.copies.branch += 1
+        self.continued = None
+        if self._run_dir is not None:
+            self._step_of_rollback = read_progress(self._run_dir).step
 
     def watch(self, run_dir: Path) -> None:
         """Shut down the connections of this generation when the launcher reports a death.

@@ -41,7 +41,7 @@ class Lost:
 @pytest.fixture
 def cluster(monkeypatch):
     """Node 0, the other nodes, their membership, and the keys of the store."""
-    monkeypatch.setattr(node_continuation, "SETTLE_S", 0.0)
+    monkeypatch.setattr(node_continuation, "SAME_LOSS_S", 0.0)
 
     def make(least=1):
         store, nodes = HashStore(), Nodes(least)
@@ -113,13 +113,13 @@ def test_second_loss_before_the_others_train_ends_the_round(cluster):
     assert leader.pending == {1: KILLED}
 
 
-def test_deaths_within_the_settling_time_are_one_loss(cluster, monkeypatch):
+def test_deaths_within_half_a_second_are_one_loss(cluster, monkeypatch):
     leader, (second, third), _, _ = cluster()
-    monkeypatch.setattr(node_continuation, "SETTLE_S", 300.0)
+    monkeypatch.setattr(node_continuation, "SAME_LOSS_S", 300.0)
     second.poll({1: KILLED})
     assert leader.poll({}) is True
     third.poll({3: KILLED})
-    monkeypatch.setattr(node_continuation, "SETTLE_S", 0.0)
+    monkeypatch.setattr(node_continuation, "SAME_LOSS_S", 0.0)
     assert leader.poll({}).lost == (1, 3)
 
 
