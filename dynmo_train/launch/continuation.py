@@ -1,6 +1,7 @@
 """Continue a round without the ranks that died: the processes of the other ranks stay alive.
 
-The launcher decides, the workers follow. Keys in the store of the round, with the prefix ``continuation``::
+The launcher of node 0 decides (``node_continuation.py``), the workers follow. Keys in the store of the round, with the
+prefix ``continuation``::
 
     worker, rank 0                    launcher                        workers
     ready/G: generation G trains  --> a rank is killed
@@ -20,6 +21,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -32,11 +34,11 @@ from .worker import GENERATION_VARIABLE
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# Set by a launcher whose workers may continue.
+# Set by a launcher whose workers may continue: seconds until these learn of a death, at most.
 CONTINUATION_VARIABLE = "DYNMO_CONTINUATION"
 # Seconds from a death until the survivors train; then the round ends.
 LIMIT_S = 120.0
-_PREFIX = "continuation"
+PREFIX = "continuation"
 # A worker waits for a notice as long as it runs.
 _FOREVER = timedelta(days=365)
 _TERMINATING = (-signal.SIGTERM, -signal.SIGINT)
@@ -50,6 +52,7 @@ class Notice:
         generation: its number, from 1.
         ranks: its members, by their ranks in the first generation, ascending.
         lost: ranks that died, by the same numbers.
+        sizes: for each member the number of members on its node.
         cause: why, as a phrase.
         since: Unix time at which the launcher noticed it.
     """
@@ -57,6 +60,7 @@ class Notice:
     generation: int
     ranks: tuple[int, ...]
     lost: tuple[int, ...]
+    sizes: tuple[int, ...]
     cause: str
     since: float
 
@@ -69,7 +73,7 @@ def encode_notice(notice: Notice) -> str:
 def decode_notice(value: bytes) -> Notice:
     """The inverse of :func:`encode_notice`."""
     found = parse_json(value)
-    return Notice(**found | {"ranks": tuple(found["ranks"]), "lost": tuple(found["lost"])})
+    return Notice(**found | {name: tuple(found[name]) for name in ("ranks", "lost", "sizes")})
 
 
 def is_kill(code: int) -> bool:
@@ -97,6 +101,8 @@ class Continuation:
 
     Attributes:
         store: store of the round's processes.
+        ranks: ranks of the current generation, by their ranks in the first one, ascending.
+        processes: number of processes of each node.
         describe_loss: returns the cause where the watchdog killed these ranks; None elsewhere.
         generation: current generation.
         pending: rank to exit code of those that died before the current generation trains.
@@ -104,20 +110,22 @@ class Continuation:
     """
 
     store: Store
+    processes: tuple[int, ...]
     describe_loss: Callable[[Sequence[int]], str | None] = lambda _: None
     generation: int = 0
     pending: dict[int, int] = field(default_factory=dict)
     since: float = 0.0
 
     def __post_init__(self) -> None:
+        self.ranks = tuple(range(sum(self.processes)))
         from torch._C._distributed_c10d import PrefixStore
 
-        self._keys = PrefixStore(_PREFIX, self.store)
+        self.keys = PrefixStore(PREFIX, self.store)
 
     @property
     def is_training(self) -> bool:
         """Whether the current generation trains; deaths before it are then not pending any more."""
-        if not self._keys.check([f"ready/{self.generation}"]):
+        if not self.keys.check([f"ready/{self.generation}"]):
             return False
         self.pending.clear()
         return True
@@ -127,29 +135,41 @@ class Continuation:
         """Whether the survivors did not train again in time."""
         return bool(self.pending) and not self.is_training and time.monotonic() - self.since > LIMIT_S
 
-    def take(self, codes: Mapping[int, int], survivors: Sequence[int]) -> Notice | None:
-        """Let the survivors continue after deaths.
+    def may_take(self, codes: Mapping[int, int], survivors: Sequence[int]) -> bool:
+        """Whether the survivors can continue; arguments as :meth:`take`."""
+        return may_continue(codes, survivors, is_training=self.is_training)
+
+    def take(self, codes: Mapping[int, int], survivors: Sequence[int], cause: str | None = None) -> Notice:
+        """Let the survivors continue after deaths that allow it.
 
         Args:
             codes: rank to exit code of those that died.
             survivors: ranks that run, ascending.
+            cause: why they died, as a phrase; None for how the processes ended.
 
         Returns:
-            What the survivors were notified of; None where the round has to end.
+            What the survivors were notified of.
         """
-        if not may_continue(codes, survivors, is_training=self.is_training):
-            return None
+        self.ranks = tuple(survivors)
         self.generation, self.pending, self.since = self.generation + 1, dict(codes), time.monotonic()
         lost = tuple(sorted(codes))
         notice = Notice(
             generation=self.generation,
             ranks=tuple(survivors),
             lost=lost,
-            cause=self.describe_loss(lost) or describe_exit(codes[lost[0]]).removeprefix("was "),
+            sizes=tuple(_ranks_of_nodes(self.ranks, self.processes)),
+            cause=cause or self.describe_loss(lost) or describe_exit(codes[lost[0]]).removeprefix("was "),
             since=time.time(),
         )
-        self._keys.set(f"next/{notice.generation}", encode_notice(notice))
+        self.keys.set(f"next/{notice.generation}", encode_notice(notice))
         return notice
+
+
+def _ranks_of_nodes(ranks: Sequence[int], processes: Sequence[int]) -> list[int]:
+    """For each of ``ranks`` the number of ranks on its node; nodes had ``processes`` in the first generation."""
+    nodes = [node for node, count in enumerate(processes) for _ in range(count)]
+    counts = Counter(nodes[rank] for rank in ranks)
+    return [counts[nodes[rank]] for rank in ranks]
 
 
 class SurvivorLink:
@@ -175,7 +195,7 @@ class SurvivorLink:
     def _connect(self) -> Store:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        return PrefixStore(_PREFIX, TCPStore(*self._address, is_master=False, wait_for_workers=False))
+        return PrefixStore(PREFIX, TCPStore(*self._address, is_master=False, wait_for_workers=False))
 
     def watch(self, on_notice: Callable[[], None]) -> None:
         """Call ``on_notice`` in a thread once other ranks of this generation have died."""
@@ -215,8 +235,7 @@ def enter_generation(notice: Notice, first_rank: int) -> None:
         notice: the generation.
         first_rank: rank of this process in the first generation.
     """
-    size = str(len(notice.ranks))
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(notice.ranks.index(first_rank)), size
-    # All ranks are on one node.
-    os.environ["LOCAL_WORLD_SIZE"] = size
+    rank = notice.ranks.index(first_rank)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(len(notice.ranks))
+    os.environ["LOCAL_WORLD_SIZE"] = str(notice.sizes[rank])
     os.environ[GENERATION_VARIABLE] = str(notice.generation)

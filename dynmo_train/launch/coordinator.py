@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from .membership import (
     RecordKind,
     apply_beats,
     apply_record,
+    departed,
     end_reason,
     is_complete,
     joining,
@@ -41,6 +42,7 @@ from .membership import (
     open_round,
     resize,
     restart_timeouts,
+    without_members,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +106,9 @@ class Coordinator:
         limits: sizes and times of the launch.
         name: incarnation of node 0, which needs no heartbeat.
         on_joining: called while nodes wait that should join the running round, with these nodes.
+
+    Attributes:
+        may_continue: whether the round does not end by a lost node, until it is known whether the others continue.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Coordinator:
         self._num_read, self._unread = 0, list[int]()
         self._published: set[str] = set()
         self._is_running = False
+        self.may_continue = False
         self._polls, self._polled_s, self._beats_s = 0, time.monotonic(), 0.0
 
     @property
@@ -190,12 +196,29 @@ class Coordinator:
                 self._publish(f"gone/{node.name}", node.state)
 
     def _publish_reason(self, membership: Membership) -> None:
-        if (reason := end_reason(membership)) is not None:
+        if (reason := end_reason(membership, has_survivors=self.may_continue)) is not None:
             self._publish(f"stop/{membership.round}", reason)
 
     def reason(self) -> str | None:
         """Why the current round ends; None while it runs."""
-        return end_reason(self._membership)
+        return end_reason(self._membership, has_survivors=self.may_continue)
+
+    def departed(self) -> list[Incarnation]:
+        """Members of the round that were lost or replaced, and that it has not been continued without."""
+        return departed(self._membership)
+
+    def continue_without(self, names: Collection[str]) -> bool:
+        """Let the round continue without some members; False where it may not.
+
+        Args:
+            names: their incarnations.
+        """
+        with self._lock:
+            membership = without_members(self._membership, names)
+            if membership is None:
+                return False
+            self._membership = membership
+            return True
 
     def wait_for_members(self, seconds: float) -> tuple[Incarnation, ...] | None:
         """Wait until the next round can begin and return its members; None after ``seconds``."""

@@ -33,7 +33,7 @@ from ..formats.run import (
     take_resize_request,
 )
 from .continuation import CONTINUATION_VARIABLE, Continuation
-from .coordinator import Round
+from .coordinator import Round, heartbeat_period_s
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
@@ -58,14 +58,8 @@ from .incident_log import (
     write_incident,
 )
 from .membership import Incarnation, Membership, NodeState, join_ranks
-from .node_agent import (
-    PeerFailureError,
-    WorkerGroupConfig,
-    exit_on_signals,
-    interface_towards,
-    run_worker_group,
-    worker_environment,
-)
+from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
+from .node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
 from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
@@ -78,9 +72,12 @@ from .restart import (
     process_count,
     resume_flags,
 )
+from .waiting_signals import exit_on_signals
 from .watchdog import HangSettings
 from .worker_start import WorkerServer, WorkerStart, can_fork
 
+# Seconds from a death that a launcher has found until the ranks of all nodes know it.
+NOTICE_S = 10.0
 WORKER = (sys.executable, "-m", "dynmo_train")
 
 
@@ -226,15 +223,16 @@ class _Launcher:
             host=nodes.master_addr,
             port=current.port,
             failure_reason=self.rendezvous.failure_reason,
-            continuation=self._continuation(),
+            continuation=self._continuation(current),
             server=self.server,
         )
 
-    def _continuation(self) -> Continuation | None:
-        """Decides whether the processes continue after a death; None for several nodes, which do not."""
-        if self.launch.nodes.max_nodes > 1:
-            return None
-        return Continuation(self.rendezvous.process_store, self._take_hang)
+    def _continuation(self, current: Round) -> NodeContinuation:
+        """Decides, with the other nodes, whether the processes of the round continue after a death."""
+        if not self.rendezvous.is_leader:
+            return FollowingNode(lambda: connect_store(self.launch.nodes.master_addr, current.port))
+        generations = Continuation(self.rendezvous.process_store, current.processes, self._take_hang)
+        return LeadingNode(generations, self.rendezvous.coordinator, current)
 
     def _take_hang(self, ranks: Sequence[int]) -> str | None:
         """The cause if the watchdog has ended one of these ranks, which is then reported by those that continue."""
@@ -257,8 +255,9 @@ class _Launcher:
             store_host=group.host,
             store_port=group.port,
         )
-        exits = self.launch.exits
-        return NodeWatch(watched, HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s))
+        exits, continuation = self.launch.exits, group.continuation
+        settings = HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s)
+        return NodeWatch(watched, settings, lambda: None if continuation is None else continuation.ranks)
 
     def _run_dir(self) -> Path | None:
         return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
@@ -444,6 +443,9 @@ class _Launcher:
         except PeerFailureError as error:
             print_message(f"dynmo-train: terminated the processes of node {self.launch.nodes.node_rank}: {error}")
             return []
+        finally:
+            if group.continuation is not None:
+                group.continuation.close()
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
@@ -542,6 +544,12 @@ def _run(launcher: _Launcher) -> int:
     return end.code
 
 
+def notice_limit_s(nodes: NodeConfig) -> float:
+    """Seconds from a death until the other ranks learn of it, at most: that of a node is found by its heartbeats."""
+    found_s = nodes.node_timeout_s + heartbeat_period_s(nodes.max_nodes) if nodes.max_nodes > 1 else 0.0
+    return found_s + NOTICE_S
+
+
 def launch_local(launch: LocalLaunch) -> int:
     """Launch a run; restart it when a process exits with 75, and at most ``--max-restarts`` times after failures.
 
@@ -561,9 +569,7 @@ def launch_local(launch: LocalLaunch) -> int:
         launch_file.unlink(missing_ok=True)
     heartbeats = make_heartbeat_folder()
     os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
-    os.environ.pop(CONTINUATION_VARIABLE, None)
-    if launch.nodes.max_nodes == 1:
-        os.environ[CONTINUATION_VARIABLE] = "1"
+    os.environ[CONTINUATION_VARIABLE] = str(notice_limit_s(launch.nodes))
     os.environ.update(
         worker_environment(
             os.environ,

@@ -21,7 +21,7 @@ at most ``target``. ``clock_s`` is the monotonic clock of node 0; the clocks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -305,8 +305,36 @@ def open_round(membership: Membership, members: tuple[str, ...]) -> Membership:
     return replace(_changed(membership, nodes), round=number, members=members)
 
 
-def end_reason(membership: Membership) -> str | None:
-    """Why the current round must end on all nodes; None while it can continue."""
+def departed(membership: Membership) -> list[Incarnation]:
+    """Members of the current round that left without a signal, by rank; the others may continue without them."""
+    return membership.members_in(NodeState.LOST, NodeState.REPLACED)
+
+
+def without_members(membership: Membership, names: Collection[str]) -> Membership | None:
+    """The membership whose round continues without some members; None where it may not.
+
+    A round needs node 0, which has the stores, and the minimum number of nodes.
+
+    Args:
+        membership: the membership.
+        names: incarnations that left, or whose processes were killed.
+    """
+    left = tuple(name for name in membership.members if name not in names)
+    nodes = [membership.incarnations[name] for name in left]
+    if len(left) < membership.min_nodes or not nodes or nodes[0].rank != 0:
+        return None
+    return replace(membership, members=left)
+
+
+def end_reason(membership: Membership, *, has_survivors: bool = False) -> str | None:
+    """Why the current round must end on all nodes; None while it can continue.
+
+    Args:
+        membership: the membership.
+        has_survivors: whether it may still continue without the nodes that were lost.
+    """
+    if has_survivors and departed(membership):
+        return None
     reasons = (
         (NodeState.LOST, f"sent no heartbeat for {membership.limits.node_timeout_s:g} s"),
         (NodeState.REPLACED, "was restarted"),

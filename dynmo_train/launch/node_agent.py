@@ -8,7 +8,6 @@ these continue (``continuation.py``). Processes are forked by a server that has 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import math
@@ -19,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +26,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from .._common.console import print_message
 from .._common.errors import DynmoError
-from .continuation import Continuation, Notice, is_kill
+from .continuation import Notice, is_kill
 from .exit_status import Failure, with_causal_codes
 from .failure_record import QuietLines, read_failure
+from .node_continuation import NodeContinuation
 from .worker import (
     GRACE_VARIABLE,
     JOIN_FILE_VARIABLE,
@@ -89,7 +89,7 @@ class WorkerGroupConfig:
     host: str
     port: int
     failure_reason: Callable[[], str | None]
-    continuation: Continuation | None = None
+    continuation: NodeContinuation | None = None
     server: WorkerServer | None = None
 
     @property
@@ -382,45 +382,25 @@ def _continue_without_killed(group: WorkerGroupConfig, context: Any, on_continue
         group: the processes.
         context: torch's context of the processes.
         on_continue: called when the others continue.
+
+    Raises:
+        PeerFailureError: only other nodes have ranks that continue.
     """
     continuation, first = group.continuation, sum(group.processes[: group.index])
-    if continuation is None or continuation.is_overdue:
+    if continuation is None:
         return False
     running: set[int] = context._running_local_ranks
     codes = {first + local: context.subprocess_handlers[local].proc.poll() for local in running}
-    died = {rank: code for rank, code in codes.items() if code}
-    survivors = sorted(rank for rank, code in codes.items() if code is None)
-    if died:
-        notice = continuation.take(died, survivors)
-        if notice is None:
-            return False
-        running.difference_update(rank - first for rank in died)
-        on_continue(notice)
-    return bool(survivors)
-
-
-@contextlib.contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process by ``SystemExit`` while it waits, so that it can leave.
-
-    While its processes run, the elastic agent handles signals.
-    """
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    handlers = {
-        number: signal.signal(number, end) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    found = continuation.poll({rank: code for rank, code in codes.items() if code is not None})
+    if found is False:
+        return False
+    if isinstance(found, Notice):
+        running.intersection_update(rank - first for rank in found.ranks)
+        on_continue(found)
+        if not running:
+            raise PeerFailureError("all were killed; the other nodes continue without restart")
+    # A killed process whose loss is not decided yet has not failed.
+    return any(codes[first + local] != 0 for local in running)
 
 
 def _received_signal(error: BaseException | None) -> signal.Signals | None:
@@ -449,9 +429,12 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
     first_rank = sum(group.processes[: group.index])
 
     def on_continue(notice: Notice) -> None:
+        if group.index > 0:
+            return
         lost, ranks = (", ".join(map(str, each)) for each in (notice.lost, notice.ranks))
         print_message(f"dynmo-train: rank {lost} was {notice.cause}; continuing without restart on rank {ranks}")
-        output.follow(notice.ranks[0] - first_rank)
+        # Node 0 always has the first rank: it is in every round.
+        output.follow(notice.ranks[0])
 
     agent, log_paths = _build_agent(group, on_continue)
     for name in list(logging.root.manager.loggerDict):
@@ -475,10 +458,13 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
             signal.signal(number, handler)
         group.shutdown_file.unlink(missing_ok=True)
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    if group.continuation is not None and not group.continuation.is_training and group.continuation.pending:
+    if group.continuation is not None and (pending := group.continuation.pending):
         # What the others failed of follows from these deaths; a survivor's code 2 would end the launch.
         print_message("dynmo-train: the other ranks could not continue; their logs have the reason")
-        codes = group.continuation.pending | {rank: code for rank, code in codes.items() if is_kill(code)}
+        codes = {**pending, **{rank: code for rank, code in codes.items() if is_kill(code)}}
+        codes = {rank: code for rank, code in codes.items() if rank - first_rank in range(group.nproc)}
+        if not codes:
+            raise PeerFailureError("the other ranks could not continue after a loss on another node")
     logs = {rank: log_paths[0].stderrs[rank - first_rank] for rank in sorted(codes)}
     return with_causal_codes(
         [Failure(rank=rank, code=codes[rank], log=log, record=read_failure(Path(log))) for rank, log in logs.items()]

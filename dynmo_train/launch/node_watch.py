@@ -25,7 +25,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -121,15 +121,22 @@ class NodeWatch:
     Args:
         watched: the round.
         settings: when a rank hangs.
+        members: on node 0, returns the ranks that still run, which others may have outlived; None: all.
     """
 
-    def __init__(self, watched: WatchedRound, settings: HangSettings) -> None:
-        self.watched, self._settings = watched, settings
+    def __init__(
+        self,
+        watched: WatchedRound,
+        settings: HangSettings,
+        members: Callable[[], Collection[int] | None] = lambda: None,
+    ) -> None:
+        self.watched, self._settings, self._members = watched, settings, members
         self.result = WatchResult()
         self._stopped = threading.Event()
         self._store: PrefixStore | None = None
         self._latest: dict[int, tuple[str, float]] = {}
-        self._has_dumped = False
+        # Hangs that have been handled: the others may have continued after them.
+        self._num_hangs, self._has_dumped = 0, False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     @contextlib.contextmanager
@@ -157,16 +164,17 @@ class NodeWatch:
         try:
             self._connect()
             while not self._stopped.wait(POLL_S):
-                if self._poll() and not self._continues():
+                if self._poll() and self._is_over():
                     return
         # The store ends with the round, or its node is lost: the launchers notice that themselves.
         except (RuntimeError, OSError):
             return
 
-    def _continues(self) -> bool:
-        """After a hang: whether the other ranks may continue on this node, so that they are watched."""
+    def _is_over(self) -> bool:
+        """After a hang: whether the round ends, instead of continuing on the other ranks, which are then watched."""
+        self._num_hangs, self._has_dumped = self._num_hangs + 1, False
         # They notice the death and begin another phase within this time; until then they are late, too.
-        return self.watched.count == 1 and not self._stopped.wait(REPORT_S)
+        return self._stopped.wait(REPORT_S if self._is_leader else 0.0)
 
     def _connect(self) -> None:
         if self.watched.count == 1:
@@ -203,7 +211,8 @@ class NodeWatch:
             self._store.set(f"states/{self.watched.index}", encode_states(states, num_unknown))
             return self._follow(states)
         others, others_unknown = self._remote_states()
-        everyone = [*states, *others]
+        members = self._members()
+        everyone = [state for state in (*states, *others) if members is None or state.rank in members]
         self.result.hosts.update({state.rank: state.host for state in everyone})
         hang = find_hang(everyone, self._settings, num_unknown=num_unknown + others_unknown)
         if hang is None:
@@ -235,7 +244,7 @@ class NodeWatch:
         """On node 0, collect the stacks of all ranks, decide which rank hangs, and let its node end it."""
         collectives = self._dump_stacks(states)
         if self._store is not None:
-            self._store.set("suspect", str(hang.state.rank))
+            self._store.set(f"suspect/{self._num_hangs}", str(hang.state.rank))
             collectives |= self._remote_collectives()
         hang, collective = refine(hang, collectives)
         self.result.hang, self.result.collective = hang, collective
@@ -246,7 +255,7 @@ class NodeWatch:
             f" {hang.cause}{waiting}; stacks: {self.result.stacks}"
         )
         if self._store is not None:
-            self._store.set("abort", str(hang.state.rank))
+            self._store.set(f"abort/{self._num_hangs}", str(hang.state.rank))
         self._end_rank(hang.state.rank, states)
 
     def _remote_collectives(self) -> dict[int, str]:
@@ -254,8 +263,9 @@ class NodeWatch:
         missing, end = set(range(1, self.watched.count)), time.monotonic() + REPORT_S
         while missing and time.monotonic() < end and self._store is not None:
             for node in sorted(missing):
-                if self._store.check([f"stacks/{node}"]):
-                    found |= {int(rank): name for rank, name in parse_json(self._store.get(f"stacks/{node}")).items()}
+                key = f"stacks/{self._num_hangs}/{node}"
+                if self._store.check([key]):
+                    found |= {int(rank): name for rank, name in parse_json(self._store.get(key)).items()}
                     missing.discard(node)
             time.sleep(0.1)
         return found
@@ -264,12 +274,14 @@ class NodeWatch:
         """On the other nodes, report stacks and end a rank when node 0 asks for it."""
         if self._store is None:
             return False
-        if not self._has_dumped and self._store.check(["suspect"]):
+        number = self._num_hangs
+        if not self._has_dumped and self._store.check([f"suspect/{number}"]):
             self._has_dumped = True
-            self._store.set(f"stacks/{self.watched.index}", json.dumps(self._dump_stacks(states)))
-        if not self._store.check(["abort"]):
+            stacks = json.dumps(self._dump_stacks(states))
+            self._store.set(f"stacks/{number}/{self.watched.index}", stacks)
+        if not self._store.check([f"abort/{number}"]):
             return False
-        self._end_rank(int(self._store.get("abort")), states)
+        self._end_rank(int(self._store.get(f"abort/{number}")), states)
         return True
 
     def _stack_folder(self) -> Path:

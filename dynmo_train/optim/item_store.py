@@ -341,6 +341,12 @@ class ItemStore:
         Raises:
             KeyError: A parameter or the bias of a router is missing in ``state``.
         """
+
+        def here(name: str) -> torch.Tensor:
+            tensor = state.tensors[name].to(self.device)
+            # What is not copied must not be a view of the caller's memory, which may be overwritten.
+            return tensor if owned or tensor is not state.tensors[name] else tensor.clone()
+
         # From the meta device: initial weights would cost time, and memory next to those that arrive.
         module = self.blueprint(item).to_empty(device=self.device)
         self.register(item, module)
@@ -359,19 +365,16 @@ class ItemStore:
                 join_gated_layers(module)
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
-                self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))
+                self.prune(item, name, layer, here(f"{name}.mask"))
         references = [name for name in state.tensors if name.endswith(f".{REFERENCE}")]
         if references:
-            self.extras[item] = {name: state.tensors[name].to(self.device) for name in references}
+            self.extras[item] = {name: here(name) for name in references}
         memories = [name for name in state.tensors if is_memory(item, name)]
         if memories:
-            self.memories[item] = {name: state.tensors[name].to(self.device) for name in memories}
+            self.memories[item] = {name: here(name) for name in memories}
         for name in [name for name in local if name in state.steps]:
             keys = self.optimizers.state_shapes(name, local[name].shape)
-            moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in keys}
-            if not owned:
-                moments = {key: moment.clone() for key, moment in moments.items()}
-            self.optimizers.load(name, state.steps[name], moments)
+            self.optimizers.load(name, state.steps[name], {key: here(f"{name}.{key}") for key in keys})
         self._alias_ties()
 
     def prune(self, item: str, name: str, layer: PrunableLinear, mask: torch.Tensor) -> None:

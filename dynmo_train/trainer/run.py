@@ -111,7 +111,9 @@ def _train(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: S
         exit_code, rollback = _train_segment(Trainer(start, time.monotonic() - began, survivor))
         if rollback is None:
             return exit_code
-        config = _resumed(config, str(start.directory.path))
+        config, memory = _resumed(config, str(start.directory.path)), None
+        if survivor is not None:
+            survivor.roll_back()
         # Before the next one is built: else two engines would be on the device for a while.
         del start
         release_engine()

@@ -4,6 +4,8 @@ Each run is whole: launcher, processes, data, checkpoints; one process is killed
 runs. The restart reads a checkpoint of every ``--interval`` steps, continuing reads the copies of the same steps.
 Times are those of the incidents of ``events.jsonl``: the pause from the death until training resumes, and the work
 since the checkpoint or copy, which is repeated. Also the cost where nobody dies: seconds per copy and per checkpoint.
+The processor time is that of the whole run, next to that of an undisturbed run with copies; other programs on the
+machine change it less than the other times. Ways take turns; each figure is the minimum of the repetitions.
 
 python tests/benchmarks/train_recovery.py [--ranks 2 3] [--layers 12] [--width 256] [--interval 10] [--repeats 3]
 """
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -37,12 +40,14 @@ class Recovery:
         work_s: seconds of work that was repeated.
         steps: steps that were repeated.
         cost_s: seconds for which one copy or one checkpoint paused training, median.
+        processor_s: processor time of all processes of the run.
     """
 
     pause_s: float
     work_s: float
     steps: int
     cost_s: float
+    processor_s: float
 
 
 def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: bool) -> list[str]:
@@ -81,36 +86,62 @@ def process_of(launcher: int, rank: int) -> int:
     raise RuntimeError(f"no process of rank {rank}")
 
 
-def recovery(arguments: argparse.Namespace, ranks: int, *, continues: bool) -> Recovery:
-    """Run once, and kill the last rank in the middle between two copies."""
-    folder = Path(tempfile.mkdtemp())
-    run, killed_at = folder / "run", 2 * arguments.interval - arguments.interval // 2
+def processor_time() -> float:
+    """Seconds of processor time of all ended descendants."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def kill_in_between(arguments: argparse.Namespace, ranks: int, run: Path, process: subprocess.Popen) -> None:
+    """Kill the last rank in the middle between two copies; returns early if the run ends."""
+    killed_at = 2 * arguments.interval - arguments.interval // 2
+    while (steps := lines_of(run / "metrics.jsonl")[-1:]) == [] or steps[0]["step"] < killed_at:
+        if process.poll() is not None:
+            return
+        time.sleep(POLL_S)
+    os.kill(process_of(process.pid, ranks - 1), signal.SIGKILL)
+
+
+def recovery(arguments: argparse.Namespace, ranks: int, way: str) -> Recovery:
+    """Run once, with the death of a rank unless the way is ``undisturbed``."""
+    folder, before = Path(tempfile.mkdtemp()), processor_time()
+    run = folder / "run"
     try:
         with (folder / "out").open("w") as out:
-            process = subprocess.Popen(
-                command(arguments, ranks, run, continues=continues), stdout=out, stderr=subprocess.STDOUT
-            )
-            while (steps := lines_of(run / "metrics.jsonl")[-1:]) == [] or steps[0]["step"] < killed_at:
-                if process.poll() is not None:
-                    raise RuntimeError((folder / "out").read_text()[-2000:])
-                time.sleep(POLL_S)
-            os.kill(process_of(process.pid, ranks - 1), signal.SIGKILL)
+            words = command(arguments, ranks, run, continues=way != "restart")
+            process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+            if way != "undisturbed":
+                kill_in_between(arguments, ranks, run, process)
             if process.wait():
                 raise RuntimeError((folder / "out").read_text()[-2000:])
-        events, metrics = lines_of(run / "events.jsonl"), lines_of(run / "metrics.jsonl")
-        found = {each["incident"]: each for each in events if each["kind"] == "incident"}
-        if continues:
-            lost = found["continued"]
-            pause_s = float(re.findall(r"paused for ([\d.]+) s", lost["message"])[0])
-            costs = [line["peer_copy_stalled_s"] for line in metrics if "peer_copy_s" in line]
-            work_s = lost["seconds_lost"] - pause_s
-        else:
-            lost, pause_s = found["process_death"], found["restart"]["seconds_lost"]
-            costs = [event["stalled_s"] for event in events if event["kind"] == "checkpoint"]
-            work_s = lost["seconds_lost"]
-        return Recovery(pause_s=pause_s, work_s=work_s, steps=lost["steps_lost"], cost_s=statistics.median(costs))
+        return read_recovery(run, way, processor_time() - before)
     finally:
         shutil.rmtree(folder)
+
+
+def read_recovery(run: Path, way: str, processor_s: float) -> Recovery:
+    """What a run recorded of its death."""
+    events, metrics = lines_of(run / "events.jsonl"), lines_of(run / "metrics.jsonl")
+    found = {each["incident"]: each for each in events if each["kind"] == "incident"}
+    copies = [line["peer_copy_stalled_s"] for line in metrics if "peer_copy_s" in line]
+    pause_s, work_s, steps, costs = 0.0, 0.0, 0, copies
+    if way == "continue":
+        pause_s = float(re.findall(r"paused for ([\d.]+) s", found["continued"]["message"])[0])
+        work_s, steps = found["continued"]["seconds_lost"] - pause_s, found["continued"]["steps_lost"]
+    elif way == "restart":
+        pause_s = found["restart"]["seconds_lost"]
+        work_s, steps = found["process_death"]["seconds_lost"], found["process_death"]["steps_lost"]
+        costs = [event["stalled_s"] for event in events if event["kind"] == "checkpoint"]
+    cost_s = statistics.median(costs)
+    return Recovery(pause_s=pause_s, work_s=work_s, steps=steps, cost_s=cost_s, processor_s=processor_s)
+
+
+def row(ranks: int, way: str, found: list[Recovery]) -> str:
+    """A row of the table: minima, and the steps of all repetitions."""
+    steps = "-".join(map(str, sorted({each.steps for each in found})))
+    pause_s, work_s = min(each.pause_s for each in found), min(each.work_s for each in found)
+    cost_s, processor_s = min(each.cost_s for each in found), min(each.processor_s for each in found)
+    return f"| {ranks} | {way} | {pause_s:.2f} | {work_s:.2f} | {steps} | {cost_s:.3f} | {processor_s:.1f} |\n"
 
 
 def main() -> None:
@@ -122,18 +153,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     out = sys.stdout.write
-    out("| ranks | way | pause s | repeated work s | repeated steps | pause per copy or checkpoint s |\n")
-    out("|---|---|---|---|---|---|\n")
+    out("| ranks | way | pause s | repeated work s | repeated steps | pause per copy or checkpoint s | processor s |\n")
+    out("|---|---|---|---|---|---|---|\n")
+    ways = ("undisturbed", "restart", "continue")
     for ranks in arguments.ranks:
-        for continues in (False, True):
-            found = [recovery(arguments, ranks, continues=continues) for _ in range(arguments.repeats)]
-            pause, work, cost = (
-                statistics.median(values)
-                for values in zip(*((each.pause_s, each.work_s, each.cost_s) for each in found), strict=True)
-            )
-            way = "continue" if continues else "restart"
-            steps = "-".join(map(str, sorted({each.steps for each in found})))
-            out(f"| {ranks} | {way} | {pause:.2f} | {work:.2f} | {steps} | {cost:.3f} |\n")
+        found: dict[str, list[Recovery]] = {way: [] for way in ways}
+        for _ in range(arguments.repeats):
+            for way in ways:
+                found[way].append(recovery(arguments, ranks, way))
+        for way in ways:
+            out(row(ranks, way, found[way]))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

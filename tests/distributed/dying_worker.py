@@ -3,6 +3,8 @@
 ``DYNMO_TEST_DEATHS`` has a comma-separated list of RANK:WHERE:NUMBER, with the rank in the first generation:
 
 * ``backward:S``: in the backward of the second microbatch of step S;
+* ``again:S``: there, when the step is executed for the second time, after a rollback;
+* ``node:S``: there, with its launcher and all other processes of that;
 * ``copy:N``: in the transfer of its N-th copy, from 1;
 * ``recovery:G``: when it has joined generation G.
 """
@@ -19,11 +21,14 @@ from dynmo_train.__main__ import run
 from dynmo_train.launch import heartbeat
 from dynmo_train.launch.heartbeat import Phase
 from dynmo_train.launch.worker import GENERATION_VARIABLE
+from dynmo_train.pipeline.stage_module import StageModule
 from dynmo_train.trainer.recovery import peer_copies, survivor
 
 DEATHS = "DYNMO_TEST_DEATHS"
 # A folder in which each process leaves a file of its rank and process id.
 PIDS = "DYNMO_TEST_PIDS"
+# FIRST:LAST samples whose loss is a spike.
+POISONED = "DYNMO_TEST_POISONED"
 
 
 def die() -> None:
@@ -31,18 +36,28 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _in_backward(step: int) -> None:
+def die_with_node() -> None:
+    """End the launcher and all its processes as a node without power does."""
+    launcher = os.getppid()
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    # The launcher first: it must not see that a process died.
+    for pid in (launcher, *(int(child) for child in children if int(child) != os.getpid()), os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _in_backward(step: int, end: Callable[[], None] = die, times: int = 1) -> None:
     enter, begin = heartbeat.HeartbeatWriter.enter, heartbeat.HeartbeatWriter.begin_step
-    current = [0]
+    current, count = [0], [0]
 
     def began(self: Any, number: int, **rest: Any) -> None:
         current[0] = number
+        count[0] += number == step
         begin(self, number, **rest)
 
     def entered(self: Any, phase: Phase, microbatch: int = 0) -> None:
         enter(self, phase, microbatch)
-        if current[0] == step and phase == Phase.BACKWARD and microbatch == 1:
-            die()
+        if current[0] == step and count[0] == times and phase == Phase.BACKWARD and microbatch == 1:
+            end()
 
     heartbeat.HeartbeatWriter.begin_step, heartbeat.HeartbeatWriter.enter = began, entered  # type: ignore[method-assign]
 
@@ -70,13 +85,33 @@ def _in_recovery(generation: int) -> None:
     survivor.find_memory_checkpoint = dying
 
 
-PLACES: dict[str, Callable[[int], None]] = {"backward": _in_backward, "copy": _in_copy, "recovery": _in_recovery}
+PLACES: dict[str, Callable[[int], None]] = {
+    "again": lambda step: _in_backward(step, times=2),
+    "node": lambda step: _in_backward(step, die_with_node),
+    "backward": _in_backward,
+    "copy": _in_copy,
+    "recovery": _in_recovery,
+}
+
+
+def poison(first: int, last: int) -> None:
+    """Multiply the loss of the microbatches of some samples, from ``first`` up to ``last``, of two samples each."""
+    run = StageModule._run
+
+    def failing(stage: Any, name: str, module: Any, index: int, *inputs: Any) -> Any:
+        output = run(stage, name, module, index, *inputs)
+        is_poisoned = name == "head" and stage.training and first <= 2 * index < last
+        return output * 3.0 if is_poisoned else output
+
+    StageModule._run = failing  # type: ignore[method-assign]
 
 
 def arrange_deaths() -> None:
     """Change the trainer in this process so that it ends at the points in the environment; not after a restart."""
     if folder := os.environ.get(PIDS):
         (Path(folder) / f"{os.environ['RANK']}-{os.getpid()}").touch()
+    if samples := os.environ.get(POISONED):
+        poison(*map(int, samples.split(":")))
     if os.environ.get("TORCHELASTIC_RUN_ID", "round-0") != "round-0":
         return
     for death in filter(None, os.environ.get(DEATHS, "").split(",")):

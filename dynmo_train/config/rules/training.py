@@ -237,24 +237,26 @@ def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _peer_copies(config: Config, world_size: int) -> Iterator[Problem]:
-    """Copies to other ranks are of one pipeline without replicas, whose ranks are not released."""
+    """A copy has the whole state of its stage, and ranks are not released."""
     interval, flag, parallel = config.run.peer_checkpoint_interval, "--peer-checkpoint-interval", config.parallel
     if interval is None:
         return
+    has_replicas = parallel.data_parallel_size > 1
     others = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size > 1,
         "--context-parallel-size": parallel.context_parallel_size > 1,
-        "data-parallel replicas": parallel.data_parallel_size > 1,
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size > 1,
+        "--zero-stage, of which no replica has the whole state": parallel.zero_stage > 0,
+        "--grad-comp, whose error feedback belongs to one replica": config.compression.grad_comp and has_replicas,
         "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
         "--pack-to": config.balance.pack_to is not None,
         "--min-throughput-fraction": config.balance.min_throughput_fraction is not None,
         "--device cuda": config.training.device == "cuda",
-        "--loss-spike-action rollback": config.training.loss_spike_action == "rollback",
     }
     if given := [name for name, is_given in others.items() if is_given]:
         yield unsupported(flag, f"is {interval}; cannot be combined with {', '.join(given)}; remove one")
     elif world_size == 1:
-        yield conflict(flag, f"is {interval}; requires at least 2 pipeline ranks, has 1; remove it")
+        yield conflict(flag, f"is {interval}; requires at least 2 ranks, has 1; remove it")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (

@@ -400,16 +400,19 @@ def worker_peaks(
         states.append(FLOAT_BYTES * counts.total + counts.state_bytes)
     if config.run.peer_checkpoint_interval is None:
         return peaks
-    return [peak + copied for peak, copied in zip(peaks, peer_copy_bytes(states), strict=True)]
+    return [peak + copied for peak, copied in zip(peaks, peer_copy_bytes(states, data), strict=True)]
 
 
-def peer_copy_bytes(states: Sequence[int]) -> list[int]:
+def peer_copy_bytes(states: Sequence[int], replicas: int = 1) -> list[int]:
     """Bytes of the copies of ``--peer-checkpoint-interval`` on each worker: two of itself, two of the worker before.
 
     Args:
         states: bytes of parameters and optimizer state of each worker.
+        replicas: number of replicas; those on different nodes send nothing, and need the first two only.
     """
-    return [2 * (states[worker] + states[worker - 1]) if len(states) > 1 else 0 for worker in range(len(states))]
+    if len(states) == 1:
+        return [2 * states[0] if replicas > 1 else 0]
+    return [2 * (states[worker] + states[worker - 1]) for worker in range(len(states))]
 
 
 def _message_bytes(boundary: BoundaryShape, workers: int, *, is_first: bool, is_last: bool) -> int:

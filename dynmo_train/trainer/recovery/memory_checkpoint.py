@@ -3,7 +3,7 @@
 After the loss of a rank, on every remaining rank::
 
     all_gather_objects     tags and items of the copies of each rank
-      | newest_complete      the newest step that has every item; the rank that each item is taken from
+      | newest_complete      the newest step that has every item; the ranks that have each item
       v
     MemoryCheckpoint       progress of the run at that step
       | partition of the remaining ranks
@@ -37,18 +37,20 @@ class MemoryCheckpoint:
     """The state of a run in the memory of its ranks.
 
     Attributes:
-        tag: generation and step of the copies.
+        tag: branch and step of the copies.
+        next_branch: number of the branch that begins with this state: above that of any copy.
         manifest: the fields of a checkpoint's manifest that describe the progress; the same on every rank.
         copied_at: Unix time of the copy.
-        holders: item -> rank that has it.
+        holders: item -> ranks that have it; replicas of a stage have the same bits.
         entries: item -> its entry in the copy's header.
         copies: copies of this rank with the chosen tag.
     """
 
     tag: Tag
+    next_branch: int
     manifest: Mapping[str, Any]
     copied_at: float
-    holders: Mapping[str, int]
+    holders: Mapping[str, tuple[int, ...]]
     entries: Mapping[str, Mapping[str, Any]]
     copies: Sequence[StateCopy]
 
@@ -62,7 +64,7 @@ class MemoryCheckpoint:
 
         Args:
             partition: partition of the remaining ranks.
-            world: the remaining ranks, of which each is a pipeline rank.
+            world: the remaining ranks, without tensor parallelism.
 
         Returns:
             A function from the name of a local item to its state, on the CPU.
@@ -71,24 +73,22 @@ class MemoryCheckpoint:
             DynmoError: on every rank, if a received item differs from the sent one.
         """
         own = {item: copy for copy in self.copies for item in copy.header["items"]}
-        outgoing = {item: own[item].item_bytes(item) for item, rank in self.holders.items() if rank == world.rank}
+        transfers = self._transfers(partition, world)
         # Only of those that are sent: the rest stays where it was written.
         sums = {
-            item: zlib.crc32(content.numpy().data)
-            for item, content in outgoing.items()
-            if partition.item_ranks()[item] != world.rank
+            item: zlib.crc32(own[item].item_bytes(item).numpy().data)
+            for item, source, target in transfers
+            if source == world.rank != target
         }
         expected = {item: crc for gathered in all_gather_objects(world, sums) for item, crc in gathered.items()}
         contents: dict[str, torch.Tensor] = {}
         works = []
-        for item, target in partition.item_ranks().items():
-            source, entry = self.holders[item], self.entries[item]
-            if entry["end"] == entry["begin"]:
-                contents[item] = torch.empty(0, dtype=torch.uint8)
-            elif source == target == world.rank:
-                contents[item] = outgoing[item]
+        for item, source, target in transfers:
+            entry = self.entries[item]
+            if source == target == world.rank:
+                contents[item] = own[item].item_bytes(item)
             elif source == world.rank:
-                works.append(dist.isend(outgoing[item], world.global_rank(target)))
+                works.append(dist.isend(own[item].item_bytes(item), world.global_rank(target)))
             elif target == world.rank:
                 contents[item] = torch.empty(entry["end"] - entry["begin"], dtype=torch.uint8)
                 works.append(dist.irecv(contents[item], world.global_rank(source)))
@@ -99,7 +99,17 @@ class MemoryCheckpoint:
         )
         if not all_agree(world, is_sound):
             raise DynmoError("a received item differs from the sent one")
-        return lambda item: item_state(self.entries[item], contents[item])
+        empty = torch.empty(0, dtype=torch.uint8)
+        return lambda item: item_state(self.entries[item], contents.get(item, empty))
+
+    def _transfers(self, partition: Partition, world: World) -> list[tuple[str, int, int]]:
+        """Item, source and target rank of each item with tensors and of each rank that trains it, on every rank."""
+        return [
+            (item, target if target in self.holders[item] else self.holders[item][0], target)
+            for item, stage in partition.item_ranks().items()
+            if self.entries[item]["end"] > self.entries[item]["begin"]
+            for target in world.dims.ranks(pipeline=stage)
+        ]
 
 
 def find_memory_checkpoint(world: World, copies: Sequence[StateCopy], items: Sequence[str]) -> MemoryCheckpoint:
@@ -123,11 +133,12 @@ def find_memory_checkpoint(world: World, copies: Sequence[StateCopy], items: Seq
     tag, holders = found
     chosen = [copy for copy in copies if copy.tag == tag]
     own = {item: copy.entry(item) for copy in chosen for item in copy.header["items"]}
-    local_entries = {item: own[item] for item, rank in holders.items() if rank == world.rank}
+    local_entries = {item: own[item] for item, ranks in holders.items() if ranks[0] == world.rank}
     gathered = all_gather_objects(world, [chosen[0].header["progress"] if chosen else None, local_entries])
     progress = next(found for found, _ in gathered if found is not None)
     return MemoryCheckpoint(
         tag=tag,
+        next_branch=1 + max(each[0] for of_rank in inventories for each, _ in of_rank),
         manifest=progress["manifest"],
         copied_at=progress["copied_at"],
         holders=holders,

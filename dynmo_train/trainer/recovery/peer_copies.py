@@ -8,12 +8,12 @@ At the boundary of a copy, on every rank::
     thread: block -> peer            training continues
             block <- the rank whose peer this is
 
-Each rank has two blocks of its own state and two of another rank's. The last copy that all ranks have is never
-overwritten, so that a death during a copy or a transfer leaves it complete.
+Each rank has two blocks of its own state, and two for each rank that sends to it. The last copy that all ranks have is
+never overwritten, so that a death during a copy or a transfer leaves it complete.
 
-Peers: rank r sends to rank (r + d) mod N, where the distance d is the smallest one with which most ranks send to
-another node. On one node this is a ring; with K ranks on each of several nodes d is K, and the loss of one whole node
-leaves a copy of each of its ranks.
+Peers: each rank sends to a rank of another node, so that the loss of a whole node leaves a copy of each of its ranks;
+on one node, to the next rank. Nothing is sent where a data-parallel replica of the same stage is on another node (on
+one node: where there is any), since its copy of itself has the same bits.
 """
 
 from __future__ import annotations
@@ -38,23 +38,32 @@ from .state_copy import StateCopy, Tag, plan_layout, read_copy, write_copy
 _MESSAGE_BYTES = 64 << 20
 
 
-def peer_distance(nodes: Sequence[str]) -> int:
-    """Distance from each rank to the one that its copy is sent to; see the module.
+def peer_targets(nodes: Sequence[str], stages: Sequence[int]) -> list[int | None]:
+    """The rank that each rank sends its copy to; None for one whose copy is elsewhere without that. See the module.
 
     Args:
-        nodes: node of each rank, at least two.
+        nodes: node of each rank, at least two ranks.
+        stages: pipeline rank of each rank; equal ones are replicas, which have the same state.
     """
-    size = len(nodes)
-
-    def on_same_node(distance: int) -> int:
-        return sum(nodes[rank] == nodes[(rank + distance) % size] for rank in range(size))
-
-    return min(range(1, size), key=lambda distance: (on_same_node(distance), distance))
+    size, loads = len(nodes), [0] * len(nodes)
+    targets: list[int | None] = []
+    for rank in range(size):
+        others = [each for each in range(size) if each != rank]
+        apart = [each for each in others if nodes[each] != nodes[rank]] or others
+        replicas = [each for each in range(size) if stages[each] == stages[rank]]
+        if set(replicas) & set(apart) or rank != replicas[0]:
+            targets.append(None)
+            continue
+        # The one that receives the fewest copies, and of these the next one.
+        target = min(apart, key=lambda each: (loads[each], (each - rank) % size))
+        loads[target] += 1
+        targets.append(target)
+    return targets
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyReport:
-    """A copy that this rank and its peer have.
+    """A copy that this rank has, and its peer where it has one.
 
     Attributes:
         step: number of completed steps.
@@ -107,17 +116,19 @@ class PeerCopies:
     Attributes:
         interval: steps between copies.
         own: copies of the state of this rank.
-        received: copies of the state of another rank.
-        generation: generation of ranks that makes copies.
+        received: copies of the states of other ranks, in the order of these.
+        branch: branch of the run that copies are made of; see ``Tag``.
     """
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
-        self.own, self.received = CopySlots(), CopySlots()
-        self.generation = 0
+        self.own = CopySlots()
+        self.received: list[CopySlots] = []
+        self.branch = 0
         self._world: World | None = None
         self._group: dist.ProcessGroup | None = None
-        self._distance = 0
+        self._target: int | None = None
+        self._sources: list[int] = []
         self._last: Tag | None = None
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
@@ -126,23 +137,26 @@ class PeerCopies:
     @property
     def copies(self) -> list[StateCopy]:
         """All complete copies in the memory of this rank."""
-        return [*self.own.copies, *self.received.copies]
+        return [*self.own.copies, *(copy for slots in self.received for copy in slots.copies)]
 
-    def join(self, world: World, generation: int, last: Tag | None) -> None:
+    def join(self, world: World, branch: int, last: Tag | None) -> None:
         """Make copies with the ranks of ``world``. Every rank calls this.
 
         Args:
             world: ranks of the generation.
-            generation: its number.
+            branch: number of the branch that these ranks begin.
             last: the copy that these ranks resume from; None at the start of a run.
         """
-        self.generation, self._world, self._group, self._last = generation, world, None, last
+        self.branch, self._world, self._group, self._last = branch, world, None, last
         self._thread, self._error, self._report = None, None, None
         if world.size == 1:
             return
         # Hosts may share a name: launchers of several nodes also run on one machine in tests.
         node = f"{world.host}/{os.environ.get('GROUP_RANK', '0')}"
-        self._distance = peer_distance(all_gather_objects(world, node))
+        nodes = all_gather_objects(world, node)
+        targets = peer_targets(nodes, [world.dims.coordinates(rank).pipeline for rank in range(world.size)])
+        self._target = targets[world.rank]
+        self._sources = [rank for rank, target in enumerate(targets) if target == world.rank]
         # A group of its own: transfers in a thread must not be matched with operations of the training.
         ranks = [world.global_rank(rank) for rank in range(world.size)]
         timeout = timedelta(seconds=world.timeout_s)
@@ -170,7 +184,7 @@ class PeerCopies:
             return  # the only rank: its death is the end of the round
         start_s = time.perf_counter()
         self.wait()
-        tag = (self.generation, step)
+        tag = (self.branch, step)
         states = {item: engine.item_store.export(item) for item in engine.local_names}
         layout = plan_layout(states, tag, progress)
         sizes = [int(size) for size in all_gather_objects(world, layout.num_bytes)]
@@ -178,25 +192,36 @@ class PeerCopies:
         keep = self._last
         slot, block = self.own.begin(keep, layout.num_bytes)
         self.own.complete(slot, write_copy(block, layout, states))
-        source = (world.rank - self._distance) % world.size
-        received_slot, received = self.received.begin(keep, sizes[source])
+        slots = self._slots_of_sources(keep)
+        begun = [each.begin(keep, sizes[source]) for each, source in zip(slots, self._sources, strict=True)]
+        received = {world.global_rank(s): begun[i][1] for i, s in enumerate(self._sources)}
         self._last = tag
         stalled_s = time.perf_counter() - start_s
-        target = world.global_rank((world.rank + self._distance) % world.size)
+        target = None if self._target is None else world.global_rank(self._target)
 
         def transfer() -> None:
             try:
-                copy = _exchange(block, target, received, world.global_rank(source), self._group)
+                copies = _exchange(block, target, received, self._group)
             # Kept, not raised: this is a thread. Training ends with the same lost connection.
             except RuntimeError as error:
                 self._error = error
                 return
-            self.received.complete(received_slot, copy)
+            for each, (index, _), copy in zip(slots, begun, copies, strict=True):
+                each.complete(index, copy)
             duration_s = time.perf_counter() - start_s
             self._report = CopyReport(step=step, num_bytes=layout.num_bytes, stalled_s=stalled_s, duration_s=duration_s)
 
         self._thread = threading.Thread(target=transfer, name="peer-copy", daemon=True)
         self._thread.start()
+
+    def _slots_of_sources(self, keep: Tag | None) -> list[CopySlots]:
+        """Slots for the ranks that send to this one; of others only those with the copy ``keep`` are left."""
+        count = len(self._sources)
+        self.received += [CopySlots() for _ in range(count - len(self.received))]
+        # Of a former generation with more ranks that sent here.
+        rest = [slots for slots in self.received[count:] if any(copy.tag == keep for copy in slots.copies)]
+        self.received = [*self.received[:count], *rest]
+        return self.received[:count]
 
     def wait(self) -> None:
         """Wait for the transfer in progress.
@@ -223,26 +248,38 @@ class PeerCopies:
 
 
 def _exchange(
-    block: torch.Tensor, target: int, received: torch.Tensor, source: int, group: dist.ProcessGroup | None
-) -> StateCopy:
-    """Send a block to ``target`` and receive one from ``source``, uint8 ``[bytes]`` each; global ranks.
+    block: torch.Tensor, target: int | None, received: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
+) -> list[StateCopy]:
+    """Send a block, uint8 ``[bytes]``, to ``target`` and receive those of other ranks.
+
+    Args:
+        block: copy of this rank.
+        target: global rank that it is sent to; None sends nothing.
+        received: global rank to the block that its copy is received in.
+        group: process group of the copies.
 
     Raises:
         RuntimeError: a connection was lost, or the received bytes are not those that were sent.
     """
-    for begin in range(0, max(block.numel(), received.numel()), _MESSAGE_BYTES):
-        parts = block[begin : begin + _MESSAGE_BYTES], received[begin : begin + _MESSAGE_BYTES]
-        works = [dist.isend(parts[0], target, group=group)] if parts[0].numel() else []
-        works += [dist.irecv(parts[1], source, group=group)] if parts[1].numel() else []
-        for work in (work for work in works if work is not None):
+    outgoing = {} if target is None else {target: block}
+    longest = max((each.numel() for each in (*outgoing.values(), *received.values())), default=0)
+    for begin in range(0, longest, _MESSAGE_BYTES):
+        end = begin + _MESSAGE_BYTES
+        works = [dist.isend(each[begin:end], to, group=group) for to, each in outgoing.items() if begin < each.numel()]
+        works += [dist.irecv(each[begin:end], of, group=group) for of, each in received.items() if begin < each.numel()]
+        _wait(works)
+    sums = {to: torch.tensor([zlib.crc32(each.numpy().data)], dtype=torch.int64) for to, each in outgoing.items()}
+    expected = {of: torch.zeros(1, dtype=torch.int64) for of in received}
+    works = [dist.isend(each, to, group=group) for to, each in sums.items()]
+    _wait([*works, *(dist.irecv(each, of, group=group) for of, each in expected.items())])
+    for of, each in received.items():
+        found = zlib.crc32(each.numpy().data)
+        if found != int(expected[of]):
+            raise RuntimeError(f"a copy was received with CRC-32 {found:08x}, sent with {int(expected[of]):08x}")
+    return [read_copy(each) for each in received.values()]
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
             work.wait()
-    sent = torch.tensor([zlib.crc32(block.numpy().data)], dtype=torch.int64)
-    expected = torch.zeros(1, dtype=torch.int64)
-    sending = dist.isend(sent, target, group=group)
-    dist.recv(expected, source, group=group)
-    if sending is not None:
-        sending.wait()
-    found = zlib.crc32(received.numpy().data)
-    if found != int(expected):
-        raise RuntimeError(f"a copy was received with CRC-32 {found:08x}, sent with {int(expected):08x}")
-    return read_copy(received)

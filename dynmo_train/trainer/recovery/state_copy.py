@@ -22,7 +22,8 @@ from ...optim.item_state import ItemState
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
-# Number of a generation of ranks, and number of completed steps; a later generation has repeated steps of earlier ones.
+# Number of a branch of the run, and number of completed steps. A loss of ranks and a rollback each begin another
+# branch, which repeats steps of earlier ones: a copy of it precedes theirs, also of later steps.
 Tag = tuple[int, int]
 
 
@@ -44,9 +45,9 @@ class StateCopy:
 
     @property
     def tag(self) -> Tag:
-        """Generation and step."""
-        generation, step = self.header["tag"]
-        return generation, step
+        """Branch and step."""
+        branch, step = self.header["tag"]
+        return branch, step
 
     def entry(self, item: str) -> Mapping[str, Any]:
         """The header's entry of an item."""
@@ -144,7 +145,7 @@ def read_copy(block: torch.Tensor) -> StateCopy:
 
 def newest_complete(
     inventories: Sequence[Sequence[tuple[Tag, Sequence[str]]]], items: Sequence[str]
-) -> tuple[Tag, dict[str, int]] | None:
+) -> tuple[Tag, dict[str, tuple[int, ...]]] | None:
     """The newest tag whose copies together have all items.
 
     Args:
@@ -152,13 +153,11 @@ def newest_complete(
         items: names of all items.
 
     Returns:
-        The tag, and the rank that each item is taken from: the first one that has it. None without a complete tag.
+        The tag, and the ranks that have each item. None without a complete tag.
     """
     for tag in sorted({tag for copies in inventories for tag, _ in copies}, reverse=True):
-        holders: dict[str, int] = {}
-        for rank, copies in enumerate(inventories):
-            for name in (name for of_copy, names in copies if of_copy == tag for name in names):
-                holders.setdefault(name, rank)
-        if all(name in holders for name in items):
-            return tag, {name: holders[name] for name in items}
+        by_rank = [{name for of_copy, names in copies if of_copy == tag for name in names} for copies in inventories]
+        holders = {name: tuple(rank for rank, names in enumerate(by_rank) if name in names) for name in items}
+        if all(holders.values()):
+            return tag, holders
     return None

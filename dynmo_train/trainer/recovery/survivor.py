@@ -30,6 +30,7 @@ from ...formats.incident import Incident
 from ...launch.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
 from ...launch.failure_record import forget_failure
 from ...launch.incident_log import read_progress
+from ...launch.restart import pipeline_size
 from ...models.registry import family_of
 from ...parallel.connections import connected_sockets, shut_down
 from ...parallel.process_groups import World
@@ -41,8 +42,8 @@ from ..garbage_collection import release_engine
 from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
 from .peer_copies import PeerCopies
 
-# Seconds to wait for the launcher's notice: after a lost connection, and after another error, which may be its result.
-_LOST_S, _OTHER_S = 10.0, 1.0
+# Seconds to wait for the launcher's notice after an error that is not a lost connection, but may be its result.
+_OTHER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +78,34 @@ class Continued:
         )
 
 
-def continued_config(config: Config, workers: int, run_dir: Path) -> Config:
-    """The configuration of a run that continues on ``workers`` pipeline ranks.
+def continued_config(config: Config, processes: int, run_dir: Path) -> Config:
+    """The configuration of a run that continues on fewer processes: with the parallel sizes of a restart with these.
+
+    Args:
+        config: configuration of the first generation.
+        processes: number of processes.
+        run_dir: run directory.
 
     Raises:
         DocumentError: its options do not allow this number.
     """
     place = str(run_dir)
     # The last rank has no peer.
-    interval = config.run.peer_checkpoint_interval if workers > 1 else None
+    interval = config.run.peer_checkpoint_interval if processes > 1 else None
+    before = config.parallel.pipeline_model_parallel_size * config.parallel.data_parallel_size
+    pipeline = pipeline_size({"parallel": vars(config.parallel)}, before, processes)
+    workers = config.parallel.pipeline_model_parallel_size if pipeline is None else pipeline
+    parallel = replace(
+        config.parallel, pipeline_model_parallel_size=workers, data_parallel_size=max(1, processes // workers)
+    )
     changed = replace(
         config,
-        parallel=replace(config.parallel, pipeline_model_parallel_size=workers),
+        parallel=parallel,
         run=replace(config.run, run_dir=place, save=place, load=place, peer_checkpoint_interval=interval),
         # Of the former number of ranks.
         balance=replace(config.balance, plan=None),
     )
-    check(changed, workers)
+    check(changed, processes)
     return changed
 
 
@@ -103,16 +115,19 @@ class Survivor:
     Args:
         interval: ``--peer-checkpoint-interval``.
         link: connection to the launcher.
+        notice_s: seconds from a lost connection until a notice of the launcher, at most.
 
     Attributes:
         copies: copies in the memory of this rank.
         continued: how the current generation began; None in the first one.
     """
 
-    def __init__(self, interval: int, link: SurvivorLink) -> None:
+    def __init__(self, interval: int, link: SurvivorLink, notice_s: float) -> None:
         self.copies = PeerCopies(interval)
         self.continued: Continued | None = None
-        self._link = link
+        self._link, self._notice_s = link, notice_s
+        self._first: Config | None = None
+        self._step_of_rollback: int | None = None
         self._notice: Notice | None = None
         self._run_dir: Path | None = None
         self._before: frozenset[int] = frozenset()
@@ -123,17 +138,17 @@ class Survivor:
         """The survivor of a run with ``--peer-checkpoint-interval``; None without.
 
         Raises:
-            UsageError: no launcher, or one of several nodes.
+            UsageError: no launcher.
         """
         interval = config.run.peer_checkpoint_interval
         if interval is None or config.training.skip_train:
             return None
         if CONTINUATION_VARIABLE not in environment:
             raise UsageError(
-                f"--peer-checkpoint-interval {interval}: requires dynmo-train launch on one node, which notifies the"
-                " other ranks; remove it"
+                f"--peer-checkpoint-interval {interval}: requires dynmo-train launch, which notifies the other ranks;"
+                " remove it"
             )
-        return Survivor(interval, SurvivorLink(environment))
+        return Survivor(interval, SurvivorLink(environment), float(environment[CONTINUATION_VARIABLE]))
 
     def run(self, train: Callable[[Config], int], config: Config) -> int:
         """Train, and again with the remaining ranks after each loss; the exit code.
@@ -142,20 +157,21 @@ class Survivor:
             train: trains one generation.
             config: configuration of the first one.
         """
+        self._first = config
         while True:
             try:
                 return train(config)
             except (RuntimeError, DynmoError) as error:
                 if not self._is_training:
                     raise
-                self._notice = self._link.wait(_OTHER_S if lost_connection(error) is None else _LOST_S)
+                self._notice = self._link.wait(_OTHER_S if lost_connection(error) is None else self._notice_s)
                 if self._notice is None:
                     raise
             # Here the traceback, which holds the former engine, is freed.
-            config = self._enter(self._notice, config)
+            config = self._enter(self._notice, self._first)
 
-    def _enter(self, notice: Notice, config: Config) -> Config:
-        """Leave the former generation and enter the next one; its configuration."""
+    def _enter(self, notice: Notice, first: Config) -> Config:
+        """Leave the former generation and enter the next one; its configuration, from that of the first one."""
         if self._run_dir is None:
             raise DynmoError("the run has no directory yet")
         self._is_training = False
@@ -164,7 +180,7 @@ class Survivor:
         release_engine()
         self._link.generation = notice.generation
         enter_generation(notice, self._link.first_rank)
-        return continued_config(config, len(notice.ranks), self._run_dir)
+        return continued_config(first, len(notice.ranks), self._run_dir)
 
     def begin(self) -> None:
         """Record which connections exist before those of the generation."""
@@ -187,9 +203,22 @@ class Survivor:
             items = [item.name for item in family_of(config).items]
             memory = find_memory_checkpoint(world, self.copies.copies, items)
             last_step = read_progress(self._run_dir).step
+            # No step has been completed since a rollback: the last one in the log was before that.
+            last_step = memory.step if last_step == self._step_of_rollback else last_step
+            self._step_of_rollback = None
             self.continued = Continued(notice=self._notice, memory=memory, last_step=last_step)
-        self.copies.join(world, self._link.generation, memory.tag if memory is not None else None)
+        if memory is None:
+            self.copies.join(world, 0, None)
+        else:
+            self.copies.join(world, memory.next_branch, memory.tag)
         return memory
+
+    def roll_back(self) -> None:
+        """Let the copies of a run that returns to a checkpoint precede those before. Every rank calls this."""
+        self.copies.branch += 1
+        self.continued = None
+        if self._run_dir is not None:
+            self._step_of_rollback = read_progress(self._run_dir).step
 
     def watch(self, run_dir: Path) -> None:
         """Shut down the connections of this generation when the launcher reports a death.

@@ -25,7 +25,12 @@ BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "s
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
     "copies without peer": ({"peer_checkpoint_interval": 5}, "--peer-checkpoint-interval"),
-    "copies of replicas": ({"peer_checkpoint_interval": 5, **REPLICAS}, "--peer-checkpoint-interval"),
+    "copies of shards": ({"peer_checkpoint_interval": 5, "zero_stage": 1, **REPLICAS}, "--peer-checkpoint-interval"),
+    "copies of memories": (
+        {"peer_checkpoint_interval": 5, "grad_comp": True, **REPLICAS},
+        "--peer-checkpoint-interval",
+    ),
+    "copies of experts": ({"peer_checkpoint_interval": 5, **SHARED_EXPERTS}, "--peer-checkpoint-interval"),
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
     "another family's": ({"num_query_groups": 2}, "--num-query-groups"),

@@ -35,19 +35,19 @@ def test_only_kills_during_training_continue(codes, survivors, is_training, expe
 
 
 def test_notice_survives_the_store():
-    notice = Notice(generation=2, ranks=(0, 3), lost=(1,), cause="killed by SIGKILL", since=12.5)
+    notice = Notice(generation=2, ranks=(0, 3), lost=(1,), sizes=(1, 1), cause="killed by SIGKILL", since=12.5)
     assert decode_notice(encode_notice(notice).encode()) == notice
 
 
 def test_death_before_the_survivors_train_ends_the_round():
     store = HashStore()
-    launcher = Continuation(store)
-    assert launcher.take({2: KILLED}, [0, 1]) is None
+    launcher = Continuation(store, (3,))
+    assert not launcher.may_take({2: KILLED}, [0, 1])
     ready(store, 0)
     notice = launcher.take({2: KILLED}, [0, 1])
     assert (notice.generation, notice.ranks, notice.lost, notice.cause) == (1, (0, 1), (2,), "killed by SIGKILL")
     assert decode_notice(PrefixStore("continuation", store).get("next/1")) == notice
-    assert launcher.take({1: KILLED}, [0]) is None
+    assert not launcher.may_take({1: KILLED}, [0])
     assert launcher.pending == {2: KILLED}
     ready(store, 1)
     assert launcher.is_training
@@ -58,7 +58,7 @@ def test_death_before_the_survivors_train_ends_the_round():
 def test_survivors_that_do_not_train_in_time_are_overdue(monkeypatch):
     store, now = HashStore(), [100.0]
     monkeypatch.setattr(continuation.time, "monotonic", lambda: now[0])
-    launcher = Continuation(store)
+    launcher = Continuation(store, (3,))
     ready(store, 0)
     assert not launcher.is_overdue
     launcher.take({1: KILLED}, [0])
@@ -74,4 +74,6 @@ def test_death_by_the_watchdog_has_its_cause():
     store = HashStore()
     ready(store, 0)
     causes = {(1,): "killed after a hang: stopped"}
-    assert Continuation(store, lambda ranks: causes.get(tuple(ranks))).take({1: KILLED}, [0]).cause == causes[(1,)]
+    assert (
+        Continuation(store, (2,), lambda ranks: causes.get(tuple(ranks))).take({1: KILLED}, [0]).cause == causes[(1,)]
+    )

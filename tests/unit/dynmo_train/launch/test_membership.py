@@ -24,6 +24,7 @@ from dynmo_train.launch.membership import (
     next_members,
     open_round,
     resize,
+    without_members,
 )
 
 LIMITS = Limits(min_nodes=2, max_nodes=3, node_timeout_s=10.0, first_wait_s=30.0, rejoin_s=20.0)
@@ -99,6 +100,23 @@ def test_silent_node_is_lost_and_its_late_records_change_nothing(running):
     assert end_reason(membership) == "node 2 sent no heartbeat for 10 s"
     assert apply_beats(membership, {"a": 3, "b": 3, "c": 9}, 12.0).incarnations["c"].state is NodeState.LOST
     assert after([ended("c", 1)], membership) == membership
+
+
+def test_round_that_continues_without_a_lost_node_does_not_end(running):
+    lost = apply_beats(apply_beats(running, {"a": 1, "b": 1}, 8.0), {"a": 2, "b": 2}, 11.0)
+    # Until it is known whether the others continue.
+    assert end_reason(lost, has_survivors=True) is None
+    membership = without_members(lost, ["c"])
+    assert membership.members == ("a", "b")
+    assert end_reason(membership) is None
+    returned = after([joined("d", 2)], membership, 12.0)
+    assert [node.name for node in joining(returned, 12.0)] == ["d"]
+    assert end_reason(after([ended("b", 1)], membership), has_survivors=True) == "processes of node 1 failed"
+
+
+@pytest.mark.parametrize("names", [["a"], ["b", "c"], ["a", "b", "c"]])
+def test_round_does_not_continue_without_node_0_or_below_the_minimum(running, names):
+    assert without_members(running, names) is None
 
 
 def test_report_of_an_earlier_round_does_not_end_the_next_one(running):

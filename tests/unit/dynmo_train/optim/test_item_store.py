@@ -1,4 +1,4 @@
-"""The item store: gate and up of a gated MLP lie together however an item came to this process."""
+"""The item store: gate and up of a gated MLP lie together, and nothing is shared, however an item came here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.models.gated import are_stacked
+from dynmo_train.models.layer_list import masks_of
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.item_sharding import ItemBuilder, ItemSharding
@@ -58,3 +59,20 @@ def test_loaded_item_has_the_layout_of_a_built_one(owned):
     expected = stepped(built)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in stepped(loaded).items())
     assert torch.equal(loaded.modules[MLP].up.weight, expected[f"{MLP}.up.weight"])
+
+
+def test_loaded_item_outlives_the_memory_that_it_was_copied_from():
+    source, loaded = empty_store(), empty_store()
+    source.build(MLP)
+    stepped(source)
+    for name, layer in masks_of(MLP, source.modules[MLP]).items():
+        source.prune(MLP, name, layer, torch.arange(layer.weight.numel()).reshape(layer.weight.shape) % 3 > 0)
+    state = source.export(MLP)
+    expected = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    assert any(name.endswith(".mask") for name in expected)
+    loaded.load_state(MLP, state)
+    for tensor in state.tensors.values():
+        tensor.zero_()
+    found = loaded.export(MLP).tensors
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []

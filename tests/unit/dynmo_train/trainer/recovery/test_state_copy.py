@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.optim.item_state import ItemState
-from dynmo_train.trainer.recovery.peer_copies import CopySlots, peer_distance
+from dynmo_train.trainer.recovery.peer_copies import CopySlots, peer_targets
 from dynmo_train.trainer.recovery.state_copy import (
     StateCopy,
     item_state,
@@ -55,14 +55,14 @@ def test_copy_survives_its_bytes():
 def test_newest_tag_with_every_item_is_chosen():
     old, new = (0, 10), (0, 20)
     inventories = [[(old, ["a"]), (new, ["a"]), (old, ["c"])], [(old, ["b"]), (new, ["b"])]]
-    assert newest_complete(inventories, ["a", "b", "c"]) == (old, {"a": 0, "b": 1, "c": 0})
+    assert newest_complete(inventories, ["a", "b", "c"]) == (old, {"a": (0,), "b": (1,), "c": (0,)})
     inventories[1].append((new, ["c"]))
-    assert newest_complete(inventories, ["a", "b", "c"]) == (new, {"a": 0, "b": 1, "c": 1})
+    assert newest_complete(inventories, ["a", "b", "c"]) == (new, {"a": (0,), "b": (1,), "c": (1,)})
 
 
 def test_later_generation_precedes_a_later_step():
     inventories = [[((0, 30), ["a"]), ((1, 20), ["a"])]]
-    assert newest_complete(inventories, ["a"]) == ((1, 20), {"a": 0})
+    assert newest_complete(inventories, ["a"]) == ((1, 20), {"a": (0,)})
 
 
 def test_missing_item_leaves_no_tag():
@@ -70,25 +70,29 @@ def test_missing_item_leaves_no_tag():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "distance"),
+    ("nodes", "stages", "targets"),
     [
-        ("aa", 1),
-        ("aaa", 1),
-        ("aabb", 2),
-        ("aabbcc", 2),
-        ("abab", 1),
-        ("aaab", 1),
-        ("ab", 1),
+        ("aa", [0, 1], [1, 0]),
+        ("aaa", [0, 1, 2], [1, 2, 0]),
+        ("aabb", [0, 1, 2, 3], [2, 3, 0, 1]),
+        ("abab", [0, 1, 2, 3], [1, 2, 3, 0]),
+        ("aab", [0, 1, 2], [2, 2, 0]),
+        ("abb", [0, 1, 2], [1, 0, 0]),
+        # Replicas have the same state: on another node, on one node, and all on the node that may be lost.
+        ("abab", [0, 0, 1, 1], [None] * 4),
+        ("aaaa", [0, 0, 1, 1], [None] * 4),
+        ("aabb", [0, 0, 1, 1], [2, None, 0, None]),
     ],
 )
-def test_copies_are_sent_to_another_node_where_possible(nodes, distance):
-    assert peer_distance(nodes) == distance
+def test_copies_are_sent_to_another_node_unless_a_replica_is_there(nodes, stages, targets):
+    assert peer_targets(nodes, stages) == targets
 
 
-def test_every_rank_of_a_lost_node_has_a_copy_elsewhere():
-    nodes = "aabbccdd"
-    distance = peer_distance(nodes)
-    assert all(nodes[rank] != nodes[(rank + distance) % len(nodes)] for rank in range(len(nodes)))
+@pytest.mark.parametrize("nodes", ["aab", "aaabb", "aabbccdd", "abcabc", "aaaaab"])
+def test_loss_of_any_node_leaves_a_copy_of_each_rank(nodes):
+    targets = peer_targets(nodes, range(len(nodes)))
+    assert all(nodes[rank] != nodes[target] for rank, target in enumerate(targets))
+    assert max(map(targets.count, targets)) <= -(-max(map(nodes.count, nodes)) // min(map(nodes.count, nodes)))
 
 
 def copy_of(step):
