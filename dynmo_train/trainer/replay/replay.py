@@ -18,7 +18,7 @@ from ...formats.checkpoint import step_of
 from ...formats.step_digests import StepDigests, StepFigures, TensorKey, finite_or_none
 from ...parallel.process_groups import World
 from ..setup import LoadedEngine, load_engine
-from .step_digests import DigestObserver, gathered_copies, gathered_digests
+from .step_digests import gathered_copies, gathered_digests, layout_of, observed_step
 from .stored_run import StoredRun
 
 
@@ -98,14 +98,7 @@ class Replay:
             engine.train_step(batch, sampled=False, advance=size)
             engine.after_step(step)
             return
-        observer = DigestObserver(engine, copy_keys)
-        observer.observe_weights("initial_weight")
-        engine.profiler.observer = observer
-        try:
-            result = engine.train_step(batch, sampled=False, advance=size)
-        finally:
-            engine.profiler.observer = None
-        observer.observe_weights("weight")
+        result, observer = observed_step(engine, batch, size, copy_keys)
         engine.after_step(step)
         logged = self.run.steps.get(step)
         names = (*(item.name for item in engine.family.items), *engine.partition.shards)
@@ -118,6 +111,7 @@ class Replay:
                 figures=StepFigures(loss=finite_or_none(result.loss), grad_norm=finite_or_none(result.grad_norm)),
                 updated=result.updated,
                 logged=None if logged is None else logged.figures,
+                layout=layout_of(engine),
             ),
             copies=gathered_copies(world, observer) if copy_keys else {},
         )

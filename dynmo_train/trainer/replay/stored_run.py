@@ -28,6 +28,18 @@ PLACEMENT = (
     "schedule",
 )
 _GIVEN = ("file", "flag", "command")
+# Options of the layout, which decides the bits of a step.
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "zero_stage",
+    "zero_gradient_sync",
+    "hsdp",
+    "vocabulary_parallel",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,11 @@ class StoredRun:
             return None
         found = [path for path in list_checkpoints(self.path) if step_of(path) < step]
         return max(found, key=step_of, default=None)
+
+    def layout(self) -> dict[str, Any]:
+        """Option -> value of the parallel dimensions that a replay keeps, as given on the command line."""
+        parallel = self.document["config"]["parallel"]
+        return {f"--{name.replace('_', '-')}": parallel.get(name) for name in _LAYOUT}
 
     def fixed_processes(self) -> int:
         """Tensor- x context- x data-parallel size, which a replay keeps."""
