@@ -70,6 +70,19 @@ def inject_nan() -> None:
     StageModule._run = failing
 
 
+def forget_memories() -> None:
+    """Load checkpoints without the state of the compression."""
+    from dynmo_train.optim.item_store import ItemStore
+
+    load_state = ItemStore.load_state
+
+    def forgetting(store, item, state, **options):
+        load_state(store, item, state, **options)
+        store.memories.pop(item, None)
+
+    ItemStore.load_state = forgetting
+
+
 def run_on(workers: int, words: list[str], fault=None) -> tuple[int, str]:
     return run_workers(output_of, workers, words, fault, joins=False)[0]
 
@@ -181,6 +194,28 @@ def test_replay_step_against_run_without_difference_exits_0(trained):
     code, text = run_on(1, ["replay-step", str(folder / "run"), "8", "--against", str(folder / "run")])
     assert code == 0, text
     assert "first difference: none" in text
+
+
+def test_replay_step_of_compressed_run_has_its_bits_on_its_placement_only(tmp_path):
+    data = write_data(tmp_path / "data")
+    flags = [
+        *("--inter-grad-comp", "--inter-grad-comp-rank", "4", "--use-error-feedback", "--error-feedback-across-steps"),
+        *("--grad-comp", "--grad-comp-rank", "4", "--grad-comp-warm-up", "0.2"),
+    ]
+    options = SHORT | {"pipeline_model_parallel_size": "2", "freeze_schedule": None}
+    train(data, tmp_path / "run", 4, *flags, **options)
+    words = ["replay-step", str(tmp_path / "run"), str(STEP), "--format", "json"]
+    code, text = run_on(4, words)
+    assert code == 0, text
+    assert json.loads(text)["matches"]
+    assert json.loads(text)["loaded_step"] == 4
+    [(code, text), *_] = run_workers(run_command, 4, [*words, "--schedule", "gpipe"], joins=False)
+    assert code == 2
+    assert "the replay of step 7 needs the placement of the run: 2 pipeline ranks, 1f1b" in text
+    assert "not 2 pipeline ranks, gpipe" in text
+    # Without the error feedback of the checkpoint the step has other bits.
+    code, text = run_on(4, words, forget_memories)
+    assert code == 1, text
 
 
 @pytest.mark.parametrize(
