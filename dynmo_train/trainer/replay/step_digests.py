@@ -134,11 +134,11 @@ class DigestObserver:
             return
         pending = getattr(module, "pending", None)
         for name, parameter in parameters_of(item, module).items():
-            gradient = parameter.grad
+            found = parameter.grad
             if pending is not None and pending.is_of(parameter):
-                gradient = pending.accumulated()
-            if gradient is not None:
-                yield name, gradient, False
+                found = pending.accumulated()
+            if found is not None:
+                yield name, found, False
 
     def gradients(self) -> None:
         """Record the gradients of the local parameters; see ``StepObserver``."""
