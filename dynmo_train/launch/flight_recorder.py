@@ -8,7 +8,7 @@ main thread is blocked in one::
     launcher   parse_trace of all ranks --> absent_ranks: which ranks did not enter which collective
 
 It is on where NCCL is used. gloo's collectives are recorded, too, but each then takes 0.15 ms more processor time, in
-which torch records the Python stack: there it is on only if the environment says so.
+which torch records the Python stack: there only the environment turns it on.
 """
 
 from __future__ import annotations

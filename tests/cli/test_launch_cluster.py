@@ -139,7 +139,7 @@ HANG = ("--hang-factor", "5", "--hang-min-s", "300")
 
 
 @pytest.mark.parametrize("options", [(), HANG])
-def test_slurm_and_lsf_scripts_pass_the_options_of_the_watchdog_to_the_launchers(place, options):
+def test_batch_scripts_pass_options_of_the_watchdog_to_launchers(place, options):
     (place / "hosts").write_text("n0\n")
     for scheduler in ("slurm", "lsf"):
         text = dynmo("launch", scheduler, *options, "--dry-run", *TRAIN).stdout
@@ -152,7 +152,7 @@ def test_slurm_and_lsf_scripts_pass_the_options_of_the_watchdog_to_the_launchers
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "indexed-job"])
-def test_kubernetes_manifests_pass_the_options_of_the_watchdog_to_the_launchers(place, kind):
+def test_kubernetes_manifests_pass_options_of_the_watchdog_to_launchers(place, kind):
     words = dynmo("launch", "kubernetes", "--image", "i", "--kind", kind, *HANG, "--dry-run", *TRAIN).stdout.split()
     words = [word.strip("'\"") for word in words if word != "-"]
     at = words.index("--hang-factor")
@@ -160,7 +160,7 @@ def test_kubernetes_manifests_pass_the_options_of_the_watchdog_to_the_launchers(
     assert at < words.index("pretrain")
 
 
-def test_launch_hostfile_passes_the_options_of_the_watchdog_to_the_launchers(place):
+def test_launch_hostfile_passes_options_of_the_watchdog_to_launchers(place):
     (place / "hostfile").write_text("10.10.10.102 slots=1\n10.10.10.105 slots=1\n")
     for file in (("--hostfile", "hostfile"), ("--num-gpus", "2")):
         shown = dynmo("launch", "hostfile", *file, *HANG, "--dry-run", *TRAIN).stdout.splitlines()

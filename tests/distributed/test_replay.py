@@ -70,6 +70,23 @@ def inject_nan() -> None:
     StageModule._run = failing
 
 
+def flip_gradient_bit() -> None:
+    """Flip a bit of the gradient of a weight after the third microbatch of a step."""
+    from dynmo_train.pipeline.pipeline_stage import ItemStage
+
+    observe = ItemStage._observe_gradients
+
+    def flipping(stage, bwd_chunk_id):
+        module = stage.module
+        if module.step == STEP and module.first_microbatch + bwd_chunk_id == 8 * (STEP - 1) + 2:
+            for name, layer in zip(module.names, module.layers, strict=True):
+                if f"{name}.fc1.weight" == WEIGHT:
+                    layer.fc1.weight.grad.view(torch.int32)[3, 5] ^= 1 << 22
+        observe(stage, bwd_chunk_id)
+
+    ItemStage._observe_gradients = flipping
+
+
 def forget_memories() -> None:
     """Load checkpoints without the state of the compression."""
     from dynmo_train.optim.item_store import ItemStore
@@ -165,6 +182,23 @@ def test_replay_step_nan_in_one_layer_is_named(trained, digests):
     assert {name: different[name] for name in ("direction", "item", "microbatch")} == {
         name: found[name] for name in ("direction", "item", "microbatch")
     }
+
+
+def test_replay_step_flipped_bit_of_a_gradient_has_its_microbatch(trained, digests):
+    folder, _ = trained
+    faulty = folder / "gradient.jsonl"
+    words = ["replay-step", str(folder / "run"), str(STEP), "--output", str(faulty), "--format", "json"]
+    code, text = run_on(2, words, flip_gradient_bit)
+    assert code == 1, text
+    code, text = run_on(1, ["compare-digests", str(digests), str(faulty), "--format", "json"])
+    different = json.loads(text)["first_different_tensor"]
+    assert code == 1
+    assert (different["step"], different["direction"], different["parameter"], different["microbatch"]) == (
+        STEP,
+        "accumulated_gradient",
+        WEIGHT,
+        8 * (STEP - 1) + 2,
+    )
 
 
 def test_replay_step_against_flipped_bit_is_named(trained):

@@ -124,7 +124,7 @@ def test_digests_on_two_pipeline_ranks_are_those_on_one(two, four, name):
 
 
 @pytest.mark.parametrize("name", ["plain", "untied", *TWO])
-def test_accumulated_gradients_exist_for_every_trained_parameter_and_microbatch(one, two, name):
+def test_accumulated_gradients_of_every_parameter_and_microbatch_exist(one, two, name):
     digests = (one | two)[name][0]
     parameters = {
         each.key.parameter
@@ -148,7 +148,7 @@ def test_accumulated_gradients_exist_for_every_trained_parameter_and_microbatch(
     assert {pair for pair in found if pair[0] in parameters} == expected
 
 
-def test_accumulated_gradient_of_the_last_microbatch_is_the_weight_gradient(one):
+def test_last_accumulated_gradient_is_the_weight_gradient(one):
     found = {each.key: each.digest for each in one["untied"][0].tensors}
     pairs = [
         (found[replace(key, direction="accumulated_gradient", microbatch=MICROBATCHES - 1)], digest)
