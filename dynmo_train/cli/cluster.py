@@ -100,12 +100,13 @@ def _launch_locally(options: HostfileOptions) -> int:
     environment = parse_exports(options.export or ()) | (_visible_devices(host) if options.devices else {})
     nproc, restarts = len(host.slots), options.max_restarts
     if options.dry_run:
-        words = ("--nproc", str(nproc), "--max-restarts", str(restarts), "--log-dir", options.log_dir)
+        words = ("--nproc", str(nproc), "--max-restarts", str(restarts), *options.hang_words)
+        words += ("--log-dir", options.log_dir)
         variables = [f"{name}={value}" for name, value in environment.items()]
         emit(shlex.join([*variables, "dynmo-train", "launch", "local", *words, "--", *options.arguments]))
         return 0
     os.environ.update(environment)
-    exits = ExitOptions(max_restarts=restarts)
+    exits = ExitOptions(max_restarts=restarts, hang_factor=options.hang_factor, hang_min_s=options.hang_min_s)
     return run_processes(options.arguments, nproc, Path(options.log_dir), exits, SINGLE_NODE)
 
 

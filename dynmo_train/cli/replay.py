@@ -170,22 +170,29 @@ def compare_digests(
     """
     need_torch()
     from ..formats.step_digests import read_step_digests
-    from ..trainer.replay.compare_digests import first_different_tensor, first_nonfinite_tensor
+    from ..trainer.replay.compare_digests import Comparability, first_different_tensor, first_nonfinite_tensor
 
     one, other = read_step_digests(first), read_step_digests(second)
-    different = first_different_tensor(one, other)
+    comparability = Comparability.of(one.layout, other.layout)
+    compared = comparability.select(one, other)
+    different = first_different_tensor(*compared)
     nonfinite = [first_nonfinite_tensor(each) for each in (one, other)]
     if form is Format.JSON:
         emit_json(
             {
                 "step": one.step,
-                "tensors": len(one.tensors),
+                "tensors": len(compared[0].tensors),
+                "not_compared": len({each.key for digests in (one, other) for each in digests.tensors})
+                - len({each.key for digests in compared for each in digests.tensors}),
+                "different_layouts": list(comparability.reasons),
                 "first_different_tensor": _document(different),
                 "first_nonfinite_tensor": [_document(each) for each in nonfinite],
             }
         )
     else:
-        count = f"{len(one.tensors):,} tensors of step {one.step:,}"
+        if comparability.reasons:
+            emit(comparability.line())
+        count = f"{len(compared[0].tensors):,} tensors of step {one.step:,}"
         emit(f"{count}: all equal" if different is None else f"first difference: {different.line()}")
         for path, found in zip((first, second), nonfinite, strict=True):
             if found is not None:

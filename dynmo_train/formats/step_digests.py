@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +24,19 @@ from .._common.document import (
 from .step_digests_fields import HEADER, RESULT, TENSOR
 
 FORMAT, VERSION, HASH = "dynmo.step_digests", 1, "blake2b-128"
-Direction = Literal["initial_weight", "activation", "activation_gradient", "weight_gradient", "weight"]
+Direction = Literal[
+    "initial_weight", "activation", "activation_gradient", "accumulated_gradient", "weight_gradient", "weight"
+]
 DIRECTIONS: tuple[Direction, ...] = (
     "initial_weight",
     "activation",
     "activation_gradient",
+    "accumulated_gradient",
     "weight_gradient",
     "weight",
 )
-_OF_MICROBATCHES = ("activation", "activation_gradient")
+_OF_ACTIVATIONS = ("activation", "activation_gradient")
+_OF_MICROBATCHES = (*_OF_ACTIVATIONS, "accumulated_gradient")
 _LINES: Mapping[str, Check] = {"header": HEADER, "tensor": TENSOR, "result": RESULT}
 
 
@@ -44,7 +48,7 @@ class TensorKey:
         direction: where the tensor is computed.
         item: entry of the layer list.
         parameter: name of the parameter; None for activations.
-        microbatch: global microbatch index; None for parameters.
+        microbatch: global microbatch index; None for weights and for their gradients over the step.
         part: 0 for a whole tensor, else the rank that has this part.
     """
 
@@ -83,6 +87,31 @@ class StepFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DigestLayout:
+    """What decides which tensors of two executions can have the same bits. Pipeline ranks and schedule do not.
+
+    Attributes:
+        tensor_parallel_size: ranks that share each matrix product.
+        context_parallel_size: ranks that share the tokens of a sample.
+        replicas: ranks, or groups of them, that read samples of their own.
+        expert_parallel_size: replicas that share the experts of a layer.
+        sequence_parallel: whether tensor-parallel ranks have different tokens between their products.
+        vocabulary_shards: shards of word table and output layer; 0: they are whole.
+        is_sharded: whether ranks share the rows of parameters (ZeRO, any stage).
+        sums_microbatches: whether the gradients of each microbatch are summed over the replicas, not those of a step.
+    """
+
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    replicas: int = 1
+    expert_parallel_size: int = 1
+    sequence_parallel: bool = False
+    vocabulary_shards: int = 0
+    is_sharded: bool = False
+    sums_microbatches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDigests:
     """The digests of one step, in the order of the computation.
 
@@ -94,6 +123,7 @@ class StepDigests:
         figures: loss and gradient norm.
         updated: whether the weights were updated.
         logged: loss and gradient norm in the run's metrics; None without a line of the step.
+        layout: layout of the execution; None where the file does not name it.
     """
 
     run_id: str
@@ -103,6 +133,7 @@ class StepDigests:
     figures: StepFigures
     updated: bool
     logged: StepFigures | None
+    layout: DigestLayout | None = None
 
     @property
     def matches(self) -> bool:
@@ -136,6 +167,7 @@ def _records(digests: StepDigests) -> Iterator[dict[str, Any]]:
         "step": digests.step,
         "loaded_step": digests.loaded_step,
         "hash": HASH,
+        **({} if digests.layout is None else {"layout": vars(digests.layout)}),
     }
     yield from (tensor_record(each) for each in digests.tensors)
     yield {
@@ -198,6 +230,9 @@ def _parse(lines: list[Any], source: str) -> StepDigests:
         figures=StepFigures(loss=result["loss"], grad_norm=result["grad_norm"]),
         updated=result["updated"],
         logged=None if logged is None else StepFigures(loss=logged["loss"], grad_norm=logged["grad_norm"]),
+        layout=DigestLayout(**{each.name: header["layout"][each.name] for each in fields(DigestLayout)})
+        if "layout" in header
+        else None,
     )
 
 
@@ -228,9 +263,11 @@ def _problems_across(lines: list[Any]) -> list[Problem]:
     found: set[TensorKey] = set()
     for number, line in enumerate(lines[1:-1], 2):
         key = _key(line)
-        is_activation = key.direction in _OF_MICROBATCHES
-        if (key.microbatch is None) is is_activation or (key.parameter is None) is not is_activation:
-            message = "activations have a microbatch and no parameter, weights a parameter and no microbatch"
+        if (key.microbatch is None) is (key.direction in _OF_MICROBATCHES):
+            message = "activations, their gradients and accumulated gradients have a microbatch, other lines have none"
+            problems.append(Problem(f"line {number}", "conflict", message))
+        if (key.parameter is None) is not (key.direction in _OF_ACTIVATIONS):
+            message = "weights and their gradients have a parameter, activations and their gradients have none"
             problems.append(Problem(f"line {number}", "conflict", message))
         if key in found:
             problems.append(Problem(f"line {number}", "repeated", "the tensor has two lines"))

@@ -5,7 +5,26 @@ from __future__ import annotations
 
 from .._common.checks import ENVELOPE, anything, array, boolean, hexadecimal, integer, nullable, number, obj, string
 
-DIRECTIONS = ("initial_weight", "activation", "activation_gradient", "weight_gradient", "weight")
+DIRECTIONS = (
+    "initial_weight",
+    "activation",
+    "activation_gradient",
+    "accumulated_gradient",
+    "weight_gradient",
+    "weight",
+)
+LAYOUT = obj(
+    {
+        "tensor_parallel_size": integer(1),
+        "context_parallel_size": integer(1),
+        "replicas": integer(1),
+        "expert_parallel_size": integer(1),
+        "sequence_parallel": boolean(),
+        "vocabulary_shards": integer(),
+        "is_sharded": boolean(),
+        "sums_microbatches": boolean(),
+    }
+)
 HEADER = obj(
     {
         **ENVELOPE,
@@ -14,7 +33,8 @@ HEADER = obj(
         "step": integer(1),
         "loaded_step": integer(),
         "hash": string("blake2b-128"),
-    }
+    },
+    {"layout": LAYOUT},
 )
 TENSOR = obj(
     {

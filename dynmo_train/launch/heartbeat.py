@@ -24,6 +24,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from .flight_recorder import is_recording, serve_traces
+
 HEARTBEAT_VARIABLE = "DYNMO_HEARTBEATS"
 # faulthandler writes the stacks from C, also while the main thread is blocked in a collective.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGXCPU)) + (3 if hasattr(signal, "SIGRTMIN") else 0)
@@ -189,6 +191,8 @@ def open_heartbeat(environment: Mapping[str, str], limit_s: float) -> HeartbeatW
         return silent_heartbeat()
     rank = int(environment["RANK"])
     path = page_path(Path(folder), name, rank)
+    if is_recording(environment):
+        serve_traces(Path(folder), name, rank)
     with path.open("w+b") as handle:
         handle.truncate(_PAGE_BYTES)
         page = mmap.mmap(handle.fileno(), _PAGE_BYTES)

@@ -22,7 +22,7 @@ from .._common.document import MAX_JOBS, MAX_RANKS
 from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
 from ..formats.input_text import read_input
 from .exit_status import shell_exit_code
-from .options import Arguments, DryRun, Exports, LogFolder, MaxRestarts
+from .options import Arguments, DryRun, Exports, HangOptions, LogFolder, MaxRestarts
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
 # Environment variables that are forwarded to other hosts.
@@ -114,7 +114,7 @@ def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostfileOptions:
+class HostfileOptions(HangOptions):
     """A command on the hosts of a file, or on this machine."""
 
     arguments: Arguments
@@ -198,7 +198,8 @@ def host_command(job: HostJob, rank: int) -> list[str]:
         *job.program,
         *("launch", "node", "--nproc", str(len(host.slots)), "--nnodes", f"{job.min_nodes}:{len(job.hosts)}"),
         *("--node-rank", str(rank), "--master-addr", master_addr, "--master-port", str(options.master_port)),
-        *("--end-with-stdin", "--max-restarts", str(options.max_restarts), "--log-dir", options.log_dir),
+        *("--end-with-stdin", "--max-restarts", str(options.max_restarts), *options.hang_words),
+        *("--log-dir", options.log_dir),
         *("--", *options.arguments),
     ]
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if options.devices else {}

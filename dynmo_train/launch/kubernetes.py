@@ -25,6 +25,7 @@ from .options import (
     Arguments,
     DryRun,
     Exports,
+    HangOptions,
     JobName,
     MaxRestarts,
     NodeCount,
@@ -115,7 +116,7 @@ class VersionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesJob(VersionOptions, VolumeOptions, PodOptions, ProcessOptions):
+class KubernetesJob(HangOptions, VersionOptions, VolumeOptions, PodOptions, ProcessOptions):
     """A command in Kubernetes pods; a pod that is terminated has ``save_s`` seconds to save."""
 
     arguments: Arguments
@@ -318,7 +319,7 @@ def _launcher(job: KubernetesJob) -> list[str]:
     return [
         *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.min_nodes}:{job.max_nodes}"),
         *("--job", job.job_name, "--max-restarts", str(job.max_restarts)),
-        *("--save-s", str(job.save_s), "--", *job.arguments),
+        *("--save-s", str(job.save_s), *job.hang_words, "--", *job.arguments),
     ]
 
 

@@ -102,7 +102,7 @@ def lsf_script(job: LsfJob) -> str:
     head = "".join(f"#BSUB {option} {value}\n" for option, value in checked.items()) + "#BSUB -r\n"
     head += "".join(f"#BSUB {check_word('--bsub', word)}\n" for word in job.bsub or ())
     launcher = ["dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", '"${#hosts[@]}"']
-    launcher += ["--job", '"lsf-$LSB_JOBID"', "--max-restarts", str(job.max_restarts)]
+    launcher += ["--job", '"lsf-$LSB_JOBID"', "--max-restarts", str(job.max_restarts), *job.hang_words]
     launcher += ["--log-dir", check_word("--log-dir", job.log_dir) + '/"$LSB_JOBID"', "--"]
     return (
         "#!/bin/bash\n"

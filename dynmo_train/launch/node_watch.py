@@ -6,6 +6,7 @@ node 0 decides::
     node N   heartbeats, /proc --> states/N ---.
     node 0   states/0 ... states/N --> find_hang --> suspect --.
     node N   stacks of its ranks by signal <-------------------'
+             traces of torch's flight recorder, where it is on
              --> log folder, stacks/N: collective of each rank --.
     node 0   refine --> abort: rank <----------------------------'
     node N   SIGKILL to that rank, if it is here
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from .._common.console import print_message
 from .._common.document import parse_json
+from .flight_recorder import NO_RECORDER, LastCollective, absent_ranks, parse_trace, request_trace, trace_path
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
 from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 # Seconds that ranks have to write their stacks, and the other nodes to report theirs.
 STACK_S, REPORT_S = 2.0, 10.0
+# Seconds that ranks have to write their traces: torch resolves the names of all frames in the first one.
+TRACE_S = 5.0
 _STORE_TIMEOUT_S = 10.0
 
 
@@ -113,6 +117,19 @@ def decode_states(text: str) -> tuple[list[RankState], int]:
     num_unknown, *rows = parse_json(text)
     beats = [Heartbeat(**row["beat"] | {"phase": Phase(row["beat"]["phase"])}) for row in rows]
     return [RankState(**row | {"beat": beat}) for row, beat in zip(rows, beats, strict=True)], int(num_unknown)
+
+
+def encode_traces(traces: dict[int, dict[str, LastCollective]]) -> str:
+    """The last collectives of the ranks of a node for the store."""
+    return json.dumps({rank: {group: asdict(each) for group, each in of.items()} for rank, of in traces.items()})
+
+
+def decode_traces(text: str) -> dict[int, dict[str, LastCollective]]:
+    """The last collectives of another node; the inverse of :func:`encode_traces`."""
+    return {
+        int(rank): {group: LastCollective(**each | {"members": tuple(each["members"])}) for group, each in of.items()}
+        for rank, of in parse_json(text).items()
+    }
 
 
 class NodeWatch:
@@ -242,10 +259,12 @@ class NodeWatch:
 
     def _lead(self, hang: Hang, states: list[RankState]) -> None:
         """On node 0, collect the stacks of all ranks, decide which rank hangs, and let its node end it."""
-        collectives = self._dump_stacks(states)
         if self._store is not None:
             self._store.set(f"suspect/{self._num_hangs}", str(hang.state.rank))
+        collectives, traces = self._dump_stacks(states), self._dump_traces(states)
+        if self._store is not None:
             collectives |= self._remote_collectives()
+            traces |= self._remote_traces()
         hang, collective = refine(hang, collectives)
         self.result.hang, self.result.collective = hang, collective
         self.result.stacks = str(self._stack_folder())
@@ -254,6 +273,7 @@ class NodeWatch:
             f"dynmo-train: rank {hang.state.rank} on {hang.state.host} hangs in step {hang.state.beat.step:,}:"
             f" {hang.cause}{waiting}; stacks: {self.result.stacks}"
         )
+        self._report_absent(traces)
         if self._store is not None:
             self._store.set(f"abort/{self._num_hangs}", str(hang.state.rank))
         self._end_rank(hang.state.rank, states)
@@ -270,6 +290,27 @@ class NodeWatch:
             time.sleep(0.1)
         return found
 
+    def _remote_traces(self) -> dict[int, dict[str, LastCollective]]:
+        found: dict[int, dict[str, LastCollective]] = {}
+        for node in range(1, self.watched.count):
+            key = f"traces/{self._num_hangs}/{node}"
+            if self._store is not None and self._store.check([key]):
+                found |= decode_traces(self._store.get(key).decode())
+        return found
+
+    def _report_absent(self, traces: dict[int, dict[str, LastCollective]]) -> None:
+        """On node 0, print which ranks did not enter a collective, by the flight recorders of all ranks."""
+        lines = [each.text for each in absent_ranks(traces)]
+        if not traces:
+            lines = [NO_RECORDER]
+        elif not lines:
+            lines = ["all ranks entered the same collectives"]
+        for line in lines:
+            print_message(f"dynmo-train: flight recorder: {line}" if traces else f"dynmo-train: {line}")
+        if traces:
+            with contextlib.suppress(OSError):
+                (self._stack_folder() / "collectives.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
     def _follow(self, states: list[RankState]) -> bool:
         """On the other nodes, report stacks and end a rank when node 0 asks for it."""
         if self._store is None:
@@ -278,6 +319,8 @@ class NodeWatch:
         if not self._has_dumped and self._store.check([f"suspect/{number}"]):
             self._has_dumped = True
             stacks = json.dumps(self._dump_stacks(states))
+            # Before the stacks: node 0 reads the traces once it has these.
+            self._store.set(f"traces/{number}/{self.watched.index}", encode_traces(self._dump_traces(states)))
             self._store.set(f"stacks/{number}/{self.watched.index}", stacks)
         if not self._store.check([f"abort/{number}"]):
             return False
@@ -315,6 +358,26 @@ class NodeWatch:
                 )
                 (folder / f"rank-{state.rank}.txt").write_text(f"{head}{stack}", encoding="utf-8")
         return collectives
+
+    def _dump_traces(self, states: list[RankState]) -> dict[int, dict[str, LastCollective]]:
+        """Write the flight recorders' traces of the local ranks next to the stacks; rank to its last collectives."""
+        watched, found = self.watched, dict[int, dict[str, LastCollective]]()
+        waiting = {
+            state.rank
+            for state in states
+            if request_trace(watched.folder, watched.name, state.rank) and not state.is_stopped
+        }
+        end = time.monotonic() + TRACE_S
+        while waiting and time.monotonic() < end:
+            for rank in sorted(waiting):
+                path = trace_path(watched.folder, watched.name, rank)
+                with contextlib.suppress(OSError):
+                    content = path.read_bytes()
+                    found[rank] = parse_trace(content)
+                    waiting.discard(rank)
+                    (self._stack_folder() / f"rank-{rank}.flight.json").write_bytes(content)
+            time.sleep(0.05)
+        return found
 
     def _stack_of(self, rank: int) -> str:
         return _read(stack_path(self.watched.folder, self.watched.name, rank))

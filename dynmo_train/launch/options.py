@@ -181,7 +181,33 @@ SINGLE_NODE = NodeConfig(master_port=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitOptions:
+class HangOptions:
+    """When the watchdog of the launchers ends a rank; all ways of launching have these options."""
+
+    PANEL: ClassVar[str] = Panel("Exit and restart", rare=True)
+
+    hang_factor: Annotated[
+        float,
+        typer.Option("--hang-factor", min=0, help="Median step times without progress of a hang; 0: no watchdog."),
+    ] = 3.0
+    hang_min_s: Annotated[
+        float, typer.Option("--hang-min-s", min=1, help="Minimum seconds without progress of a hang.")
+    ] = 60.0
+
+    @property
+    def hang_words(self) -> list[str]:
+        """The options for ``launch node`` or ``launch local``; those that have their default are left out."""
+        words = {"--hang-factor": (self.hang_factor, "hang_factor"), "--hang-min-s": (self.hang_min_s, "hang_min_s")}
+        return [
+            word
+            for flag, (value, name) in words.items()
+            if value != getattr(HangOptions, name)
+            for word in (flag, f"{value:g}")
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitOptions(HangOptions):
     """What the launcher of a node does after a failure or a signal."""
 
     PANEL: ClassVar[str] = Panel("Exit and restart", rare=True)
@@ -190,13 +216,6 @@ class ExitOptions:
     grace_s: Annotated[
         float, typer.Option("--grace-s", min=0, help="Seconds that processes have to exit after a failure elsewhere.")
     ] = 5.0
-    hang_factor: Annotated[
-        float,
-        typer.Option("--hang-factor", min=0, help="Median step times without progress of a hang; 0: no watchdog."),
-    ] = 3.0
-    hang_min_s: Annotated[
-        float, typer.Option("--hang-min-s", min=1, help="Minimum seconds without progress of a hang.")
-    ] = 60.0
     save_s: Annotated[
         float, typer.Option("--save-s", min=0, help="Seconds that processes have to save after SIGTERM or Ctrl-C.")
     ] = 60.0
@@ -276,7 +295,7 @@ class ContainerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchJob(ContainerOptions, BatchOptions, ProcessOptions):
+class BatchJob(HangOptions, ContainerOptions, BatchOptions, ProcessOptions):
     """A command in a batch job; empty strings omit options of the script."""
 
     arguments: Arguments

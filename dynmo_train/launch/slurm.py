@@ -219,6 +219,7 @@ def slurm_script(job: SlurmJob) -> str:
     launcher = ["dynmo-train", "launch", "node", "--nproc", str(job.nproc)]
     launcher += ["--nnodes", f'"{min_nodes}:${{#hosts[@]}}"', "--job", '"slurm-$SLURM_JOB_ID"']
     launcher += ["--max-restarts", str(job.max_restarts), "--save-s", str(job.save_before_s)]
+    launcher += job.hang_words
     launcher += ["--log-dir", check_word("--log-dir", job.log_dir) + '/"$SLURM_JOB_ID"', "--"]
     return (
         "#!/bin/bash\n"

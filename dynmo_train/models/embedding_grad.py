@@ -71,10 +71,33 @@ class PendingRows:
                 self._sum_VD = None
             self._add_parts(self._table_VD.grad)
 
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is the table."""
+        return parameter is self._table_VD
+
+    @torch.no_grad()
+    def accumulated(self) -> torch.Tensor | None:
+        """The table's gradient as :meth:`materialize_grads` would leave it, ``[V, D]``; None without one.
+
+        Nothing that is collected changes, so that the step has the same bits.
+        """
+        summands = [each for each in (self._table_VD.grad, self._sum_VD) if each is not None]
+        if not summands and not self._parts:
+            return None
+        total_VD = torch.zeros_like(self._table_VD)
+        for each in summands:
+            total_VD += each
+        self._add_to(total_VD, self._parts)
+        return total_VD
+
     @torch.no_grad()
     def _add_parts(self, dense_VD: torch.Tensor) -> None:
         """Add what is collected to a dense gradient, and drop it."""
         parts, self._parts, self._tokens = self._parts, [], 0
+        self._add_to(dense_VD, parts)
+
+    @staticmethod
+    def _add_to(dense_VD: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for ids_N, gradient_ND in parts:
             if not len(ids_N):
                 continue

@@ -24,7 +24,7 @@ they are reduced per microbatch, ``4 P`` where they are reduced per step, with 1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -288,6 +288,33 @@ def accumulate_sharded_grads(module: nn.Module) -> None:
                 # Without synchronization it only accumulates; parameters stay as they are, since a split backward
                 # needs them gathered (``BackwardCase``).
                 group.post_backward()
+
+
+def accumulated_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """What the microbatches of a step have added so far to the gradients of a sharded module; changes nothing.
+
+    Args:
+        module: A module that :meth:`FsdpSharding.wrap` has sharded, after a backward.
+
+    Yields:
+        Name of the parameter; its gradient, of this replica alone and whole, or the local rows of the sum over the
+        replicas; and whether it is the latter.
+    """
+    name_of = {
+        (id(part), own): f"{prefix}.{own}" if prefix else own
+        for prefix, part in module.named_modules()
+        for own, _ in part.named_parameters(recurse=False)
+    }
+    for each in (each for part in _parts(module) for group in param_groups(part) for each in group.fsdp_params):
+        name = name_of[id(each._module_info.module), each._module_info.param_name]
+        # Private in torch 2.11 to 2.13. The sharded sum is that of the microbatches that were reduced; of those that
+        # were not, FSDP2 has one or two unsharded sums, by the dtype of the reduction.
+        whole = [each.unsharded_accumulated_grad, getattr(getattr(each, "_unsharded_param", None), "grad", None)]
+        found = [gradient for gradient in whole if gradient is not None]
+        if found:
+            yield name, sum(found[1:], start=found[0]), False
+        elif each.sharded_param.grad is not None:
+            yield name, _local_rows(each.sharded_param.grad), True
 
 
 def row_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:

@@ -288,7 +288,7 @@ class ItemStage(PipelineStage):
             else:
                 full = case is BackwardCase.FULL
                 with (
-                    self._announcing_final(last_backward),
+                    self._completing(bwd_chunk_id if full else None, last_backward),
                     self.module.profiler.backward(self.module.names, full=full),
                 ):
                     super().backward_one_chunk(bwd_chunk_id, loss, full, last_backward)
@@ -315,7 +315,7 @@ class ItemStage(PipelineStage):
         with self.module.profiler.busy():
             if case is BackwardCase.DEFERRED:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self._announcing_final(last_backward), self.module.profiler.backward(self.module.names):
+                with self._completing(bwd_chunk_id, last_backward), self.module.profiler.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 self.module.graphs.release(bwd_chunk_id)
                 return
@@ -327,8 +327,15 @@ class ItemStage(PipelineStage):
                 # A backward of the weights alone does not run the hooks in which FSDP2 adds to its float32 sums.
                 for layer in self.module.layers:
                     accumulate_sharded_grads(layer)
+                self._observe_gradients(bwd_chunk_id)
             if last_backward:
                 self._announce_final(0)
+
+    def _observe_gradients(self, bwd_chunk_id: int) -> None:
+        """Show an observer, if there is one, what the microbatches up to this one have added to the gradients."""
+        observer = self.module.profiler.observer
+        if observer is not None:
+            observer.accumulated(self.module.names, self.module.first_microbatch + bwd_chunk_id)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
         """Compute the weight gradients of torch's parameter groups one by one, so that each item's time is measured."""
@@ -345,15 +352,27 @@ class ItemStage(PipelineStage):
                 stage_backward_weight(iter(parameters), [group])
 
     @contextmanager
-    def _announcing_final(self, last_backward: bool) -> Iterator[None]:
-        """In the step's last backward: announce each item whose gradients are final, while others are computed."""
-        if not last_backward or self._on_gradients_final is None:
+    def _completing(self, bwd_chunk_id: int | None, last_backward: bool) -> Iterator[None]:
+        """Around a backward: show an observer the gradients; in the step's last one, announce the items that are final.
+
+        Without an observer each item is announced while others are computed. With one they are announced after it: the
+        sum over the replicas, which an announcement starts, changes the gradients. When it starts changes no bit of it.
+
+        Args:
+            bwd_chunk_id: Microbatch whose weight gradients are complete afterwards; None where W computes them.
+            last_backward: Whether this is the last backward of the stage in the step.
+        """
+        announces = last_backward and self._on_gradients_final is not None
+        if announces and self.module.profiler.observer is None:
+            with self.module.profiler.listening(self._announce_final):
+                yield
+        else:
             yield
-            return
-        with self.module.profiler.listening(self._announce_final):
-            yield
+        if bwd_chunk_id is not None:
+            self._observe_gradients(bwd_chunk_id)
         # Items before the last mark that was reached: the first item has a mark only if its input requires grad.
-        self._announce_final(0)
+        if announces:
+            self._announce_final(0)
 
     def _announce_final(self, position: int) -> None:
         """Announce the items from ``position`` on."""

@@ -1,7 +1,8 @@
-"""What an observer of a training step receives: the output of every item, and the gradients before the update."""
+"""What an observer of a training step receives: outputs and gradients by item and microbatch, and summed gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,14 @@ class StepObserver(Protocol):
             item: name of the item.
             microbatch: global microbatch index.
             output: what the item writes, of any shape; part of the autograd graph unless the item is frozen.
+        """
+
+    def accumulated(self, items: Sequence[str], microbatch: int) -> None:
+        """Called after the weight gradients of a microbatch were added to those of the microbatches before.
+
+        Args:
+            items: names of the items of a stage.
+            microbatch: global microbatch index.
         """
 
     def gradients(self) -> None:

@@ -18,6 +18,7 @@ from .._common.errors import EXIT_USAGE, DynmoError
 from ..config import Config
 from ..data.sample_format import SampleError
 from ..launch.failure_record import recording_failure
+from ..launch.flight_recorder import enable_recorder
 from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
@@ -41,6 +42,7 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    enable_recorder(os.environ, "cuda" if config.training.device != "cpu" and torch.cuda.is_available() else "cpu")
     heartbeat = open_heartbeat(os.environ, 60.0 * config.training.distributed_timeout_minutes)
     survivor = Survivor.of(config, os.environ)
     if survivor is None:

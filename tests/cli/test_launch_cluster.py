@@ -135,6 +135,39 @@ def test_lsf_script_starts_a_launcher_per_host(place):
     assert requests(place) == ["brequeue -e 42"]
 
 
+HANG = ("--hang-factor", "5", "--hang-min-s", "300")
+
+
+@pytest.mark.parametrize("options", [(), HANG])
+def test_batch_scripts_pass_options_of_the_watchdog_to_launchers(place, options):
+    (place / "hosts").write_text("n0\n")
+    for scheduler in ("slurm", "lsf"):
+        text = dynmo("launch", scheduler, *options, "--dry-run", *TRAIN).stdout
+        variables = {"LSB_DJOB_HOSTFILE": str(place / "hosts"), "SLURM_JOB_NODELIST": "n0"}
+        assert run_script(place, text, [(0, 0)] * 3, **variables).wait(600) == 0
+        words = (place / "node-0").read_text().splitlines()
+        launcher = words[: words.index("--")]
+        # Without the options the launchers have their own defaults.
+        assert [word for word in launcher if word in HANG] == list(options)
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "indexed-job"])
+def test_kubernetes_manifests_pass_options_of_the_watchdog_to_launchers(place, kind):
+    words = dynmo("launch", "kubernetes", "--image", "i", "--kind", kind, *HANG, "--dry-run", *TRAIN).stdout.split()
+    words = [word.strip("'\"") for word in words if word != "-"]
+    at = words.index("--hang-factor")
+    assert words[at : at + 4] == list(HANG)
+    assert at < words.index("pretrain")
+
+
+def test_launch_hostfile_passes_options_of_the_watchdog_to_launchers(place):
+    (place / "hostfile").write_text("10.10.10.102 slots=1\n10.10.10.105 slots=1\n")
+    for file in (("--hostfile", "hostfile"), ("--num-gpus", "2")):
+        shown = dynmo("launch", "hostfile", *file, *HANG, "--dry-run", *TRAIN).stdout.splitlines()
+        assert shown
+        assert all(" ".join(HANG) in line.partition(" -- ")[0] for line in shown)
+
+
 def test_launch_scripts_are_written_and_submitted(place):
     errors = dynmo("launch", "slurm", "--script", "big.sbatch", *TRAIN).stderr
     assert "submitted 41;cluster (big.sbatch)" in errors

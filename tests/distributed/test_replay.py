@@ -70,6 +70,36 @@ def inject_nan() -> None:
     StageModule._run = failing
 
 
+def flip_gradient_bit() -> None:
+    """Flip a bit of the gradient of a weight after the third microbatch of a step."""
+    from dynmo_train.pipeline.pipeline_stage import ItemStage
+
+    observe = ItemStage._observe_gradients
+
+    def flipping(stage, bwd_chunk_id):
+        module = stage.module
+        if module.step == STEP and module.first_microbatch + bwd_chunk_id == 8 * (STEP - 1) + 2:
+            for name, layer in zip(module.names, module.layers, strict=True):
+                if f"{name}.fc1.weight" == WEIGHT:
+                    layer.fc1.weight.grad.view(torch.int32)[3, 5] ^= 1 << 22
+        observe(stage, bwd_chunk_id)
+
+    ItemStage._observe_gradients = flipping
+
+
+def forget_memories() -> None:
+    """Load checkpoints without the state of the compression."""
+    from dynmo_train.optim.item_store import ItemStore
+
+    load_state = ItemStore.load_state
+
+    def forgetting(store, item, state, **options):
+        load_state(store, item, state, **options)
+        store.memories.pop(item, None)
+
+    ItemStore.load_state = forgetting
+
+
 def run_on(workers: int, words: list[str], fault=None) -> tuple[int, str]:
     return run_workers(output_of, workers, words, fault, joins=False)[0]
 
@@ -154,6 +184,23 @@ def test_replay_step_nan_in_one_layer_is_named(trained, digests):
     }
 
 
+def test_replay_step_flipped_bit_of_a_gradient_has_its_microbatch(trained, digests):
+    folder, _ = trained
+    faulty = folder / "gradient.jsonl"
+    words = ["replay-step", str(folder / "run"), str(STEP), "--output", str(faulty), "--format", "json"]
+    code, text = run_on(2, words, flip_gradient_bit)
+    assert code == 1, text
+    code, text = run_on(1, ["compare-digests", str(digests), str(faulty), "--format", "json"])
+    different = json.loads(text)["first_different_tensor"]
+    assert code == 1
+    assert (different["step"], different["direction"], different["parameter"], different["microbatch"]) == (
+        STEP,
+        "accumulated_gradient",
+        WEIGHT,
+        8 * (STEP - 1) + 2,
+    )
+
+
 def test_replay_step_against_flipped_bit_is_named(trained):
     folder, data = trained
     from tests.distributed.whole_runs import arguments
@@ -181,6 +228,28 @@ def test_replay_step_against_run_without_difference_exits_0(trained):
     code, text = run_on(1, ["replay-step", str(folder / "run"), "8", "--against", str(folder / "run")])
     assert code == 0, text
     assert "first difference: none" in text
+
+
+def test_replay_step_of_compressed_run_has_its_bits_on_its_placement_only(tmp_path):
+    data = write_data(tmp_path / "data")
+    flags = [
+        *("--inter-grad-comp", "--inter-grad-comp-rank", "4", "--use-error-feedback", "--error-feedback-across-steps"),
+        *("--grad-comp", "--grad-comp-rank", "4", "--grad-comp-warm-up", "0.2"),
+    ]
+    options = SHORT | {"pipeline_model_parallel_size": "2", "freeze_schedule": None}
+    train(data, tmp_path / "run", 4, *flags, **options)
+    words = ["replay-step", str(tmp_path / "run"), str(STEP), "--format", "json"]
+    code, text = run_on(4, words)
+    assert code == 0, text
+    assert json.loads(text)["matches"]
+    assert json.loads(text)["loaded_step"] == 4
+    [(code, text), *_] = run_workers(run_command, 4, [*words, "--schedule", "gpipe"], joins=False)
+    assert code == 2
+    assert "the replay of step 7 needs the placement of the run: 2 pipeline ranks, 1f1b" in text
+    assert "not 2 pipeline ranks, gpipe" in text
+    # Without the error feedback of the checkpoint the step has other bits.
+    code, text = run_on(4, words, forget_memories)
+    assert code == 1, text
 
 
 @pytest.mark.parametrize(

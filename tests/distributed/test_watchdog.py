@@ -74,7 +74,9 @@ def start_nodes(folder, program, count=2):
     ]
 
 
-def test_sleeping_rank_on_another_node_is_found_and_named(tmp_path):
+@pytest.mark.parametrize("records", [True, False])
+def test_sleeping_rank_on_another_node_is_found_and_named(tmp_path, monkeypatch, records):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000" if records else "0")
     program = "if rank == 1 and step == 5:\n    time.sleep(1000)"
     nodes = start_nodes(tmp_path, program)
     ends = [(node.communicate(timeout=300), node.returncode) for node in nodes]
@@ -89,7 +91,15 @@ def test_sleeping_rank_on_another_node_is_found_and_named(tmp_path):
     assert incident["collective"].startswith("all_reduce")
     check_fields(tmp_path / "run")
     stacks = {path.name: path.read_text() for path in (tmp_path / "logs").glob("node-*/stacks/round-0/*")}
-    assert sorted(stacks) == ["rank-0.txt", "rank-1.txt"]
+    assert sorted(stacks) == sorted(
+        ["rank-0.txt", "rank-1.txt"] + ["rank-0.flight.json", "rank-1.flight.json", "collectives.txt"] * records
+    )
+    if records:
+        text = "rank 1 did not enter gloo:all_reduce number 5 of group 0"
+        assert text in stacks["collectives.txt"]
+        assert f"flight recorder: {text}" in err
+    else:
+        assert "no flight recorder on gloo" in err
     assert "in all_reduce" in stacks["rank-0.txt"]
     assert "all_reduce" not in stacks["rank-1.txt"]
 

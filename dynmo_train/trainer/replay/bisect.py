@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..._common.errors import UsageError
 from ...parallel.process_groups import World
 from ..garbage_collection import release_engine
 from .compare_digests import FirstTensor, first_different_tensor, first_nonfinite_tensor, with_elements
@@ -139,6 +140,7 @@ def bisect_runs(pair: Pair, step: int) -> Bisection:
         UsageError: a run cannot be executed again with these processes.
     """
     one, other = pair.runs
+    _check_layouts(one, other)
     logged = first_different_step(one, other, step)
     last = logged or step
     found = common_checkpoints(one, other, last)
@@ -162,6 +164,22 @@ def bisect_runs(pair: Pair, step: int) -> Bisection:
         nonfinite=(_first_nonfinite(executed[0]), _first_nonfinite(executed[1])),
         mismatched=mismatched,
     )
+
+
+def _check_layouts(one: StoredRun, other: StoredRun) -> None:
+    """Refuse runs of other layouts: one set of processes cannot execute both, and their bits differ anyway.
+
+    Raises:
+        UsageError: the runs have other parallel sizes.
+    """
+    layouts = one.layout(), other.layout()
+    different = [name for name, value in layouts[0].items() if layouts[1][name] != value]
+    if different:
+        values = "; ".join(f"{name} {layouts[0][name]} and {layouts[1][name]}" for name in different)
+        raise UsageError(
+            f"--against {other.path}: the runs have other layouts ({values}), which have other bits; execute a step of"
+            " each with --output, and compare what is comparable with compare-digests"
+        )
 
 
 def _first_difference(pair: Pair, loaded: int, executed: list[list[ReplayedStep]]) -> FirstTensor | None:

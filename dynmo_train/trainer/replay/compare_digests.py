@@ -9,15 +9,90 @@ from typing import Any
 import torch
 
 from ..._common.errors import UsageError
-from ...formats.step_digests import StepDigests, TensorDigest, TensorKey
+from ...formats.step_digests import DIRECTIONS, DigestLayout, Direction, StepDigests, TensorDigest, TensorKey
 
 _TITLES = {
     "initial_weight": "weight before the step",
     "activation": "activation of the forward",
     "activation_gradient": "gradient of the backward",
+    "accumulated_gradient": "weight gradient up to the microbatch",
     "weight_gradient": "weight gradient",
     "weight": "weight after the update",
 }
+
+
+# Layouts that differ in a field: its words in messages, and the directions whose bits do not depend on it.
+_WEIGHTS = frozenset[Direction](["initial_weight"])
+_ACTIVATIONS = frozenset[Direction]([*_WEIGHTS, "activation", "activation_gradient"])
+_LOCAL = frozenset[Direction]([*_ACTIVATIONS, "accumulated_gradient"])
+_FIELDS: Mapping[str, tuple[str, frozenset[Direction]]] = {
+    "tensor_parallel_size": ("tensor-parallel size", _WEIGHTS),
+    "context_parallel_size": ("context-parallel size", _WEIGHTS),
+    "replicas": ("number of replicas", _ACTIVATIONS),
+    "expert_parallel_size": ("expert-parallel size", _WEIGHTS),
+    "sequence_parallel": ("sequence parallelism", _WEIGHTS),
+    "vocabulary_shards": ("vocabulary shards", _WEIGHTS),
+    # All-reduce and reduce-scatter may add replicas in another order, and the norm is summed over other parts.
+    "is_sharded": ("ZeRO", _LOCAL),
+    "sums_microbatches": ("sum over replicas in each microbatch", _ACTIVATIONS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparability:
+    """Which tensors of two executions can be compared.
+
+    Attributes:
+        directions: whose bits the difference of the layouts does not change.
+        reasons: how the layouts differ; empty if they are the same, or if a file does not name its layout.
+    """
+
+    directions: frozenset[Direction]
+    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, one: DigestLayout | None, other: DigestLayout | None) -> Comparability:
+        """Compare two layouts."""
+        everything = frozenset(DIRECTIONS)
+        if one is None or other is None:
+            return cls(directions=everything)
+        values = {name: (getattr(one, name), getattr(other, name)) for name in _FIELDS}
+        different = [name for name, (first, second) in values.items() if first != second]
+        return cls(
+            directions=everything.intersection(*(_FIELDS[name][1] for name in different)),
+            reasons=tuple(
+                f"{_FIELDS[name][0]} {_word(values[name][0])} and {_word(values[name][1])}" for name in different
+            ),
+        )
+
+    def select(self, one: StepDigests, other: StepDigests) -> tuple[StepDigests, StepDigests]:
+        """The tensors to compare: all, or with different layouts those of these directions that both have whole.
+
+        Args:
+            one: digests of the first execution.
+            other: digests of the second.
+        """
+        if not self.reasons:
+            return one, other
+        of_one, of_other = ({each.key: each.shape for each in digests.tensors} for digests in (one, other))
+
+        def is_compared(key: TensorKey) -> bool:
+            return key.direction in self.directions and of_one.get(key) == of_other.get(key)
+
+        first, second = (
+            replace(each, tensors=tuple(tensor for tensor in each.tensors if is_compared(tensor.key)))
+            for each in (one, other)
+        )
+        return first, second
+
+    def line(self) -> str:
+        """The differences as a sentence."""
+        compared = ", ".join(_TITLES[each] for each in DIRECTIONS if each in self.directions)
+        return f"layouts differ: {'; '.join(self.reasons)}: compared {compared}; the other tensors have other bits"
+
+
+def _word(value: int | bool) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)

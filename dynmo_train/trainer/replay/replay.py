@@ -16,10 +16,12 @@ from ..._common.errors import UsageError
 from ...config import Config
 from ...formats.checkpoint import step_of
 from ...formats.step_digests import StepDigests, StepFigures, TensorKey, finite_or_none
+from ...parallel.consensus import run_on_all_ranks
 from ...parallel.process_groups import World
+from ..engine import Engine
 from ..setup import LoadedEngine, load_engine
-from .step_digests import DigestObserver, gathered_copies, gathered_digests
-from .stored_run import StoredRun
+from .step_digests import gathered_copies, gathered_digests, layout_of, observed_step
+from .stored_run import LossyPlacement, StoredRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Replay:
             copy_keys: tensors to copy to the host.
         """
         loaded = load_engine(self.config, world)
+        run_on_all_ranks(world, lambda: self._check_lossy(loaded.engine))
         consumed = loaded.consumed_samples
         loaded_step = 0 if self.checkpoint is None else step_of(self.checkpoint)
         for step in range(loaded.step + 1, self.last + 1):
@@ -80,6 +83,21 @@ class Replay:
                 consumed, size = logged.first_sample, logged.size
             yield from self._step(loaded, world, step, consumed, size, loaded_step, tuple(copy_keys))
             consumed += size
+
+    def _check_lossy(self, engine: Engine) -> None:
+        """Refuse a replay whose lossy compression would have other bits than the run's.
+
+        Raises:
+            UsageError: with the reason.
+        """
+        placement = LossyPlacement(
+            stages=engine.partition.stages,
+            ranks=engine.world.dims.pipeline,
+            schedule=engine.settings.pipeline.schedule,
+        )
+        problem = self.run.lossy_problem(self.checkpoint, self.last, placement)
+        if problem is not None:
+            raise UsageError(f"{self.run.path}: lossy gradient compression: the replay of step {self.last:,} {problem}")
 
     def _step(
         self,
@@ -98,14 +116,7 @@ class Replay:
             engine.train_step(batch, sampled=False, advance=size)
             engine.after_step(step)
             return
-        observer = DigestObserver(engine, copy_keys)
-        observer.observe_weights("initial_weight")
-        engine.profiler.observer = observer
-        try:
-            result = engine.train_step(batch, sampled=False, advance=size)
-        finally:
-            engine.profiler.observer = None
-        observer.observe_weights("weight")
+        result, observer = observed_step(engine, batch, size, copy_keys)
         engine.after_step(step)
         logged = self.run.steps.get(step)
         names = (*(item.name for item in engine.family.items), *engine.partition.shards)
@@ -118,6 +129,7 @@ class Replay:
                 figures=StepFigures(loss=finite_or_none(result.loss), grad_norm=finite_or_none(result.grad_norm)),
                 updated=result.updated,
                 logged=None if logged is None else logged.figures,
+                layout=layout_of(engine),
             ),
             copies=gathered_copies(world, observer) if copy_keys else {},
         )

@@ -4,6 +4,7 @@ On every rank::
 
     Engine.launch_step
       | StageModule.forward -> activation          digest of the output; a hook on it digests its gradient
+      | ItemStage, a microbatch -> accumulated     digest of the sum of the weight gradients up to this microbatch
       | Engine.prepare_gradients -> gradients      digest of the gradient of each parameter
     observe_weights before and after the step      digest of each parameter
       |
@@ -23,9 +24,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from ...data.batch import Batch
 from ...formats.step_digests import (
     DIRECTIONS,
+    DigestLayout,
     Direction,
     TensorDigest,
     TensorKey,
@@ -33,9 +37,11 @@ from ...formats.step_digests import (
     tensor_record,
 )
 from ...models.layer_list import parameters_of
-from ...models.sharding import is_of_expert
+from ...models.sharding import is_of_expert, needs_whole_stream
+from ...parallel.fsdp import accumulated_gradients
 from ...parallel.process_groups import World, all_gather_objects
 from ..engine import Engine
+from ..step_result import StepResult
 
 
 def tensor_digest(key: TensorKey, tensor: torch.Tensor) -> TensorDigest:
@@ -94,6 +100,46 @@ class DigestObserver:
             gradient = TensorKey(direction="activation_gradient", **place)
             output.register_hook(lambda grad: self._record(gradient, grad))
 
+    def accumulated(self, items: Sequence[str], microbatch: int) -> None:
+        """Record what the microbatches of this replica up to ``microbatch`` have added to the weight gradients.
+
+        Args:
+            items: items of a stage.
+            microbatch: global microbatch index.
+        """
+        for item in items:
+            module = self._engine.item_store.modules[item]
+            sums_tokens = self._engine.settings.sequence_parallel and not needs_whole_stream(module)
+            for name, gradient, is_sum in self._accumulated_of(item, module):
+                is_slice = self._engine.item_store.sharding.split_dim(name) is not None or sums_tokens
+                if not is_slice and self._world.tensor_rank:
+                    continue
+                # Context-parallel ranks have the gradients of their tokens; with a sum per microbatch each rank has its
+                # rows of those of all replicas.
+                part = self._world.data_rank if is_sum else self._world.context_rank
+                part = part * self._world.dims.tensor + self._world.tensor_rank
+                key = TensorKey(
+                    direction="accumulated_gradient", item=item, parameter=name, microbatch=microbatch, part=part
+                )
+                self._record(key, gradient)
+
+    def _accumulated_of(self, item: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Global name, gradient so far, and whether it is the local rows of a sum over the replicas."""
+        if self._engine.item_store.sharding.fsdp is not None:
+            if self._world.device.type == "cuda":
+                # FSDP2 sums on streams of its own.
+                torch.cuda.synchronize(self._world.device)
+            for child, gradient, is_sum in accumulated_gradients(module):
+                yield f"{item}.{child}", gradient, is_sum
+            return
+        pending = getattr(module, "pending", None)
+        for name, parameter in parameters_of(item, module).items():
+            found = parameter.grad
+            if pending is not None and pending.is_of(parameter):
+                found = pending.accumulated()
+            if found is not None:
+                yield name, found, False
+
     def gradients(self) -> None:
         """Record the gradients of the local parameters; see ``StepObserver``."""
         for item, name, parameter in self._engine.item_store.parameters():
@@ -125,6 +171,44 @@ class DigestObserver:
         self._record(TensorKey(direction=direction, item=item, parameter=name, part=part), tensor)
 
 
+def observed_step(
+    engine: Engine, batch: Batch, advance: int, copy_keys: Iterable[TensorKey] = ()
+) -> tuple[StepResult, DigestObserver]:
+    """Execute a step and record its tensors. Every rank calls this.
+
+    Args:
+        engine: engine of this rank.
+        batch: samples of the step.
+        advance: number of samples by which the learning-rate schedule advances.
+        copy_keys: tensors to copy to the host.
+    """
+    observer = DigestObserver(engine, copy_keys)
+    observer.observe_weights("initial_weight")
+    engine.profiler.observer = observer
+    try:
+        result = engine.train_step(batch, sampled=False, advance=advance)
+    finally:
+        engine.profiler.observer = None
+    observer.observe_weights("weight")
+    return result, observer
+
+
+def layout_of(engine: Engine) -> DigestLayout:
+    """The layout of an engine, as far as it decides which tensors are comparable."""
+    dims, settings = engine.world.dims, engine.settings
+    is_sharded = engine.item_store.sharding.fsdp is not None
+    return DigestLayout(
+        tensor_parallel_size=dims.tensor,
+        context_parallel_size=dims.context,
+        replicas=dims.replicas,
+        expert_parallel_size=dims.expert,
+        sequence_parallel=settings.sequence_parallel,
+        vocabulary_shards=len(engine.partition.shards),
+        is_sharded=is_sharded,
+        sums_microbatches=is_sharded and settings.zero_sync_microbatches,
+    )
+
+
 def gathered_digests(world: World, names: Sequence[str], observer: DigestObserver) -> tuple[TensorDigest, ...]:
     """The digests of all ranks in the order of the computation, equal on every rank. Every rank calls this.
 
@@ -141,7 +225,7 @@ def gathered_digests(world: World, names: Sequence[str], observer: DigestObserve
 
     def place(key: TensorKey) -> tuple[int, int, int, str, int]:
         at = order[key.item]
-        in_order = -at if key.direction == "activation_gradient" else at
+        in_order = -at if key.direction in ("activation_gradient", "accumulated_gradient") else at
         microbatch = -1 if key.microbatch is None else key.microbatch
         return DIRECTIONS.index(key.direction), microbatch, in_order, key.parameter or "", key.part
 

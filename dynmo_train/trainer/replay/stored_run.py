@@ -14,6 +14,7 @@ from ...config.batch_schedule import Range, merged_ranges, parse_ranges
 from ...data.tokenizer import read_vocab_size
 from ...formats.checkpoint import list_checkpoints, step_of
 from ...formats.checkpoint.reader import load_manifest
+from ...formats.plan import read_plan
 from ...formats.run import read_run
 from ...formats.step_digests import StepFigures, finite_or_none
 
@@ -28,6 +29,18 @@ PLACEMENT = (
     "schedule",
 )
 _GIVEN = ("file", "flag", "command")
+# Options of the layout, which decides the bits of a step.
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "zero_stage",
+    "zero_gradient_sync",
+    "hsdp",
+    "vocabulary_parallel",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,40 @@ class LoggedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossyPlacement:
+    """What the bits of a step depend on with lossy compression.
+
+    Attributes:
+        stages: items of each stage.
+        ranks: number of pipeline ranks.
+        schedule: schedule of the pipeline.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    ranks: int
+    schedule: str
+
+    @property
+    def text(self) -> str:
+        """The placement in words, with the number of items of each stage."""
+        items = "+".join(str(len(stage)) for stage in self.stages)
+        return f"{self.ranks} pipeline rank{'s'[: self.ranks != 1]}, {self.schedule}, {items} items"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementChange:
+    """A change during a run of what lossy compression depends on.
+
+    Attributes:
+        step: last step before it.
+        kind: kind of its event: ``plan_applied`` or ``selective_grad_comp``.
+    """
+
+    step: int
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredRun:
     """A run on disk.
 
@@ -54,12 +101,14 @@ class StoredRun:
         document: contents of ``run.json``.
         steps: step -> its last line in the metrics: a run that resumed or rolled back has executed some steps twice.
         skipped: samples that rollbacks of the run skipped.
+        changes: changes of what lossy compression depends on.
     """
 
     path: Path
     document: Mapping[str, Any]
     steps: Mapping[int, LoggedStep]
     skipped: tuple[Range, ...] = ()
+    changes: tuple[PlacementChange, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> StoredRun:
@@ -69,21 +118,21 @@ class StoredRun:
             UsageError: it is not a run directory, or a file of it breaks its format.
         """
         document = read_run(path / "run.json")
-        compression = document["config"].get("compression", {})
-        if compression.get("inter_grad_comp") or compression.get("grad_comp"):
-            raise UsageError(
-                f"{path}: lossy gradient compression: steps depend on the sequence of plans; replay-step supports runs"
-                " without --inter-grad-comp and --grad-comp"
-            )
+        events = _lines(path / "events.jsonl")
         return cls(
             path=path,
             document=document,
             steps=_logged_steps(path / "metrics.jsonl"),
             skipped=merged_ranges(
                 (begin, end)
-                for line in _lines(path / "events.jsonl")
+                for line in events
                 if line.get("incident") == "rollback"
                 for begin, end in [line["skipped_samples"]]
+            ),
+            changes=tuple(
+                PlacementChange(step=line["step"], kind=line["kind"])
+                for line in events
+                if line.get("kind") in ("plan_applied", "selective_grad_comp") and line.get("step") is not None
             ),
         )
 
@@ -98,6 +147,61 @@ class StoredRun:
             return None
         found = [path for path in list_checkpoints(self.path) if step_of(path) < step]
         return max(found, key=step_of, default=None)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether gradients are compressed with loss, so that their bits depend on the placement."""
+        compression = self.document["config"].get("compression", {})
+        return bool(compression.get("inter_grad_comp") or compression.get("grad_comp"))
+
+    def lossy_problem(self, checkpoint: Path | None, last: int, placement: LossyPlacement) -> str | None:
+        """Why lossy compression would give other bits than in the run; None if it does not.
+
+        The error feedback and the factors of the compression are in the checkpoint, of which each rank reads its own.
+        They belong to the boundaries of the partition, and to the pipeline ranks that compress.
+
+        Args:
+            checkpoint: checkpoint to start from; None starts as the run did.
+            last: last step to execute.
+            placement: placement of the replay.
+        """
+        if not self.is_lossy:
+            return None
+        loaded = 0 if checkpoint is None else step_of(checkpoint)
+        changed = next((each for each in self.changes if loaded <= each.step < last), None)
+        if changed is not None:
+            what = "a plan was applied" if changed.kind == "plan_applied" else "compressing pipeline ranks were chosen"
+            return (
+                f"would need every plan from step {loaded:,} on: {what} after step {changed.step:,}; give a step up to"
+                f" {changed.step:,}, or one after the next checkpoint"
+            )
+        expected = self._placement_at(checkpoint)
+        if placement == expected:
+            return None
+        return (
+            f"needs the placement of the run: {expected.text}, not {placement.text}; start the same number of"
+            " processes, without --plan and --schedule"
+        )
+
+    def _placement_at(self, checkpoint: Path | None) -> LossyPlacement:
+        """The placement at a checkpoint, or at the start of the run."""
+        if checkpoint is None:
+            plan = read_plan(self.path / "plans" / "plan-000000.json")
+            parallel = self.document["config"]["parallel"]
+            return LossyPlacement(
+                stages=plan.stages, ranks=parallel["pipeline_model_parallel_size"], schedule=parallel["schedule"]
+            )
+        topology = load_manifest(checkpoint)["topology"]
+        return LossyPlacement(
+            stages=tuple(tuple(stage) for stage in topology["partition"]),
+            ranks=topology["pipeline_parallel_size"],
+            schedule=topology["schedule"],
+        )
+
+    def layout(self) -> dict[str, Any]:
+        """Option -> value of the parallel dimensions that a replay keeps, as given on the command line."""
+        parallel = self.document["config"]["parallel"]
+        return {f"--{name.replace('_', '-')}": parallel.get(name) for name in _LAYOUT}
 
     def fixed_processes(self) -> int:
         """Tensor- x context- x data-parallel size, which a replay keeps."""
