@@ -205,8 +205,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """
     with open_regular(path) as handle:
         try:
-            found = size_problem(os.fstat(handle.fileno()).st_size, max_bytes)
-            payload = b"" if found else handle.read(max_bytes + 1)
+            size = os.fstat(handle.fileno()).st_size
+            found = size_problem(size, max_bytes)
+            # By the size of the file: ``read`` allocates what it is asked for, and limits are far above most files.
+            payload = b"" if found else handle.read(size + 1)
+            if len(payload) > size:  # it grows, or is a file of /proc, whose size is 0
+                payload += handle.read(max_bytes + 1 - len(payload))
         except OSError as error:
             raise UnreadableError(path, error) from error
     if found := found or size_problem(len(payload), max_bytes):
