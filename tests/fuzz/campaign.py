@@ -27,6 +27,8 @@ from tests.fuzz.execution import Defect, Executor, Limits, Page, limited
 from tests.fuzz.target import quiet
 from tests.fuzz.targets import load_targets
 
+# The first task of each target is short, so that defects that are easy to find are found early.
+FIRST_EXECUTIONS = 200
 TASK_EXECUTIONS = 1000
 POLL_S = 0.5
 # A parser that waits, for example for a FIFO, uses no processor time.
@@ -84,7 +86,6 @@ def _work(connection: Connection, folder: Path, engine: str, limits: Limits, mod
 
     def executor_of(name: str) -> Executor:
         if name not in executors:
-            executors.clear()  # one at a time: the corpus of a target can be large
             made = Executor(load_targets(module)[name], folder / name, limits)
             made.warm_up()
             executors[name] = made
@@ -166,9 +167,10 @@ class Child:
 
 def tasks(options: Options) -> Iterator[Task]:
     """The tasks in turn of the targets, so that a campaign that ends early has fuzzed each of them."""
-    size = TASK_EXECUTIONS if options.engine != "atheris" else 20 * TASK_EXECUTIONS
     begin = 0
     while options.executions is None or begin < options.executions:
+        size = FIRST_EXECUTIONS if begin == 0 else TASK_EXECUTIONS
+        size = 20 * TASK_EXECUTIONS if options.engine == "atheris" else size  # it learns within a task
         end = begin + size if options.executions is None else min(begin + size, options.executions)
         for name in options.targets:
             if options.deadline is not None and time.monotonic() > options.deadline:

@@ -72,12 +72,9 @@ def _resolve(data: bytes, folder: Path) -> None:
 
     with PRETRAIN().make_context("gpt", split_words(data)) as context:
         flags = {name: value for name, value in context.params.items() if name not in ("config", "recipe")}
-        from dynmo_train._common.errors import UsageError
-        from dynmo_train.config.presets import read_recipe, recipe_names
+        from dynmo_train.config.presets import read_recipe
 
         recipe = context.params["recipe"]
-        if recipe and recipe not in recipe_names():
-            raise UsageError("the option refuses it before anything is read")
         values = read_recipe(recipe, "gpt") if recipe else {}
         defaults = {**dry_run_values("gpt", flags, values), **values}
         resolve_checked(
