@@ -138,7 +138,8 @@ class Header:
     @property
     def replica_bandwidth(self) -> int | None:
         """Bytes per second between replicas, if measured."""
-        found = (self.x_replica_link or {}).get("bandwidth_bytes_per_s")
+        link = self.x_replica_link
+        found = link.get("bandwidth_bytes_per_s") if isinstance(link, Mapping) else None
         return found if isinstance(found, int) and found > 0 else None
 
 

@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._common.document import read_word, short_repr
+from .._common.document import (
+    is_count,
+    read_word,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.files import read_config, read_generation_config
@@ -117,7 +121,7 @@ def _iterations(path: Path) -> list[str]:
     if not tracker.is_file():
         return []
     text = read_word(tracker)
-    return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if text.isdecimal() else []
+    return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if is_count(text) else []
 
 
 def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:

@@ -1,9 +1,9 @@
 """Fuzzes every parser of the project in child processes, and prints what was found.
 
-    bin/fuzz                                             every target, 10,000 executions each
-    bin/fuzz --target 'ckpt.*' --minutes 10 --parallel 2
-    bin/fuzz --target train.formats.plan.read_plan --engine atheris --executions 100000
-    bin/fuzz --replay fuzz-defects/TARGET/error-0123456789.input
+bin/fuzz                                             every target, 10,000 executions each
+bin/fuzz --target 'ckpt.*' --minutes 10 --parallel 2
+bin/fuzz --target train.formats.plan.read_plan --engine atheris --executions 100000
+bin/fuzz --replay fuzz-defects/TARGET/error-0123456789.input
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TextIO
 
 from tests.fuzz.engines import ENGINES, Done, Task, has_atheris, instrument
 from tests.fuzz.execution import Defect, Executor, Limits, Page, limited
@@ -179,6 +180,13 @@ def tasks(options: Options) -> Iterator[Task]:
         begin = end
 
 
+def show(text: str, *, file: TextIO | None = None) -> None:
+    """Write a line at once: a campaign is read while it runs."""
+    stream = file or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
+
+
 class Campaign:
     """Gives tasks to child processes, and collects the results."""
 
@@ -254,7 +262,7 @@ class Campaign:
         path.write_bytes(defect.data)
         path.with_suffix(".txt").write_text(defect.detail, encoding="utf-8", errors="backslashreplace")
         row.defects[defect.place] = path
-        print(f"{defect.target}: {defect.kind}: {defect.place}\n  {path}", flush=True)
+        show(f"{defect.target}: {defect.kind}: {defect.place}\n  {path}")
 
 
 def table(rows: dict[str, Row]) -> str:
@@ -331,13 +339,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.replay:
         found = [replay(path, given.target[0] if given.target else None, limits, given.module) for path in given.replay]
         for path, defect in zip(given.replay, found, strict=True):
-            print(f"{path}: {'no defect' if defect is None else f'{defect.kind}: {defect.place}'}")
+            show(f"{path}: {'no defect' if defect is None else f'{defect.kind}: {defect.place}'}")
             if defect is not None:
-                print(defect.detail)
+                show(defect.detail)
         return EXIT_DEFECTS if any(found) else 0
     names = select(given.target, list(load_targets(given.module)))
     if given.list:
-        print("\n".join(names))
+        show("\n".join(names))
         return 0
     is_default = given.executions is None and given.minutes is None
     options = Options(
@@ -355,8 +363,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         campaign.run()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-    print(table(campaign.rows))
+        show("interrupted", file=sys.stderr)
+    show(table(campaign.rows))
     return EXIT_DEFECTS if any(row.defects for row in campaign.rows.values()) else 0
 
 

@@ -162,14 +162,22 @@ class Executor:
     def _defect(self, kind: str, error: BaseException, data: bytes) -> Defect:
         self._empty_folder()
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if f"{os.sep}dynmo_" in frame.filename or f"{os.sep}fuzz{os.sep}" in frame.filename]
+        own = [
+            frame
+            for frame in frames
+            if f"{os.sep}dynmo_" in frame.filename or f"{os.sep}fuzz{os.sep}" in frame.filename
+        ]
         last = own[-1] if own else frames[-1]
         name = os.path.relpath(last.filename, ROOT)
         # A hang is found at any line of its loop.
         place = f"{type(error).__name__} {name}:{last.name}" + ("" if kind == "hang" else f":{last.lineno}")
         with contextlib.suppress(ValueError):
             return Defect(
-                target=self.target.name, kind=kind, place=place, detail="".join(traceback.format_exception(error)), data=data
+                target=self.target.name,
+                kind=kind,
+                place=place,
+                detail="".join(traceback.format_exception(error)),
+                data=data,
             )
         return Defect(target=self.target.name, kind=kind, place=place, detail=place, data=data)
 

@@ -132,8 +132,8 @@ def _change_json(data: bytes, _corpus: Sequence[bytes], numbers: random.Random) 
     else:
         choices = (
             None, True, "", "x", "\ud800", [], {}, 0, -1, 1, 2, 0.5, 1 << 31, 1 << 53, 1 << 60, (1 << 63) - 1, 1 << 63,
-            1 << 70, -(1 << 63), 10**400, float("nan"), float("inf"), 1e308, [[]], [None], {"": None}, "9" * 400, "../x",
-            [0] * 1000,
+            1 << 70, -(1 << 63), 10**400, float("nan"), float("inf"), 1e308, [[]], [None], {"": None}, "9" * 400,
+            "../x", [0] * 1000,
         )  # fmt: skip
         holder[key] = choices[numbers.randrange(len(choices))]
     try:

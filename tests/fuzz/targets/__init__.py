@@ -15,7 +15,5 @@ def load_targets(module: str = __name__) -> dict[str, Target]:
         return dict(import_module(module).TARGETS)
     collected = Collected()
     for name in PACKAGE_MODULES:
-        from importlib.util import find_spec
-        if find_spec(f"{__name__}.{name}") is None: continue
         collected.add(*import_module(f"{__name__}.{name}").TARGETS)
     return dict(sorted(collected.targets.items()))

@@ -1,5 +1,7 @@
 """Parsers of ``dynmo_balance``."""
 
+# Seeds are lines as other programs write them.
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -81,7 +83,12 @@ def _trace(_folder: Path) -> list[bytes]:
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 12, "dur": 1, "tid": 1, "args": {"correlation": 42}},
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 15, "dur": 4, "tid": 7, "args": {"correlation": 42}},
     ]  # fmt: skip
-    documents: list[Any] = [events, {"traceEvents": events}, {"traceEvents": modules}, {"traceEvents": modules + kernels}]
+    documents: list[Any] = [
+        events,
+        {"traceEvents": events},
+        {"traceEvents": modules},
+        {"traceEvents": modules + kernels},
+    ]
     return [json.dumps(document).encode() for document in documents]
 
 
@@ -205,7 +212,8 @@ TARGETS = [
     file_target(f"{P}.formats.profile:read_profile", PROFILES, file="profile.jsonl"),
     file_target(f"{P}.formats.profile:LineParser", PROFILES, file="profile.jsonl", call=_parse_lines),
     file_target(f"{P}.online.profile_follower:ProfileFollower", PROFILES, file="profile.jsonl", call=_follow),
-    file_target(f"{P}.formats.expert_plan:read_expert_plan",
+    file_target(
+        f"{P}.formats.expert_plan:read_expert_plan",
         lambda _folder: [json.dumps(EXPERT_PLAN).encode()],
         file="experts.json",
     ),
@@ -238,7 +246,11 @@ TARGETS = [
         call=lambda read, path: read(str(path)),
     ),
     file_target(
-        f"{P}.inputs.import_profile:import_lines", _trace, file="trace.json", label="trace", call=_import("chrome-trace")
+        f"{P}.inputs.import_profile:import_lines",
+        _trace,
+        file="trace.json",
+        label="trace",
+        call=_import("chrome-trace"),
     ),
     file_target(
         f"{P}.inputs.import_profile:import_lines",

@@ -3,6 +3,7 @@
 The project reads no GGUF: a directory of such weights is refused by its names.
 """
 
+# Seeds are lines as other programs write them.
 from __future__ import annotations
 
 import io
@@ -17,7 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.target import Target, bytes_target, file_target, text_target
-from tests.fuzz.targets.common import click_command, command_target, document_targets, folder_target, resealed
+from tests.fuzz.targets.common import (
+    click_command,
+    command_target,
+    document_targets,
+    folder_target,
+    pack_header,
+    pack_pickle,
+    repacked,
+    resealed,
+    unpack_header,
+    unpack_pickle,
+)
 from tests.paths import ROOT
 
 P = "dynmo_ckpt"
@@ -111,7 +123,9 @@ def _converted(place: Path, module: str, attribute: str, *, with_optimizer: bool
 
     source = place.with_name("native")
     _native(source)
-    plan = getattr(import_module(module), attribute).write(open_checkpoint(source)[0], WriteOptions(with_optimizer=with_optimizer))
+    plan = getattr(import_module(module), attribute).write(
+        open_checkpoint(source)[0], WriteOptions(with_optimizer=with_optimizer)
+    )
     settings = WriteSettings(jobs=1, verify=False, overwrite=True, plan_only=False, format=Format.TEXT)
     write_export(source, place, plan, settings)
     shutil.rmtree(source)
@@ -171,22 +185,22 @@ def _deepspeed(name: str) -> Callable[[Path], None]:
 
 
 def _deepspeed_targets() -> list[Target]:
-    found = []
+    found: list[Target] = []
     for name in ("zero1-fp16", "zero3-fp32", "zero1-bf16-pipeline"):
         with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
             files = {member.name: member.size for member in archive.getmembers() if member.isfile()}
         wanted = [file for file in sorted(files) if file.endswith((".pt", "latest"))]
-        for file in wanted[:1] + wanted[-1:]:
-            found.append(
-                folder_target(
-                    f"{P}.converters.registry:open_checkpoint",
-                    _deepspeed(name),
-                    file=file,
-                    label=f"deepspeed-{name}-{Path(file).stem}",
-                    call=_open_with_optimizer,
-                    more_readers=(f"{P}.converters.deepspeed:open_deepspeed", f"{P}.converters.zero:read_zero"),
-                )
+        found.extend(
+            folder_target(
+                f"{P}.converters.registry:open_checkpoint",
+                _deepspeed(name),
+                file=file,
+                label=f"deepspeed-{name}-{Path(file).stem}",
+                call=_open_with_optimizer,
+                more_readers=(f"{P}.converters.deepspeed:open_deepspeed", f"{P}.converters.zero:read_zero"),
             )
+            for file in wanted[:1] + wanted[-1:]
+        )
     return found
 
 
@@ -213,6 +227,19 @@ OPTIONS = {
 }
 _MANIFEST = bytes_target(f"{P}.formats.checkpoint:parse_manifest", _manifest, call=lambda parse, data: parse(data, "m"))
 
+
+def _legacy_target(label: str, call: Callable[[Any, Path], None]) -> Target:
+    return folder_target(
+        f"{P}.converters.registry:open_checkpoint",
+        _legacy,
+        file="iter_0000008/mp_rank_00/model_optim_rng.pt",
+        label=label,
+        call=call,
+        more_readers=(f"{P}.megatron.read:open_legacy", f"{P}.megatron.arguments:read_args"),
+    )
+
+
+_DCP_COMMON = folder_target(f"{P}.converters.registry:open_checkpoint", _dcp, file="common.pt", label="dcp-common")
 TARGETS = [
     *document_targets(P),
     _MANIFEST,
@@ -245,9 +272,7 @@ TARGETS = [
         )
         for label, file in (("config", "config.json"), ("weights", "model.safetensors"))
     ),
-    folder_target(
-        f"{P}.huggingface.files:read_tensors", _sharded, file="model.safetensors.index.json", label="index"
-    ),
+    folder_target(f"{P}.huggingface.files:read_tensors", _sharded, file="model.safetensors.index.json", label="index"),
     folder_target(f"{P}.huggingface.files:read_config", _hugging_face, file="config.json", label="json"),
     folder_target(
         f"{P}.huggingface.files:read_generation_config", _hugging_face, file="generation_config.json", label="json"
@@ -266,17 +291,8 @@ TARGETS = [
         label="vocabulary",
         call=_tokenizer_files,
     ),
-    *(
-        folder_target(
-            f"{P}.converters.registry:open_checkpoint",
-            _legacy,
-            file="iter_0000008/mp_rank_00/model_optim_rng.pt",
-            label=f"legacy{suffix}",
-            call=call,
-            more_readers=(f"{P}.megatron.read:open_legacy", f"{P}.megatron.arguments:read_args"),
-        )
-        for suffix, call in (("", _open), ("-optimizer", _open_with_optimizer))
-    ),
+    _legacy_target("legacy", _open),
+    _legacy_target("legacy-optimizer", _open_with_optimizer),
     folder_target(
         f"{P}.converters.registry:open_checkpoint",
         _legacy,
@@ -291,15 +307,28 @@ TARGETS = [
             label=f"dcp-{label}",
             more_readers=(f"{P}.converters.torch_dcp:read_dcp", f"{P}.converters.torch_dcp:open_dcp"),
         )
-        for label, file in (("metadata", ".metadata"), ("common", "common.pt"), ("tensors", "__0_0.distcp"))
+        for label, file in (("metadata", ".metadata"), ("tensors", "__0_0.distcp"))
     ),
+    _DCP_COMMON,
     *_deepspeed_targets(),
+    *(
+        repacked(target, pack_pickle, unpack_pickle)
+        for target in (
+            file_target(f"{P}.torch_save.reader:open_torch", _torch_files, file="model.pt", call=_open_torch),
+            _legacy_target("legacy-optimizer", _open_with_optimizer),
+            _DCP_COMMON,
+            *(target for target in _deepspeed_targets() if not target.name.endswith("latest")),
+        )
+    ),
+    repacked(
+        file_target(f"{P}.io.safetensors:read_index", _safetensors, file="model.safetensors"),
+        pack_header,
+        unpack_header,
+    ),
     file_target(
         f"{P}.converters.llama2c:read_llama2c", _llama2c, file="model.bin", call=lambda read, path: read(path, 1)
     ),
-    file_target(
-        f"{P}.cli.megatron_tools:_vocabulary", lambda _folder: [b'{"a": 0, "b": 1}'], file="vocab.json"
-    ),
+    file_target(f"{P}.cli.megatron_tools:_vocabulary", lambda _folder: [b'{"a": 0, "b": 1}'], file="vocab.json"),
     text_target(f"{P}.cli.options:parse_bytes", ["5GB", "1.5MB", "1024"]),
     text_target(f"{P}.maps.axes:parse_axes", ["[3 h d] w", "h (3 d) -> d", "a b"], errors=(ValueError,)),
     *(command_target(P, click_command(f"{P}.cli", "app", name), name, [line]) for name, line in OPTIONS.items()),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -142,3 +144,56 @@ def click_command(module: str, attribute: str, *names: str) -> Callable[[], Any]
         return made["command"]
 
     return get
+
+
+def constant(*values: bytes) -> Callable[[Path], list[bytes]]:
+    """Seeds that need no folder."""
+    return lambda _folder: list(values)
+
+
+def repacked(target: Target, pack: Callable[[bytes, bytes], bytes], unpack: Callable[[bytes], bytes]) -> Target:
+    """A target whose input is a part of its file, which is packed again with correct lengths and checksums.
+
+    Args:
+        target: the target; it reads whole files.
+        pack: returns a file with another part, from the file and the part.
+        unpack: returns the part of a file.
+    """
+    files: list[tuple[bytes, int]] = []
+
+    def seeds(folder: Path) -> list[bytes]:
+        found = [seed for seed in target.seeds(folder) if seed[:4] == b"PK\3\4" or pack is pack_header]
+        parts = [unpack(file) for file in found]
+        files[:] = [(file, len(part)) for file, part in zip(found, parts, strict=True)]
+        return parts
+
+    def run(data: bytes, folder: Path) -> None:
+        file, _ = min(files, key=lambda each: abs(each[1] - len(data)))
+        target.run(pack(file, data), folder)
+
+    return Target(name=f"{target.name}-repacked", run=run, seeds=seeds, readers=target.readers, errors=target.errors)
+
+
+def unpack_pickle(file: bytes) -> bytes:
+    """The pickle of a file of ``torch.save``."""
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def pack_pickle(file: bytes, data: bytes) -> bytes:
+    """A file of ``torch.save`` with another pickle."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(file)) as archive, zipfile.ZipFile(target, "w") as packed:
+        for name in archive.namelist():
+            packed.writestr(zipfile.ZipInfo(name), data if name.endswith("/data.pkl") else archive.read(name))
+    return target.getvalue()
+
+
+def unpack_header(file: bytes) -> bytes:
+    """The JSON header of a safetensors file."""
+    return file[8 : 8 + int.from_bytes(file[:8], "little")].rstrip()
+
+
+def pack_header(file: bytes, data: bytes) -> bytes:
+    """A safetensors file with another header and its correct length."""
+    return len(data).to_bytes(8, "little") + data + file[8 + int.from_bytes(file[:8], "little") :]

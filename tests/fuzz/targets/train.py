@@ -1,11 +1,13 @@
 """Parsers of ``dynmo_train``: command lines of Megatron and DeepSpeed, configurations, data, records of a run."""
 
+# Seeds are lines as other programs write them.
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from tests.fuzz.targets.ckpt import _native, _safetensors
 from tests.fuzz.targets.common import (
     click_command,
     click_errors,
-    command_target,
+    constant,
     document_targets,
     folder_target,
+    pack_header,
+    repacked,
     resealed,
     split_words,
+    unpack_header,
 )
 from tests.fuzz.targets.tools import HTML, _sentence_piece, _tokenizer_json  # noqa: F401
 from tests.paths import CONTRACTS, ROOT
@@ -204,7 +209,14 @@ def _records(kind: str) -> list[bytes]:
         )
         return [coordinator.encode_record(record).encode()]
     beat = heartbeat.Heartbeat(
-        pid=1, step=2, phase=heartbeat.Phase(1), microbatch=0, since_ns=5, is_cold=False, limit_s=60.0, median_step_s=0.5
+        pid=1,
+        step=2,
+        phase=heartbeat.Phase(1),
+        microbatch=0,
+        since_ns=5,
+        is_cold=False,
+        limit_s=60.0,
+        median_step_s=0.5,
     )
     state = watchdog.RankState(rank=0, beat=beat, **STATE)
     return [node_watch.encode_states([state], 1).encode()]
@@ -260,8 +272,12 @@ def _state_copy(read: Any, data: bytes) -> None:
         copy.entry(item)
 
 
-def _csv(read: Any, path: Path) -> None:
-    read(path)
+def _read_rows(task: str, read: Any, path: Path) -> None:
+    read(task, path)
+
+
+def _record_seeds(kind: str, _folder: Path) -> list[bytes]:
+    return _records(kind)
 
 
 def _race_folder(read: Any, path: Path) -> None:
@@ -299,7 +315,11 @@ TEXTS: list[tuple[str, list[str], Any]] = [
     ("launch.job_script:parse_exports", ["A=1 B=x"], lambda p, t: p(t.split(" "))),
     ("launch.options:parse_node_range", ["1:4", "2"], lambda p, t: p("--nnodes", t)),
     ("evaluation.lm_eval_data:parse_tasks", ["lambada,piqa"], None),
-    ("cli.explain_flags.command_help:parse_help", ["Usage: x\n  --num-layers INTEGER  Layers.\n  -p, --port N  Port.\n"], None),
+    (
+        "cli.explain_flags.command_help:parse_help",
+        ["Usage: x\n  --num-layers INTEGER  Layers.\n  -p, --port N  Port.\n"],
+        None,
+    ),
 ]
 
 _MANIFEST = bytes_target(
@@ -314,6 +334,9 @@ def _manifest_of(folder: Path) -> bytes:
     return (folder / "c" / "manifest.json").read_bytes()
 
 
+_HEADER = bytes_target(
+    f"{P}.formats.checkpoint.shards:decode_header", _safetensors, call=_shard_header, errors=(ValueError,)
+)
 TARGETS = [
     *document_targets(P),
     file_target(f"{P}.formats.plan:read_plan", PLANS, file="plan.json"),
@@ -329,20 +352,30 @@ TARGETS = [
         call=lambda read, path: read(path, {"layers.0.mlp": 3}, 2, 2),
     ),
     file_target(f"{P}.formats.step_digests:read_step_digests", _digests, file="digests.jsonl"),
-    file_target(f"{P}.formats.dataset:read_sidecar", fixtures(CONTRACTS, "dataset/valid/*.json"), file="data.json",
-                call=lambda read, path: read(str(path.with_suffix("")))),
-    file_target(f"{P}.formats.indexed:open_indexed", fixtures(CONTRACTS, "indexed/valid/*.idx"), file="data.idx",
-                call=_indexed),
+    file_target(
+        f"{P}.formats.dataset:read_sidecar",
+        fixtures(CONTRACTS, "dataset/valid/*.json"),
+        file="data.json",
+        call=lambda read, path: read(str(path.with_suffix(""))),
+    ),
+    file_target(
+        f"{P}.formats.indexed:open_indexed", fixtures(CONTRACTS, "indexed/valid/*.idx"), file="data.idx", call=_indexed
+    ),
     file_target(f"{P}.formats.profile:next_segment", PROFILES, file="profile.jsonl"),
     _MANIFEST,
     resealed(_MANIFEST),
-    bytes_target(f"{P}.formats.checkpoint.shards:decode_header", _safetensors, call=_shard_header, errors=(ValueError,)),
+    _HEADER,
+    repacked(_HEADER, pack_header, unpack_header),
     *(
         target
         for file, label in (("manifest.json", "manifest"), ("model-p000-t00.safetensors", "shard"))
         for target in [
             folder_target(
-                f"{P}.formats.checkpoint.reader:open_checkpoint", _native, file=file, label=label, call=_checkpoint_weights
+                f"{P}.formats.checkpoint.reader:open_checkpoint",
+                _native,
+                file=file,
+                label=label,
+                call=_checkpoint_weights,
             )
         ]
     ),
@@ -366,10 +399,14 @@ TARGETS = [
     ),
     file_target(f"{P}.pipeline.emulation_trace:read_trace", PROFILES, file="profile.jsonl", call=_trace),
     file_target(
-        f"{P}.dynamics.tuning:read_sparse_table", lambda _: [b'{"thresholds": {"csr": 0.85, "block32": 0.5}}'], file="t.json"
+        f"{P}.dynamics.tuning:read_sparse_table",
+        lambda _: [b'{"thresholds": {"csr": 0.85, "block32": 0.5}}'],
+        file="t.json",
     ),
     text_target(f"{P}.config.resolve:parse_config_file", TOMLS, call=_resolve_file),
-    text_target(f"{P}.cli.explain_flags.script_commands:read_torchtitan", TORCHTITAN, call=_titan, errors=(ValueError,)),
+    text_target(
+        f"{P}.cli.explain_flags.script_commands:read_torchtitan", TORCHTITAN, call=_titan, errors=(ValueError,)
+    ),
     text_target(f"{P}.cli.explain_flags.script_commands:read_script", SCRIPTS, call=_explain),
     file_target(
         f"{P}.config.deepspeed:read_deepspeed",
@@ -387,9 +424,7 @@ TARGETS = [
     file_target(f"{P}.launch.hostfile:read_hostfile", lambda _: HOSTS, file="hostfile"),
     text_target(f"{P}.launch.hostfile:parse_hostfile", HOSTS, call=lambda parse, text: parse(text, "hostfile")),
     *(
-        bytes_target(
-            f"{P}.launch.{module}", (lambda kind: lambda _: _records(kind))(kind), call=call, errors=(ValueError,)
-        )
+        bytes_target(f"{P}.launch.{module}", partial(_record_seeds, kind), call=call, errors=(ValueError,))
         for module, kind, call in (
             ("continuation:decode_notice", "notice", None),
             ("coordinator:decode_record", "record", None),
@@ -404,14 +439,23 @@ TARGETS = [
         file="failure.json",
     ),
     *(
-        file_target(
-            f"{P}.data.tokenizer:open_tokenizer", seeds, file=file, label=label, call=_tokenizer(kind, **more)
-        )
+        file_target(f"{P}.data.tokenizer:open_tokenizer", seeds, file=file, label=label, call=_tokenizer(kind, **more))
         for kind, label, file, seeds, more in (
             ("HuggingFaceTokenizer", "hf", "tokenizer.json", _tokenizer_json, {}),
-            ("GPT2BPETokenizer", "vocab", "vocab.json", lambda _: [b'{"a": 0, "b": 1, "ab": 2}'], {"merges.txt": "a b\n"}),
-            ("GPT2BPETokenizer", "merges", "merges.txt", lambda _: [b"#version: 0.2\na b\n"],
-             {"vocab.json": '{"a": 0, "b": 1, "ab": 2}'}),
+            (
+                "GPT2BPETokenizer",
+                "vocab",
+                "vocab.json",
+                lambda _: [b'{"a": 0, "b": 1, "ab": 2}'],
+                {"merges.txt": "a b\n"},
+            ),
+            (
+                "GPT2BPETokenizer",
+                "merges",
+                "merges.txt",
+                lambda _: [b"#version: 0.2\na b\n"],
+                {"vocab.json": '{"a": 0, "b": 1, "ab": 2}'},
+            ),
             ("BertWordPieceCase", "bert", "vocab.txt", lambda _: [b"[UNK]\n[SEP]\na\n##b\n"], {}),
             ("WhitespaceVocab", "words", "words.json", lambda _: [b'{"a": 0, "<unk>": 1, "<eod>": 2}'], {}),
             ("SentencePieceTokenizer", "sentencepiece", "tokenizer.model", _sentence_piece, {}),
@@ -428,16 +472,14 @@ TARGETS = [
     file_target(f"{P}.data.tokenizer:read_vocabulary", lambda _: [b'{"a": 0, "b": 1}'], file="vocab.json"),
     file_target(f"{P}.data.finetune_dataset:read_mnli", lambda _: [MNLI], file="train.tsv"),
     file_target(f"{P}.data.finetune_dataset:read_race", lambda _: [RACE], file="a.txt", call=_race_folder),
-    file_target(
-        f"{P}.evaluation.lambada:read_passages", lambda _: [TASK_ROWS["lambada"]], file="lambada.jsonl"
-    ),
+    file_target(f"{P}.evaluation.lambada:read_passages", lambda _: [TASK_ROWS["lambada"]], file="lambada.jsonl"),
     *(
         file_target(
             f"{P}.evaluation.lm_eval_data:read_rows",
-            (lambda rows: lambda _: [rows])(rows),
+            constant(rows),
             file="rows.jsonl",
             label=task,
-            call=(lambda task: lambda read, path: read(task, path))(task),
+            call=partial(_read_rows, task),
         )
         for task, rows in TASK_ROWS.items()
     ),
