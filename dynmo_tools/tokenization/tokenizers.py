@@ -361,7 +361,10 @@ class SentencePieceTokenizer:
 
     def vocabulary(self) -> Mapping[str, int]:
         """All pieces and their ids."""
-        return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
+        try:
+            return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
+        except UnicodeDecodeError as error:
+            raise UsageError(f"not a SentencePiece model: a piece is not UTF-8: {error}") from error
 
 
 class FastSentencePieceTokenizer:

@@ -150,6 +150,12 @@ def _expert_profiles(_folder: Path) -> list[bytes]:
     return [b"".join(json.dumps(line).encode() + b"\n" for line in (header, *lines))]
 
 
+def _vary(parse: Any, text: str) -> None:
+    from dynmo_balance.analysis.sweep_axes import Axis
+
+    parse(text, {"microbatches": Axis(integers=True), "x-y": Axis(), "names": Axis(choices=("a", "b"))})
+
+
 def _loads(read: Any, path: Path) -> None:
     from dynmo_balance.formats.profile import read_profile
 
@@ -273,6 +279,7 @@ TARGETS = [
         ["2:8:2", "1,2,4", "0.1:0.9:0.1", "5"],
         call=lambda parse, text: parse(text, False),
     ),
+    text_target(f"{P}.analysis.sweep_axes:parse_vary", ["microbatches=4,8", "x-y=2:8:2", "names=a,b"], call=_vary),
     bytes_target(
         f"{P}.formats.profile:parse_profile",
         PROFILES,

@@ -242,6 +242,12 @@ def _legacy_target(label: str, call: Callable[[Any, Path], None]) -> Target:
 _DCP_COMMON = folder_target(f"{P}.converters.registry:open_checkpoint", _dcp, file="common.pt", label="dcp-common")
 TARGETS = [
     *document_targets(P),
+    file_target(
+        f"{P}.native.checkpoint:read_latest",
+        lambda _: [b"step-00000008\n"],
+        file="LATEST",
+        call=lambda read, path: read(path.parent),
+    ),
     _MANIFEST,
     resealed(_MANIFEST),
     file_target(f"{P}.io.safetensors:read_index", _safetensors, file="model.safetensors"),

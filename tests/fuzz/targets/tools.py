@@ -147,6 +147,7 @@ def _load_tokenizer(kind: str, engine: str, **names: str) -> Callable[[Any, Path
         files = {name: path.parent / file for name, file in names.items()}
         tokenizer = read(TokenizerFiles(kind=TokenizerType(kind), engine=Engine(engine), **files))
         tokenizer.encode_batch(["a ab b x", ""])
+        tokenizer.vocabulary()
 
     return call
 
@@ -240,6 +241,25 @@ def _work_formats() -> list[Target]:
         )
 
     return [target(name) for name in WORK_DOCUMENTS]
+
+
+def _match_settings() -> Any:
+    from dynmo_tools.config.settings import MatchSettings
+
+    return MatchSettings()
+
+
+def _fingerprints(folder: Path) -> list[bytes]:
+    from dynmo_tools.dedup.fingerprints import rules_of
+    from dynmo_tools.formats.workfiles import FINGERPRINTS
+
+    FINGERPRINTS.write(folder / "x.json", {**rules_of(_match_settings()), "documents": 0})
+    return [(folder / "x.json").read_bytes()]
+
+
+def _load_part(read: Any, path: Path) -> None:
+    (path.parent / "signatures.u32").write_bytes(b"")
+    read(path.parent, _match_settings())
 
 
 def _journal(_read: Any, path: Path) -> None:
@@ -424,6 +444,7 @@ TARGETS = [
     file_target(
         f"{P}.dedup.groups:read_removal_set", lambda _: [b'{"a": ["b", "c@10"]}\n{"d": []}\n'], file="groups.jsonl"
     ),
+    file_target(f"{P}.dedup.fingerprints:load_part", _fingerprints, file="header.json", call=_load_part),
     file_target(f"{P}.web.url_filter:read_list", lambda _: [b"# c\na.org\nB.com # x\n"], file="list.txt"),
     text_target(
         f"{P}.web.url_filter:drop_reason",

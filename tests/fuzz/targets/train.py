@@ -362,6 +362,12 @@ TARGETS = [
         f"{P}.formats.indexed:open_indexed", fixtures(CONTRACTS, "indexed/valid/*.idx"), file="data.idx", call=_indexed
     ),
     file_target(f"{P}.formats.profile:next_segment", PROFILES, file="profile.jsonl"),
+    file_target(
+        f"{P}.formats.checkpoint.writer:read_latest",
+        lambda _: [b"step-00000008\n"],
+        file="LATEST",
+        call=lambda read, path: read(path.parent),
+    ),
     _MANIFEST,
     resealed(_MANIFEST),
     _HEADER,
