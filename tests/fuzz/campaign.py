@@ -328,7 +328,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
     if options.engine == "atheris" and not has_atheris():
-        parser.error("--engine atheris: atheris is not installed; run: pip install atheris")
+        parser.error("--engine atheris: atheris is not installed; run: pip install 'dynmo-toolkit[fuzz]'")
     return options
 
 

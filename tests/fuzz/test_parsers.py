@@ -71,7 +71,7 @@ def test_every_parser_has_a_target_or_a_reason():
     assert sorted(EXEMPT.keys() & covered) == []
 
 
-@pytest.mark.skipif(not has_atheris(), reason="needs atheris: pip install atheris")
+@pytest.mark.skipif(not has_atheris(), reason="needs the extra fuzz")
 def test_atheris_executes_a_target(tmp_path):
     from tests.fuzz import campaign
 
