@@ -105,10 +105,8 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
     for numbers in (shape, span):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"{short_name(key)} has {short_repr(numbers)} in place of non-negative integers")
-    if len(span) != 2:
-        raise ValueError(f"{short_name(key)} has {len(span)} data_offsets; must have two")
-    array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + span[0])
-    if span[1] - span[0] != array.num_bytes:
+    array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + sum(span[:1]))
+    if len(span) != 2 or span[1] - span[0] != array.num_bytes:
         raise ValueError(
             f"{short_name(key)} has the offsets {short_repr(span)}; {dtype} {short_repr(shape)} takes "
             f"{array.num_bytes} bytes"

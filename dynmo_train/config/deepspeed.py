@@ -138,7 +138,7 @@ def _optimizer(content: Mapping[str, Any]) -> Found:
     given = dict(stated)
     if str(kind).lower() not in _OPTIMIZERS:
         rule = "must be Adam, AdamW, SGD or Muon: change it, or remove the section and give --optimizer"
-        message = f"is {short_repr(kind)}; {rule}"
+        message = f"is {kind if isinstance(kind, str) else short_repr(kind)}; {rule}"
         yield "optimizer", Problem("optimizer.type", "unsupported", message)
         return
     name, options = _OPTIMIZERS[str(kind).lower()]
@@ -162,7 +162,7 @@ def _curriculum(content: Mapping[str, Any]) -> Found:
         return
     kind = content.pop("curriculum_type", "seqlen")
     if kind != "seqlen":
-        message = f"is {short_repr(kind)}; must be seqlen"
+        message = f"is {kind if isinstance(kind, str) else short_repr(kind)}; must be seqlen"
         yield "curriculum", Problem("curriculum_learning.curriculum_type", "unsupported", message)
     content.pop("max_difficulty", None)  # --seq-length
     pace = content.pop("schedule_config", {})

@@ -232,6 +232,8 @@ class Campaign:
             row.executions += message.executions
             row.seconds += message.seconds
             child.task = None
+            if self.options.engine == "atheris":  # libFuzzer ends its process
+                child.restart()
         else:
             self.add(message)
         return []
