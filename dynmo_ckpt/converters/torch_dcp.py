@@ -140,7 +140,7 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
     except OSError as error:
         raise CorruptError(f"{source}: cannot be read: {error.strerror}") from error
     entries, places = _fields(tree, source)
-    locations = {(index.get("fqn"), _offset(index)): info for index, info in places}
+    locations = {(index["fqn"], _sizes(index.get("offset"))): info for index, info in places}
     tensors, other = {}, []
     for name, entry in entries.items():
         kind = entry.type.name if isinstance(entry, OpaquePickle) else ""
@@ -178,14 +178,10 @@ def _fields(tree: Any, source: str) -> tuple[dict[str, Any], list[tuple[dict[str
         for k, v in places.items()
         if isinstance(k, OpaquePickle) and isinstance(v, OpaquePickle)
     ]
-    if len(pairs) != len(places) or not all(isinstance(name, str) for name in entries):
+    names = [*entries, *(index.get("fqn") for index, _ in pairs)]
+    if len(pairs) != len(places) or not all(isinstance(name, str) for name in names):
         raise CorruptError(f"{source}: storage_data has entries that are not places of chunks")
     return entries, pairs
-
-
-def _offset(index: Mapping[str, Any]) -> tuple[int, ...] | None:
-    offset = index.get("offset")
-    return tuple(offset) if isinstance(offset, tuple | list) else None
 
 
 def _tensor(
