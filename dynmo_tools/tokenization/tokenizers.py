@@ -132,7 +132,7 @@ class HuggingFaceTokenizer:
             # A model that cannot encode unknown characters reports it only then.
             self._tokenizer.encode(UNKNOWN_TEXT, add_special_tokens=False)
         except BaseException as error:
-            # The library raises bare Exception, and its panics are no Exception.
+            # The library raises bare Exception, and its panics are not of this class.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UsageError(f"{definition.source}: the tokenizers library cannot read it: {error}") from error

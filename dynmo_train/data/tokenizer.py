@@ -169,7 +169,7 @@ def _hugging_face(named: TokenizerFiles) -> Tokenizer:
         # A model that cannot encode unknown characters reports it only then.
         inner.encode(UNKNOWN_TEXT, add_special_tokens=False)
     except BaseException as error:
-        # The library raises bare Exception, and its panics are no Exception.
+        # The library raises bare Exception, and its panics are not of this class.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "tokenizer.json" if named.kind == "HuggingFaceTokenizer" else named.kind
