@@ -44,7 +44,7 @@ class Options:
 
     Attributes:
         targets: names.
-        executions: of each target; None: as many as the time permits.
+        executions: of each target; None: until the deadline.
         deadline: of ``time.monotonic``; None: no limit.
         seed: of all inputs.
         engine: a key of ``ENGINES``.

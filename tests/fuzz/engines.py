@@ -103,7 +103,7 @@ def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, repo
 
     known: set[str] = set()
     started, count = time.process_time(), 0
-    wanted = task.end - task.begin
+    total = task.end - task.begin
 
     def one_input(data: bytes) -> None:
         nonlocal count
@@ -113,7 +113,7 @@ def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, repo
         if found is not None and found.place not in known:
             known.add(found.place)
             report(found)
-        if count >= wanted:
+        if count >= total:
             _finish(task, count, started, report)
             os._exit(0)
 

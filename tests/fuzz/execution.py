@@ -154,7 +154,7 @@ class Executor:
             return self._defect("memory", error, data)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - panics of Rust are no Exception
+        except BaseException as error:  # noqa: BLE001 - panics of Rust are not of the class Exception
             signal.setitimer(signal.ITIMER_PROF, 0)
             return self._defect("error", error, data)
         return None

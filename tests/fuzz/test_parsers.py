@@ -54,7 +54,7 @@ def test_parser_of_damaged_input_raises_only_documented_errors(executor, tmp_pat
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REGRESSIONS.iterdir()))
-def test_parser_of_an_input_that_once_showed_a_defect_raises_a_documented_error(name, tmp_path):
+def test_input_that_once_showed_a_defect_raises_a_documented_error(name, tmp_path):
     made = Executor(TARGETS[name], tmp_path, LIMITS)
     made.warm_up()
     with quiet(), limited(LIMITS):

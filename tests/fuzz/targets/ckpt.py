@@ -189,7 +189,7 @@ def _deepspeed_targets() -> list[Target]:
     for name in ("zero1-fp16", "zero3-fp32", "zero1-bf16-pipeline"):
         with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
             files = {member.name: member.size for member in archive.getmembers() if member.isfile()}
-        wanted = [file for file in sorted(files) if file.endswith((".pt", "latest"))]
+        chosen = [file for file in sorted(files) if file.endswith((".pt", "latest"))]
         found.extend(
             folder_target(
                 f"{P}.converters.registry:open_checkpoint",
@@ -199,7 +199,7 @@ def _deepspeed_targets() -> list[Target]:
                 call=_open_with_optimizer,
                 more_readers=(f"{P}.converters.deepspeed:open_deepspeed", f"{P}.converters.zero:read_zero"),
             )
-            for file in wanted[:1] + wanted[-1:]
+            for file in chosen[:1] + chosen[-1:]
         )
     return found
 
