@@ -156,6 +156,8 @@ MAX_COUNT = (1 << 31) - 1
 MAX_INTEGER = (1 << 63) - 1
 ESCAPED = "backslashreplace"
 """How ``str.encode`` handles the lone surrogates of JSON text, which UTF-8 cannot hold: as the escapes of JSON."""
+MAX_DIGITS = 18
+"""Of an integer in a text: Python refuses to convert more than 4,300, and 64 bits have 19."""
 _TAIL_BYTES = 4096
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -173,6 +175,8 @@ def check_regular(path: Path) -> None:
             raise OSError(f"is {kind}; must be a regular file")
     except OSError as error:
         raise UnreadableError(path, error) from error
+    except ValueError as error:  # a name from a file: a NUL, or a lone surrogate
+        raise UnreadableError(path, OSError("is not a valid file name")) from error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -191,6 +195,22 @@ def open_regular(path: Path) -> BinaryIO:
         raise UnreadableError(path, error) from error
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a nonnegative integer of at most ``MAX_DIGITS`` decimal digits."""
+    return text.isdecimal() and len(text) <= MAX_DIGITS
+
+
+def finite_number(value: Any) -> float | None:
+    """A number of a document as a float; None for anything else: NaN, infinity, integers beyond the range of floats."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def size_problem(num_bytes: int, max_bytes: int) -> str:
     """What to report about a document of ``num_bytes`` where ``max_bytes`` is the limit; empty where it fits."""
     return f"has {num_bytes:,} bytes; the limit is {max_bytes:,}" if num_bytes > max_bytes else ""
@@ -205,8 +225,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """
     with open_regular(path) as handle:
         try:
-            found = size_problem(os.fstat(handle.fileno()).st_size, max_bytes)
-            payload = b"" if found else handle.read(max_bytes + 1)
+            size = os.fstat(handle.fileno()).st_size
+            found = size_problem(size, max_bytes)
+            # By the size of the file: ``read`` allocates what it is asked for, and limits are far above most files.
+            payload = b"" if found else handle.read(size + 1)
+            if len(payload) > size:  # it grows, or is a file of /proc, whose size is 0
+                payload += handle.read(max_bytes + 1 - len(payload))
         except OSError as error:
             raise UnreadableError(path, error) from error
     if found := found or size_problem(len(payload), max_bytes):

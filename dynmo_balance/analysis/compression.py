@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._common.document import is_count
 from .._common.errors import UsageError
 from ..costs.devices import Device
 from ..formats.profile import Header
@@ -81,7 +82,7 @@ def _worker_counts(question: CompressionOptions, workers: int) -> list[int | Non
         )
     if question.way == AUTO:
         return list(range(workers + 1))
-    if not question.way.isdigit() or not 1 <= int(question.way) <= workers:
+    if not is_count(question.way) or not 1 <= int(question.way) <= workers:
         raise UsageError(f"--selective-grad-comp-way {question.way!r}: must be auto or a number from 1 to {workers}")
     return [int(question.way)]
 

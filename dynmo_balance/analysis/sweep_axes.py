@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from .._common.errors import UsageError
 
 MAX_VALUES = 10_000
+MAX_VALUE = 10**15
 
 
 def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
@@ -20,7 +21,7 @@ def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
     # Decimal: in floats 0.7 / 0.1 is below 7, so 0:0.7:0.1 would end at 0.6.
     try:
         if ":" in text:
-            parts = [Decimal(part) for part in text.split(":")]
+            parts = [_decimal(part) for part in text.split(":")]
             if len(parts) not in (2, 3):
                 raise UsageError(f"{text!r}: has {len(parts)} parts; use first:last or first:last:step")
             first, last = parts[0], parts[1]
@@ -32,12 +33,19 @@ def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
                 raise UsageError(f"{text!r}: has {count} values; use at most {MAX_VALUES}")
             values = [first + step * index for index in range(count)]
         else:
-            values = [Decimal(part) for part in text.split(",")]
+            values = [_decimal(part) for part in text.split(",")]
     except InvalidOperation as error:
-        raise UsageError(f"{text!r}: must be numbers; use a,b,c or first:last:step") from error
+        raise UsageError(f"{text!r}: must be numbers below {MAX_VALUE:.0e}; use a,b,c or first:last:step") from error
     if integers and any(value != int(value) for value in values):
         raise UsageError(f"{text!r}: must be integers")
     return tuple(float(value) for value in values)
+
+
+def _decimal(text: str) -> Decimal:
+    value = Decimal(text)
+    if not value.is_finite() or abs(value) >= MAX_VALUE:
+        raise InvalidOperation
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

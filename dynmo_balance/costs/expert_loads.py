@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .._common.errors import UsageError
@@ -84,7 +84,8 @@ def has_tokens(step: Step) -> bool:
 
 
 def _counts(step: Step) -> dict[str, object]:
-    found = (step.x_counts or {}).get(METRIC)
+    counts = step.x_counts
+    found = counts.get(METRIC) if isinstance(counts, Mapping) else None
     return found if isinstance(found, dict) else {}
 
 

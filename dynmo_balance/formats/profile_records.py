@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._common.document import finite_number
+
 Samples = tuple[int | None, ...]
 """One value per item or worker; None was not sampled in this step, 0 did not run."""
 # Kinds of events after which layers cost what they did before. Any other kind, a foreign one too, changes costs.
@@ -138,7 +140,8 @@ class Header:
     @property
     def replica_bandwidth(self) -> int | None:
         """Bytes per second between replicas, if measured."""
-        found = (self.x_replica_link or {}).get("bandwidth_bytes_per_s")
+        link = self.x_replica_link
+        found = link.get("bandwidth_bytes_per_s") if isinstance(link, Mapping) else None
         return found if isinstance(found, int) and found > 0 else None
 
 
@@ -178,9 +181,9 @@ def with_speeds(header: Header, event: Event) -> Header:
     if not isinstance(ids, list) or not isinstance(speeds, list) or len(ids) != len(speeds):
         return header
     by_id = {
-        worker: float(speed)
-        for worker, speed in zip(ids, speeds, strict=True)
-        if isinstance(worker, int) and isinstance(speed, int | float) and speed >= MIN_RELATIVE_SPEED
+        worker: speed
+        for worker, speed in zip(ids, map(finite_number, speeds), strict=True)
+        if isinstance(worker, int) and speed is not None and speed >= MIN_RELATIVE_SPEED
     }
     workers = tuple(
         replace(worker, relative_speed=by_id.get(worker.worker, worker.relative_speed)) for worker in header.workers

@@ -14,7 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, parse_any_json, read_text
+from .._common.document import (
+    MAX_TABLE_BYTES,
+    finite_number,
+    parse_any_json,
+    read_text,
+)
 from .._common.errors import UsageError
 from ..costs.cost_window import ItemCosts
 from ..formats.plan import Plan
@@ -24,6 +29,8 @@ from ..planning.plan_builder import problem_of_run
 from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
 from .torch_traces import has_modules, layer_times
 
+MAX_US = 1e15
+"""Of a time in a trace: 30 years."""
 KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
 
@@ -52,7 +59,19 @@ def _events(text: str, source: str) -> list[Mapping[str, Any]]:
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise UsageError(f"{source}: contains no list of trace events; record it with torch.profiler")
-    return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    return [
+        event
+        for event in events
+        if isinstance(event, dict)
+        and event.get("ph") == "X"
+        and all(_is_time(event.get(key, 0)) for key in ("ts", "dur"))
+    ]
+
+
+def _is_time(value: Any) -> bool:
+    """Whether a value is a number of microseconds whose sums are exact enough, and finite."""
+    number = finite_number(value)
+    return number is not None and abs(number) < MAX_US
 
 
 def from_trace(
@@ -77,7 +96,7 @@ def from_trace(
     spent: dict[tuple[str, str], list[float]] = {}
     for event in events:
         item, _, kind = str(event.get("name", "")).rpartition(".")
-        if kind in KINDS and isinstance(event.get("dur"), int | float):
+        if kind in KINDS and "dur" in event:
             spent.setdefault((item, kind), []).append(float(event["dur"]))
     missing = [item.name for item in header.items if (item.name, "forward") not in spent]
     if missing:

@@ -11,7 +11,9 @@ plausible as one from the right shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ def from_hugging_face(config: Config, name: str, source: str) -> ModelSpec:
             **family.shape,
             **more,
         }
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{source}: a size of the {name} is not an integer: {error}") from error
     tied = whole["tie_word_embeddings"]
     spec = ModelSpec(family=name, tied=True if tied is None else bool(tied), **{**sizes, **fields})
@@ -98,6 +100,13 @@ def from_hugging_face(config: Config, name: str, source: str) -> ModelSpec:
 
 
 def _check_spec(spec: ModelSpec, source: str) -> None:
+    other = [
+        f"{each.name} {short_repr(getattr(spec, each.name))}"
+        for each in fields(spec)
+        if each.type == "int" and type(getattr(spec, each.name)) is not int
+    ]
+    if other:
+        raise UsageError(f"{source}: {', '.join(other)}: must be integers")
     if (
         max(spec.encoder_layers, spec.layers) > MAX_LAYERS
         or max(spec.experts, spec.head_size, spec.expert_ffn) > MAX_SIZE
@@ -140,7 +149,8 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
     missing = [f"{key}" for key, value in sizes.items() if value is None]
     if missing:
         raise UsageError(f"{source}: missing {', '.join(missing)}")
-    _check_whole(sizes, source)
+    counts = ("num_experts", "moe_top_k", "moe_router_topk", "sliding_window", "attention_window")
+    _check_whole({**sizes, **{key: config[key] for key in counts if config.get(key) is not None}}, source)
     bare, bert = name == "llama" or config.get("normalization") == "rmsnorm", name == "bert"
     positions = _first_value(
         config, "position_embedding", "position_embedding_type", default="rotary" if name == "llama" else "learned"
@@ -159,7 +169,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         kv_heads=_first_value(config, "num_key_value_heads", "num_query_groups", default=sizes["heads"]),
         head_size=_first_value(config, "head_dim", "kv_channels", default=sizes["hidden"] // sizes["heads"]),
         ffn=_first_value(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
-        vocabulary=_padded_vocabulary(config, sizes["vocabulary"]),
+        vocabulary=_padded_vocabulary(config, sizes["vocabulary"], source),
         sequence=_first_value(config, "seq_length", "max_position_embeddings", default=1024),
         gated=name == "llama" or config.get("activation") in ("swiglu", "geglu"),
         experts=experts,
@@ -187,12 +197,16 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
     return spec
 
 
-def _padded_vocabulary(config: Config, size: int) -> int:
+def _padded_vocabulary(config: Config, size: int, source: str) -> int:
     """The rows of the word table, which ``dynmo-train`` pads to a multiple."""
-    multiple = _first_value(config, "make_vocab_size_divisible_by", default=1) * _first_value(
-        config, "tensor_model_parallel_size", default=1
+    factors = [
+        _first_value(config, name, default=1) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+    ]
+    _check_whole(
+        dict(zip(("make_vocab_size_divisible_by", "tensor_model_parallel_size"), factors, strict=True)), source
     )
-    return int(-(-size // multiple) * multiple)
+    multiple: int = math.prod(factors)
+    return -(-size // multiple) * multiple
 
 
 def from_config(config: Config, source: str) -> ModelSpec:

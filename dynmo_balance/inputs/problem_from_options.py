@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from .._common.document import is_count
 from .._common.errors import UsageError
 from ..costs.cost_window import costs_for
 from ..formats.plan import CUSTOM, V_SCHEDULES, Plan
@@ -60,7 +61,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         UsageError: the text is not a size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(f"{text!r}: must be a size, in bytes or with one of kB, MB, GB, TB, KiB, MiB, GiB, TiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -73,7 +74,7 @@ def _parse_pins(source: ProfileSource, pins: tuple[str, ...]) -> tuple[tuple[int
     for pin in pins:
         name, _, stage = pin.rpartition(":")
         pinned = [at for at, item in enumerate(items) if name in (item.name, item.layer)]
-        if not pinned or not (stage.isascii() and stage.isdigit()):
+        if not pinned or not is_count(stage):
             raise UsageError(
                 f"--pin {pin!r}: must be NAME:STAGE with an item or a layer of the profile, such as {items[-1].name}:1"
             )
@@ -113,7 +114,7 @@ def order_of_plan(plan: Plan) -> Order | None:
     """The plan's own order of operations; None without one."""
     if plan.operations is None:
         return None
-    words = re.compile(r"(\d+)([FBIW])(\d+)")
+    words = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
     return tuple(
         tuple(Operation(int(stage), Kind(kind), int(microbatch)) for stage, kind, microbatch in words.findall(line))
         for line in plan.operations

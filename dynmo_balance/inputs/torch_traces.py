@@ -29,7 +29,7 @@ from typing import Any
 from .._common.errors import UsageError
 
 Event = Mapping[str, Any]
-_MODULE = re.compile(r"nn\.Module: (.+)_(\d+)")
+_MODULE = re.compile(r"nn\.Module: (.+)_(\d{1,9})")
 _BACKWARD = "autograd::engine::evaluate_function: "
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")

@@ -182,7 +182,7 @@ def _head_of_torchtitan(version: str | None) -> str:
     # lack its head.
     if version in (None, "main"):
         return "lm_head"
-    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version or "")
+    match = re.fullmatch(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", version or "")
     if match is None:
         raise UsageError(f"--target-version {version!r}: must be a release of torchtitan such as 0.2.2, or main")
     release = tuple(int(part or 0) for part in match.groups())
@@ -275,7 +275,7 @@ def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None
     """
     # ``compute_only``: torch's runtime adds sends and receives itself, from the stages' ranks.
     if plan.operations is not None:
-        found = 1 + max(int(number) for line in plan.operations for number in re.findall(r"[FBIW](\d+)", line))
+        found = 1 + max(int(number) for line in plan.operations for number in re.findall(r"[FBIW](\d{1,9})", line))
         if found != microbatches:
             raise UsageError(f"the plan's operations are for {found} microbatches, not {microbatches}")
         return "\n".join(",".join(line.split()) for line in plan.operations)

@@ -32,8 +32,9 @@ trajectory counts, where the imbalance is largest, not the mean over a run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,11 +231,15 @@ def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
         default = known[key].default if key in known else None
         if isinstance(default, bool) != isinstance(value, bool) and isinstance(default, bool | int | float):
             problems.append(f"{part}.{key} is {value!r}, must have the type of {default!r}")
-        elif isinstance(default, int | float) and not isinstance(value, int | float):
+        elif _is_numeric(known.get(key), default) and not isinstance(value, int | float):
             problems.append(f"{part}.{key} must be a number, is {value!r}")
     if problems:
         raise UsageError(f"{source}: {'; '.join(problems)}")
     return kind(**content)
+
+
+def _is_numeric(field: Field[Any] | None, default: Any) -> bool:
+    return isinstance(default, int | float) or (field is not None and field.type in ("int", "float"))
 
 
 def load_recipe(name: str, costs: Path | None = None) -> Recipe:
@@ -258,10 +263,10 @@ def load_recipe(name: str, costs: Path | None = None) -> Recipe:
     if unknown := sorted(content.keys() - _KEYS):
         raise UsageError(f"{path}: unknown keys {', '.join(unknown)}; the keys are {', '.join(sorted(_KEYS))}")
     technique = content.get("technique")
-    if technique not in TECHNIQUES:
+    if not isinstance(technique, str) or technique not in TECHNIQUES:
         raise UsageError(f"{path}: technique must be one of {', '.join(TECHNIQUES)}, is {technique!r}")
     model = _table(content, "model", path)
-    run = _from_table(BuildOptions, content.get("run", {}), str(path), "run")
+    run = _from_table(BuildOptions, _optional_table(content, "run", path), str(path), "run")
     device = str(content.get("device", "h100"))
     measured = _measured(content, costs, path)
     if measured is not None:
@@ -271,7 +276,7 @@ def load_recipe(name: str, costs: Path | None = None) -> Recipe:
         name=path.stem,
         technique=technique,
         published=content.get("published"),
-        assumptions=tuple(map(str, content.get("assumptions", ()))),
+        assumptions=_assumptions(content, path),
         device=device,
         spec=from_config(model, str(path)),
         run=run,
@@ -287,18 +292,17 @@ def _measured(content: Mapping[str, Any], costs: Path | None, path: Path) -> Mea
     if stated is None and costs is None:
         return None
     built_in = COSTS / f"{stated}.json"
-    table = costs or (built_in if built_in.is_file() else path.parent / str(stated))
-    exit_setting = content.get("exit", {})
-    if not isinstance(exit_setting, dict):
-        raise UsageError(f"{path}: [exit] must be a table")
+    table = costs or (built_in if os.path.isfile(built_in) else path.parent / str(stated))
+    exit_setting = _optional_table(content, "exit", path)
     measured = read_operator_costs(table)
     model = _table(content, "model", path)
+    experts = model.get("num_experts", 1)
     return MeasuredCosts(
         measured,
         max(measured.sequence_lengths),
         form=content.get("form"),
         exit_setting=exit_setting,
-        experts_per_token=model.get("moe_router_topk") if model.get("num_experts", 1) > 1 else None,
+        experts_per_token=model.get("moe_router_topk") if type(experts) is int and experts > 1 else None,
     )
 
 
@@ -317,7 +321,7 @@ def _of_table(measured: MeasuredCosts, content: Mapping[str, Any], path: Path) -
         "max_position_embeddings": measured.tokens,
     }
     run = {"micro_batch_size": table.micro_batch_size, "dtype": table.dtype}
-    model, stated_run = _table(content, "model", path), content.get("run", {})
+    model, stated_run = _table(content, "model", path), _optional_table(content, "run", path)
     if twice := sorted({*shape, "seq_length"} & model.keys()) + sorted({*run, "sequence"} & stated_run.keys()):
         raise UsageError(f"{path}: {', '.join(twice)}: the measured table has the shape of the model; remove them")
     return {**model, **shape}, _from_table(BuildOptions, {**stated_run, **run}, str(path), "run")
@@ -351,11 +355,25 @@ def _table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, An
     return table
 
 
+def _assumptions(content: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    stated = content.get("assumptions", [])
+    if not isinstance(stated, list):
+        raise UsageError(f"{path}: assumptions must be a list of texts")
+    return tuple(map(str, stated))
+
+
+def _optional_table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    table = content.get(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: [{name}] must be a table")
+    return table
+
+
 def _script(content: Mapping[str, Any], technique: str, path: Path) -> TrajectorySettings:
     steps = content.get("steps", 400)
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"{path}: steps must be a positive integer, is {steps!r}")
-    stated = dict(content.get("script", {}))
+    stated = dict(_optional_table(content, "script", path))
     model = _from_table(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
     values = {"steps": steps, "strength": DEFAULT_STRENGTH[technique], "seed": 1, **stated}
     trajectory: TrajectorySettings = replace(

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from .._common.console import Format
-from .._common.document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
+from .._common.document import (
+    MAX_INTEGER,
+    MAX_JOBS,
+    MAX_RANKS,
+    MAX_SIZE,
+    is_count,
+)
 from .._common.errors import UsageError
 from .._common.panel import Panel
 from ..converters import BUILTIN
@@ -330,6 +336,6 @@ def parse_bytes(text: str) -> int:
     # "B" is the last unit, because all others end with it.
     unit = next((unit for unit in units if upper.endswith(unit)), "")
     number = upper.removesuffix(unit).strip()
-    if not number.replace(".", "", 1).isdecimal():
+    if not is_count(number.replace(".", "", 1)):
         raise UsageError(f"{text!r}: not a size; give a number and B, KB, MB, GB or TB, such as 5GB")
     return max(1, int(float(number) * units.get(unit, 1)))

@@ -20,7 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .._common.document import read_word, short_repr
+from .._common.document import (
+    is_count,
+    read_word,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..io.errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
@@ -203,7 +207,7 @@ def _by_layer(
                 number, inner = tied, name.split(".", 2)[2]
             else:
                 prefix, _, inner = name.partition(".")
-                if not prefix.isdigit() or int(prefix) not in layers:
+                if not is_count(prefix) or int(prefix) not in layers:
                     raise CorruptError(f"{directory}: the optimizer has {short_name(name)}, which no layer file has")
                 number = int(prefix)
             found.setdefault(number, [{} for _ in parts])[rank][inner] = tensor

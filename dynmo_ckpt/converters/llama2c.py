@@ -70,15 +70,16 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
         ("freq_cis", False, (positions, width)),
         *([("output", False, (vocab, hidden))] if signed_vocab < 0 else []),
     ]
+    # The only proof that this is a file of llama2.c. Before the tensors are listed: a header may state 2**31 layers.
+    end = HEADER_BYTES + 4 * sum((layers if stacked else 1) * math.prod(shape) for _, stacked, shape in stacks)
+    if end != path.stat().st_size:
+        raise CorruptError(f"{path}: has {path.stat().st_size} bytes; its header requires {end}")
     tensors, at = {}, HEADER_BYTES
     for name, stacked, shape in stacks:
         for i in range(layers if stacked else 1):
             key = f"{name}.{i}" if stacked else name
             tensors[key] = as_tensor(StoredArray(path=path, key=key, dtype="F32", shape=shape, offset=at))
             at += 4 * math.prod(shape)
-    # The only proof that this is a file of llama2.c.
-    if at != path.stat().st_size:
-        raise CorruptError(f"{path}: has {path.stat().st_size} bytes; its header requires {at}")
     model = {
         "family": "llama",
         "num_layers": layers,

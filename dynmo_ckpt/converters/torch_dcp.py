@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._common.document import read_word, short_repr
+from .._common.document import (
+    is_count,
+    read_word,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions, WriteOptions
 from ..huggingface.files import read_config, read_generation_config
@@ -117,7 +121,7 @@ def _iterations(path: Path) -> list[str]:
     if not tracker.is_file():
         return []
     text = read_word(tracker)
-    return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if text.isdecimal() else []
+    return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if is_count(text) else []
 
 
 def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
@@ -136,7 +140,7 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
     except OSError as error:
         raise CorruptError(f"{source}: cannot be read: {error.strerror}") from error
     entries, places = _fields(tree, source)
-    locations = {(index.get("fqn"), _offset(index)): info for index, info in places}
+    locations = {(index["fqn"], _sizes(index.get("offset"))): info for index, info in places}
     tensors, other = {}, []
     for name, entry in entries.items():
         kind = entry.type.name if isinstance(entry, OpaquePickle) else ""
@@ -174,14 +178,10 @@ def _fields(tree: Any, source: str) -> tuple[dict[str, Any], list[tuple[dict[str
         for k, v in places.items()
         if isinstance(k, OpaquePickle) and isinstance(v, OpaquePickle)
     ]
-    if len(pairs) != len(places) or not all(isinstance(name, str) for name in entries):
+    names = [*entries, *(index.get("fqn") for index, _ in pairs)]
+    if len(pairs) != len(places) or not all(isinstance(name, str) for name in names):
         raise CorruptError(f"{source}: storage_data has entries that are not places of chunks")
     return entries, pairs
-
-
-def _offset(index: Mapping[str, Any]) -> tuple[int, ...] | None:
-    offset = index.get("offset")
-    return tuple(offset) if isinstance(offset, tuple | list) else None
 
 
 def _tensor(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,8 @@ def read_index(path: Path) -> Index:
         UnsupportedError: a type that DynMo does not read, such as float8.
     """
     try:
-        size = path.stat().st_size
         with open_file(path) as handle:
+            size = os.fstat(handle.fileno()).st_size
             length = handle.read(8)
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
@@ -99,12 +100,12 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
             f"{path}: {short_name(key)} has the type {dtype}; supported are {', '.join(DTYPE_BYTES)}. Convert it to "
             "one of these with the program that wrote it"
         )
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"{short_name(key)} has the type {short_repr(dtype)}; must be one of {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, span):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"{short_name(key)} has {short_repr(numbers)} in place of non-negative integers")
-    array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + span[0])
+    array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + sum(span[:1]))
     if len(span) != 2 or span[1] - span[0] != array.num_bytes:
         raise ValueError(
             f"{short_name(key)} has the offsets {short_repr(span)}; {dtype} {short_repr(shape)} takes "

@@ -19,7 +19,7 @@ from ..tensors.views import Tensor
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 # Transformer Engine's float8 scales, which are not weights.
 EXTRA_STATE = "_extra_state"
-LEGACY_LAYER = re.compile(r"language_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
+LEGACY_LAYER = re.compile(r"language_model\.encoder\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
 LAYER_PARTS = {
     "input_layernorm": "input_layernorm",
     "self_attention.query_key_value": "self_attention.linear_qkv",

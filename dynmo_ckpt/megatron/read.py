@@ -28,7 +28,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .._common.document import read_word, short_repr
+from .._common.document import (
+    is_count,
+    read_word,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..formats.choices import ReadOptions
 from ..io.errors import CorruptError, UnsupportedError, short_name, short_names
@@ -44,7 +48,7 @@ from .read_optimizer import OptimizerState, read_state
 from .training_progress import UNKNOWN_PROGRESS, TrainingProgress, read_progress
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d{1,9})\.")
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 MEGATRON_WEIGHT_DECAY = 0.01  # Megatron's default
 # The second name: with the distributed optimizer of April 2022 to May 2023, whose state has its own files.
@@ -128,7 +132,7 @@ def find_iteration(path: Path, step: int | None) -> Path:
             raise CorruptError(f"{path}: has neither mp_rank_* nor latest_checkpointed_iteration.txt")
         # `release` in place of a number: published or converted weights, without the state of a run.
         text = read_word(tracker)
-        if text != "release" and not text.isdecimal():
+        if text != "release" and not is_count(text):
             raise CorruptError(f"{tracker}: {text!r} must be a number or 'release'")
         name = text if text == "release" else f"iter_{int(text):07d}"
     else:
@@ -353,7 +357,11 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
     if not isinstance(tree, dict):
         raise CorruptError(f"{file.path}: has no dictionary")
     # By number, because "model10" sorts before "model2".
-    keys = ["model"] if "model" in tree else sorted((k for k in tree if re.fullmatch(r"model\d+", str(k))), key=_number)
+    keys = (
+        ["model"]
+        if "model" in tree
+        else sorted((k for k in tree if re.fullmatch(r"model\d{1,9}", str(k))), key=_number)
+    )
     if not keys:
         raise CorruptError(f"{file.path}: has no key 'model'; it has {short_repr(sorted(map(str, tree)))}")
     chunks = []

@@ -23,7 +23,7 @@ from .write_optimizer import mapped_moments, optimizer_tree
 
 # Megatron renamed them in January 2021, after version 3.0; loaders of version 3.0 read both.
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
-LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d{1,9})\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
 WORD = "language_model.embedding.word_embeddings.weight"
 

@@ -36,7 +36,7 @@ from .write_optimizer import MOMENTS, mapped_moments
 DATA_FILE = "__0_0.distcp"
 PACKAGE = "torch.distributed.checkpoint.metadata"
 FULLY = "fully_reshardable"
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

@@ -13,7 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from .. import __version__
-from .._common.document import envelope
+from .._common.document import (
+    envelope,
+    is_count,
+)
 from .._common.errors import UsageError
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
 from ..formats.checkpoint_rules import block_items, finest_items, model_blocks, model_items
@@ -100,7 +103,7 @@ def layer_counts(num_layers: int, num_stages: int, text: str | None) -> list[int
     if text is None:
         return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
     numbers = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() for number in numbers) or len(numbers) != num_stages:
+    if not all(is_count(number) for number in numbers) or len(numbers) != num_stages:
         raise UsageError(f"--partition {text!r}: must be {num_stages} numbers of layers, separated by commas")
     if sum(map(int, numbers)) != num_layers:
         raise UsageError(f"--partition {text!r}: must add up to the model's {num_layers} layers")

@@ -217,7 +217,8 @@ def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArr
     at, size = handle.tell(), path.stat().st_size
     storages = {}
     for key in keys:
-        ref = refs.get(str(key))
+        # Not of a list: lists that share lists have a text of exponential length.
+        ref = refs.get(str(key)) if isinstance(key, str | int) else None
         if ref is None:
             raise CorruptError(f"{path}: the storage {short_name(key)} belongs to no tensor")
         handle.seek(at)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from .._common.document import MAX_COUNT, MAX_SIZE
+from .._common.document import (
+    MAX_COUNT,
+    MAX_SIZE,
+    is_count,
+)
 from .._common.errors import UsageError
 from .options import setting
 
@@ -34,7 +39,7 @@ class ExtractWikiSettings:
     def __post_init__(self) -> None:
         """Refuse namespaces that are not numbers: no page would match."""
         for namespace in self.namespaces:
-            if not (namespace.isascii() and namespace.isdecimal()):
+            if not is_count(namespace):
                 raise UsageError(
                     f"--namespaces {namespace!r}: must be the number of a namespace, such as 0 for articles"
                 )
@@ -233,7 +238,7 @@ def parse_task(text: str) -> tuple[str, Path, tuple[str, ...]]:
         raise UsageError(f"--task {text!r} must have the form NAME=FILE or NAME=FILE:KEY")
     # A path may contain a colon: an existing file of the complete name counts, and a key has no slash.
     path, colon, key = rest.rpartition(":")
-    if not colon or "/" in key or Path(rest).exists():
+    if not colon or "/" in key or os.path.exists(rest):
         path, key = rest, ""
     keys = (key,) if key else TASK_KEYS.get(name)
     if keys is None:

@@ -17,7 +17,11 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from .._common.document import ESCAPED, short_repr
+from .._common.document import (
+    ESCAPED,
+    is_count,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..io.atomic_write import open_atomic
 from ..io.codecs import wrap_write
@@ -245,7 +249,7 @@ def _resolved_locations(names: Iterable[str]) -> Iterator[str]:
     real: dict[str, str] = {}
     for name in names:
         file, _, offset = name.rpartition("@")
-        if file and offset.isascii() and offset.isdigit():
+        if file and is_count(offset):
             if file not in real:
                 real[file] = os.path.realpath(file)
             yield f"{real[file]}@{offset}"

@@ -55,6 +55,21 @@ class _TextExtractor(HTMLParser):
         elif not self._skipped:
             self.lines[-1].append(data)
 
+    def parse_marked_section(self, i: int, report: bool = True) -> int:
+        """Skip ``<![...``; what Python's parser refuses there is a comment, as in browsers.
+
+        Args:
+            i: offset of ``<![``.
+            report: whether the section is handled.
+
+        Returns:
+            The offset after it; -1 where the page ends within.
+        """
+        try:
+            return super().parse_marked_section(i, report)
+        except AssertionError:
+            return self.parse_bogus_comment(i)
+
 
 def extract_text(html: str) -> tuple[str, str]:
     """Extract the title and the text of a page.

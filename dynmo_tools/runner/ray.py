@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._common.document import is_count
 from .._common.errors import DynmoError, MissingExtraError, UsageError
 from .task import Phase, Report, TaskFailedError, WorkerDiedError, run_task
 from .task_manifest import Job
@@ -90,7 +91,7 @@ def _token_hint() -> str:
 def probe(address: str) -> None:
     """Connect to ``HOST:PORT`` once and disconnect: Ray retries for minutes if nothing listens there."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdecimal():
+    if colon and is_count(port):
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
 
 

@@ -17,7 +17,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .._common.document import (
+    MAX_CONFIG_BYTES,
+    parse_toml,
+    read_text,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..config.options import files_of, from_mapping, parse_assignment
 from ..formats.workfiles import PIPELINE
@@ -84,16 +89,18 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
     unknown = sorted(set(document) - {"pipeline", "step"})
     if unknown:
         raise UsageError(f"{source}: unknown keys {', '.join(unknown)}; a recipe has [pipeline] and [[step]] tables")
-    header = document.get("pipeline", {})
+    header, listed = _tables(document, source)
     if strange := sorted(set(header) - {"input", "prefix"}):
         raise UsageError(f"{source}: unknown keys {', '.join(strange)} in [pipeline]; known keys are input, prefix")
     tables: dict[str, dict[str, Any]] = {}
     runs: dict[str, str] = {}
-    for number, table in enumerate(document.get("step", []), 1):
+    for number, table in enumerate(listed, 1):
         run = table.pop("run", None)
-        if run not in steps():
+        if not isinstance(run, str) or run not in steps():
             raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(steps())}")
         name = table.pop("name", run)
+        if not isinstance(name, str):
+            raise UsageError(f"{source}: step {number} has the name {short_repr(name)}; must be a text")
         if name in tables:
             raise UsageError(f'{source}: two steps are named {name!r}; rename one with name = "..."')
         tables[name], runs[name] = table, run
@@ -106,13 +113,30 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
         # A recipe may spell a key with either sign; both spellings together would be two values of one setting.
         tables[name].pop(key.replace("-", "_"), None)
         tables[name][key.replace("_", "-")] = value
-    inputs = header.get("input", [])
+    inputs, prefix = _inputs(header, source)
     return Recipe(
         source=source,
-        inputs=tuple([inputs] if isinstance(inputs, str) else inputs),
-        prefix=header.get("prefix", "data"),
+        inputs=inputs,
+        prefix=prefix,
         steps=tuple(RecipeStep(name=n, step=steps()[runs[n]].check(), values=v) for n, v in tables.items()),
     )
+
+
+def _inputs(header: Mapping[str, Any], source: str) -> tuple[tuple[str, ...], str]:
+    """Inputs and prefix of ``[pipeline]``."""
+    inputs, prefix = header.get("input", []), header.get("prefix", "data")
+    inputs = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(prefix, str) or not isinstance(inputs, list) or not all(isinstance(one, str) for one in inputs):
+        raise UsageError(f"{source}: input must be a text or a list of texts, and prefix a text")
+    return tuple(inputs), prefix
+
+
+def _tables(document: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """``[pipeline]`` and the ``[[step]]`` tables."""
+    header, listed = document.get("pipeline", {}), document.get("step", [])
+    if not isinstance(header, dict) or not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise UsageError(f"{source}: pipeline must be a table, [pipeline], and step an array of tables, [[step]]")
+    return header, listed
 
 
 def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Path:

@@ -20,6 +20,25 @@ from .._common.errors import UsageError
 
 # As in Megatron's BERT tokenizer; the default of the tokenizers library is 100, and longer words are [UNK].
 BERT_MAX_WORD_CHARACTERS = 200
+MAX_IDS = 1 << 20
+MAX_IDS_PER_TOKEN = 8
+"""An id is below the larger of ``MAX_IDS`` and this number per token: vocabularies have gaps, but not such."""
+
+
+def check_ids(ids: Mapping[str, Any]) -> None:
+    """Refuse ids that are not integers from 0 on, and ids far beyond the number of tokens.
+
+    The libraries allocate memory up to the largest id: one token with the id 2**31 - 1 would take 32 GiB.
+
+    Raises:
+        ValueError: with the rule.
+    """
+    limit = max(MAX_IDS, MAX_IDS_PER_TOKEN * len(ids))
+    for token, number in ids.items():
+        if type(number) is not int or not 0 <= number < limit:
+            raise ValueError(
+                f"the id of {short_repr(token)} is {short_repr(number)}; must be an integer from 0 to {limit - 1:,}"
+            )
 
 
 def ids_of(definition: str, source: str) -> dict[str, int]:
@@ -34,8 +53,7 @@ def ids_of(definition: str, source: str) -> dict[str, int]:
         if isinstance(vocabulary, list):  # unigram: [piece, score] pairs in the order of their ids
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         ids = {**vocabulary, **{token["content"]: token["id"] for token in document.get("added_tokens") or ()}}
-        if not all(type(number) is int for number in ids.values()):
-            raise TypeError("ids must be integers")
+        check_ids(ids)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{source}: not a tokenizer.json: {error!r}") from error
     return ids
@@ -100,8 +118,12 @@ def read_vocabulary(path: Path) -> dict[str, int]:
         vocabulary = parse_any_json(_text(path), MAX_TABLE_BYTES)
     except ValueError as error:
         raise UsageError(f"{path}: invalid JSON: {error}") from error
-    if not isinstance(vocabulary, dict) or not all(type(value) is int for value in vocabulary.values()):
+    if not isinstance(vocabulary, dict):
         raise UsageError(f"{path}: must be a JSON object of tokens and integer ids")
+    try:
+        check_ids(vocabulary)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
     return vocabulary
 
 

@@ -118,6 +118,10 @@ def from_lists(encoded: Sequence[Sequence[int]]) -> Encoded:
     )
 
 
+UNKNOWN_TEXT = "\U0010ffff"
+"""A character that no text has."""
+
+
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` on the ``tokenizers`` library."""
 
@@ -125,7 +129,12 @@ class HuggingFaceTokenizer:
         library = import_or_extra("tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_str(definition.text)
-        except Exception as error:
+            # A model that cannot encode unknown characters reports it only then.
+            self._tokenizer.encode(UNKNOWN_TEXT, add_special_tokens=False)
+        except BaseException as error:
+            # The library raises bare Exception, and its panics are not of this class.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UsageError(f"{definition.source}: the tokenizers library cannot read it: {error}") from error
         # A tokenizer.json may enable both for inference; a dataset needs every id and no padding.
         self._tokenizer.no_truncation()
@@ -352,7 +361,10 @@ class SentencePieceTokenizer:
 
     def vocabulary(self) -> Mapping[str, int]:
         """All pieces and their ids."""
-        return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
+        try:
+            return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
+        except UnicodeDecodeError as error:
+            raise UsageError(f"not a SentencePiece model: a piece is not UTF-8: {error}") from error
 
 
 class FastSentencePieceTokenizer:

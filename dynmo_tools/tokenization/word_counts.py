@@ -21,6 +21,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from .._common.errors import UsageError
+
 # The table is written when it reaches either limit: many short words, or few very long ones.
 MAX_WORDS_IN_MEMORY = 1 << 18
 MAX_BYTES_IN_MEMORY = 64 << 20
@@ -86,12 +88,23 @@ def read_blocks(path: Path, begin: int = 0, end: int | None = None, *, texts: bo
         begin: byte offset of the first block.
         end: byte offset after the last block; None is the end of the file.
         texts: read the bytes of the words; without them, only lengths and counts are read.
+
+    Raises:
+        UsageError: a block exceeds the file.
     """
     with open(path, "rb") as source:
         end = os.fstat(source.fileno()).st_size if end is None else end
         source.seek(begin)
         while source.tell() < end:
-            words, size = np.frombuffer(source.read(2 * _HEADER.itemsize), dtype=_HEADER).tolist()
+            header = source.read(2 * _HEADER.itemsize)
+            words, size = (
+                np.frombuffer(header, dtype=_HEADER).tolist() if len(header) == 2 * _HEADER.itemsize else (-1, 0)
+            )
+            left = end - source.tell() - words * (_LENGTH.itemsize + _COUNT.itemsize)
+            if words < 0 or not 0 <= size <= left:
+                raise UsageError(
+                    f"{path}: damaged: a block exceeds the file; remove the work folder and run the step again"
+                )
             lengths = np.frombuffer(source.read(words * _LENGTH.itemsize), dtype=_LENGTH)
             counts = np.frombuffer(source.read(words * _COUNT.itemsize), dtype=_COUNT)
             text = source.read(size) if texts else b""

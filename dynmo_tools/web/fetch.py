@@ -268,10 +268,20 @@ def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]
                 if _digest_of(line) != digest:
                     raise UsageError(f"{path}: journal of other URLs or rules; use --overwrite to start from scratch")
             else:
-                yield offset, parse_any_json(line, MAX_TABLE_BYTES)
+                yield offset, _journal_row(line, path)
             offset += len(line)
     if offset == 0:
         append_line(path, {"digest": digest})
+
+
+def _journal_row(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        row = parse_any_json(line, MAX_TABLE_BYTES)
+    except ValueError as error:
+        raise UsageError(f"{path}: damaged journal: {error}; use --overwrite to start from scratch") from error
+    if not isinstance(row, dict):
+        raise UsageError(f"{path}: damaged journal: a row must be an object; use --overwrite to start from scratch")
+    return row
 
 
 def _digest_of(line: bytes) -> str | None:

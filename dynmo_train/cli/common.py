@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from .._common.document import is_count
 from .._common.errors import MissingExtraError, UsageError
 from ..config.panels import CONFIGURATION
 
@@ -73,7 +74,7 @@ def world_size() -> int:
         UsageError: it is not a positive integer.
     """
     text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or text == "0":
+    if not is_count(text) or text == "0":
         raise UsageError(f"WORLD_SIZE={text!r}: must be a positive integer, the number of processes")
     return int(text)
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._common.console import Format, emit_json, emit_table, print_message
-from .._common.document import MAX_JOBS, MAX_SIZE, write_whole
+from .._common.document import (
+    MAX_JOBS,
+    MAX_SIZE,
+    is_count,
+    write_whole,
+)
 from .._common.errors import UsageError
 from .common import DeviceName, need_torch
 
@@ -106,7 +111,7 @@ def _lengths(text: str) -> tuple[int, ...]:
         UsageError: ``text`` is not a list of positive numbers.
     """
     parts = text.split(",")
-    if not all(part.isdecimal() and 0 < int(part) <= MAX_SIZE for part in parts):
+    if not all(is_count(part) and 0 < int(part) <= MAX_SIZE for part in parts):
         raise UsageError(f"--seq-lengths {text}: must be positive numbers, such as 512,2048")
     return tuple(int(part) for part in parts)
 

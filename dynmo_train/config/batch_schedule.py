@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .._common.document import is_count
 from .._common.errors import UsageError
 
 
@@ -156,7 +157,7 @@ def parse_ranges(flag: str, text: str) -> tuple[Range, ...]:
     found = []
     for part in text.split():
         begin, _, end = part.partition(":")
-        if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
+        if not (is_count(begin) and is_count(end) and int(begin) < int(end)):
             raise UsageError(f"{flag} {text!r}: must be BEGIN:END ranges of samples, BEGIN below END, such as 64:96")
         found.append((int(begin), int(end)))
     return merged_ranges(found)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._common.document import DocumentError, Problem, read_any_json
+from .._common.document import (
+    DocumentError,
+    Problem,
+    finite_number,
+    read_any_json,
+    short_repr,
+)
 from .._common.errors import UsageError
 from ..formats.os_errors import reason
 
@@ -83,6 +89,20 @@ def _mapped(content: Mapping[str, Any], names: Mapping[str, str]) -> Found:
         yield (names[key], value) if key in names else (f"?{key}", value)
 
 
+MAX_SCALE_POWER = 127
+"""float32 ends at 2**128."""
+POWERS = f"a number from 0 to {MAX_SCALE_POWER}"
+
+
+def _invalid(path: str, value: Any, rule: str) -> Problem:
+    return Problem(path, "type", f"must be {rule}, is {short_repr(value)}")
+
+
+def _number(path: str, value: Any) -> float | Problem:
+    number = finite_number(value)
+    return _invalid(path, value, "a number") if number is None else number
+
+
 def _half(content: Mapping[str, Any]) -> Found:
     content = dict(content)
     enabled = content.pop("enabled", False)
@@ -91,9 +111,11 @@ def _half(content: Mapping[str, Any]) -> Found:
     if enabled is True:
         yield "fp16", True
     if (scale := content.pop("loss_scale", 0)) not in (0, "auto"):
-        yield "loss_scale", float(scale)
+        yield "loss_scale", _number("fp16.loss_scale", scale)
     if (power := content.pop("initial_scale_power", "auto")) != "auto":
-        yield "initial_loss_scale", 2.0**power
+        exponent = finite_number(power)
+        is_valid = exponent is not None and 0 <= exponent <= MAX_SCALE_POWER
+        yield "initial_loss_scale", 2.0**power if is_valid else _invalid("fp16.initial_scale_power", power, POWERS)
     yield from _mapped(content, _HALF)
 
 
@@ -109,9 +131,14 @@ def _zero(content: Mapping[str, Any]) -> Found:
 
 
 def _optimizer(content: Mapping[str, Any]) -> Found:
-    kind, given = content.get("type", "Adam"), dict(content.get("params", {}))
+    kind, stated = content.get("type", "Adam"), content.get("params", {})
+    if not isinstance(stated, Mapping):
+        yield "optimizer", _invalid("optimizer.params", stated, "an object")
+        return
+    given = dict(stated)
     if str(kind).lower() not in _OPTIMIZERS:
-        message = f"is {kind}; must be Adam, AdamW, SGD or Muon: change it, or remove the section and give --optimizer"
+        rule = "must be Adam, AdamW, SGD or Muon: change it, or remove the section and give --optimizer"
+        message = f"is {kind if isinstance(kind, str) else short_repr(kind)}; {rule}"
         yield "optimizer", Problem("optimizer.type", "unsupported", message)
         return
     name, options = _OPTIMIZERS[str(kind).lower()]
@@ -123,8 +150,9 @@ def _optimizer(content: Mapping[str, Any]) -> Found:
             yield "optimizer", Problem(f"optimizer.params.{key}", "unsupported", message)
     betas = given.pop("betas", "auto")
     if betas != "auto":
-        yield "adam_beta1", betas[0]
-        yield "adam_beta2", betas[1]
+        is_pair = isinstance(betas, list) and len(betas) == 2
+        pair = betas if is_pair else [_invalid("optimizer.params.betas", betas, "a list of two numbers")] * 2
+        yield from zip(("adam_beta1", "adam_beta2"), pair[: 2 if is_pair else 1], strict=False)
     yield from ((name.replace("?", "?params."), value) for name, value in _mapped(given, options))
 
 
@@ -134,10 +162,14 @@ def _curriculum(content: Mapping[str, Any]) -> Found:
         return
     kind = content.pop("curriculum_type", "seqlen")
     if kind != "seqlen":
-        message = f"is {kind}; must be seqlen"
+        message = f"is {kind if isinstance(kind, str) else short_repr(kind)}; must be seqlen"
         yield "curriculum", Problem("curriculum_learning.curriculum_type", "unsupported", message)
     content.pop("max_difficulty", None)  # --seq-length
-    yield from _mapped(content.pop("schedule_config", {}), _PACE)
+    pace = content.pop("schedule_config", {})
+    if not isinstance(pace, Mapping):
+        yield "curriculum", _invalid("curriculum_learning.schedule_config", pace, "an object")
+        return
+    yield from _mapped(pace, _PACE)
     yield from _mapped(content, _CURRICULUM)
 
 

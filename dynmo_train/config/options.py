@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .._common.document import MAX_COUNT, Problem
+from .._common.document import (
+    MAX_COUNT,
+    Problem,
+    finite_number,
+    short_repr,
+)
 
 Source = Literal["default", "derived", "file", "flag", "command"]
 # What the value of an option refers to. At startup all processes compare their values, the datasets ("data"), and the
@@ -202,13 +207,13 @@ class OptionSpec:
         """Convert a value to the type of the option, and check its choices and bounds."""
         # TOML and JSON write 1 for 1.0.
         if self.kind is float and type(value) is int:
-            value = float(value)
+            value = math.inf if finite_number(value) is None else float(value)
         if self.declaration.words and not isinstance(value, bool | str):
             value = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         # Not ``isinstance``: a bool is an int in Python, and ``--num-layers true`` in a file must be an error.
         if type(value) is not self.kind:
             expected = _KIND_NAMES[self.kind]
-            return None, Problem(self.flag, "type", f"must be {expected}, is {value!r}")
+            return None, Problem(self.flag, "type", f"must be {expected}, is {short_repr(value)}")
         if self.choices and value not in self.choices:
             return None, Problem(self.flag, "choice", f"must be one of {', '.join(self.choices)}; is {value!r}")
         if isinstance(value, int | float):
@@ -220,7 +225,7 @@ class OptionSpec:
     def _within_bounds(self, value: float) -> tuple[Any, Problem | None]:
         limits, maximum = self.declaration, math.inf if self.maximum is None else self.maximum
         rules = (
-            (not math.isfinite(value), "finite"),
+            (isinstance(value, float) and not math.isfinite(value), "finite"),
             (limits.minimum is not None and value < limits.minimum, f"at least {limits.minimum}"),
             (limits.above is not None and value <= limits.above, f"above {limits.above}"),
             (value > maximum, f"at most {maximum:,}"),
@@ -228,7 +233,7 @@ class OptionSpec:
         )
         broken = [rule for is_broken, rule in rules if is_broken]
         if broken:
-            return None, Problem(self.flag, "range", f"must be {' and '.join(broken)}, is {value}")
+            return None, Problem(self.flag, "range", f"must be {' and '.join(broken)}, is {short_repr(value)}")
         return value, None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from .._common.document import is_count
 from .._common.errors import UsageError
 from .batch_schedule import BatchSizes
 
@@ -68,7 +69,7 @@ def batch_sizes_of(rampup: str | None, final: int) -> BatchSizes:
         return BatchSizes.constant(final)
     words = rampup.replace(",", " ").split()
     flag = f"--rampup-batch-size {rampup!r}"
-    if len(words) != 3 or not all(word.isdecimal() for word in words):
+    if len(words) != 3 or not all(is_count(word) for word in words):
         raise UsageError(f"{flag}: must be START INCREMENT SAMPLES, such as 16 16 5859375")
     start, increment, samples = map(int, words)
     if not 0 < start <= final or not increment or (final - start) % increment:
@@ -104,7 +105,7 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
     pairs: list[tuple[int, int]] = []
     for part in text.split(","):
         step, colon, layers = part.strip().partition(":")
-        if not (colon and step.isdecimal() and layers.isdecimal()):
+        if not (colon and is_count(step) and is_count(layers)):
             raise UsageError(f"{flag}: {part.strip()!r} {rule}")
         pairs.append((int(step), int(layers)))
     for before, after in pairwise(pairs):
@@ -120,8 +121,8 @@ def parse_counts(flag: str, text: str) -> tuple[int, ...]:
         UsageError: not positive integers.
     """
     words = text.replace(",", " ").split()
-    numbers = sorted({int(word) for word in words if word.isdecimal()})
-    if not words or len([word for word in words if word.isdecimal()]) < len(words) or numbers[0] < 1:
+    numbers = sorted({int(word) for word in words if is_count(word)})
+    if not words or len([word for word in words if is_count(word)]) < len(words) or numbers[0] < 1:
         raise UsageError(f"{flag} {text!r}: must be positive integers, such as 1 5 20")
     return tuple(numbers)
 
@@ -150,7 +151,7 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
         UsageError: not nonnegative integers in ascending order.
     """
     parts = [part.strip() for part in text.split(",")]
-    numbers = [int(part) for part in parts if part.isdecimal()]
+    numbers = [int(part) for part in parts if is_count(part)]
     if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
         raise UsageError(f"{flag} {text!r}: must be ascending block indices from 0, such as 3,7")
     return tuple(numbers)

@@ -74,7 +74,11 @@ def read_mnli(path: Path) -> list[Example]:
         UsageError: the file cannot be read, or a line has too few columns or an unknown label; names the line.
     """
     # Without quoting: GLUE has unbalanced quotation marks in its texts.
-    rows = [row for row in csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    reader = csv.reader(_lines(path), delimiter="\t", quoting=csv.QUOTE_NONE)
+    try:
+        rows = [row for row in reader if row]
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: {error}") from error
     if len(rows) < 2:
         raise UsageError(f"{path}: contains no pairs; must have a header and tab-separated lines")
     header = rows[0]

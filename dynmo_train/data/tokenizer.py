@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._common.document import MAX_TABLE_BYTES, DocumentError, read_any_json
+from .._common.document import (
+    MAX_SIZE,
+    MAX_TABLE_BYTES,
+    DocumentError,
+    read_any_json,
+    read_bytes,
+)
 from .._common.errors import MissingExtraError, UsageError
 from ..config.data import default_tokenizer_type
 from ..formats.os_errors import reason
@@ -16,6 +22,8 @@ from ..formats.os_errors import reason
 # Names of the end-of-document token, in order of preference.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")
 UNKNOWN_WORD = "<unk>"
+UNKNOWN_TEXT = "\U0010ffff"
+"""A character that no text has."""
 # File name in a checkpoint's ``tokenizer`` folder -> option, by tokenizer type; identifies the type of a folder.
 FOLDER_NAMES = {
     "HuggingFaceTokenizer": {"tokenizer.json": "--tokenizer-model"},
@@ -158,7 +166,12 @@ def _hugging_face(named: TokenizerFiles) -> Tokenizer:
             inner.normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
             inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
             inner.decoder = library.decoders.WordPiece()
-    except Exception as error:  # the library raises bare Exception
+        # A model that cannot encode unknown characters reports it only then.
+        inner.encode(UNKNOWN_TEXT, add_special_tokens=False)
+    except BaseException as error:
+        # The library raises bare Exception, and its panics are not of this class.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         kind = "tokenizer.json" if named.kind == "HuggingFaceTokenizer" else named.kind
         raise UsageError(f"{' and '.join(files)} is not a {kind}: {error}") from error
     highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -187,8 +200,20 @@ def _sentence_piece(path: Path) -> Tokenizer:
         to_text=lambda ids: str(model.decode(ids)),
         vocab_size=model.vocab_size(),
         eod=end if end >= 0 else None,
-        vocabulary=lambda: {model.id_to_piece(number): number for number in range(model.vocab_size())},
+        vocabulary=lambda: _pieces(model, path),
     )
+
+
+def _pieces(model: Any, path: Path) -> dict[str, int]:
+    """Ids by piece.
+
+    Raises:
+        UsageError: a piece is not UTF-8.
+    """
+    try:
+        return {model.id_to_piece(number): number for number in range(model.vocab_size())}
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a SentencePiece model: {error}") from error
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
@@ -204,9 +229,10 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     if (
         not isinstance(words, dict)
         or not words
-        or not all(type(value) is int and value >= 0 for value in words.values())
+        or not all(type(value) is int and 0 <= value < MAX_SIZE for value in words.values())
     ):
-        raise UsageError(f"{path} is not a JSON vocabulary: must be an object of words and ids")
+        rule = f"must be an object of words and ids from 0 to {MAX_SIZE - 1:,}"
+        raise UsageError(f"{path} is not a JSON vocabulary: {rule}")
     return words
 
 
@@ -227,6 +253,9 @@ def _whitespace(path: Path) -> Tokenizer:
     )
 
 
+MAX_VARINT_SHIFT = 63
+
+
 def count_pieces(model: bytes) -> int:
     """Count the pieces of a SentencePiece model without its library: the entries of field 1 of the protobuf message.
 
@@ -242,6 +271,8 @@ def count_pieces(model: bytes) -> int:
         value = shift = 0
         while True:
             byte = model[at]
+            if shift > MAX_VARINT_SHIFT:
+                raise ValueError(f"a number has more than 64 bits before byte {at}")
             value |= (byte & 0x7F) << shift
             at, shift = at + 1, shift + 7
             if byte < 0x80:
@@ -286,8 +317,8 @@ def _size(named: TokenizerFiles) -> int:
     if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
         path = named.files["tokenizer.model"]
         try:
-            return count_pieces(path.read_bytes())
-        except (OSError, ValueError) as error:
+            return count_pieces(read_bytes(path, MAX_TABLE_BYTES))
+        except (DocumentError, ValueError) as error:
             raise UsageError(f"{path} is not a SentencePiece model: {reason(error)}") from error
     if named.kind == "GPT2BPETokenizer":
         return max(read_vocabulary(named.files["vocab.json"]).values()) + 1

@@ -288,9 +288,12 @@ def read_sparse_table(path: Path) -> dict[str, float]:
     except DocumentError as error:
         raise UsageError(f"--sparse-table {path} cannot be read: {reason(error)}") from error
     thresholds = document.get("thresholds") if isinstance(document, dict) else None
-    numbers = thresholds.values() if isinstance(thresholds, dict) else ()
-    if not thresholds or not all(
-        isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= NEVER for n in numbers
+    if (
+        not isinstance(thresholds, dict)
+        or not thresholds
+        or not all(
+            isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= NEVER for n in thresholds.values()
+        )
     ):
         raise UsageError(
             f"--sparse-table {path} must hold an object 'thresholds' of rules and numbers from 0 to {NEVER:g}, as"

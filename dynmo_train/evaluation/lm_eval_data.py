@@ -156,7 +156,7 @@ def read_rows(task: str, path: Path) -> list[Row]:
             raise UsageError(f"{where}: {task} needs {', '.join(spec.columns)}; lacks {', '.join(missing)}")
         try:
             rows.append(spec.row(row) if spec.row is not None else row)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
             raise UsageError(f"{where}: is not a row of {task}: {error}") from error
     if not rows:
         raise UsageError(f"{path}: contains no rows; {task} needs {', '.join(spec.columns)}")

@@ -27,8 +27,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from .._common.document import parse_json
+from .._common.checks import array, integer, number, obj, string
 from .exit_status import describe_exit
+from .store_values import decode_value
 from .worker import GENERATION_VARIABLE
 
 if TYPE_CHECKING:
@@ -41,6 +42,16 @@ LIMIT_S = 120.0
 PREFIX = "continuation"
 # A worker waits for a notice as long as it runs.
 _FOREVER = timedelta(days=365)
+_NOTICE = obj(
+    {
+        "generation": integer(1),
+        "ranks": array(integer()),
+        "lost": array(integer()),
+        "sizes": array(integer(1)),
+        "cause": string(),
+        "since": number(0),
+    }
+)
 _TERMINATING = (-signal.SIGTERM, -signal.SIGINT)
 
 
@@ -71,8 +82,12 @@ def encode_notice(notice: Notice) -> str:
 
 
 def decode_notice(value: bytes) -> Notice:
-    """The inverse of :func:`encode_notice`."""
-    found = parse_json(value)
+    """The inverse of :func:`encode_notice`.
+
+    Raises:
+        DocumentError: it is not a notice of this version.
+    """
+    found = decode_value(value, _NOTICE, "a notice")
     return Notice(**found | {name: tuple(found[name]) for name in ("ranks", "lost", "sizes")})
 
 

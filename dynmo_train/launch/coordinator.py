@@ -25,6 +25,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from .._common.checks import array, integer, obj, string
+from .._common.console import print_message
+from .._common.document import MAX_INTEGER, DocumentError
 from .membership import (
     Incarnation,
     Limits,
@@ -44,6 +47,7 @@ from .membership import (
     restart_timeouts,
     without_members,
 )
+from .store_values import decode_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -51,6 +55,29 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 # Each node sends a heartbeat per period; at most 1,000 nodes per second, because the store has one thread.
 HEARTBEAT_S, NODES_PER_S = 1.0, 1000
+
+
+_RECORD = obj(
+    {
+        "kind": string(*RecordKind),
+        "name": string(),
+        "rank": integer(),
+        "processes": integer(),
+        "round": integer(),
+        "failures": array(array(integer(-MAX_INTEGER), 2, 2)),
+        "state": string(*NodeState),
+    }
+)
+_ROUND = obj(
+    {
+        "number": integer(),
+        "members": array(integer()),
+        "names": array(string()),
+        "processes": array(integer()),
+        "port": integer(),
+        "extra_flags": array(string()),
+    }
+)
 
 
 def heartbeat_period_s(max_nodes: int) -> float:
@@ -85,8 +112,12 @@ def encode_record(record: Record) -> str:
 
 
 def decode_record(value: bytes) -> Record:
-    """The record of a value in the store."""
-    found = json.loads(value)
+    """The record of a value in the store.
+
+    Raises:
+        DocumentError: it is not a record of this version.
+    """
+    found = decode_value(value, _RECORD, "a record")
     failures = tuple((rank, code) for rank, code in found["failures"])
     changed = {"kind": RecordKind(found["kind"]), "state": NodeState(found["state"]), "failures": failures}
     return Record(**{**found, **changed})
@@ -175,7 +206,14 @@ class Coordinator:
         if not present:
             return []
         self._unread = [number for number in self._unread if number not in set(present)]
-        return [decode_record(value) for value in self._store.multi_get([f"log/{number}" for number in present])]
+        records = []
+        for value in self._store.multi_get([f"log/{number}" for number in present]):
+            try:
+                records.append(decode_record(value))
+            except DocumentError as error:
+                # Its node sends no heartbeat that counts, and is lost like any other silent node.
+                print_message(f"ignored: {error}")
+        return records
 
     def _read_beats(self, membership: Membership) -> dict[str, int]:
         names = [node.name for node in membership.latest() if node.is_alive and node.name != self._name]
@@ -298,7 +336,11 @@ class Coordinator:
 
 
 def decode_round(value: bytes) -> Round:
-    """The round of a value in the store."""
-    found = json.loads(value)
+    """The round of a value in the store.
+
+    Raises:
+        DocumentError: it is not a round of this version.
+    """
+    found = decode_value(value, _ROUND, "a round")
     lists = {name: tuple(found[name]) for name in ("members", "names", "processes", "extra_flags")}
     return Round(number=found["number"], port=found["port"], **lists)

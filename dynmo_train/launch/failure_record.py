@@ -86,7 +86,7 @@ def read_failure(log: Path) -> FailureRecord | None:
         return FailureRecord(
             message=str(found["message"]), time_ns=int(found["time_ns"]), is_consequence=bool(found["is_consequence"])
         )
-    except (DynmoError, KeyError, TypeError, ValueError):
+    except (DynmoError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -221,7 +221,7 @@ def parse_page(content: bytes) -> Heartbeat | None:
     """The beat in the bytes of a page; None where no process has written it yet."""
     if len(content) < _PAGE_BYTES:
         return None
-    words = memoryview(content).cast("Q")
+    words = memoryview(content)[:_PAGE_BYTES].cast("Q")
     if not words[_PID]:
         return None
     count = min(words[_NUM_STEPS], _NUM_TIMES)

@@ -78,7 +78,7 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
         name, colon, listed = word.strip().partition(":")
         if name not in known:
             raise UsageError(f"{option}: {name!r}: must be a host of the hostfile: {', '.join(known)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", listed):
+        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", listed):
             raise UsageError(f"{option}: {word!r}: must be HOST or HOST:SLOT,SLOT")
         slots = tuple(int(slot) for slot in listed.split(",")) if colon else known[name]
         if missing := [slot for slot in slots if slot not in known[name]]:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from .._common.document import is_count
 from .._common.errors import UsageError
 
 # Environment variables of the published cluster examples, and the flags that they set.
@@ -103,7 +104,7 @@ def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environmen
     pairs = [word.partition("=") for word in arguments]
     words = [part for flag, _, value in pairs for part in (_dashed(flag), value) if part]
     threads = dict(pairwise(words)).get("--num-threads") or environment.get("OMP_NUM_THREADS", "1")
-    num_threads = int(threads) if threads.isdecimal() and int(threads) else 1
+    num_threads = int(threads) if is_count(threads) and int(threads) else 1
     return nproc * max(num_threads, GPU_PROCESS_CPUS if gpus else 1)
 
 

@@ -252,7 +252,7 @@ def parse_version(option: str, text: str) -> Version:
     Raises:
         UsageError: the text has another form.
     """
-    match = re.match(r"v?(\d+)\.(\d+)(?:[.+-].*)?$", text)
+    match = re.match(r"v?(\d{1,9})\.(\d{1,9})(?:[.+-].*)?$", text)
     if match is None:
         raise UsageError(f"{option} {text!r}: must be a version such as 1.31")
     return int(match[1]), int(match[2])

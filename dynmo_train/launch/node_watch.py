@@ -30,12 +30,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from .._common.checks import anything, array, boolean, integer, number, obj, string
 from .._common.console import print_message
-from .._common.document import parse_json
+from .._common.document import Problem, parse_json
 from .flight_recorder import NO_RECORDER, LastCollective, absent_ranks, parse_trace, request_trace, trace_path
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
+from .store_values import decode_value
 from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
 
 if TYPE_CHECKING:
@@ -112,11 +114,42 @@ def encode_states(states: list[RankState], num_unknown: int) -> str:
     return json.dumps([num_unknown, *(asdict(state) for state in states)])
 
 
+_STATE = obj(
+    {
+        "rank": integer(),
+        "host": string(),
+        "age_s": number(0),
+        "process": anything(),
+        "beat": obj(
+            {
+                **dict.fromkeys(("pid", "step", "microbatch", "since_ns"), integer()),
+                "phase": integer(0, max(Phase)),
+                "is_cold": boolean(),
+                **dict.fromkeys(("limit_s", "median_step_s"), number(0)),
+            }
+        ),
+    }
+)
+
+
+def _states(value: Any, path: str, problems: list[Problem]) -> None:
+    """Check what :func:`encode_states` writes: a number, and then an object per rank."""
+    before = len(problems)
+    array(anything(), 1)(value, path, problems)
+    if len(problems) == before:
+        integer()(value[0], f"{path}[0]", problems)
+        array(_STATE)(value[1:], path, problems)
+
+
 def decode_states(text: str) -> tuple[list[RankState], int]:
-    """The states of another node; the inverse of :func:`encode_states`."""
-    num_unknown, *rows = parse_json(text)
+    """The states of another node; the inverse of :func:`encode_states`.
+
+    Raises:
+        DocumentError: they are not those of this version.
+    """
+    num_unknown, *rows = decode_value(text, _states, "the states of ranks")
     beats = [Heartbeat(**row["beat"] | {"phase": Phase(row["beat"]["phase"])}) for row in rows]
-    return [RankState(**row | {"beat": beat}) for row, beat in zip(rows, beats, strict=True)], int(num_unknown)
+    return [RankState(**row | {"beat": beat}) for row, beat in zip(rows, beats, strict=True)], num_unknown
 
 
 def encode_traces(traces: dict[int, dict[str, LastCollective]]) -> str:

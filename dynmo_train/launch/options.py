@@ -12,7 +12,12 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.document import (
+    MAX_COUNT,
+    MAX_JOBS,
+    MAX_RANKS,
+    is_count,
+)
 from .._common.errors import UsageError
 from .._common.panel import Panel
 from .worker_start import WorkerStart
@@ -68,7 +73,7 @@ def parse_node_range(flag: str, text: str) -> tuple[int, int]:
         UsageError: the value has another form, or numbers out of range.
     """
     low, _, high = text.partition(":")
-    if not low.isdecimal() or not (high or low).isdecimal():
+    if not is_count(low) or not is_count(high or low):
         raise UsageError(f"{flag} {text!r}: must be N or MIN:MAX")
     min_nodes, max_nodes = int(low), int(high or low)
     if not 1 <= min_nodes <= max_nodes <= MAX_RANKS:

@@ -10,7 +10,12 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.document import (
+    MAX_COUNT,
+    MAX_JOBS,
+    MAX_RANKS,
+    is_count,
+)
 from .._common.errors import DynmoError, UsageError
 from .job_script import bash_array, check_word, export_lines, parse_exports, shell_words
 from .options import BatchJob, NodeCount, Output, ScriptFile, parse_node_range
@@ -135,10 +140,10 @@ def parse_het_group(text: str) -> HetGroup:
         UsageError: the value has another form, or numbers out of range.
     """
     words = text.split(":")
-    if len(words) not in (2, 3) or not words[0].isdecimal() or int(words[0]) < 1 or not all(words):
+    if len(words) not in (2, 3) or not is_count(words[0]) or int(words[0]) < 1 or not all(words):
         raise UsageError(f"--het {text!r}: must be NODES:PARTITION or NODES:PARTITION:GPUS")
     gpus = words[2] if len(words) == 3 else "0"
-    if not gpus.isdecimal():
+    if not is_count(gpus):
         raise UsageError(f"--het {text!r}: GPUS must be an integer, the number per node")
     if int(words[0]) > MAX_RANKS or int(gpus) > MAX_JOBS:
         raise UsageError(f"--het {text!r}: must have at most {MAX_RANKS:,} nodes with at most {MAX_JOBS:,} GPUs")

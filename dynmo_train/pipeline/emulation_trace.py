@@ -71,7 +71,10 @@ def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Emulatio
         raise DocumentError(str(path), [Problem("", "format", "has no header line of a profile")])
     header, lines = records[headers[-1]], records[headers[-1] + 1 :]
     problems = envelope_problems(header, FORMAT, VERSION)
-    found = [item.get("name") for item in header.get("items", []) if isinstance(item, dict)]
+    items = header.get("items")
+    found = [item.get("name") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    if not all(isinstance(name, str) for name in found):
+        problems.append(Problem("items", "type", "must have names, which are texts"))
     if not problems and set(found) != set(names):
         missing, more = [n for n in names if n not in found], [n for n in found if n not in set(names)]
         differences = "; ".join(

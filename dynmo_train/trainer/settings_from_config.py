@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from .._common.document import DocumentError, Problem
+from .._common.document import (
+    DocumentError,
+    Problem,
+    is_count,
+)
 from ..config import Config
 from ..config.extensions import technique_specs
 from ..config.validate import validate
@@ -183,7 +187,7 @@ def compression_settings(config: Config) -> CompressionSettings:
         feedback_within_step=not options.error_feedback_across_steps,
         replica_rank=options.grad_comp_rank if options.grad_comp else None,
         replica_warmup_steps=int(options.grad_comp_warm_up * config.training.train_iters),
-        replica_workers=int(workers) if workers is not None and workers.isdecimal() else None,
+        replica_workers=int(workers) if workers is not None and is_count(workers) else None,
         choose_workers=workers == "auto",
         fuse_ties=options.emb_comm_opt,
         check_error=options.check_orth_error_acti,

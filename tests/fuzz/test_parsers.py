@@ -1,99 +1,79 @@
-"""Damaged documents: each parser returns or raises an error of ours, and never anything else.
+"""Damaged inputs of every parser: it returns or raises a documented error, in bounded time and memory.
 
-A target reads bytes. Its corpus are the fixtures of its format. A mutation flips bits, cuts, repeats and splices bytes,
-and puts huge and unusual numbers in place of others. ``DYNMO_FUZZ_EXAMPLES`` sets the number of mutations per target.
+A short run of each target of ``targets/``; ``bin/fuzz`` is the long one. ``DYNMO_FUZZ_EXAMPLES`` sets the number of
+executions of each target. ``regressions/TARGET/`` has inputs that once showed a defect.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dynmo_balance._common.document import complete_lines, parse_json, parse_toml
-from dynmo_balance._common.errors import DynmoError
-from dynmo_balance.formats.plan import read_plan
-from dynmo_balance.formats.profile import LineParser, read_profile
-from dynmo_balance.online.profile_follower import ProfileFollower
-from tests.paths import CONTRACTS
+from tests.fuzz.engines import Done, Task, has_atheris, run_hypothesis, run_mutations
+from tests.fuzz.execution import Executor, Limits, Page, limited
+from tests.fuzz.parsers import EXEMPT, parsers
+from tests.fuzz.target import quiet
+from tests.fuzz.targets import load_targets
 
-EXAMPLES = int(os.environ.get("DYNMO_FUZZ_EXAMPLES", "150"))
-NUMBER = re.compile(rb"-?\d+(?:\.\d+)?")
-VALUES = (b"0", b"-1", b"1", b"1e999", b"NaN", b"9" * 30, b"9" * 5000, b"0.5", b"null", b'""', b"[]", b"{}", b"true")
-
-
-def mutate(data: bytes, corpus: list[bytes], numbers: random.Random) -> bytes:
-    """A damaged copy of a document."""
-    for _ in range(numbers.choice((1, 1, 2, 4))):
-        at = numbers.randrange(len(data) + 1)
-        kind = numbers.randrange(7)
-        if kind == 0 and at < len(data):
-            data = data[:at] + bytes([data[at] ^ (1 << numbers.randrange(8))]) + data[at + 1 :]
-        elif kind == 1:
-            data = data[:at] + data[at + numbers.randrange(1, 40) :]
-        elif kind == 2:
-            data = data[:at] + data[max(0, at - numbers.randrange(1, 200)) :]
-        elif kind == 3:
-            other = numbers.choice(corpus)
-            data = data[:at] + other[numbers.randrange(len(other) + 1) :]
-        elif kind == 4:
-            data = data[:at]
-        else:
-            found = list(NUMBER.finditer(data))
-            if found:
-                match = numbers.choice(found)
-                data = data[: match.start()] + numbers.choice(VALUES) + data[match.end() :]
-    return data
+EXAMPLES = int(os.environ.get("DYNMO_FUZZ_EXAMPLES", "20"))
+TARGETS = load_targets()
+REGRESSIONS = Path(__file__).parent / "regressions"
+LIMITS = Limits(seconds=10.0, memory_bytes=512 << 20)
 
 
-def follow(path: Path) -> None:
-    follower = ProfileFollower(path)
-    follower.poll()
-    follower.poll()
+@pytest.fixture
+def executor(request, tmp_path):
+    target = TARGETS[request.param]
+    if "parquet" in target.name:
+        pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    made = Executor(target, tmp_path, LIMITS)
+    made.warm_up()
+    return made
 
 
-def parse_lines(path: Path) -> None:
-    parser = LineParser()
-    for line in complete_lines(path.read_bytes()):
-        parser.parse(line)
+@pytest.mark.parametrize("executor", TARGETS, indirect=True)
+def test_parser_of_damaged_input_raises_only_documented_errors(executor, tmp_path):
+    with quiet():
+        accepted = []
+        for seed in executor.corpus:
+            try:
+                executor.target.run(seed, executor.folder)
+            except Exception as error:
+                if not executor.target.is_documented(error):
+                    raise
+            else:
+                accepted.append(seed)
+    assert accepted, "no seed is valid, so that mutations reach no rule behind the first"
+    messages = []
+    for engine, count in ((run_mutations, EXAMPLES + len(executor.corpus)), (run_hypothesis, EXAMPLES)):
+        task = Task(target=executor.target.name, begin=0, end=count, seed=0)
+        engine(task, executor, Page(tmp_path / "page"), LIMITS, messages.append)
+    assert [f"{defect.place}\n{defect.detail}" for defect in messages if not isinstance(defect, Done)] == []
 
 
-def expect_value_error(parse: Callable[[str], object]) -> Callable[[Path], None]:
-    """The parsers of text, whose callers turn a ``ValueError`` into an error of ours."""
-
-    def target(path: Path) -> None:
-        try:
-            parse(path.read_bytes().decode("utf-8", "surrogateescape"))
-        except ValueError:
-            return
-
-    return target
+@pytest.mark.parametrize("name", sorted(path.name for path in REGRESSIONS.iterdir()))
+def test_input_that_once_showed_a_defect_raises_a_documented_error(name, tmp_path):
+    made = Executor(TARGETS[name], tmp_path, LIMITS)
+    made.warm_up()
+    with quiet(), limited(LIMITS):
+        found = [made.execute(path.read_bytes()) for path in sorted((REGRESSIONS / name).glob("*.input"))]
+    assert found
+    assert [defect.detail for defect in found if defect is not None] == []
 
 
-TARGETS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "plan": (read_plan, "plan/valid/*.json"),
-    "profile": (read_profile, "profile/valid/*.jsonl"),
-    "profile lines": (parse_lines, "profile/valid/*.jsonl"),
-    "follower": (follow, "profile/valid/*.jsonl"),
-    "json": (expect_value_error(parse_json), "*/valid/*.json"),
-    "toml": (expect_value_error(parse_toml), "../../../dynmo_balance/recipes/*.toml"),
-}
+def test_every_parser_has_a_target_or_a_reason():
+    known = set(parsers())
+    covered = {reader for target in TARGETS.values() for reader in target.readers}
+    assert sorted(known - covered - EXEMPT.keys()) == [], "add a target, or an entry of EXEMPT with a reason"
+    assert sorted(EXEMPT.keys() - known) == []
+    assert sorted(EXEMPT.keys() & covered) == []
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_parser_of_a_damaged_document_raises_only_errors_of_ours(name, tmp_path):
-    target, pattern = TARGETS[name]
-    corpus = [path.read_bytes() for path in sorted(CONTRACTS.glob(pattern))]
-    corpus = [document for document in corpus if len(document) < 100_000]
-    assert corpus
-    numbers, path = random.Random(0), tmp_path / "document"
-    for _ in range(EXAMPLES):
-        path.write_bytes(mutate(numbers.choice(corpus), corpus, numbers))
-        try:
-            target(path)
-        except DynmoError:
-            continue
+@pytest.mark.skipif(not has_atheris(), reason="needs the extra fuzz")
+def test_atheris_executes_a_target(tmp_path):
+    from tests.fuzz import campaign
+
+    words = ["--engine", "atheris", "--target", "tools.io.jsonl.parse_line", "--executions", "200"]
+    assert campaign.main([*words, "--output", str(tmp_path)]) == 0

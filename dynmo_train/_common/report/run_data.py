@@ -21,7 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..document import DocumentError, parse_json, read_any_json
+from ..document import (
+    DocumentError,
+    finite_number,
+    parse_json,
+    read_any_json,
+)
 from ..log_parts import part_paths, read_part_lines
 from .series import Columns, Track
 from .units import plural
@@ -295,7 +300,7 @@ def read_partitions(folder: Path) -> dict[int, Partition]:
                 items=tuple(tuple(map(str, stage["items"])) for stage in stages),
                 workers=tuple(int(stage["worker"]) for stage in stages),
             )
-        except (DocumentError, LookupError, TypeError, ValueError):
+        except (DocumentError, LookupError, TypeError, ValueError, OverflowError):
             continue
     return found
 
@@ -345,7 +350,7 @@ class _Lines:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return finite_number(value)
 
 
 def _read_metrics(data: RunData, path: Path) -> None:

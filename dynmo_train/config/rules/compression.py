@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..._common.document import Problem
+from ..._common.document import (
+    Problem,
+    is_count,
+)
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -58,7 +61,7 @@ def _selection(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(
             "--selective-grad-comp", "requires --selective-grad-comp-way: the number of pipeline ranks that compress"
         )
-    elif stages != AUTO and not (stages.isdecimal() and 1 <= int(stages) <= workers):
+    elif stages != AUTO and not (is_count(stages) and 1 <= int(stages) <= workers):
         yield conflict(
             "--selective-grad-comp-way",
             f"is {stages!r}; must be auto, or 1 to --pipeline-model-parallel-size {workers}",

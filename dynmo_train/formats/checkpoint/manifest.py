@@ -6,7 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..._common.document import envelope
+from ..._common.document import (
+    envelope,
+    is_count,
+)
 from ..._common.errors import UsageError
 from .document import FORMAT, VERSION
 
@@ -77,7 +80,7 @@ def _split_dim(name: str, entry: Mapping[str, Any]) -> int | None:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts ``layers.10`` after ``layers.9``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if is_count(part) else (-1, part) for part in name.split(".")]
 
 
 def build_manifest(

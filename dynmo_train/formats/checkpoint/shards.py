@@ -96,12 +96,14 @@ def _place(key: str, value: object, header_end: int) -> TensorLocation:
     if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{key} must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"{key} has the type {short_repr(dtype)}; known are {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers are required")
     size = math.prod(shape) * DTYPE_BYTES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise ValueError(f"{key} has the offsets {offsets}, but {dtype} {shape} takes {size} bytes")
+        raise ValueError(
+            f"{key} has the offsets {short_repr(offsets)}, but {dtype} {short_repr(shape)} takes {size} bytes"
+        )
     return TensorLocation(dtype=dtype, shape=tuple(shape), begin=header_end + offsets[0], end=header_end + offsets[1])

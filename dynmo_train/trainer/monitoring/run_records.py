@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ..._common.document import MAX_INTEGER
 from ...formats.profile import CONTINUES, WORKER_SPEED
 
 # Number of last steps that the means are over.
@@ -129,6 +130,23 @@ class MetricsSummary:
         return sum(each[key] for each in self.recent) / seconds if seconds and has_key else None
 
 
+def _count(value: Any) -> int:
+    """A number of a record.
+
+    Raises:
+        ValueError: it is too large, so that quotients would be infinite.
+    """
+    number = int(value)
+    if abs(number) > MAX_INTEGER:
+        raise ValueError("a number of a record has more than 64 bits")
+    return number
+
+
+def _samples(values: Iterable[Any]) -> list[int]:
+    """The numbers of a record, 0 for one that was not sampled; raises as ``_count``."""
+    return [_count(value or 0) for value in values]
+
+
 @dataclass(kw_only=True)
 class ProfileSummary:
     """What ``profile.jsonl`` showed so far."""
@@ -148,7 +166,7 @@ class ProfileSummary:
             self._start(line)
         elif kind == "step":
             # Copies: a record holds the times of every item, too.
-            row = (int(line["step_ns"]), list(line["busy_ns"]), list(line.get("peak_memory_bytes") or ()))
+            row = (_count(line["step_ns"]), _samples(line["busy_ns"]), _samples(line.get("peak_memory_bytes") or ()))
             self.measured.append(row)
         elif kind == "plan_result":
             self.results[int(line["plan_id"])] = (str(line["result"]), int(line["step"]), str(line["reason"]))

@@ -33,7 +33,7 @@ PROFILE_MARKERS = (b'"header"', b'"plan_result"', b'"event"')
 _MAX_PLANS = 1_000
 _PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
 # What a line of another version or a damaged one can raise where it is read.
-_BAD_RECORD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+_BAD_RECORD = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 
 # Peak of dense products without sparsity, in FLOP/s; NVIDIA's data sheets of the SXM modules (PCIe modules have less).
 # float32 is that of products without TF32, which is the default of torch.
@@ -460,7 +460,7 @@ def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _stage_summary(stage: Mapping[str, Any]) -> dict[str, Any]:
-    items: Sequence[str] = stage["items"]
+    items: Sequence[str] = list(stage["items"])
     layers = "(empty)" if not items else items[0] if len(items) == 1 else f"{items[0]} .. {items[-1]}"
     return {
         "stage": int(stage["stage"]),

@@ -1,0 +1,341 @@
+"""Parsers of ``dynmo_ckpt``: manifests, safetensors, pickles, checkpoints of other programs, tokenizer files.
+
+The project reads no GGUF: a directory of such weights is refused by its names.
+"""
+
+# Seeds are lines as other programs write them.
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+import sys
+import tarfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.target import Target, bytes_target, file_target, text_target
+from tests.fuzz.targets.common import (
+    click_command,
+    command_target,
+    document_targets,
+    folder_target,
+    pack_header,
+    pack_pickle,
+    repacked,
+    resealed,
+    unpack_header,
+    unpack_pickle,
+)
+from tests.paths import ROOT
+
+P = "dynmo_ckpt"
+HELPERS = ROOT / "tests" / "unit" / "dynmo_ckpt"
+DEEPSPEED = HELPERS / "converters" / "fixtures" / "deepspeed"
+
+
+def _helper(name: str) -> Any:
+    """A module of the helpers of the unit tests, whose folder has no package."""
+    from importlib import import_module
+
+    for folder in (HELPERS, HELPERS / "megatron", HELPERS / "converters"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(name)
+
+
+def _native(place: Path) -> None:
+    native = _helper("native_checkpoints")
+    m = native.model(num_layers=1)
+    p = native.parameters(m)
+    native.save(place, {**p, **native.optimizer_state(p), **native.masks(p)}, m, files={"tokenizer/vocab.txt": b"x"})
+
+
+def _safetensors(_folder: Path) -> list[bytes]:
+    import numpy as np
+    from safetensors.numpy import save
+
+    return [
+        save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}),
+        save({"a": np.zeros((2, 3), np.float16)}, {"format": "pt"}),
+        save({}),
+    ]
+
+
+def _pickles(_folder: Path) -> list[bytes]:
+    import argparse
+    import pickle
+
+    values: list[Any] = [
+        {"a": [1, 2.5, "x", None, True, (1, 2, (3,))], "b": {1: b"bytes", "c": {1, 2}}, "d": 1 << 70},
+        argparse.Namespace(num_layers=2, hidden_size=64, path=Path("x")),
+        [frozenset({1}), (1,) * 20, {"k": (1, {"x": ()})}],
+    ]
+    return [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
+
+
+def _torch_files(_folder: Path) -> list[bytes]:
+    import torch
+
+    tree = {
+        "model": {"a": torch.zeros(2, 3), "b": torch.ones(4).half().t()},
+        "step": torch.tensor(3.0),
+        "parameter": torch.nn.Parameter(torch.zeros(2)),
+        "list": [1, 2],
+    }
+    found = []
+    for is_zip in (True, False):
+        buffer = io.BytesIO()
+        torch.save(tree, buffer, _use_new_zipfile_serialization=is_zip)
+        found.append(buffer.getvalue())
+    return found
+
+
+def _open_torch(read: Any, path: Path) -> None:
+    from dynmo_ckpt.torch_save.pickles import TensorRef
+
+    file = read(path)
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, TensorRef):
+            file.tensor(value, "x")
+            file.number(value)
+        elif isinstance(value, dict) and depth < 5:
+            for member in value.values():
+                visit(member, depth + 1)
+
+    visit(file.tree, 0)
+
+
+def _converted(place: Path, module: str, attribute: str, *, with_optimizer: bool = False) -> None:
+    """A native checkpoint, converted to another format by this project."""
+    from importlib import import_module
+
+    from dynmo_ckpt._common.console import Format
+    from dynmo_ckpt.converters.registry import open_checkpoint
+    from dynmo_ckpt.formats.choices import WriteOptions
+    from dynmo_ckpt.operations.write import WriteSettings, write_export
+
+    source = place.with_name("native")
+    _native(source)
+    plan = getattr(import_module(module), attribute).write(
+        open_checkpoint(source)[0], WriteOptions(with_optimizer=with_optimizer)
+    )
+    settings = WriteSettings(jobs=1, verify=False, overwrite=True, plan_only=False, format=Format.TEXT)
+    write_export(source, place, plan, settings)
+    shutil.rmtree(source)
+
+
+def _hugging_face(place: Path) -> None:
+    _converted(place, f"{P}.converters.huggingface", "HUGGING_FACE")
+    vocabulary = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
+    (place / "tokenizer.json").write_text(json.dumps({**vocabulary, "added_tokens": [{"id": 2, "content": "</s>"}]}))
+    (place / "generation_config.json").write_text('{"eos_token_id": 1}')
+
+
+def _sharded(place: Path) -> None:
+    """A Hugging Face directory with an index of its weights."""
+    _hugging_face(place)
+    from dynmo_ckpt.io.safetensors import read_index
+
+    weights = {name: "model-1.safetensors" for name in read_index(place / "model.safetensors").arrays}
+    (place / "model.safetensors").rename(place / "model-1.safetensors")
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _vocabulary(place: Path) -> None:
+    """A Hugging Face directory with GPT-2's two files in place of a ``tokenizer.json``."""
+    _hugging_face(place)
+    (place / "tokenizer.json").unlink()
+    (place / "vocab.json").write_text('{"a": 0, "</s>": 1}')
+
+
+def _open(read: Any, place: Path) -> None:
+    read(place)
+
+
+def _open_with_optimizer(read: Any, place: Path) -> None:
+    from dynmo_ckpt.formats.choices import ReadOptions
+
+    read(place, options=ReadOptions(with_optimizer=True, num_attention_heads=4))
+
+
+def _legacy(place: Path) -> None:
+    _converted(place, f"{P}.converters.legacy_megatron", "LEGACY_MEGATRON", with_optimizer=True)
+
+
+def _dcp(place: Path) -> None:
+    native = _helper("native_checkpoints")
+    dcp = _helper("test_torch_dcp")
+    m = native.model(num_layers=1)
+    dcp.save(place, dcp.core(m, native.parameters(m)), {"args": dcp.arguments(m), "iteration": 1})
+
+
+def _deepspeed(name: str) -> Callable[[Path], None]:
+    def build(place: Path) -> None:
+        with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
+            archive.extractall(place, filter="data")
+
+    return build
+
+
+def _deepspeed_targets() -> list[Target]:
+    found: list[Target] = []
+    for name in ("zero1-fp16", "zero3-fp32", "zero1-bf16-pipeline"):
+        with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
+            files = {member.name: member.size for member in archive.getmembers() if member.isfile()}
+        chosen = [file for file in sorted(files) if file.endswith((".pt", "latest"))]
+        found.extend(
+            folder_target(
+                f"{P}.converters.registry:open_checkpoint",
+                _deepspeed(name),
+                file=file,
+                label=f"deepspeed-{name}-{Path(file).stem}",
+                call=_open_with_optimizer,
+                more_readers=(f"{P}.converters.deepspeed:open_deepspeed", f"{P}.converters.zero:read_zero"),
+            )
+            for file in chosen[:1] + chosen[-1:]
+        )
+    return found
+
+
+def _llama2c(_folder: Path) -> list[bytes]:
+    sizes = (8, 16, 1, 2, 2, 10, 4)
+    numbers = 10 * 8 + 8 + 64 * 4 + 8 + 3 * 128 + 8 + 4 * 4
+    return [struct.pack("<7i", *sizes) + bytes(4 * count) for count in (numbers,)]
+
+
+def _tokenizer_files(read: Any, place: Path) -> None:
+    read(place, 100, 64)
+
+
+def _manifest(_folder: Path) -> list[bytes]:
+    _native(_folder / "c")
+    return [(_folder / "c" / "manifest.json").read_bytes()]
+
+
+OPTIONS = {
+    "convert": "RUN out --to hf --dtype bf16 --max-shard-size 5GB --jobs 2",
+    "reshard": "RUN out --tp 2 --pp 2",
+    "info": "RUN --format json",
+    "merge": "RUN out",
+}
+_MANIFEST = bytes_target(f"{P}.formats.checkpoint:parse_manifest", _manifest, call=lambda parse, data: parse(data, "m"))
+
+
+def _legacy_target(label: str, call: Callable[[Any, Path], None]) -> Target:
+    return folder_target(
+        f"{P}.converters.registry:open_checkpoint",
+        _legacy,
+        file="iter_0000008/mp_rank_00/model_optim_rng.pt",
+        label=label,
+        call=call,
+        more_readers=(f"{P}.megatron.read:open_legacy", f"{P}.megatron.arguments:read_args"),
+    )
+
+
+_DCP_COMMON = folder_target(f"{P}.converters.registry:open_checkpoint", _dcp, file="common.pt", label="dcp-common")
+TARGETS = [
+    *document_targets(P),
+    file_target(
+        f"{P}.native.checkpoint:read_latest",
+        lambda _: [b"step-00000008\n"],
+        file="LATEST",
+        call=lambda read, path: read(path.parent),
+    ),
+    _MANIFEST,
+    resealed(_MANIFEST),
+    file_target(f"{P}.io.safetensors:read_index", _safetensors, file="model.safetensors"),
+    bytes_target(f"{P}.torch_save.pickles:load_pickle", _pickles, call=lambda parse, data: parse(data, "x")),
+    bytes_target(
+        f"{P}.torch_save.pickles:load_stream", _pickles, call=lambda parse, data: parse(io.BytesIO(data), "x")
+    ),
+    file_target(f"{P}.torch_save.reader:open_torch", _torch_files, file="model.pt", call=_open_torch),
+    resealed(
+        folder_target(
+            f"{P}.converters.registry:open_checkpoint",
+            _native,
+            file="manifest.json",
+            label="native-manifest",
+            more_readers=(f"{P}.converters.native:read_native", f"{P}.native.checkpoint:open_native"),
+        )
+    ),
+    folder_target(
+        f"{P}.converters.registry:open_checkpoint", _native, file="model-p000-t00.safetensors", label="native-shard"
+    ),
+    *(
+        folder_target(
+            f"{P}.converters.registry:open_checkpoint",
+            _hugging_face,
+            file=file,
+            label=f"hf-{label}",
+            more_readers=(f"{P}.converters.huggingface:read_hf",),
+        )
+        for label, file in (("config", "config.json"), ("weights", "model.safetensors"))
+    ),
+    folder_target(f"{P}.huggingface.files:read_tensors", _sharded, file="model.safetensors.index.json", label="index"),
+    folder_target(f"{P}.huggingface.files:read_config", _hugging_face, file="config.json", label="json"),
+    folder_target(
+        f"{P}.huggingface.files:read_generation_config", _hugging_face, file="generation_config.json", label="json"
+    ),
+    folder_target(
+        f"{P}.huggingface.files:tokenizer_files",
+        _hugging_face,
+        file="tokenizer.json",
+        label="tokenizer",
+        call=_tokenizer_files,
+    ),
+    folder_target(
+        f"{P}.huggingface.files:tokenizer_files",
+        _vocabulary,
+        file="vocab.json",
+        label="vocabulary",
+        call=_tokenizer_files,
+    ),
+    _legacy_target("legacy", _open),
+    _legacy_target("legacy-optimizer", _open_with_optimizer),
+    folder_target(
+        f"{P}.converters.registry:open_checkpoint",
+        _legacy,
+        file="latest_checkpointed_iteration.txt",
+        label="legacy-tracker",
+    ),
+    *(
+        folder_target(
+            f"{P}.converters.registry:open_checkpoint",
+            _dcp,
+            file=file,
+            label=f"dcp-{label}",
+            more_readers=(f"{P}.converters.torch_dcp:read_dcp", f"{P}.converters.torch_dcp:open_dcp"),
+        )
+        for label, file in (("metadata", ".metadata"), ("tensors", "__0_0.distcp"))
+    ),
+    _DCP_COMMON,
+    *_deepspeed_targets(),
+    *(
+        repacked(target, pack_pickle, unpack_pickle)
+        for target in (
+            file_target(f"{P}.torch_save.reader:open_torch", _torch_files, file="model.pt", call=_open_torch),
+            _legacy_target("legacy-optimizer", _open_with_optimizer),
+            _DCP_COMMON,
+            *(target for target in _deepspeed_targets() if not target.name.endswith("latest")),
+        )
+    ),
+    repacked(
+        file_target(f"{P}.io.safetensors:read_index", _safetensors, file="model.safetensors"),
+        pack_header,
+        unpack_header,
+    ),
+    file_target(
+        f"{P}.converters.llama2c:read_llama2c", _llama2c, file="model.bin", call=lambda read, path: read(path, 1)
+    ),
+    file_target(f"{P}.cli.megatron_tools:_vocabulary", lambda _folder: [b'{"a": 0, "b": 1}'], file="vocab.json"),
+    text_target(f"{P}.cli.options:parse_bytes", ["5GB", "1.5MB", "1024"]),
+    text_target(f"{P}.maps.axes:parse_axes", ["[3 h d] w", "h (3 d) -> d", "a b"], errors=(ValueError,)),
+    *(command_target(P, click_command(f"{P}.cli", "app", name), name, [line]) for name, line in OPTIONS.items()),
+]
