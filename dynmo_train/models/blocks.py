@@ -36,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
 }
 
 

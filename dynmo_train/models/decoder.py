@@ -79,6 +79,7 @@ class DecoderShape(ModelDims):
         model, data = config.model, config.data
         return super().from_config(
             config,
+            activation=model.activation,
             num_key_value_heads=model.num_query_groups,
             head_dim=model.kv_channels,
             sliding_window=model.attention_window,

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context_parallel import ContextRegion
 from .rotary_scaling import rotary_frequencies, rotary_magnitude
 
-
 CACHED_TABLES = 16
 """Tables that are kept: one for each sequence length and dtype of a run; 2 MiB for 4,096 tokens and heads of 128."""
 
