@@ -320,8 +320,8 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
     rope = {name: value for name, value in rope.items() if name not in optional or value is not None}
     if kind == "dynamic" and rope["original_max_position_embeddings"] != positions:
         raise UnsupportedError(
-            f"rope_type dynamic: original_max_position_embeddings must be max_position_embeddings {positions}, from which"
-            " transformers computes"
+            f"rope_type dynamic: original_max_position_embeddings must be max_position_embeddings {positions}, which"
+            " transformers reads instead"
         )
     unlike = sorted((set(required) - rope.keys()) | (rope.keys() - {*required, *optional}))
     if unlike:
