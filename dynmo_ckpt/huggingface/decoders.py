@@ -133,11 +133,13 @@ def unlike_decoder(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]
     """
     own = decoder_fields(model)
     allowed = {name: decoder.fields.get(name, (value,)) for name, value in LLAMA.items() if name not in SILENT}
-    unlike = {name: (own[name], " or ".join(map(str, values))) for name, values in allowed.items()}
+    unlike: dict[str, tuple[Any, Any]] = {
+        name: (own[name], " or ".join(map(str, values))) for name, values in allowed.items()
+    }
     unlike = {name: pair for name, pair in unlike.items() if own[name] not in allowed[name]}
     if model["activation"] != decoder.activation:
         unlike["activation"] = (model["activation"], decoder.activation)
-    scale = math.sqrt(model["hidden_size"]) if decoder.scales_embedding else 1.0
+    scale = math.sqrt(model.get("hidden_size", 0)) if decoder.scales_embedding else 1.0
     if not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
         unlike["embedding_scale"] = (own["embedding_scale"], scale)
     if bool(model.get("num_experts")) != decoder.experts:

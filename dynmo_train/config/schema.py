@@ -156,7 +156,7 @@ class ModelConfig:
     )
     embedding_scale: float = option("Factor on word embeddings; the head reads them unscaled.", default=1.0, above=0)
     attention_scale: float | None = option(
-        "Factor on attention scores; none: 1 / square root of the head size.", default=None, above=0
+        "Factor on attention scores; none: 1 / square root of head size.", default=None, above=0
     )
     attention_window: int | None = option(
         "Sliding window of attention in tokens, itself included (gpt, llama).",

@@ -123,7 +123,8 @@ def normalize_heads(norm: nn.Module, x_BHTK: torch.Tensor) -> torch.Tensor:
         y_BHTK: torch.Tensor = norm(x_BHTK)
         return y_BHTK
     y_BTR: torch.Tensor = norm(x_BHTK.transpose(1, 2).flatten(2))
-    return y_BTR.unflatten(2, (heads, width)).transpose(1, 2)
+    whole_BHTK: torch.Tensor = y_BTR.unflatten(2, (heads, width)).transpose(1, 2)
+    return whole_BHTK
 
 
 class SelfAttention(nn.Module):

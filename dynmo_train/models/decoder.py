@@ -123,7 +123,7 @@ class DecoderShape(ModelDims):
 
     def plain(self) -> Self:
         """The same sizes with what else a model of this name has."""
-        defaults = {field.name: field.default for field in fields(self) if field.name in self.stated()}
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in self.stated()}
         return replace(self, **defaults)
 
 
