@@ -151,15 +151,20 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         raise UsageError(f"{source}: missing {', '.join(missing)}")
     counts = ("num_experts", "moe_top_k", "moe_router_topk", "sliding_window", "attention_window")
     _check_whole({**sizes, **{key: config[key] for key in counts if config.get(key) is not None}}, source)
-    bare, bert = name == "llama" or config.get("normalization") == "rmsnorm", name == "bert"
+    llama, bert = name == "llama", name == "bert"
+    normalization = _first_value(config, "normalization", default="rmsnorm" if llama else "layernorm")
     positions = _first_value(
-        config, "position_embedding", "position_embedding_type", default="rotary" if name == "llama" else "learned"
+        config, "position_embedding", "position_embedding_type", default="rotary" if llama else "learned"
     )
     rows = _first_value(config, "max_position_embeddings", "seq_length", default=1024)
     experts = _first_value(config, "num_experts", default=1)
     binary = _first_value(config, "binary_head", default=bert and not config.get("bert_no_binary_head"))
-    untied = _first_value(config, "untie_embeddings_and_output_weights", default=name == "llama")
-    biases = not bare and name != "t5"
+    untied = _first_value(config, "untie_embeddings_and_output_weights", default=llama)
+    # A run has options in place of the manifest's fields.
+    is_biased = bool(_first_value(config, "add_bias_linear", default=not llama))
+    stated = "all" if is_biased else "qkv" if config.get("add_qkv_bias") else "none"
+    attention_bias = _first_value(config, "attention_bias", default=stated)
+    biases = normalization == "layernorm" and name != "t5"
     window = _first_value(config, "sliding_window", "attention_window")
     spec = ModelSpec(
         family=name,
@@ -171,7 +176,7 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         ffn=_first_value(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
         vocabulary=_padded_vocabulary(config, sizes["vocabulary"], source),
         sequence=_first_value(config, "seq_length", "max_position_embeddings", default=1024),
-        gated=name == "llama" or config.get("activation") in ("swiglu", "geglu"),
+        gated=llama or config.get("activation") in ("swiglu", "geglu"),
         experts=experts,
         experts_per_token=min(experts, _first_value(config, "moe_top_k", "moe_router_topk", default=2)),
         tied=_first_value(config, "tied_embeddings", default=not untied),
@@ -188,10 +193,10 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         head_transform=bert,
         pooler=bool(binary) and bert,
         norm_biases=biases,
-        query_biases=biases,
-        output_biases=biases,
-        mlp_biases=biases,
-        expert_biases=biases,
+        query_biases=name != "t5" and attention_bias != "none",
+        output_biases=name != "t5" and attention_bias == "all",
+        mlp_biases=name != "t5" and bool(_first_value(config, "mlp_bias", default=is_biased)),
+        expert_biases=name != "t5" and bool(_first_value(config, "mlp_bias", default=is_biased)),
     )
     _check_spec(spec, source)
     return spec

@@ -97,7 +97,7 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
 
 HUGGING_FACE = CheckpointFormat(
     name="hf",
-    description="Hugging Face directory (GPT-2, MegatronBert, Blenderbot, T5, Llama, Mixtral)",
+    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2)",
     marker="config.json",
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,

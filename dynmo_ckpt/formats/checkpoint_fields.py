@@ -20,7 +20,7 @@ from .._common.checks import (
 
 ROLES = ("parameter", "buffer", "mask", "optimizer")
 DTYPES = ("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8")
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "swiglu", "geglu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu")
 MODEL = obj(
     {
         "family": string(),
@@ -38,9 +38,16 @@ MODEL = obj(
     {
         "num_key_value_heads": integer(1, 2_147_483_648),
         "head_dim": integer(1, 2_147_483_648),
-        "normalization": string("layernorm", "rmsnorm"),
+        "normalization": string("layernorm", "rmsnorm", "rmsnorm_1p"),
         "position_embedding": string("learned", "rotary", "relative"),
         "rotary_base": number(1),
+        "rotary_fraction": number(None, 1),
+        "norm_placement": string("pre", "sandwich", "post"),
+        "qk_norm": string("head", "projection"),
+        "attention_bias": string("none", "qkv", "all"),
+        "mlp_bias": boolean(),
+        "embedding_scale": number(),
+        "attention_scale": number(),
         "sliding_window": integer(1, 2_147_483_648),
         "rotary_scaling": nullable(mapping(scalar())),
         "relative_buckets": integer(1, 2_147_483_648),

@@ -81,3 +81,19 @@ def irrelevant_keys(kind: Mapping[str, Any]) -> dict[str, str]:
 def matches(key: str, patterns: Sequence[str]) -> bool:
     """Whether ``key`` matches one of the shell patterns."""
     return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def size(config: Config, field: str) -> int:
+    """A size of a configuration.
+
+    Args:
+        config: the configuration.
+        field: its key; the unit is that of the key (layers, heads, elements, tokens).
+
+    Raises:
+        CorruptError: the value is not a positive integer.
+    """
+    value = config[field]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CorruptError(f"config.json: {field} must be a positive integer, found {short_repr(value)}")
+    return value

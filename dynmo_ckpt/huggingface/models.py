@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .._common.document import short_repr
-from ..io.errors import CorruptError, UnsupportedError, short_names
-from .config_keys import complete_config
+from ..io.errors import CorruptError, UnsupportedError
+from ..maps.decoder_fields import unlike_family
+from .config_keys import complete_config, size
+from .decoders import DECODERS, Decoder, decoder_config, decoder_kind, decoder_model
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
@@ -19,25 +22,12 @@ ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 # Three implementations of the same approximation.
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PRE_TRAINING, MASKED = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
-ROTARY_FIELDS = {
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 RACE_CHOICES = 4  # the weights of a multiple-choice head do not show the number of choices
 TASK_HEADS = {
     "classification": "MegatronBertForSequenceClassification",
     "multichoice": "MegatronBertForMultipleChoice",
 }
 LAYER_NORMS = {"normalization": "layernorm", "position_embedding": "learned"}
-# What a Mixtral's router computes: the likeliest experts, weighted by their normalized probabilities.
-MIXTRAL_ROUTER: Mapping[str, Any] = {
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +60,13 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
-    if family == "llama":
-        if model.get("moe_shared_ffn_size"):
-            raise UnsupportedError("transformers' Mixtral has no shared experts; use --to native")
-        if unlike := unlike_mixtral(model):
-            fields = ", ".join(f"{field} = {value}" for field, value in unlike.items())
-            raise UnsupportedError(f"transformers' Mixtral implements no router with {fields}; use --to native")
-        dense = "mistral" if model.get("sliding_window") else "llama"
-        return ("mixtral" if model.get("num_experts") else dense), LLAMA
+    unlike = unlike_family(model)
+    if family == "llama" or unlike or model.get("position_embedding") == "rotary":
+        if family in ("gpt", "llama"):
+            kind = decoder_kind(model)
+            return kind, ARCHITECTURES[kind]
+        fields = ", ".join(f"{field} = {value}" for field, value in unlike.items())
+        raise UnsupportedError(f"transformers has no {family} with {fields}; use --to native")
     if model.get("sliding_window"):
         raise UnsupportedError(f"transformers has no {family} with a sliding window; use --to native")
     if model.get("num_experts"):
@@ -95,15 +84,6 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
             f"{name}: head_dim {model['head_dim']} times the number of heads must be the hidden size"
         )
     return name, ARCHITECTURES[name]
-
-
-def unlike_mixtral(model: Config) -> dict[str, Any]:
-    """The fields of a model by which its router computes something else than a Mixtral's, with their values."""
-    unlike = {field: model[field] for field, value in MIXTRAL_ROUTER.items() if model.get(field, value) != value}
-    # Training by expert choice ends in a model that routes as a Mixtral; that by an assignment has other weights.
-    if model.get("moe_routing") in ("balanced", "sinkhorn"):
-        unlike["moe_routing"] = model["moe_routing"]
-    return unlike
 
 
 def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, Any]:
@@ -148,22 +128,6 @@ def hf_model(config: Config, make_vocab_size_divisible_by: int, ignored: Sequenc
     return {**model, "vocab_size": vocab, "padded_vocab_size": padded}
 
 
-def size(config: Config, field: str) -> int:
-    """A size of a configuration.
-
-    Args:
-        config: the configuration.
-        field: its key; the unit is that of the key (layers, heads, elements, tokens).
-
-    Raises:
-        CorruptError: the value is not a positive integer.
-    """
-    value = config[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"config.json: {field} must be a positive integer, found {short_repr(value)}")
-    return value
-
-
 def _activation(config: Config, field: str) -> str:
     name = config[field]
     if name in TANH_GELUS:
@@ -200,134 +164,6 @@ def _gpt2_model(config: Config) -> Model:
         "activation": _activation(config, "activation_function"),
         "tied_embeddings": config["tie_word_embeddings"],
     }
-
-
-def _llama_config(model: Config) -> dict[str, Any]:
-    heads = model["num_attention_heads"]
-    experts = model.get("num_experts")
-    needed = {"normalization": "rmsnorm", "position_embedding": "rotary", "activation": "swiglu"}
-    for field, value in needed.items():
-        if model.get(field, value) != value:
-            raise UnsupportedError(f"a Llama implements {field} = {value} only; the model has {model[field]}")
-    base, scaling = float(model.get("rotary_base", 10000.0)), model.get("rotary_scaling")
-    window = model.get("sliding_window")
-    dense = "MistralForCausalLM" if window else "LlamaForCausalLM"
-    config = {
-        "architectures": ["MixtralForCausalLM" if experts else dense],
-        "hidden_act": "silu",
-        "hidden_size": model["hidden_size"],
-        "intermediate_size": model["ffn_hidden_size"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": model.get("num_key_value_heads", heads),
-        "head_dim": model.get("head_dim", model["hidden_size"] // heads),
-        "num_hidden_layers": model["num_layers"],
-        "max_position_embeddings": model["max_position_embeddings"],
-        "rms_norm_eps": model["layernorm_epsilon"],
-        "attention_bias": False,
-        "mlp_bias": False,
-        # transformers reads the first two before release 5, the third since then.
-        "rope_theta": base,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": base},
-    }
-    if experts:
-        config |= {"num_local_experts": experts, "num_experts_per_tok": model.get("moe_top_k", 2)}
-        config |= {"router_aux_loss_coef": model.get("moe_aux_loss_coeff", 0.0)}
-    if experts or window:
-        config["sliding_window"] = window
-    return config
-
-
-def _llama_model(config: Config) -> Model:
-    heads = size(config, "num_attention_heads")
-    hidden = size(config, "hidden_size")
-    positions = size(config, "max_position_embeddings")
-    window = _window(config, positions)
-    base, scaling = _rotary(config, positions)
-    model = {
-        "family": "llama",
-        "num_layers": size(config, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": size(config, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": config["num_key_value_heads"] or heads,
-        "head_dim": config["head_dim"] or hidden // heads,
-        "max_position_embeddings": positions,
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "normalization": "rmsnorm",
-        "activation": "swiglu",
-        "position_embedding": "rotary",
-        "rotary_base": base,
-        "rotary_scaling": scaling,
-        "tied_embeddings": config["tie_word_embeddings"],
-    }
-    if window is not None:
-        model["sliding_window"] = window
-    if "num_local_experts" in config:
-        model |= {
-            "num_experts": size(config, "num_local_experts"),
-            "moe_top_k": size(config, "num_experts_per_tok"),
-            "moe_aux_loss_coeff": config["router_aux_loss_coef"],
-            "moe_routing": "topk",
-        }
-    return model
-
-
-def _window(config: Config, positions: int) -> int | None:
-    """The sliding window of all layers, in tokens; None where a token attends to all earlier ones.
-
-    Raises:
-        CorruptError: an invalid size.
-        UnsupportedError: the layers differ.
-    """
-    kinds = config.get("layer_types")
-    if config.get("sliding_window") is None and kinds is None:
-        return None
-    found = {"sliding_attention"} if kinds is None else set(map(str, kinds if isinstance(kinds, list) else [kinds]))
-    if found == {"full_attention"}:
-        return None
-    if found != {"sliding_attention"} or "sliding_window" not in config:
-        raise UnsupportedError(
-            f"layer_types = {short_repr(kinds)}: DynMo implements full_attention, or Mistral's sliding_attention, in"
-            " all layers"
-        )
-    window = size(config, "sliding_window")
-    # A window that covers all positions has no effect.
-    return window if window < positions else None
-
-
-def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the rotary frequencies, and their scaling as an object of transformers, or None."""
-    found = [config[name] for name in ("rope_scaling", "rope_parameters") if config[name]]
-    if any(not isinstance(each, dict) for each in found):
-        raise CorruptError("config.json: rope_scaling and rope_parameters must be objects")
-    rope: dict[str, Any] = {}
-    for each in found:
-        # Older releases of transformers write `type`.
-        named = ({"rope_type": each["type"]} if "type" in each else {}) | each
-        differing = sorted(key for key in rope.keys() & named.keys() if rope[key] != named[key])
-        if differing:
-            raise CorruptError(f"config.json: rope_scaling and rope_parameters have different {short_names(differing)}")
-        rope |= named
-    rope.pop("type", None)
-    kind = rope.pop("rope_type", "default")
-    base = rope.pop("rope_theta", config["rope_theta"])
-    if rope.pop("partial_rotary_factor", config["partial_rotary_factor"]) not in (None, 1):
-        raise UnsupportedError("partial_rotary_factor: DynMo rotates complete heads only; it must be 1")
-    if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
-        raise UnsupportedError(f"rope_type {short_repr(kind)}: must be one of {', '.join(ROTARY_FIELDS)}")
-    if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", positions)
-        if config["original_max_position_embeddings"] is not None:
-            rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    unlike = sorted(rope.keys() ^ set(ROTARY_FIELDS[kind]))
-    if unlike:
-        raise UnsupportedError(f"rope_type {kind}: missing or unknown fields: {short_names(unlike)}")
-    if not all(isinstance(value, int | float) and value > 0 for value in rope.values()):
-        raise CorruptError(
-            f"config.json: the fields of rope_scaling must be positive numbers, found {short_repr(rope)}"
-        )
-    return base, None if kind == "default" else {"rope_type": kind, **rope}
 
 
 def _bert_config(model: Config) -> dict[str, Any]:
@@ -479,12 +315,13 @@ def _t5_model(config: Config) -> Model:
     }
 
 
-LLAMA = Architecture(map="llama", to_config=_llama_config, to_model=_llama_model)
+def _of_decoder(kind: str, decoder: Decoder) -> Architecture:
+    return Architecture(map=decoder.map, to_config=partial(decoder_config, kind), to_model=partial(decoder_model, kind))
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(map="gpt2", to_config=_gpt2_config, to_model=_gpt2_model),
-    "llama": LLAMA,
-    "mixtral": LLAMA,
-    "mistral": LLAMA,
+    **{kind: _of_decoder(kind, decoder) for kind, decoder in DECODERS.items()},
     "megatron-bert": Architecture(map="megatronbert", to_config=_bert_config, to_model=_bert_model),
     "t5": Architecture(map="t5", to_config=_t5_config, to_model=_t5_model),
     "blenderbot": Architecture(map="blenderbot", to_config=_blenderbot_config, to_model=_blenderbot_model),

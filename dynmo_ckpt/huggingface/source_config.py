@@ -12,8 +12,10 @@ from typing import Any
 from .._common.document import encode_json, parse_json
 from .._common.errors import DynmoError
 from ..io.errors import CorruptError
+from ..maps.decoder_fields import family_fields
 from .config_keys import irrelevant_keys, key_table
-from .models import MIXTRAL_ROUTER, hf_model
+from .decoders import MIXTRAL_ROUTER
+from .models import hf_model
 
 # Remote code, and properties of the original files.
 DROPPED_KEYS = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
@@ -123,14 +125,11 @@ def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a model with the defaults of the format, without those that a configuration does not have."""
-    llama, heads = model["family"] == "llama", model["num_attention_heads"]
+    heads = model["num_attention_heads"]
     defaults = {
         "num_key_value_heads": heads,
         "head_dim": model["hidden_size"] // heads,
-        "normalization": "rmsnorm" if llama else "layernorm",
-        "position_embedding": "rotary" if llama else "learned",
-        "rotary_base": 10000.0,
-        "rotary_scaling": None,
+        **family_fields(model["family"]),
         "sliding_window": None,
         "relative_buckets": 32,
         "relative_max_distance": 128,

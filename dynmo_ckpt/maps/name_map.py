@@ -23,6 +23,7 @@ from .._common.document import parse_json
 from ..io.errors import UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from .axes import Axes, expand, parse_axes, stored_shape
+from .decoder_fields import decoder_fields
 
 Part = tuple[str, str]
 Sizes = Mapping[str, int]
@@ -122,8 +123,13 @@ def _numbered(link: NameRule, i: int, j: int) -> NameRule:
 
 def features(model: Mapping[str, Any]) -> set[str]:
     """Features of a model, which rows of a table may require with ``when``."""
-    positions = model.get("position_embedding", "rotary" if model["family"] == "llama" else "learned")
-    found = {positions, "experts" if model.get("num_experts") else "dense"}
+    fields = decoder_fields(model)
+    experts, biases = bool(model.get("num_experts")), fields["attention_bias"]
+    found = {fields["position_embedding"], "experts" if experts else "dense", fields["norm_placement"]}
+    found |= {"qk_norm"} if fields["qk_norm"] else set()
+    found |= {"qkv_bias"} if biases != "none" else set()
+    found |= {"dense_bias"} if biases == "all" else set()
+    found |= {"mlp_bias"} if fields["mlp_bias"] and not experts else set()
     found |= {"tokentypes"} if model.get("num_tokentypes") else set()
     found |= {"binary", "pooler"} if model.get("binary_head") else set()
     return found | ({model["task_head"], "pooler"} if model.get("task_head") else {"language"})

@@ -10,6 +10,7 @@ from typing import Any
 from .._common.errors import UsageError
 from ..formats.checkpoint_rules import finest_items
 from ..io.errors import UnsupportedError
+from ..maps.decoder_fields import unlike_family
 from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import check_divisible, partition_from_counts
@@ -122,6 +123,9 @@ def check_supported(model: Mapping[str, Any], version: float) -> None:
     Raises:
         UnsupportedError: positions, activation, experts or a head that Megatron does not implement.
     """
+    if unlike := unlike_family(model):
+        fields = ", ".join(f"{name} = {value}" for name, value in unlike.items())
+        raise UnsupportedError(f"legacy Megatron: {fields} is not supported; use --to hf or native")
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]
     if model["family"] == "llama":

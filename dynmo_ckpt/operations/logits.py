@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.errors import MissingExtraError
+from ..huggingface.decoders import unlike_mixtral
 from ..huggingface.files import read_config
-from ..huggingface.models import LAYER_NORMS, hf_config, unlike_mixtral
+from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
+from ..maps.decoder_fields import GATED
 from ..native.checkpoint import NativeCheckpoint
 from .reference_model import Array, Ids, model_logits
 
@@ -126,19 +128,17 @@ def unsupported_reason(model: Mapping[str, Any]) -> str:
     """Why ``reference_model`` does not implement a model; empty where it does."""
     family = model["family"]
     relative = family == "t5" and model.get("position_embedding") == "relative"
-    needed: Mapping[str, str] = {
-        "llama": {"normalization": "rmsnorm", "position_embedding": "rotary"},
-        "t5": {"normalization": "rmsnorm"} if relative else LAYER_NORMS,
-    }.get(family, LAYER_NORMS)
     if family == "ict":
         return "the two towers of an ict have no token logits"
-    unlike = {field: model[field] for field, value in needed.items() if model.get(field, value) != value}
-    gated = model["activation"] in ("swiglu", "geglu")
-    if gated != (family == "llama") or model["activation"] == "geglu":
-        unlike["activation"] = model["activation"]
+    unlike: dict[str, Any] = {}
+    if family not in ("gpt", "llama"):
+        needed = {"normalization": "rmsnorm"} if relative else LAYER_NORMS
+        unlike = {field: model[field] for field, value in needed.items() if model.get(field, value) != value}
+        unlike |= {"activation": model["activation"]} if model["activation"] in GATED else {}
     if model.get("moe_routing", "topk") != "topk" or (model.get("num_experts") and "moe_top_k" not in model):
         unlike["moe_routing"] = model.get("moe_routing")
-    unlike |= unlike_mixtral(model) if model.get("num_experts") else {}
+    experts = unlike_mixtral(model) if model.get("num_experts") else {}
+    unlike |= {field: value for field, value in experts.items() if field != "moe_router_pre_softmax"}
     return f"the reference model of a {family} does not implement {unlike}" if unlike else ""
 
 

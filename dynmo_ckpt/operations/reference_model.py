@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..io.reading import Reader, open_sources
+from ..maps.decoder_fields import GATED, decoder_fields
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, sources
 from ..tensors.equality import as_numbers
 from ..tensors.tiled_copy import panels
+from .rotary import rotary_frequencies
 
 Array = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -69,6 +71,7 @@ class _Model:
         self.model: Mapping[str, Any] = checkpoint.manifest["model"]
         self.family: str = self.model["family"]
         self.relative = self.model.get("position_embedding") == "relative"
+        self.fields = decoder_fields(self.model)
 
     def load(self, name: str) -> Array:
         return load_array(self.checkpoint, name, self.dtype)
@@ -121,8 +124,8 @@ class _Model:
         return result
 
     def embed(self, name: str, tokens_T: Ids) -> Array:
-        x_TD: Array = self.load(f"{name}.word.weight")[tokens_T]
-        if self.family != "llama" and not self.relative:
+        x_TD: Array = self.load(f"{name}.word.weight")[tokens_T] * np.float32(self.fields["embedding_scale"])
+        if self.fields["position_embedding"] == "learned":
             x_TD = x_TD + self.load(f"{name}.position.weight")[: len(tokens_T)]
         types = self.model.get("num_tokentypes", 0)
         if types:
@@ -133,15 +136,24 @@ class _Model:
         x_TD = x_TD + self.attention(f"{name}.attention", x_TD, causal=causal)
         if memory_SD is not None:
             x_TD = x_TD + self.cross_attention(f"{name}.cross_attention", x_TD, memory_SD)
-        inner_TD = self.norm(f"{name}.mlp.norm", x_TD)
+        inner_TD = self.before(f"{name}.mlp", x_TD)
         experts = self.has(f"{name}.mlp.router.weight")
-        return x_TD + (self.experts if experts else self.mlp)(f"{name}.mlp", inner_TD)
+        return x_TD + self.after(f"{name}.mlp", (self.experts if experts else self.mlp)(f"{name}.mlp", inner_TD))
+
+    def before(self, name: str, x_TD: Array) -> Array:
+        """The normalized input of a sublayer."""
+        return x_TD if self.fields["norm_placement"] == "post" else self.norm(f"{name}.norm", x_TD)
+
+    def after(self, name: str, y_TD: Array) -> Array:
+        """The output of a sublayer, normalized where the model does so."""
+        return y_TD if self.fields["norm_placement"] == "pre" else self.norm(f"{name}.post_norm", y_TD)
 
     def norm(self, name: str, x_TD: Array) -> Array:
         epsilon = np.float32(self.model["layernorm_epsilon"])
-        if self.family == "llama" or self.relative:
+        kind = self.fields["normalization"]
+        if kind in ("rmsnorm", "rmsnorm_1p") or self.relative:
             scaled: Array = x_TD / np.sqrt((x_TD**2).mean(-1, keepdims=True) + epsilon)
-            return scaled * self.load(f"{name}.weight")
+            return scaled * (self.load(f"{name}.weight") + np.float32(kind == "rmsnorm_1p"))
         centered = x_TD - x_TD.mean(-1, keepdims=True)
         scale = self.load(f"{name}.weight") / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon)
         result: Array = centered * scale + self.load(f"{name}.bias")
@@ -156,18 +168,29 @@ class _Model:
         groups = self.model.get("num_key_value_heads", heads)
         # R rows of each group: its query heads, then one key head and one value head.
         shape = (len(x_TD), groups, heads // groups + 2, -1)
-        qkv_TGRH = self.linear(f"{name}.qkv", self.norm(f"{name}.norm", x_TD)).reshape(shape)
+        qkv_TGRH = self.linear(f"{name}.qkv", self.before(name, x_TD)).reshape(shape)
         q_TGQH, k_TGH, v_TGH = qkv_TGRH[:, :, :-2], qkv_TGRH[:, :, -2], qkv_TGRH[:, :, -1]
-        if self.family == "llama":
+        if self.fields["qk_norm"]:
+            q_TGQH = self.norm_heads(f"{name}.query_norm", q_TGQH)
+            k_TGH = self.norm_heads(f"{name}.key_norm", k_TGH)
+        if self.fields["position_embedding"] == "rotary":
             q_TGQH, k_TGH = self.apply_rotary(q_TGQH), self.apply_rotary(k_TGH)
         repeat = heads // groups
         q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
         k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
         bias_NTS = self.relative_bias(name, len(x_TD), causal=causal) if self.relative else None
         window = self.model.get("sliding_window")
-        return self.linear(
-            f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS, window=window)
-        )
+        if self.fields["attention_scale"] is not None:
+            # The scores below are divided by the square root of the head size.
+            q_NTH = q_NTH * np.float32(self.fields["attention_scale"] * math.sqrt(q_NTH.shape[-1]))
+        mixed_TR = _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS, window=window)
+        return self.after(name, self.linear(f"{name}.dense", mixed_TR))
+
+    def norm_heads(self, name: str, x: Array) -> Array:
+        """Queries or keys ``[T, ..., H]``, normalized by head, or all heads of a token together."""
+        if self.fields["qk_norm"] == "head":
+            return self.norm(name, x)
+        return self.norm(name, x.reshape(len(x), -1)).reshape(x.shape)
 
     def relative_bias(self, name: str, tokens: int, *, causal: bool) -> Array:
         """The relative position bias ``[N, T, T]`` of the attention scores (T5, arXiv:1910.10683, section 2.1).
@@ -204,29 +227,37 @@ class _Model:
 
     def apply_rotary(self, x: Array) -> Array:
         """Rotary embedding of ``x`` ``[T, ..., H]`` by halves of a head (RoFormer, Su et al. 2021, section 3.4.2)."""
+        width = int(x.shape[-1] * self.fields["rotary_fraction"])
+        if width < x.shape[-1]:
+            return np.concatenate([self._rotated(x[..., :width]), x[..., width:]], -1)
+        return self._rotated(x)
+
+    def _rotated(self, x: Array) -> Array:
         width = x.shape[-1]
-        inverse = 1.0 / float(self.model.get("rotary_base", 10000.0)) ** (np.arange(0, width, 2) / width)
-        scaling = self.model.get("rotary_scaling")
-        if scaling is not None:
-            inverse = _scaled(inverse, scaling)
+        inverse, magnitude = rotary_frequencies(self.fields, width, len(x))
         angles = np.outer(np.arange(len(x)), inverse).astype(np.float32)
         # Both halves of a head have the same angles: element i rotates with element i + H / 2.
         angles = np.concatenate([angles, angles], -1).reshape(len(x), *[1] * (x.ndim - 2), width)
         low, high = x[..., : width // 2], x[..., width // 2 :]
         result: Array = x * np.cos(angles) + np.concatenate([-high, low], -1) * np.sin(angles)
-        return result
+        return result * np.float32(magnitude)
 
     def mlp(self, name: str, x_TD: Array) -> Array:
-        if self.family == "llama":
+        if self.model["activation"] in GATED:
             gate_TF = self.linear(f"{name}.gate", x_TD)
-            inner_TF: Array = gate_TF / (1 + np.exp(-gate_TF)) * self.linear(f"{name}.up", x_TD)
+            inner_TF: Array = self.activate(gate_TF) * self.linear(f"{name}.up", x_TD)
             return self.linear(f"{name}.fc2", inner_TF)
         return self.linear(f"{name}.fc2", self.activate(self.linear(f"{name}.fc1", x_TD)))
 
     def activate(self, x: Array) -> Array:
         if self.model["activation"] == "relu":
             return np.maximum(x, np.float32(0))
-        if self.model["activation"] == "gelu_tanh":
+        if self.model["activation"] == "squared_relu":
+            return np.square(np.maximum(x, np.float32(0)))
+        if self.model["activation"] == "swiglu":
+            silu: Array = x / (1 + np.exp(-x))
+            return silu
+        if self.model["activation"] in ("gelu_tanh", "geglu"):
             gate = np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))
         else:
             # numpy has no erf.
@@ -240,8 +271,11 @@ class _Model:
         # Without the maximum, exp could overflow; the factor cancels in the division below.
         weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
         order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
+        if self.model.get("moe_router_pre_softmax"):
+            weights_TE /= weights_TE.sum(-1, keepdims=True)
         np.put_along_axis(weights_TE, order_TE[:, self.model["moe_top_k"] :], 0, axis=-1)
-        weights_TE /= weights_TE.sum(-1, keepdims=True)
+        if not self.model.get("moe_router_pre_softmax"):
+            weights_TE /= weights_TE.sum(-1, keepdims=True)
         result = np.zeros_like(x_TD)
         for expert in range(self.model["num_experts"]):
             rows = np.flatnonzero(weights_TE[:, expert])
@@ -277,12 +311,3 @@ def _attend(
     weights_NTS /= weights_NTS.sum(-1, keepdims=True)
     mixed: Array = (weights_NTS @ v_NSH).transpose(1, 0, 2).reshape(q_NTH.shape[1], -1)
     return mixed
-
-
-def _scaled(inverse: NDArray[np.float64], scaling: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Llama 3's frequencies: low ones divided by ``factor``, high ones kept, blended between (arXiv:2407.21783)."""
-    wavelengths = 2 * math.pi / inverse
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-    result: NDArray[np.float64] = (1 - share) * inverse / scaling["factor"] + share * inverse
-    return result

@@ -30,6 +30,7 @@ MULTI_WORD_FLAGS: Mapping[str, int | None] = {
 # Values that an option with the same name has under another name.
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "--position-embedding-type": {"learned_absolute": "learned", "rope": "rotary"},
+    "--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
 }
 
 

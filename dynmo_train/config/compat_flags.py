@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from .compat_flag import CompatFlag, becomes, ignored, refused
 from .torchtitan import TORCHTITAN
 
-_LLAMA = "always on for llama: use pretrain llama"
 _OVERLAP = "no effect on results"
 _ZERO = "buffer sizes follow from the model"
 _CONVERT = "must be given to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or convert"
@@ -130,14 +129,14 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--use-distributed-optimizer": becomes("--zero-stage", "1"),
     "--num-distributed-optimizer-instances": becomes("--hsdp", values=1),
     "--keep-last": ignored("the last batch is always used"),
-    # Architecture of llama
-    "--swiglu": ignored(_LLAMA, 0, "llama"),
-    "--disable-bias-linear": ignored(_LLAMA, 0, "llama"),
-    "--no-position-embedding": ignored(_LLAMA, 0, "llama"),
-    "--use-rotary-position-embeddings": ignored(_LLAMA, 0, "llama"),
-    "--group-query-attention": ignored("implied by --num-query-groups", 0, "llama"),
-    "--normalization": ignored(_LLAMA, 1, "llama"),
-    "--rotary-percent": ignored("rotary embeddings always cover whole heads", 1, "llama"),
+    # Architecture of decoders
+    "--swiglu": becomes("--activation", "swiglu"),
+    "--squared-relu": becomes("--activation", "squared_relu"),
+    "--disable-bias-linear": becomes("--no-add-bias-linear"),
+    "--no-position-embedding": ignored("implied by rotary embeddings", 0, "gpt", "llama"),
+    "--use-rotary-position-embeddings": becomes("--position-embedding-type", "rotary"),
+    "--group-query-attention": ignored("implied by --num-query-groups", 0, "gpt", "llama"),
+    "--qk-layernorm": becomes("--qk-norm", "head"),
     # Flags of other programs in the same scripts
     **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), refused(_CONVERT, 1)),
     **dict.fromkeys(("-i_g", "-p", "-i", "-o"), refused(_CONVERT, 1)),
@@ -190,7 +189,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--rotary-position-embeddings-theta": becomes("--rotary-base", values=1),
     **dict.fromkeys(
         (
-            "--add-qkv-bias",
             "--apply-layernorm-1p",
             "--apply-residual-connection-post-layernorm",
             "--embedding-weights-in-fp32",
@@ -198,10 +196,8 @@ FLAGS: Mapping[str, CompatFlag] = {
             "--fp32-residual-connection",
             "--init-method-xavier-uniform",
             "--openai-gelu",
-            "--qk-layernorm",
             "--quick-geglu",
             "--rotary-interleaved",
-            "--squared-relu",
         ),
         refused(_MODEL),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -13,6 +14,16 @@ from .._common.errors import UsageError
 from .batch_schedule import BatchSizes
 
 MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000
+# Fields of each type of rotary scaling: those that it must have, and those that it may have.
+ROTARY_SCALINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor", "original_max_position_embeddings"), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    ),
+}
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -53,6 +64,38 @@ def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
     if not pairs or len(words) % 2 or not all(math.isfinite(weight) and weight > 0 for weight, _ in pairs):
         raise UsageError(f"{flag} {text!r}: must be a path, or positive weights and paths, such as 0.3 A 0.7 B")
     return tuple(pairs)
+
+
+def parse_rotary_scaling(text: str) -> Mapping[str, Any]:
+    """Parse ``{"rope_type": "yarn", "factor": 4.0, ...}``; the types are those of ``ROTARY_SCALINGS``.
+
+    Raises:
+        UsageError: no JSON object, an unknown type, a missing or unknown field, or a value that is no positive number.
+    """
+    flag, example = "--rotary-scaling", '{"rope_type": "linear", "factor": 2.0}'
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"{flag} {text!r}: must be a JSON object, such as {example}")
+    kind = found.get("rope_type")
+    if not isinstance(kind, str) or kind not in ROTARY_SCALINGS:
+        raise UsageError(f"{flag}: rope_type is {kind!r}; must be one of {', '.join(ROTARY_SCALINGS)}")
+    required, optional = ROTARY_SCALINGS[kind]
+    missing = [name for name in required if name not in found]
+    unknown = sorted(found.keys() - {"rope_type", *required, *optional})
+    if missing or unknown:
+        names = f"lacks {', '.join(missing)}" if missing else f"has unknown fields {', '.join(unknown)}"
+        raise UsageError(f"{flag}: {kind} {names}; its fields are {', '.join((*required, *optional))}")
+    for name, value in found.items():
+        if name in ("rope_type", "truncate"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UsageError(f"{flag}: {name} is {value!r}; must be a positive number")
+    if not isinstance(found.get("truncate", True), bool):
+        raise UsageError(f"{flag}: truncate is {found['truncate']!r}; must be true or false")
+    return found
 
 
 def batch_sizes_of(rampup: str | None, final: int) -> BatchSizes:

@@ -30,7 +30,7 @@ from .ict import IctConfig
 from .optimizer import OptimizerConfig
 from .options import Source, option
 from .parallel import ParallelConfig
-from .parse import batch_sizes_of, iters_of_samples, parse_balance
+from .parse import batch_sizes_of, iters_of_samples, parse_balance, parse_rotary_scaling
 from .precision import PrecisionConfig
 from .run import RunConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
@@ -40,6 +40,10 @@ MoeRouting = Literal["topk", "expert-choice", "balanced"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 TokenDropPolicy = Literal["probs", "position"]
 Positions = Literal["learned", "rotary", "relative"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu"]
+Normalization = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
+NormPlacement = Literal["pre", "sandwich", "post"]
+QkNorm = Literal["none", "head", "projection"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
@@ -49,6 +53,16 @@ Options = TypeVar("Options")
 
 def _is_llama(values: Mapping[str, Any]) -> bool:
     return base_family(values["family"]) == "llama"
+
+
+def _activation(values: Mapping[str, Any]) -> str:
+    family = base_family(values["family"])
+    relative = family == "t5" and values.get("position_embedding_type") == "relative"
+    return {"llama": "swiglu", "gpt": "gelu_tanh"}.get(family, "relu" if relative else "gelu")
+
+
+def _is_gated(values: Mapping[str, Any]) -> bool:
+    return (values.get("activation") or _activation(values)) in ("swiglu", "geglu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +87,20 @@ class ModelConfig:
         "Hidden size of the MLP.",
         minimum=1,
         derive=(
-            "4 x --hidden-size; for llama 8/3 x, rounded down to a multiple of 64",
-            lambda v, _: max(64, 8 * v["hidden_size"] // 3 // 64 * 64) if _is_llama(v) else 4 * v["hidden_size"],
+            "4 x --hidden-size; for gated activations 8/3 x, rounded down to a multiple of 64",
+            lambda v, _: max(64, 8 * v["hidden_size"] // 3 // 64 * 64) if _is_gated(v) else 4 * v["hidden_size"],
         ),
         common=True,
     )
     num_attention_heads: int = option("Number of attention heads.", minimum=1, common=True)
     num_query_groups: int = option(
-        "Number of key-value heads for grouped-query attention (llama).",
+        "Number of key-value heads for grouped-query attention (gpt, llama).",
         minimum=1,
         derive=("--num-attention-heads", lambda v, _: v["num_attention_heads"]),
         common=True,
     )
     kv_channels: int = option(
-        "Size of an attention head (llama, t5).",
+        "Size of an attention head (gpt, llama, t5).",
         minimum=1,
         derive=(
             "--hidden-size / --num-attention-heads",
@@ -101,7 +115,7 @@ class ModelConfig:
         derive=("--seq-length / 4", lambda v, _: max(1, v["seq_length"] // 4)),
     )
     position_embedding_type: Positions = option(
-        "Position embedding: learned, rotary (llama) or relative (t5).",
+        "Position embedding: learned, rotary (gpt, llama) or relative (t5).",
         derive=("rotary for llama, else learned", lambda v, _: "rotary" if _is_llama(v) else "learned"),
         common=True,
     )
@@ -114,9 +128,36 @@ class ModelConfig:
         ),
         common=True,
     )
-    rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
-    use_rope_scaling: bool = option("Scale rotary frequencies as Llama 3.1 does (llama).", default=False)
+    rotary_base: float = option("Base of the rotary frequencies.", default=10000.0, above=0)
+    rotary_percent: float = option("Share of each head that rotary embeddings rotate.", default=1.0, above=0, maximum=1)
+    use_rope_scaling: bool = option("Scale rotary frequencies as Llama 3.1 does.", default=False)
     rope_scaling_factor: float = option("Scaling factor of --use-rope-scaling.", default=8.0, above=0)
+    rotary_scaling: str | None = option(
+        "Scaling of rotary frequencies: Hugging Face's rope_scaling as JSON; none: none.", default=None
+    )
+    activation: Activation = option(
+        "Activation of the MLP.",
+        derive=("gelu_tanh for gpt, swiglu for llama", lambda v, _: _activation(v)),
+    )
+    normalization: Normalization = option(
+        "Normalization; rmsnorm_1p multiplies by 1 + weight.",
+        derive=("rmsnorm for llama, else layernorm", lambda v, _: "rmsnorm" if _is_llama(v) else "layernorm"),
+    )
+    norm_placement: NormPlacement = option(
+        "Normalize before each sublayer, before and after, or after it.", default="pre"
+    )
+    qk_norm: QkNorm = option("Normalize queries and keys: each head, or the whole projection.", default="none")
+    add_bias_linear: bool = option(
+        "Give linear layers biases.", derive=("false for llama", lambda v, _: not _is_llama(v))
+    )
+    add_qkv_bias: bool = option("Give queries, keys and values a bias.", default=False)
+    mlp_bias: bool = option(
+        "Give the linear layers of the MLP biases.", derive=("--add-bias-linear", lambda v, _: v["add_bias_linear"])
+    )
+    embedding_scale: float = option("Factor on word embeddings; the head reads them unscaled.", default=1.0, above=0)
+    attention_scale: float | None = option(
+        "Factor on attention scores; none: 1 / square root of head size.", default=None, above=0
+    )
     attention_window: int | None = option(
         "Sliding window of attention in tokens, itself included (gpt, llama).",
         default=None,
@@ -227,6 +268,24 @@ class ModelConfig:
     def base_family(self) -> str:
         """The built-in family whose samples, defaults and option rules the family has."""
         return base_family(self.family)
+
+    @property
+    def rotary_scaling_object(self) -> Mapping[str, Any] | None:
+        """The scaling of the rotary frequencies as Hugging Face's object; None where there is none.
+
+        Raises:
+            UsageError: ``--rotary-scaling`` is no such object.
+        """
+        if self.use_rope_scaling:
+            # Llama 3.1's own values; only the factor differs between its sizes.
+            return {
+                "rope_type": "llama3",
+                "factor": self.rope_scaling_factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        return None if self.rotary_scaling is None else parse_rotary_scaling(self.rotary_scaling)
 
     @property
     def balance_coefficients(self) -> Mapping[str, float]:

@@ -28,7 +28,7 @@ from .hashed_attention import HashedAttention
 from .key_values import KeysValues, KVCache
 from .linear import PrunableLinear, overlapped_pair
 from .positions import RelativeBias, Rotary, add_positions
-from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, whole_offsets, window_mask
+from .varlen import attend_sequences, has_kernel, padded_offsets, sample_offsets, window_mask
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 Linear = Callable[[str, torch.Tensor], torch.Tensor]
@@ -36,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
 }
 
 
@@ -49,6 +50,7 @@ class Embedding(nn.Module):
         positions: rows of the position table; 0 means no table.
         tokentypes: rows of the token-type table; 0 means no table.
         dropout: dropout probability of the output.
+        scale: factor on the rows of the word table; a tied head reads them without it.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Embedding(nn.Module):
         positions: int = 0,
         tokentypes: int = 0,
         dropout: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.scale = scale
         self.word = nn.Embedding(vocabulary, width, device=device)
         self.position = nn.Embedding(positions, width, device=device) if positions else None
         self.tokentype = nn.Embedding(tokentypes, width, device=device) if tokentypes else None
@@ -86,6 +90,9 @@ class Embedding(nn.Module):
         else:
             # A dense gradient of the table in every microbatch would be mostly zeros; see ``embedding_grad``.
             x_BTD = look_up(self.word.weight, ids_BT, self.pending)
+        if self.scale != 1.0:
+            # Rounded to the dtype of the stream first, as Gemma's is.
+            x_BTD = x_BTD * torch.full((), self.scale, dtype=x_BTD.dtype, device=x_BTD.device)
         x_BTD = add_positions(x_BTD, ids_BT, self.position, past, self.context)
         if self.tokentype is not None and types_BT is not None:
             x_BTD = x_BTD + self.tokentype(types_BT)
@@ -104,8 +111,24 @@ def _reads_grouped_keys(device: torch.device, mask: torch.Tensor | None, dropout
     return dropout == 0.0 if device.type == "cpu" else mask is None
 
 
+def normalize_heads(norm: nn.Module, x_BHTK: torch.Tensor) -> torch.Tensor:
+    """Normalize each head, or all heads of a token together, by the length of the norm's weight.
+
+    Args:
+        norm: normalization over the last dimension, of K or H * K elements.
+        x_BHTK: queries or keys, ``[B, H, T, K]``.
+    """
+    weight, (_, heads, _, width) = norm.weight, x_BHTK.shape
+    if not isinstance(weight, torch.Tensor) or len(weight) == width:
+        y_BHTK: torch.Tensor = norm(x_BHTK)
+        return y_BHTK
+    y_BTR: torch.Tensor = norm(x_BHTK.transpose(1, 2).flatten(2))
+    whole_BHTK: torch.Tensor = y_BTR.unflatten(2, (heads, width)).transpose(1, 2)
+    return whole_BHTK
+
+
 class SelfAttention(nn.Module):
-    """``x + dense(attention(norm(x)))``.
+    """``x + post_norm(dense(attention(norm(x))))``, where most models have one of the two norms.
 
     The rows of ``qkv`` are grouped by key-value group, ``[G, H/G + 2, K]``: the group's queries, its key, its value;
     without grouped queries (G = H) that is ``[H, 3, K]``.
@@ -113,11 +136,17 @@ class SelfAttention(nn.Module):
     Args:
         width: model width D.
         heads: query heads H.
-        norm: normalization before the sublayer.
+        norm: normalization before the sublayer; ``nn.Identity`` where there is none.
         device: where the parameters are created.
         groups: key-value groups G; None means H.
         head_width: K; None means D / H.
-        bias: whether ``qkv`` and ``dense`` have biases.
+        bias: whether ``dense`` has a bias.
+        qkv_bias: whether ``qkv`` has a bias; None means as ``dense``.
+        post_norm: normalization of the sublayer's output, before dropout and residual; None means none.
+        query_norm: normalization of the queries before the rotation, of each head or of all heads together (by the
+            length of its weight); None means none.
+        key_norm: normalization of the keys.
+        scale: factor on the scores; None means ``K^-0.5``, or 1 with ``relative``.
         causal: whether a token attends to itself and earlier tokens only.
         dropout: dropout probability of the output.
         attention_dropout: dropout probability of the attention weights.
@@ -136,6 +165,11 @@ class SelfAttention(nn.Module):
         groups: int | None = None,
         head_width: int | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
+        post_norm: nn.Module | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        scale: float | None = None,
         causal: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -148,12 +182,14 @@ class SelfAttention(nn.Module):
         self.head_width = head_width or width // heads
         groups = groups or heads
         self.queries_per_group = heads // groups
-        self.norm = norm
-        self.qkv = PrunableLinear(width, (heads + 2 * groups) * self.head_width, device, bias=bias)
+        self.norm, self.post_norm = norm, post_norm
+        self.query_norm, self.key_norm = query_norm, key_norm
+        rows = (heads + 2 * groups) * self.head_width
+        self.qkv = PrunableLinear(width, rows, device, bias=bias if qkv_bias is None else qkv_bias)
         self.dense = PrunableLinear(heads * self.head_width, width, device, bias=bias)
         self.relative = relative
         self.rotary, self.causal = rotary, causal
-        self.scale = None if relative is None else 1.0
+        self.scale = scale if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
         self.sparse: HashedAttention | None = None
         self.context: ContextRegion | None = None  # set by ``join_context``
@@ -179,6 +215,8 @@ class SelfAttention(nn.Module):
             q_BTGPK, k_BTGK, v_BTGK = grouped.split((per, 1, 1), dim=3)
             q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
             k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = normalize_heads(self.query_norm, q), normalize_heads(self.key_norm, k)
         if self.rotary is not None:
             if self.context is not None and not isinstance(past, torch.Tensor):
                 cosine, sine = self.rotary.cos_sin(0, T * self.context.size, q.device, q.dtype)
@@ -199,8 +237,12 @@ class SelfAttention(nn.Module):
             causal: whether to apply the causal mask; ``mask`` must then be None.
         """
         y_BHTK = self.weighted_values(q_BHTK, k_BGSK, v_BGSK, mask, causal)
-        y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
-        return y_BTD
+        return self.output(y_BHTK.transpose(1, 2).flatten(2))
+
+    def output(self, heads_BTR: torch.Tensor) -> torch.Tensor:
+        """The sublayer's output ``[B, T, D]`` of the heads' outputs ``heads_BTR`` ``[B, T, H*K]``."""
+        y_BTD: torch.Tensor = self.dense(heads_BTR)
+        return y_BTD if self.post_norm is None else self.post_norm(y_BTD)
 
     def weighted_values(
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
@@ -241,7 +283,7 @@ class SelfAttention(nn.Module):
         """
         q, k, v = self.project(x_BTD, 0 if positions is None else positions)
         if self.context is not None:
-            y_BTR = self.dense(attend_context(q, k, v, self.context, self))
+            y_BTR = self.output(attend_context(q, k, v, self.context, self))
             return x_BTD + item_dropout(y_BTR, self.dropout, self.training)
         dropout = self.attention_dropout if self.training else 0.0
         if self.sparse is not None:
@@ -304,7 +346,7 @@ class SelfAttention(nn.Module):
             y_BHTK = self.weighted_values(q, k, v, mask, causal)
         chosen_BC1 = index_BC[..., None]
         heads_BTR = y_BHTK.transpose(1, 2).flatten(2)
-        y_BCD = self.dense(heads_BTR.gather(1, chosen_BC1.expand(-1, -1, heads_BTR.shape[2])))
+        y_BCD = self.output(heads_BTR.gather(1, chosen_BC1.expand(-1, -1, heads_BTR.shape[2])))
         x_BCD = x_BTD.gather(1, chosen_BC1.expand(-1, -1, x_BTD.shape[2]))
         return x_BCD + item_dropout(y_BCD, self.dropout, self.training), (k, v)
 
@@ -321,12 +363,11 @@ class SelfAttention(nn.Module):
         y_BTR = attend_sequences(
             q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (T, T), window=(window - 1, 0), scale=self.scale
         )
-        y_BTD: torch.Tensor = self.dense(y_BTR)
-        return y_BTD
+        return self.output(y_BTR)
 
     def finish(self, x_BTD: torch.Tensor, heads_BTR: torch.Tensor) -> torch.Tensor:
         """The stream ``x_BTD`` ``[B, T, D]`` with the update by the heads' outputs ``heads_BTR`` ``[B, T, H*K]``."""
-        return x_BTD + item_dropout(self.dense(heads_BTR), self.dropout, self.training)
+        return x_BTD + item_dropout(self.output(heads_BTR), self.dropout, self.training)
 
     def extend(
         self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
@@ -384,73 +425,8 @@ class SelfAttention(nn.Module):
             y_BGPK = F.scaled_dot_product_attention(
                 q.reshape(B, groups, -1, K), k_BGSK, v_BGSK, attn_mask=mask, scale=self.scale
             )
-            y_BTD: torch.Tensor = self.dense(y_BGPK.reshape(B, 1, H * K))
-            return x_BTD + y_BTD
+            return x_BTD + self.output(y_BGPK.reshape(B, 1, H * K))
         return x_BTD + self.attend(q, k_BGSK, v_BGSK, mask, causal)
-
-
-class CrossAttention(nn.Module):
-    """``x + dense(attention(query(norm(x)), key_value(memory)))``; the rows of ``key_value`` are ``[H, 2, K]``.
-
-    Args:
-        width: model width D.
-        heads: heads H.
-        norm: normalization before the sublayer; the memory is not normalized here.
-        device: where the parameters are created.
-        head_width: K; None means D / H.
-        bias: whether the linear layers have biases.
-        scaled: whether scores are divided by the square root of K (T5's are not).
-        dropout: dropout probability of the output.
-        attention_dropout: dropout probability of the attention weights.
-    """
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        heads: int,
-        norm: nn.Module,
-        device: torch.device,
-        head_width: int | None = None,
-        bias: bool = True,
-        scaled: bool = True,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.head_width = head_width or width // heads
-        inner = heads * self.head_width
-        self.norm = norm
-        self.query = PrunableLinear(width, inner, device, bias=bias)
-        self.key_value = PrunableLinear(width, 2 * inner, device, bias=bias)
-        self.dense = PrunableLinear(inner, width, device, bias=bias)
-        self.scale = None if scaled else 1.0
-        self.dropout, self.attention_dropout = dropout, attention_dropout
-
-    def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, key_mask_BS: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual.
-
-        Args:
-            x_BTD: the residual stream, ``[B, T, D]``.
-            memory_BSD: the encoder's output, ``[B, S, D]``.
-            key_mask_BS: bool ``[B, S]``, true for memory tokens that may be attended to, the first ones of a sample.
-
-        Returns:
-            The residual stream after the sublayer, ``[B, T, D]``.
-        """
-        q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
-        keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
-        k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
-        dropout = self.attention_dropout if self.training else 0.0
-        if has_kernel(q_BHTK, dropout):
-            B, _, T, _ = q_BHTK.shape
-            offsets = whole_offsets(B, T, q_BHTK.device), padded_offsets(key_mask_BS)
-            y_BTR = attend_sequences(q_BHTK, k_BHSK, v_BHSK, offsets, (T, key_mask_BS.shape[1]), scale=self.scale)
-            return x_BTD + item_dropout(self.dense(y_BTR), self.dropout, self.training)
-        y_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BHSK, v_BHSK, attn_mask=key_mask_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
-        )
-        return x_BTD + item_dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -527,15 +503,16 @@ def join_gated_layers(module: nn.Module) -> None:
 
 
 class Mlp(FeedForward):
-    """``x + transform(norm(x))``.
+    """``x + post_norm(transform(norm(x)))``, where most models have one of the two norms.
 
     Args:
         width: model width D.
         inner: width F inside the MLP.
         activation: a key of ``ACTIVATIONS`` or ``GATED``.
-        norm: normalization before the sublayer.
+        norm: normalization before the sublayer; ``nn.Identity`` where there is none.
         device: where the parameters are created.
         bias: whether the linear layers have biases.
+        post_norm: normalization of the sublayer's output, before dropout and residual; None means none.
         dropout: dropout probability of the output.
     """
 
@@ -548,11 +525,15 @@ class Mlp(FeedForward):
         norm: nn.Module,
         device: torch.device,
         bias: bool = True,
+        post_norm: nn.Module | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__(width=width, inner=inner, activation=activation, device=device, bias=bias)
-        self.norm, self.dropout = norm, dropout
+        self.norm, self.post_norm, self.dropout = norm, post_norm, dropout
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Apply the sublayer with its residual to the stream ``x_BTD`` ``[B, T, D]``."""
-        return x_BTD + item_dropout(self.transform(self.norm(x_BTD)), self.dropout, self.training)
+        y_BTD = self.transform(self.norm(x_BTD))
+        if self.post_norm is not None:
+            y_BTD = self.post_norm(y_BTD)
+        return x_BTD + item_dropout(y_BTD, self.dropout, self.training)

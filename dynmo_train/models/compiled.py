@@ -34,7 +34,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._common.errors import UsageError
 from ..parallel.random_stream import draws_from_generator
 from .bert_tasks import BertTaskHead
-from .blocks import CrossAttention, Embedding, FeedForward, Mlp, SelfAttention
+from .blocks import Embedding, FeedForward, Mlp, SelfAttention
+from .cross_attention import CrossAttention
 from .documents import PackedEmbedding
 from .early_exit import ActiveTokens, Exit
 from .head import Head

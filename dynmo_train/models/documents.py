@@ -130,7 +130,7 @@ class PackedAttention(SelfAttention):
         q, k, v = self.project(x_BTD, positions)
         if self.context is not None:
             documents = Documents(starts_BT, self.chunk_sizes) if self.reset_mask else None
-            y_BTD = self.dense(attend_context(q, k, v, self.context, self, documents))
+            y_BTD = self.output(attend_context(q, k, v, self.context, self, documents))
         elif not self.reset_mask:
             y_BTD = self._attend_window(q, k, v, self.window or q.shape[2])
         elif self.most_documents and has_kernel(q, self.attention_dropout if self.training else 0.0):
@@ -152,5 +152,4 @@ class PackedAttention(SelfAttention):
         y_BTR = attend_sequences(
             q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (longest, longest), window=window, scale=self.scale
         )
-        y_BTD: torch.Tensor = self.dense(y_BTR)
-        return y_BTD
+        return self.output(y_BTR)

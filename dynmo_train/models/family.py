@@ -166,10 +166,10 @@ class Family(ABC, Generic[Shape]):
             "device": device,
         }
 
-    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
-        """The MLP of a block, or its experts."""
+    def mlp_options(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of ``blocks.Mlp``."""
         shape = self.shape
-        options: dict[str, Any] = {
+        return {
             "width": shape.hidden_size,
             "inner": shape.ffn_hidden_size,
             "activation": shape.activation,
@@ -178,6 +178,10 @@ class Family(ABC, Generic[Shape]):
             "dropout": shape.hidden_dropout,
             "device": device,
         }
+
+    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
+        """The MLP of a block, or its experts."""
+        options = self.mlp_options(device)
         return Mlp(**options) if moe is None else MoeMlp(moe=moe, **options)
 
     def head_options(self, device: torch.device) -> dict[str, Any]:

@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 from .._common.errors import MissingExtraError, UsageError
-from .blocks import CrossAttention, FeedForward, SelfAttention
+from .blocks import FeedForward, SelfAttention
+from .cross_attention import CrossAttention
 from .layer_list import ItemSpec
 from .linear import PrunableLinear
 

@@ -191,6 +191,11 @@ def split_dim(parameter: str) -> int | None:
     return 1 if parameter.endswith(CUT_LAST) and not parameter.startswith("head.") else None
 
 
+def is_of_heads(parameter: str) -> bool:
+    """Whether a parameter is shared by the heads of an attention, by its name: the norms of queries and keys."""
+    return parameter.rpartition(".")[0].endswith((".query_norm", ".key_norm"))
+
+
 class ModelFamily(Protocol):
     """The interface of a model family: a pure description, and a builder of single items."""
 

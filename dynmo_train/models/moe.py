@@ -444,6 +444,7 @@ class MoeMlp(nn.Module):
         norm: normalization before the sublayer.
         device: where the parameters are created.
         bias: whether the experts' linear layers have biases; the router has none.
+        post_norm: normalization of the sublayer's output, before dropout and residual; None means none.
         dropout: dropout probability of the output.
 
     Attributes:
@@ -462,10 +463,11 @@ class MoeMlp(nn.Module):
         norm: nn.Module,
         device: torch.device,
         bias: bool = True,
+        post_norm: nn.Module | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.moe, self.norm, self.dropout = moe, norm, dropout
+        self.moe, self.norm, self.post_norm, self.dropout = moe, norm, post_norm, dropout
         self.context: ContextRegion | None = None  # set by ``join_context``
         self.counts = StepCounts()
         self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
@@ -564,6 +566,8 @@ class MoeMlp(nn.Module):
         else:
             y_ND = self._by_token(x_ND, routing)
         y_BTD = y_ND.view_as(x_BTD)
+        if self.post_norm is not None:
+            y_BTD = self.post_norm(y_BTD)
         # The counts of other ranks have been on their way while the experts computed.
         balance = routing.balance.finish()
         losses = {name: weight * balance[name] for name, weight in moe.coefficients.items()}

@@ -45,15 +45,48 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """Normalize ``x`` over its last dimension.
+
+    Args:
+        x: ``[..., D]``.
+        weight_D: factors ``[D]``.
+        eps: added to the mean of the squares; None means that of the dtype.
+    """
+    own = x.device.type == "cpu" and x.dtype == weight_D.dtype == torch.float32
+    if not own or torch.compiler.is_compiling():
+        return F.rms_norm(x, (x.shape[-1],), weight_D, eps)
+    y: torch.Tensor = _RmsNorm.apply(x, weight_D, torch.finfo(x.dtype).eps if eps is None else eps)  # type: ignore[no-untyped-call]
+    return y
+
+
 class RmsNorm(nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``x`` ``[..., D]``."""
-        weight: torch.Tensor = self.weight
-        own = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-        if not own or torch.compiler.is_compiling():
-            return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        y: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-        return y
+        return rms_norm(x, self.weight, self.eps)
+
+
+class RmsNorm1p(nn.Module):
+    """Gemma's RMSNorm: the factors are ``1 + weight``, so that weight decay draws them to 1 (arXiv:2403.08295).
+
+    Not an ``nn.RMSNorm``, whose fused replacements multiply by the weight itself.
+
+    Args:
+        width: size D of the last dimension.
+        eps: added to the mean of the squares.
+        device: where the weight is created.
+    """
+
+    def __init__(self, width: int, *, eps: float, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize ``x`` ``[..., D]``."""
+        if x.dtype == torch.float32:
+            return rms_norm(x, 1.0 + self.weight, self.eps)
+        # bfloat16 has no numbers between 1 and 1 + 2^-7.
+        return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)

@@ -1,6 +1,6 @@
 """Positions: rotary embeddings of queries and keys, a learned bias by relative distance, or a table of embeddings.
 
-Shapes in names: B samples, T queries, S keys, H heads, K head width.
+Shapes in names: B samples, T queries, S keys, H heads, K head width, R rotated width.
 """
 
 from __future__ import annotations
@@ -16,33 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 
 from ..parallel.context_parallel import ContextRegion
-
-
-def rotary_frequencies(
-    head_width: int, base: float, scaling: Mapping[str, Any] | None, device: torch.device
-) -> torch.Tensor:
-    """Radians per position of the ``K / 2`` planes, float32 (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
-
-    Args:
-        head_width: K.
-        base: base of the geometric series of wavelengths.
-        scaling: None, or Llama 3's (``factor``, ``low_freq_factor``, ``high_freq_factor``,
-            ``original_max_position_embeddings``): long wavelengths are stretched by the factor, short ones unchanged,
-            those between interpolated (Grattafiori et al. 2024, arXiv:2407.21783; ``rope_type`` ``llama3`` of Hugging
-            Face).
-        device: device of the result.
-    """
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
-    frequencies: torch.Tensor = 1.0 / base**exponents
-    if scaling is None:
-        return frequencies
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelengths = 2 * math.pi / frequencies
-    share: torch.Tensor = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
-    return scaled
-
+from .rotary_scaling import rotary_frequencies, rotary_magnitude
 
 CACHED_TABLES = 16
 """Tables that are kept: one for each sequence length and dtype of a run; 2 MiB for 4,096 tokens and heads of 128."""
@@ -54,29 +28,32 @@ def _is_traced() -> bool:
 
 
 def _angles(
-    positions: torch.Tensor, head_width: int, base: float, scaling: Mapping[str, Any] | None, dtype: torch.dtype
+    positions: torch.Tensor, width: int, base: float, scaling: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[..., K]`` of float32 positions ``[...]``."""
-    frequencies = rotary_frequencies(head_width, base, scaling, positions.device)
+    """Cosine and sine ``[..., R]`` of float32 positions ``[...]``."""
+    frequencies = rotary_frequencies(width, base, scaling, positions)
     # In float32 up to here: bfloat16 has 8 significant bits, and cannot represent positions above 256.
     angles = positions[..., None] * frequencies
     # Halves, as in Hugging Face, and not the paper's interleaved pairs: the rows of ``qkv`` are in this order.
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    magnitude = rotary_magnitude(scaling)
+    if magnitude == 1.0:
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def _rotary_table(
     first: int,
     tokens: int,
-    head_width: int,
+    width: int,
     base: float,
     scaling: tuple[tuple[str, Any], ...] | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[T, K]`` of consecutive positions."""
+    """Cosine and sine ``[T, R]`` of consecutive positions."""
     positions = torch.arange(first, first + tokens, device=device, dtype=torch.float32)
-    return _angles(positions, head_width, base, None if scaling is None else dict(scaling), dtype)
+    return _angles(positions, width, base, None if scaling is None else dict(scaling), dtype)
 
 
 @functools.lru_cache(maxsize=CACHED_TABLES)
@@ -88,17 +65,17 @@ def _cached_rotary_table(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding; the two halves of a head are the coordinates of the planes. No parameters.
+    """Rotary position embedding; the two halves of what is rotated are the coordinates of the planes. No parameters.
 
     Args:
-        head_width: K, even.
+        width: number R of the first elements of a head that are rotated, even; all of them in most models.
         base: base of the geometric series of wavelengths.
-        scaling: see :func:`rotary_frequencies`.
+        scaling: see :func:`rotary_scaling.rotary_frequencies`.
     """
 
-    def __init__(self, head_width: int, base: float, scaling: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, width: int, base: float, scaling: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.head_width, self.base, self.scaling = head_width, base, scaling
+        self.width, self.base, self.scaling = width, base, scaling
 
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
@@ -124,13 +101,13 @@ class Rotary(nn.Module):
             dtype: dtype of the result.
 
         Returns:
-            ``[T, K]`` each, or ``[B, 1, T, K]`` where ``past`` is a tensor.
+            ``[T, R]`` each, or ``[B, 1, T, R]`` where ``past`` is a tensor.
         """
         if isinstance(past, torch.Tensor):
-            return _angles(past[:, None].to(torch.float32), self.head_width, self.base, self.scaling, dtype)
+            return _angles(past[:, None].to(torch.float32), self.width, self.base, self.scaling, dtype)
         table = _rotary_table if _is_traced() else _cached_rotary_table
         scaling = None if self.scaling is None else tuple(self.scaling.items())
-        return table(past, tokens, self.head_width, self.base, scaling, device, dtype)
+        return table(past, tokens, self.width, self.base, scaling, device, dtype)
 
     @staticmethod
     def apply_rotary(
@@ -141,8 +118,13 @@ class Rotary(nn.Module):
         Args:
             q_BHTK: queries, ``[B, H, T, K]``.
             k_BGTK: keys, ``[B, G, T, K]``.
-            cos_sin: cosine and sine, broadcastable to ``[B, H, T, K]``.
+            cos_sin: cosine and sine, broadcastable to ``[B, H, T, R]``.
         """
+        width = cos_sin[0].shape[-1]
+        if width < q_BHTK.shape[-1]:
+            (q, q_rest), (k, k_rest) = (x.split([width, x.shape[-1] - width], dim=-1) for x in (q_BHTK, k_BGTK))
+            q, k = Rotary.apply_rotary(q, k, cos_sin)
+            return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
         if torch.compiler.is_compiling():
             # A compiler fuses these operations.
             return _rotated_out_of_place(q_BHTK, cos_sin), _rotated_out_of_place(k_BGTK, cos_sin)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..config.extensions import FamilySpec
-from .blocks import CrossAttention, SelfAttention
+from .blocks import SelfAttention
+from .cross_attention import CrossAttention
 from .family import Builders, Family, ModelDims
 from .layer_list import LOSS, BoundaryShape, ItemSpec
 from .norms import RmsNorm

@@ -375,7 +375,7 @@ class SummedEmbedding(nn.Module):
         super().__init__()
         if embedding.tokentype is not None:
             raise TypeError("an embedding with token types has no form without its word table")
-        self.position, self.dropout = embedding.position, embedding.dropout
+        self.position, self.dropout, self.scale = embedding.position, embedding.dropout, embedding.scale
         self.resets_positions = isinstance(embedding, PackedEmbedding)
         self.context: ContextRegion | None = None  # set by ``join_context``
         self.region: TensorRegion | None = None  # set by ``cut_item``
@@ -395,6 +395,8 @@ class SummedEmbedding(nn.Module):
         """
         if self.region is not None:
             words_BTD = self.region.leave(words_BTD)
+        if self.scale != 1.0:
+            words_BTD = words_BTD * torch.full((), self.scale, dtype=words_BTD.dtype, device=words_BTD.device)
         past = 0 if starts_BT is None or not self.resets_positions else positions_in_documents(starts_BT, self.context)
         x_BTD = add_positions(words_BTD, ids_BT, self.position, past, self.context)
         return item_dropout(x_BTD, self.dropout, self.training)

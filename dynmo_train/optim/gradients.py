@@ -3,7 +3,7 @@
 In this order, once per step::
 
     GradientReducer          sum over the replicas (grad_reducer.py, compression/powersgd.py)
-    add_token_gradients      sequence parallelism: sum what every tensor rank has unsliced
+    add_partial_gradients    sum what tensor ranks have unsliced and computed for their own tokens or heads
     add_tied_gradients       sum over the copies of a tied weight (or compression/tied_embeddings.py)
     zero_pruned_gradients    masked entries
     unscale                  divide by the loss scale (precision.py)
@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from ..models.layer_list import masks_of
+from ..models.layer_list import is_of_heads, masks_of
 from ..models.sharding import expert_of, needs_whole_stream
 from ..parallel.process_groups import World
 from .item_store import ItemStore
@@ -196,20 +196,25 @@ def exchange(
             work.wait()
 
 
-def add_token_gradients(store: ItemStore) -> None:
-    """With sequence parallelism: sum the gradients of parameters that all tensor-parallel ranks have unsliced.
+def add_partial_gradients(store: ItemStore) -> None:
+    """Sum the gradients of parameters that tensor-parallel ranks have unsliced, of which each computed a part.
 
-    Each rank saw its own tokens only. One bucket per item, so that the partition cannot change the sum.
+    Norms of queries and keys saw the rank's own heads; with sequence parallelism all saw its own tokens. One bucket per
+    item, so that the partition cannot change the sum.
     """
     region = store.sharding.region
-    if region is None or not region.sequence:
+    if region is None:
         return
     for item, module in store.modules.items():
         # These run on the gathered tokens, identically on all ranks: their gradients are complete.
-        if needs_whole_stream(module):
-            continue
-        local = store.local_parameters(item).items()
-        gradients = [p.grad for name, p in local if store.sharding.split_dim(name) is None and p.grad is not None]
+        is_whole = not region.sequence or needs_whole_stream(module)
+        gradients = [
+            parameter.grad
+            for name, parameter in store.local_parameters(item).items()
+            if parameter.grad is not None
+            and store.sharding.split_dim(name) is None
+            and (not is_whole or is_of_heads(name))
+        ]
         if gradients:
             flat = region.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

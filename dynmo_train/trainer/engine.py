@@ -12,7 +12,7 @@ One call of ``train_step`` passes through these objects::
     gradients in float32
       | Technique.after_backward
       | GradientReducer.finish           sum over replicas, overlapped with the backward where possible
-      | add_token_gradients              sequence parallelism: sum over the tensor-parallel ranks
+      | add_partial_gradients            sum over the tensor-parallel ranks
       | add_tied_gradients               sum over the copies of a tied weight
       | frozen items and pruned weights  lose their gradients
       | unscale                          divide by the loss scale
@@ -65,8 +65,8 @@ from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
     ItemSquares,
     TiedPresence,
+    add_partial_gradients,
     add_tied_gradients,
-    add_token_gradients,
     clip_divisor,
     drop_gradients,
     is_state_finite,
@@ -439,7 +439,7 @@ class Engine:
         """
         ties = self.family.ties
         self.grad_reducer.finish()
-        add_token_gradients(self.item_store)
+        add_partial_gradients(self.item_store)
         owners = self.partition.item_ranks()
         self._presence.keep_for((self.partition, self.techniques.frozen_items))
         if self._fused:

@@ -118,6 +118,25 @@ def _llama(moe: MoeShape | None) -> Llama:
     return Llama(LlamaShape(**COMMON, num_layers=4, num_key_value_heads=2, head_dim=8, moe=moe))
 
 
+def _decoder() -> Llama:
+    """Everything that tensor-parallel ranks must agree on: norms of heads, norms after sublayers, biases."""
+    return Llama(
+        LlamaShape(
+            **COMMON,
+            num_layers=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            qk_norm="head",
+            norm_placement="sandwich",
+            normalization="rmsnorm_1p",
+            attention_bias="qkv",
+            rotary_fraction=0.5,
+            embedding_scale=5.5,
+            activation="geglu",
+        )
+    )
+
+
 def _t5(positions: str) -> T5:
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "head_dim": 8}
     return T5(T5Shape(**COMMON, **sizes, position_embedding=positions, relative_buckets=8))
@@ -125,6 +144,7 @@ def _t5(positions: str) -> T5:
 
 SAMPLES = {
     "llama": Sample(_llama(None), _hidden, _causal),
+    "decoder": Sample(_decoder(), _hidden, _causal),
     "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
     "mixtral-padded": Sample(_llama(PADDED), _hidden, _causal),
     "mixtral-dropless": Sample(_llama(DROPLESS), _hidden, _causal),

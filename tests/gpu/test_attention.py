@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo_train.models.blocks import CrossAttention, SelfAttention
+from dynmo_train.models.blocks import SelfAttention
+from dynmo_train.models.cross_attention import CrossAttention
 from dynmo_train.models.documents import STARTS, PackedAttention
 from dynmo_train.parallel.context_parallel import ContextRegion
 from tests.unit.dynmo_train.models.test_varlen import MASK, D, H

@@ -13,7 +13,11 @@ from ..resolve import ALIASES
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
-MOE_FAMILIES = ("gpt", "llama")
+MOE_FAMILIES = DECODERS = ("gpt", "llama")
+DECODER_OPTIONS = (
+    *("rotary_percent", "rotary_scaling", "activation", "normalization", "norm_placement", "qk_norm"),
+    *("add_bias_linear", "add_qkv_bias", "mlp_bias", "embedding_scale", "attention_scale"),
+)
 FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "encoder_num_layers": ("t5",),
     "decoder_num_layers": ("t5",),
@@ -21,11 +25,12 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "decoder_seq_length": ("t5",),
     "relative_attention_num_buckets": ("t5",),
     "relative_attention_max_distance": ("t5",),
-    "num_query_groups": ("llama",),
-    "kv_channels": ("llama", "t5"),
-    "rotary_base": ("llama",),
-    "use_rope_scaling": ("llama",),
-    "rope_scaling_factor": ("llama",),
+    "num_query_groups": DECODERS,
+    "kv_channels": (*DECODERS, "t5"),
+    **dict.fromkeys(DECODER_OPTIONS, DECODERS),
+    "rotary_base": DECODERS,
+    "use_rope_scaling": DECODERS,
+    "rope_scaling_factor": DECODERS,
     "attention_window": ("gpt", "llama"),
     "bert_no_binary_head": ("bert",),
     "untie_embeddings_and_output_weights": ("gpt", "llama"),
@@ -53,7 +58,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {
-    "gpt": ("learned",),
+    "gpt": ("learned", "rotary"),
     "bert": ("learned",),
     "ict": ("learned",),
     "llama": ("rotary",),
@@ -194,8 +199,8 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--num-query-groups",
             f"is {model.num_query_groups}; must divide --num-attention-heads {model.num_attention_heads}",
         )
-    if model.base_family == "llama" and model.kv_channels % 2:
-        yield conflict("--kv-channels", f"is {model.kv_channels}; must be even for rotary embeddings")
+    if model.position_embedding_type == "rotary":
+        yield from _rotary(config)
     if model.position_embedding_type == "relative":
         exact = model.relative_attention_num_buckets // 4
         if model.relative_attention_max_distance <= 2 * exact:
@@ -218,6 +223,38 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--decoder-seq-length",
             f"is {model.decoder_seq_length}; must be at most --max-position-embeddings {model.max_position_embeddings}",
         )
+
+
+def _rotary(config: Config) -> Iterator[Problem]:
+    """Rotary positions."""
+    model = config.model
+    width = int(model.kv_channels * model.rotary_percent)
+    if width < 2 or width % 2:
+        share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent}"
+        yield conflict("--kv-channels", f"is {model.kv_channels}{share}; must be even for rotary embeddings")
+    if model.use_rope_scaling and model.rotary_scaling is not None:
+        yield conflict("--use-rope-scaling", "cannot be combined with --rotary-scaling; remove one")
+    try:
+        _ = model.rotary_scaling_object
+    except UsageError as error:
+        yield conflict(*str(error).split(": ", 1))
+
+
+def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Norms of queries and keys, and positions that a model does not have."""
+    model, parallel = config.model, config.parallel
+    rotary = ("rotary_base", "rotary_percent", "rotary_scaling", "use_rope_scaling")
+    for name in rotary if model.position_embedding_type != "rotary" else ():
+        if model.base_family in DECODERS and config.sources.get(name) in ("flag", "file"):
+            yield conflict("--" + name.replace("_", "-"), "requires --position-embedding-type rotary; remove it")
+    if model.qk_norm == "projection" and parallel.tensor_model_parallel_size > 1:
+        yield unsupported(
+            "--qk-norm",
+            "is projection, a norm over all heads, which tensor-parallel ranks share; use"
+            " --tensor-model-parallel-size 1",
+        )
+    if model.qk_norm == "projection" and config.pruning.sparsify and config.pruning.pruning_mode == "structured":
+        yield unsupported("--qk-norm", "is projection, a norm over all heads; --pruning-mode structured removes heads")
 
 
 def _length(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -257,5 +294,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     _shape,
     _routing,
     _family,
+    _decoder,
     _length,
 )

@@ -196,7 +196,7 @@ def _records(kind: str) -> list[bytes]:
     from dynmo_train.launch import continuation, coordinator, heartbeat, membership, node_watch, watchdog
 
     if kind == "notice":
-        notice = continuation.Notice(generation=1, ranks=(0, 1), lost=(2,), cause="killed", since=1.5)
+        notice = continuation.Notice(generation=1, ranks=(0, 1), lost=(2,), sizes=(1, 1), cause="killed", since=1.5)
         return [continuation.encode_notice(notice).encode()]
     if kind == "round":
         found = coordinator.Round(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_ckpt.huggingface.models import architecture_of_model, unlike_mixtral
+from dynmo_ckpt.huggingface.decoders import unlike_mixtral
+from dynmo_ckpt.huggingface.models import architecture_of_model
 from dynmo_ckpt.io.errors import UnsupportedError
 from dynmo_ckpt.operations.logits import unsupported_reason
 from dynmo_train.models.moe import MoeShape
@@ -40,7 +41,9 @@ def test_another_router_is_refused(router, field):
     model = MODEL | MoeShape(num_experts=4, router=RouterShape(**router)).manifest()
     with pytest.raises(UnsupportedError, match=field):
         architecture_of_model(model)
-    assert field.partition(" ")[0] in unsupported_reason(model)
+    # What the reference model computes is more than a Mixtral.
+    implemented = field.startswith("moe_router_pre_softmax")
+    assert implemented or field.partition(" ")[0] in unsupported_reason(model)
 
 
 @pytest.mark.parametrize(("routing", "is_refused"), [("balanced", True), ("sinkhorn", True), ("expert-choice", False)])

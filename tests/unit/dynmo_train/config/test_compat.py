@@ -152,7 +152,9 @@ def test_translate_llama_2_command_line():
     config, translation = config_from(LLAMA2, "llama", vocab_size=32000)
     assert config.precision.bf16
     assert config.parallel.DDP_impl == "torch"
-    assert "--swiglu" in {note.split(":")[0] for note in translation.notes}
+    assert "--no-position-embedding" in {note.split(":")[0] for note in translation.notes}
+    assert (config.model.activation, config.model.normalization) == ("swiglu", "rmsnorm")
+    assert not config.model.add_bias_linear
 
 
 REFUSED = {
@@ -161,7 +163,7 @@ REFUSED = {
     " --recompute",
     "evaluation": "--task WIKITEXT103 --valid-data text",
     "launcher": "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000",
-    "shape of llama": "--swiglu --disable-bias-linear --normalization RMSNorm",
+    "shape": "--rotary-interleaved --quick-geglu --apply-layernorm-1p",
     "offloading": "--checkpoint-in-cpu",
 }
 

@@ -33,10 +33,11 @@ CASES = {
     "copies of experts": ({"peer_checkpoint_interval": 5, **SHARED_EXPERTS}, "--peer-checkpoint-interval"),
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
-    "another family's": ({"num_query_groups": 2}, "--num-query-groups"),
+    "another family's": ({"family": "bert", "num_query_groups": 2}, "--num-query-groups"),
     "groups": ({"family": "llama", "num_query_groups": 3}, "--num-query-groups"),
     "odd heads": ({"family": "llama", "kv_channels": 9}, "--kv-channels"),
-    "rotary": ({"position_embedding_type": "rotary"}, "--position-embedding-type"),
+    "rotary": ({"family": "bert", "position_embedding_type": "rotary"}, "--position-embedding-type"),
+    "base without rotary": ({"rotary_base": 500.0}, "--rotary-base"),
     "too few experts": ({"num_experts": 2, "moe_router_topk": 3}, "--moe-router-topk"),
     "distances": (
         {"family": "t5", "position_embedding_type": "relative", "relative_attention_max_distance": 16},

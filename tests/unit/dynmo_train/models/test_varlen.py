@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dynmo_train.models import blocks, documents, varlen
-from dynmo_train.models.blocks import CrossAttention, SelfAttention
+from dynmo_train.models.blocks import SelfAttention
+from dynmo_train.models.cross_attention import CrossAttention
 from dynmo_train.models.documents import STARTS, PackedAttention
 from dynmo_train.models.kv_cache import Decoder, DecodingCache
 from dynmo_train.models.llama import Llama, LlamaShape

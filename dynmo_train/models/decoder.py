@@ -1,0 +1,247 @@
+"""Models of one causal stream, whose shape is data: GPT, Llama, Mistral, Mixtral, Qwen, Gemma, Phi, OLMo.
+
+``gpt.py`` and ``llama.py`` are names of shapes: they differ by the values that fields have where nothing else is given.
+
+    normalization      layernorm, rmsnorm, rmsnorm_1p          norm_placement   pre, sandwich, post
+    position_embedding learned, rotary                         qk_norm          head, projection
+    activation         of ACTIVATIONS and GATED                *_bias           of attention and MLP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import nn
+
+from .documents import STARTS, PackedAttention, PackedEmbedding
+from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
+from .layer_list import ItemSpec
+from .moe import MoeShape
+from .norms import RmsNorm, RmsNorm1p
+from .positions import Rotary
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+PRE, SANDWICH, POST = "pre", "sandwich", "post"
+HEAD_NORM, PROJECTION_NORM = "head", "projection"
+RMS_NORMS: Mapping[str, Callable[..., nn.Module]] = {"rmsnorm": RmsNorm, "rmsnorm_1p": RmsNorm1p}
+STATED_AS_THEY_ARE = (
+    "normalization",
+    "norm_placement",
+    "attention_bias",
+    "mlp_bias",
+    "qk_norm",
+    "position_embedding",
+    "rotary_base",
+    "rotary_fraction",
+    "sliding_window",
+    "embedding_scale",
+    "attention_scale",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape(ModelDims):
+    """Shape of a decoder; fields without a comment are those of a manifest's ``model`` (``formats/checkpoint.md``).
+
+    How it reads samples of several documents (the last three before ``moe``) is not stored in a checkpoint.
+    """
+
+    num_layers: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    normalization: str = "layernorm"
+    norm_placement: str = PRE
+    attention_bias: str = "all"
+    mlp_bias: bool = True
+    qk_norm: str | None = None
+    position_embedding: str = "learned"
+    rotary_base: float = 10000.0
+    rotary_scaling: Mapping[str, Any] | None = None
+    rotary_fraction: float = 1.0
+    sliding_window: int | None = None
+    tied_embeddings: bool = True
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    moe: MoeShape | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        model, data = config.model, config.data
+        return super().from_config(
+            config,
+            activation=model.activation,
+            num_key_value_heads=model.num_query_groups,
+            head_dim=model.kv_channels,
+            sliding_window=model.attention_window,
+            tied_embeddings=not model.untie_embeddings_and_output_weights,
+            position_embedding=model.position_embedding_type,
+            attention_bias="all" if model.add_bias_linear else "qkv" if model.add_qkv_bias else "none",
+            qk_norm=None if model.qk_norm == "none" else model.qk_norm,
+            rotary_scaling=model.rotary_scaling_object,
+            rotary_fraction=model.rotary_percent,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            moe=MoeShape.from_config(config),
+            **own,
+        )
+
+    @property
+    def head_width(self) -> int:
+        """Size of a head in elements."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        """Number of key-value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Number of the elements of a head that are rotated."""
+        return int(self.head_width * self.rotary_fraction)
+
+    def stated(self) -> dict[str, object]:
+        """The fields of a manifest that describe a decoder, by name."""
+        scaling = None if self.rotary_scaling is None else dict(self.rotary_scaling)
+        return {
+            "num_key_value_heads": self.groups,
+            "head_dim": self.head_width,
+            "rotary_scaling": scaling,
+            **{name: getattr(self, name) for name in STATED_AS_THEY_ARE},
+        }
+
+    def plain(self) -> Self:
+        """The same sizes with what else a model of this name has."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self) if field.name in self.stated()}
+        return replace(self, **defaults)
+
+
+Shape = TypeVar("Shape", bound=DecoderShape)
+
+
+class Decoder(Family[Shape]):
+    """A decoder; satisfies ``layer_list.ModelFamily``. A subclass has the name of its shape."""
+
+    always: ClassVar[tuple[str, ...]] = ()
+    """Fields that a manifest always states; the others where the value is not that of the subclass's shape."""
+
+    @cached_property
+    def items(self) -> tuple[ItemSpec, ...]:
+        """``embedding``, two items a layer, ``head``; every item may begin a stage."""
+        shape = self.shape
+        moe = shape.moe
+        return chain_items(
+            shape.num_layers,
+            tied=shape.tied_embeddings,
+            embedding_inputs=("ids", STARTS) if self._resets_position_table else ("ids",),
+            attention_inputs=(STARTS,) if self._packs_attention else (),
+            head_inputs=("labels", "loss_mask") if shape.eod_mask_loss else ("labels",),
+            mlp_metrics=moe.metrics if moe else (),
+        )
+
+    @property
+    def _learns_positions(self) -> bool:
+        return self.shape.position_embedding == "learned"
+
+    @property
+    def _resets_position_table(self) -> bool:
+        return self.shape.reset_position_ids and self._learns_positions
+
+    @property
+    def _packs_attention(self) -> bool:
+        return self.shape.reset_attention_mask or (self.shape.reset_position_ids and not self._learns_positions)
+
+    def builders(self, name: str) -> Builders:
+        """Layers that read where documents begin, where the run asks for it."""
+        builders = dict(super().builders(name))
+        if self._resets_position_table:
+            builders["embedding"] = lambda device: PackedEmbedding(**self.embedding_options(device))
+        if self._packs_attention:
+            builders["attention"] = lambda device: PackedAttention(
+                reset_positions=self.shape.reset_position_ids,
+                reset_mask=self.shape.reset_attention_mask,
+                **self.attention_options(device),
+            )
+        return builders
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """The head's weight is tied to the word table, unless embeddings are untied."""
+        return {HEAD: WORD} if self.shape.tied_embeddings else {}
+
+    def num_layers_at(self, item: str) -> int:
+        """All blocks form one stack."""
+        return self.shape.num_layers
+
+    def norm(self, device: torch.device) -> nn.Module:
+        """A normalization of the residual stream."""
+        return self._norm_of(self.shape.hidden_size, device)
+
+    def _norm_of(self, width: int, device: torch.device) -> nn.Module:
+        kind = RMS_NORMS.get(self.shape.normalization)
+        eps = self.shape.layernorm_epsilon
+        return nn.LayerNorm(width, eps=eps, device=device) if kind is None else kind(width, eps=eps, device=device)
+
+    def _norms(self, device: torch.device) -> dict[str, nn.Module | None]:
+        """The normalizations before and after a sublayer."""
+        placement = self.shape.norm_placement
+        return {
+            "norm": nn.Identity() if placement == POST else self.norm(device),
+            "post_norm": None if placement == PRE else self.norm(device),
+        }
+
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """Adds the scale; models with rotary positions have no table of them."""
+        options = {**super().embedding_options(device), "scale": self.shape.embedding_scale}
+        return options if self._learns_positions else {**options, "positions": 0}
+
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Adds grouped queries, positions, norms, biases and the sliding window."""
+        shape = self.shape
+        widths = {
+            HEAD_NORM: (shape.head_width, shape.head_width),
+            PROJECTION_NORM: (shape.num_attention_heads * shape.head_width, shape.groups * shape.head_width),
+        }.get(shape.qk_norm or "")
+        rotary = None
+        if not self._learns_positions:
+            rotary = Rotary(shape.rotary_width, shape.rotary_base, shape.rotary_scaling)
+        return {
+            **super().attention_options(device),
+            **self._norms(device),
+            "groups": shape.groups,
+            "head_width": shape.head_width,
+            "bias": shape.attention_bias == "all",
+            "qkv_bias": shape.attention_bias != "none",
+            "query_norm": None if widths is None else self._norm_of(widths[0], device),
+            "key_norm": None if widths is None else self._norm_of(widths[1], device),
+            "scale": shape.attention_scale,
+            "rotary": rotary,
+            "window": shape.sliding_window,
+        }
+
+    def mlp_options(self, device: torch.device) -> dict[str, Any]:
+        """Adds the norms and the bias."""
+        return {**super().mlp_options(device), **self._norms(device), "bias": self.shape.mlp_bias}
+
+    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
+        """The MLP of a block, or its experts."""
+        return super().mlp(device, moe or self.shape.moe)
+
+    def own_manifest(self) -> dict[str, object]:
+        """Number of blocks, what the model has and others of its name have not, and the experts."""
+        shape = self.shape
+        # Readers of versions without a field must refuse a model that needs it.
+        plain = shape.plain().stated()
+        own = {name: value for name, value in shape.stated().items() if name in self.always or value != plain[name]}
+        return {"num_layers": shape.num_layers, **own, **(shape.moe.manifest() if shape.moe else {})}

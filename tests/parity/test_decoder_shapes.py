@@ -1,0 +1,197 @@
+"""Decoders of other shapes against transformers: logits, loss, gradients and decoding from the same weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from dynmo_train.models.kv_cache import Decoder as CachedDecoder
+from dynmo_train.models.kv_cache import DecodingCache
+from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.moe import MoeShape
+from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+
+TRAINED = 24
+LLAMA = LlamaShape(
+    num_layers=3,
+    hidden_size=48,
+    ffn_hidden_size=80,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    vocab_size=101,
+    padded_vocab_size=128,
+    layernorm_epsilon=1e-6,
+    init_method_std=0.15,
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+SHAPES = {
+    "Qwen2": replace(LLAMA, attention_bias="qkv", rotary_base=1e6),
+    "Qwen3": replace(LLAMA, qk_norm="head", head_dim=12, rotary_base=1e6),
+    "Llama with biases": replace(LLAMA, attention_bias="all", mlp_bias=True),
+    "Gemma": replace(
+        LLAMA,
+        normalization="rmsnorm_1p",
+        activation="geglu",
+        embedding_scale=math.sqrt(48),
+        tied_embeddings=True,
+        head_dim=16,
+    ),
+    "Phi3": replace(LLAMA, rotary_fraction=0.5),
+    "Olmo2": replace(LLAMA, norm_placement="post", qk_norm="projection"),
+    "linear": replace(LLAMA, rotary_scaling={"rope_type": "linear", "factor": 3.0}),
+    "dynamic": replace(
+        LLAMA,
+        rotary_scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": TRAINED},
+        max_position_embeddings=TRAINED,
+    ),
+    "yarn": replace(LLAMA, rotary_scaling=YARN),
+    "yarn of DeepSeek": replace(LLAMA, rotary_scaling={**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    "yarn with bounds": replace(LLAMA, rotary_scaling={**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}),
+    "Qwen3Moe": replace(LLAMA, qk_norm="head", moe=MoeShape(num_experts=4, top_k=2)),
+}
+CLASSES = {"Llama with biases": "Llama", **dict.fromkeys(("linear", "dynamic"), "Llama")}
+
+
+def hugging_face(name: str, shape: LlamaShape):
+    """The model of transformers with random weights."""
+    kind = CLASSES.get(name, "Llama" if name.startswith("yarn") else name)
+    rope = {"rope_type": "default", **(shape.rotary_scaling or {}), "rope_theta": shape.rotary_base}
+    if shape.rotary_fraction != 1.0:
+        rope["partial_rotary_factor"] = shape.rotary_fraction
+    own = {
+        "Llama": {"attention_bias": shape.attention_bias == "all", "mlp_bias": shape.mlp_bias},
+        "Phi3": {"pad_token_id": None},
+        "Olmo2": {"pad_token_id": None, "eos_token_id": None},
+        "Gemma": {"hidden_activation": "gelu_pytorch_tanh"},
+        "Qwen3Moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": shape.ffn_hidden_size,
+        },
+    }.get(kind, {})
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.groups,
+        head_dim=shape.head_width,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.layernorm_epsilon,
+        tie_word_embeddings=shape.tied_embeddings,
+        rope_parameters=rope,
+        **own,
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def renamed(values: dict[str, torch.Tensor], shape: LlamaShape, theirs: dict) -> dict[str, torch.Tensor]:
+    """Tensors by our names as tensors by transformers' names, those of the model that has ``theirs``."""
+    heads, groups, K = shape.num_attention_heads, shape.groups, shape.head_width
+    out = {
+        "model.embed_tokens.weight": values["embedding.word.weight"][: shape.vocab_size],
+        "model.norm.weight": values["head.norm.weight"],
+    }
+    if not shape.tied_embeddings:
+        out["lm_head.weight"] = values["head.weight"][: shape.vocab_size]
+    single = {
+        "attention.dense.weight": "self_attn.o_proj.weight",
+        "attention.dense.bias": "self_attn.o_proj.bias",
+        "attention.query_norm.weight": "self_attn.q_norm.weight",
+        "attention.key_norm.weight": "self_attn.k_norm.weight",
+        "attention.norm.weight": "input_layernorm.weight",
+        "mlp.norm.weight": "post_attention_layernorm.weight",
+        "attention.post_norm.weight": "post_attention_layernorm.weight",
+        "mlp.post_norm.weight": "post_feedforward_layernorm.weight",
+        "mlp.gate.weight": "mlp.gate_proj.weight",
+        "mlp.gate.bias": "mlp.gate_proj.bias",
+        "mlp.up.weight": "mlp.up_proj.weight",
+        "mlp.up.bias": "mlp.up_proj.bias",
+        "mlp.fc2.weight": "mlp.down_proj.weight",
+        "mlp.fc2.bias": "mlp.down_proj.bias",
+        "mlp.router.weight": "mlp.gate.weight",
+    }
+    for n in range(shape.num_layers):
+        mine, other = f"layers.{n}.", f"model.layers.{n}."
+        out |= {other + their: values[mine + our] for our, their in single.items() if mine + our in values}
+        for kind in ("weight", "bias"):
+            if (qkv := values.get(f"{mine}attention.qkv.{kind}")) is not None:
+                rows = qkv.view(groups, heads // groups + 2, K, -1)
+                parts = {"q": rows[:, :-2], "k": rows[:, -2], "v": rows[:, -1]}
+                flat = {each: part.reshape(-1, *qkv.shape[1:]) for each, part in parts.items()}
+                if f"{other}self_attn.qkv_proj.{kind}" in theirs:
+                    out[f"{other}self_attn.qkv_proj.{kind}"] = torch.cat(list(flat.values()))
+                else:
+                    out |= {f"{other}self_attn.{each}_proj.{kind}": part for each, part in flat.items()}
+        if f"{other}mlp.gate_up_proj.weight" in theirs:
+            pair = [out.pop(f"{other}mlp.{each}_proj.weight") for each in ("gate", "up")]
+            out[f"{other}mlp.gate_up_proj.weight"] = torch.cat(pair)
+        if shape.moe is not None:
+            experts = [f"{mine}mlp.experts.{e}" for e in range(shape.moe.num_experts)]
+            pairs = [torch.cat([values[f"{e}.gate.weight"], values[f"{e}.up.weight"]]) for e in experts]
+            out[f"{other}mlp.experts.gate_up_proj"] = torch.stack(pairs)
+            out[f"{other}mlp.experts.down_proj"] = torch.stack([values[f"{e}.fc2.weight"] for e in experts])
+    return out
+
+
+def models_of(name: str):
+    """Our family and its items, and the model of transformers with the same weights; vectors are not ones and zeros."""
+    shape = SHAPES[name]
+    family = Llama(shape)
+    modules = build_all(family)
+    numbers = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for value in (p for module in modules.values() for p in module.parameters() if p.dim() == 1):
+            value.add_(torch.randn(value.shape, generator=numbers) * 0.2)
+    theirs = hugging_face(name, shape)
+    copy_into(theirs, renamed(parameters(modules), shape, theirs.state_dict()))
+    return family, modules, theirs
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_loss_and_gradients_equal_transformers(name):
+    family, modules, theirs = models_of(name)
+    shape = family.shape
+    tokens = torch.randint(0, shape.vocab_size, (3, 41), generator=torch.Generator().manual_seed(0))
+    ids, labels = tokens[:, :-1], tokens[:, 1:]
+    values = run(family, modules, {"ids": ids, "labels": labels})
+    logits = modules["head"].logits(values["before.hidden"])
+    expected = theirs(ids).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    their_loss = F.cross_entropy(expected.reshape(-1, shape.vocab_size), labels.reshape(-1))
+    torch.testing.assert_close(values["loss"], their_loss, rtol=0, atol=1e-5)
+    values["loss"].backward()
+    their_loss.backward()
+    assert_same_gradients(theirs, renamed(gradients(family, modules), shape, theirs.state_dict()))
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Olmo2", "Phi3", "Gemma", "yarn"])
+def test_decoding_logits_equal_whole_sequence(name):
+    family, modules, theirs = models_of(name)
+    decoder = CachedDecoder(family, modules, 64)
+    tokens = torch.randint(0, 101, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs.eval()(tokens).logits
+    cache = DecodingCache()
+    torch.testing.assert_close(decoder.read(tokens[:, :5], cache), expected[:, 4], **TOLERANCE)
+    for at in range(5, 12):
+        torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_manifest_of_a_shape_gives_the_same_shape(name):
+    family = Llama(SHAPES[name])
+    again = Llama(LlamaShape.from_manifest(family.manifest()))
+    assert again.manifest() == family.manifest()
+    assert again.shape.stated() == family.shape.stated()
