@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from .._common.document import is_count
+from .._common.document import finite_number, is_count, parse_json, short_repr
 from .._common.errors import UsageError
 from .batch_schedule import BatchSizes
 
@@ -70,18 +69,18 @@ def parse_rotary_scaling(text: str) -> Mapping[str, Any]:
     """Parse ``{"rope_type": "yarn", "factor": 4.0, ...}``; the types are those of ``ROTARY_SCALINGS``.
 
     Raises:
-        UsageError: no JSON object, an unknown type, a missing or unknown field, or a value that is no positive number.
+        UsageError: no JSON object, an unknown type, a missing or unknown field, or a value that is not positive.
     """
     flag, example = "--rotary-scaling", '{"rope_type": "linear", "factor": 2.0}'
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"{flag} {text!r}: must be a JSON object, such as {example}")
+        raise UsageError(f"{flag} {short_repr(text)}: must be a JSON object, such as {example}")
     kind = found.get("rope_type")
     if not isinstance(kind, str) or kind not in ROTARY_SCALINGS:
-        raise UsageError(f"{flag}: rope_type is {kind!r}; must be one of {', '.join(ROTARY_SCALINGS)}")
+        raise UsageError(f"{flag}: rope_type is {short_repr(kind)}; must be one of {', '.join(ROTARY_SCALINGS)}")
     required, optional = ROTARY_SCALINGS[kind]
     missing = [name for name in required if name not in found]
     unknown = sorted(found.keys() - {"rope_type", *required, *optional})
@@ -91,10 +90,10 @@ def parse_rotary_scaling(text: str) -> Mapping[str, Any]:
     for name, value in found.items():
         if name in ("rope_type", "truncate"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UsageError(f"{flag}: {name} is {value!r}; must be a positive number")
+        if (size := finite_number(value)) is None or size <= 0:
+            raise UsageError(f"{flag}: {name} is {short_repr(value)}; must be a positive number")
     if not isinstance(found.get("truncate", True), bool):
-        raise UsageError(f"{flag}: truncate is {found['truncate']!r}; must be true or false")
+        raise UsageError(f"{flag}: truncate is {short_repr(found['truncate'])}; must be true or false")
     return found
 
 

@@ -274,7 +274,7 @@ class ModelConfig:
         """The scaling of the rotary frequencies as Hugging Face's object; None where there is none.
 
         Raises:
-            UsageError: ``--rotary-scaling`` is no such object.
+            UsageError: ``--rotary-scaling`` has another form.
         """
         if self.use_rope_scaling:
             # Llama 3.1's own values; only the factor differs between its sizes.

@@ -32,9 +32,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.checks import anything, array, boolean, integer, number, obj, string
+from .._common.checks import anything, array, boolean, integer, mapping, number, obj, string
 from .._common.console import print_message
-from .._common.document import Problem, parse_json
+from .._common.document import DocumentError, Problem, parse_json
 from .flight_recorder import NO_RECORDER, LastCollective, absent_ranks, parse_trace, request_trace, trace_path
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
 from .store_values import decode_value
@@ -157,11 +157,20 @@ def encode_traces(traces: dict[int, dict[str, LastCollective]]) -> str:
     return json.dumps({rank: {group: asdict(each) for group, each in of.items()} for rank, of in traces.items()})
 
 
+_LAST = obj({"number": integer(), "name": string(), "sizes": string(), "members": array(integer())})
+
+
 def decode_traces(text: str) -> dict[int, dict[str, LastCollective]]:
-    """The last collectives of another node; the inverse of :func:`encode_traces`."""
+    """The last collectives of another node; the inverse of :func:`encode_traces`.
+
+    Raises:
+        DocumentError: they are not those of this version.
+    """
+    found = decode_value(text, mapping(mapping(_LAST)), "the last collectives of ranks")
     return {
         int(rank): {group: LastCollective(**each | {"members": tuple(each["members"])}) for group, each in of.items()}
-        for rank, of in parse_json(text).items()
+        for rank, of in found.items()
+        if rank.isdecimal() and len(rank) < 10
     }
 
 
@@ -285,7 +294,10 @@ class NodeWatch:
             if self._latest.get(node, ("", 0.0))[0] != text:
                 self._latest[node] = (text, now)
             waited = now - self._latest[node][1]
-            states, unknown = decode_states(text)
+            try:
+                states, unknown = decode_states(text)
+            except DocumentError:
+                states, unknown = [], 1  # a launcher of another version, whose ranks are not judged
             found += [replace(state, age_s=state.age_s + waited) for state in states]
             num_unknown += unknown
         return found, num_unknown
@@ -328,7 +340,9 @@ class NodeWatch:
         for node in range(1, self.watched.count):
             key = f"traces/{self._num_hangs}/{node}"
             if self._store is not None and self._store.check([key]):
-                found |= decode_traces(self._store.get(key).decode())
+                # Of a launcher of another version there are none.
+                with contextlib.suppress(DocumentError):
+                    found |= decode_traces(self._store.get(key).decode())
         return found
 
     def _report_absent(self, traces: dict[int, dict[str, LastCollective]]) -> None:

@@ -59,7 +59,7 @@ StartWith = Annotated[
     typer.Option(
         "--worker-start",
         envvar="DYNMO_WORKER_START",
-        help="Fork the processes of a node from one that has imported torch, or execute each.",
+        help="Fork processes from one that has imported torch, or execute each.",
         rich_help_panel=Panel("Processes", rare=True),
     ),
 ]

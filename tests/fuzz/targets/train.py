@@ -193,11 +193,22 @@ def _vocab_size(kind: str, flag: str, **more: str) -> Callable[[Any, Path], None
 
 
 def _records(kind: str) -> list[bytes]:
-    from dynmo_train.launch import continuation, coordinator, heartbeat, membership, node_watch, watchdog
+    from dynmo_train.launch import (
+        continuation,
+        coordinator,
+        flight_recorder,
+        heartbeat,
+        membership,
+        node_watch,
+        watchdog,
+    )
 
     if kind == "notice":
         notice = continuation.Notice(generation=1, ranks=(0, 1), lost=(2,), sizes=(1, 1), cause="killed", since=1.5)
         return [continuation.encode_notice(notice).encode()]
+    if kind == "traces":
+        last = flight_recorder.LastCollective(number=3, name="nccl:all_reduce", sizes="[[4]]", members=(0, 1))
+        return [node_watch.encode_traces({1: {"0": last}}).encode()]
     if kind == "round":
         found = coordinator.Round(
             number=1, members=(0, 1), names=("a", "b"), processes=(2, 2), port=1234, extra_flags=("--x",)
@@ -306,6 +317,7 @@ TEXTS: list[tuple[str, list[str], Any]] = [
     ("config.parse:parse_weights", ["0.1,0.2", "equal"], lambda p, t: p("--x", t, words=("equal",))),
     ("config.parse:parse_layers", ["3,7"], lambda p, t: p("--x", t)),
     ("config.parse:parse_balance", ["aux_loss", "sinkhorn", "seq_aux_loss"], lambda p, t: p(t, "0.01")),
+    ("config.parse:parse_rotary_scaling", ['{"rope_type": "linear", "factor": 2}'], None),
     ("config.parse:parse_fractions", ["0.5,0.7,0.9"], lambda p, t: p("--x", t)),
     ("config.batch_schedule:parse_ranges", ["64:96 128:256", "0:1"], lambda p, t: p("--x", t)),
     ("pipeline.emulation_trace:parse_slow_worker", ["1:5:20:60"], None),
@@ -435,6 +447,7 @@ TARGETS = [
             ("continuation:decode_notice", "notice", None),
             ("coordinator:decode_record", "record", None),
             ("coordinator:decode_round", "round", None),
+            ("node_watch:decode_traces", "traces", lambda parse, data: parse(data.decode("utf-8", "surrogateescape"))),
             ("node_watch:decode_states", "states", lambda parse, data: parse(data.decode("utf-8", "surrogateescape"))),
         )
     ),

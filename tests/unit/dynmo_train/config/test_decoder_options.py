@@ -56,7 +56,8 @@ def test_manifest_of_a_plain_model_states_no_further_field(family):
         ('{"rope_type": "yarn", "factor": 2}', "lacks original_max_position_embeddings"),
         ('{"rope_type": "linear", "factor": 2, "mscale": 1}', "unknown fields mscale"),
         ('{"rope_type": "linear", "factor": -2}', "must be a positive number"),
-        ('{"rope_type": "linear", "factor": 1e999}', "must be a positive number"),
+        ('{"rope_type": "linear", "factor": 1e999}', "must be a JSON object"),
+        ('{"rope_type": "linear", "factor": 1' + "0" * 400 + "}", "must be a positive number"),
         ('{"rope_type": "linear", "factor": true}', "must be a positive number"),
     ],
 )
