@@ -385,7 +385,7 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Trajector
 
 
 def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
-    """The recipe with other numbers of ``layers`` (blocks) and ``workers``, which its assumptions state; None: as is."""
+    """The recipe with other numbers of ``layers`` (blocks) and ``workers``; None leaves one as it is."""
     spec = replace(recipe.spec, layers=recipe.spec.layers if layers is None else layers)
     run = replace(recipe.run, workers=recipe.run.workers if workers is None else workers)
     if (spec, run) == (recipe.spec, recipe.run):
