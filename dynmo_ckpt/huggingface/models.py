@@ -60,13 +60,10 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
-    unlike = unlike_family(model)
-    if family == "llama" or unlike or model.get("position_embedding") == "rotary":
-        if family in ("gpt", "llama"):
-            kind = decoder_kind(model)
-            return kind, ARCHITECTURES[kind]
-        fields = ", ".join(f"{field} = {value}" for field, value in unlike.items())
-        raise UnsupportedError(f"transformers has no {family} with {fields}; use --to native")
+    is_other = bool(unlike_family(model)) or model.get("position_embedding") == "rotary"
+    if family == "llama" or (family == "gpt" and is_other):
+        kind = decoder_kind(model)
+        return kind, ARCHITECTURES[kind]
     if model.get("sliding_window"):
         raise UnsupportedError(f"transformers has no {family} with a sliding window; use --to native")
     if model.get("num_experts"):

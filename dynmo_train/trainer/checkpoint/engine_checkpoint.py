@@ -46,6 +46,7 @@ from ...formats.checkpoint import (
 )
 from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, expert_biases_of, masks_of, parameters_of, vocabulary_rows
+from ...models.registry import CAUSAL, family_of_manifest
 from ...models.sharding import whole_shape
 from ...models.vocabulary_family import stored_ties
 from ...optim.item_state import REFERENCE, ItemState, has_own_shape, has_token_rows, is_memory, parameter_of, role_of
@@ -516,6 +517,17 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bo
         and key not in RECORDS
         and (resumes or key not in TRAINING_KEYS)
     ]
+    if stored["family"] in CAUSAL:
+        # What a run's model does not have it does not state. Its weights would be left out without a message.
+        described = family_of_manifest(stored).manifest()
+        differences += [
+            f"{key} is {short_repr(value)} there and not here"
+            for key, value in described.items()
+            if key not in expected
+            and not key.startswith("x_")
+            and key not in RECORDS
+            and (resumes or key not in TRAINING_KEYS)
+        ]
     if differences:
         raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")
 

@@ -50,3 +50,13 @@ def test_check_same_model_accepts_manifests_without_a_drop_policy():
     with pytest.raises(CheckpointError, match="moe_token_drop_policy is None there and 'position' here"):
         check_same_model(checkpoint_of(model), mixtral("position"))
     check_same_model(checkpoint_of(model), mixtral("position"), resumes=False)
+
+
+def test_check_same_model_refuses_what_the_run_does_not_have():
+    """The weights of these would be left out without a message."""
+    family = SAMPLES["llama"].family
+    stored = type(family)(replace(family.shape, qk_norm="head", norm_placement="sandwich")).manifest()
+    message = "norm_placement is 'sandwich' there and not here; qk_norm is 'head' there and not here"
+    with pytest.raises(CheckpointError, match=message):
+        check_same_model(checkpoint_of(stored), family)
+    check_same_model(checkpoint_of(family.manifest()), family)
