@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -138,6 +139,7 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
         os.write(writer, b"%d 0" % pid)
         os._exit(0)
     os.setsid()
+    _reset_signals()
     for target, stream in enumerate(streams, start=1):
         os.dup2(stream, target)
         os.close(stream)
@@ -146,6 +148,17 @@ def _fork_rank(connection: socket.socket, streams: Sequence[int]) -> int | None:
     os.read(waiting, 1)
     os.close(waiting)
     return None
+
+
+def _reset_signals() -> None:
+    """Handle signals as after an exec by the launcher, which has handlers for these while its processes run.
+
+    The server started before, and ignores those that its parents ignored, such as SIGQUIT of a job in the background.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _serve(connection: socket.socket) -> _Rank | None:

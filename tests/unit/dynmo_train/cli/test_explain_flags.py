@@ -226,6 +226,7 @@ def test_bin_every_script_is_in_the_table_or_our_own(tmp_path):
     own = {"bench", "constraints", "environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
     own |= {
         "fault-campaign",
+        "fuzz",
         "readme_picture.py",
         "assets/picture.json",
         "assets/balance-light.svg",
