@@ -93,6 +93,11 @@ def run(folder, way, program, **options):
     return process.returncode, out, err
 
 
+def python_path(folder):
+    """The path of modules with a folder before those of this process."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+
+
 def children(pid):
     """Process id to command line of the children of a process that live."""
     found = {}
@@ -226,7 +231,7 @@ def test_thread_after_the_imports_is_reported_and_processes_are_executed(tmp_pat
         "if 'dynmo_train.launch.worker_server' in sys.orig_argv:\n"
         "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
-    code, out, err = run(tmp_path, "fork", DESCRIBE, PYTHONPATH=str(tmp_path), PYTHONUNBUFFERED="")
+    code, out, err = run(tmp_path, "fork", DESCRIBE, PYTHONPATH=python_path(tmp_path), PYTHONUNBUFFERED="")
     assert (code, out) == (0, "raw\nstdout 0\n")
     first, second = err.splitlines()
     assert first.startswith("dynmo-train: starting the processes without fork: 2 threads run after the imports")
@@ -238,6 +243,6 @@ def test_output_of_the_imports_is_in_the_log_of_every_process(tmp_path):
     for way in ("fork", "spawn"):
         place = tmp_path / way
         place.mkdir()
-        assert run(place, way, "", PYTHONPATH=str(tmp_path))[0] == 0
+        assert run(place, way, "", PYTHONPATH=python_path(tmp_path))[0] == 0
         logs = [path.read_text() for path in (place / "logs").rglob("stderr.log")]
         assert logs == ["imported\n"] * 2
