@@ -94,14 +94,14 @@ def read_blocks(path: Path, begin: int = 0, end: int | None = None, *, texts: bo
     """
     with open(path, "rb") as source:
         end = os.fstat(source.fileno()).st_size if end is None else end
-        source.seek(begin)
-        while source.tell() < end:
+        offset = source.seek(begin)
+        while offset < end:
             header = source.read(2 * _HEADER.itemsize)
             words, size = (
                 np.frombuffer(header, dtype=_HEADER).tolist() if len(header) == 2 * _HEADER.itemsize else (-1, 0)
             )
-            left = end - source.tell() - words * (_LENGTH.itemsize + _COUNT.itemsize)
-            if words < 0 or not 0 <= size <= left:
+            offset += len(header) + words * (_LENGTH.itemsize + _COUNT.itemsize) + size
+            if words < 0 or size < 0 or offset > end:
                 raise UsageError(
                     f"{path}: damaged: a block exceeds the file; remove the work folder and run the step again"
                 )

@@ -79,7 +79,7 @@ def enable_recorder(environment: MutableMapping[str, str], device_type: str) -> 
     """Let torch record the collectives of this process; before the first process group.
 
     Args:
-        environment: environment of the process; a size that it has is kept.
+        environment: environment of the process; a size in it is not changed.
         device_type: ``cuda`` or ``cpu``.
     """
     if device_type == "cuda" and not any(name in environment for name in SIZE_VARIABLES):

@@ -319,11 +319,11 @@ def without_members(membership: Membership, names: Collection[str]) -> Membershi
         membership: the membership.
         names: incarnations that left, or whose processes were killed.
     """
-    left = tuple(name for name in membership.members if name not in names)
-    nodes = [membership.incarnations[name] for name in left]
-    if len(left) < membership.min_nodes or not nodes or nodes[0].rank != 0:
+    remaining = tuple(name for name in membership.members if name not in names)
+    nodes = [membership.incarnations[name] for name in remaining]
+    if len(remaining) < membership.min_nodes or not nodes or nodes[0].rank != 0:
         return None
-    return replace(membership, members=left)
+    return replace(membership, members=remaining)
 
 
 def end_reason(membership: Membership, *, has_survivors: bool = False) -> str | None:

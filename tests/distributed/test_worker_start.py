@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_launch import STUBBORN
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
@@ -58,19 +59,6 @@ Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
 print("stdout", os.environ["RANK"])
 print("stderr", os.environ["RANK"], file=sys.stderr)
 os.write(1, b"raw\\n")
-"""
-
-STUBBORN = """
-import os, signal
-from pathlib import Path
-from dynmo_train.launch.worker import watch_launcher
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: None)
-watch_launcher(os.environ)
-Path(f"part-{os.environ['RANK']}").write_text(str(os.getpid()))
-os.replace(f"part-{os.environ['RANK']}", f"pid-{os.environ['RANK']}")
-while True:
-    signal.pause()
 """
 
 

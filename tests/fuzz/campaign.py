@@ -220,7 +220,7 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _receive(self, child: Child) -> list[Task]:
-        """One message of a child; returns what is left of its task if it ended instead."""
+        """One message of a child; returns the remaining part of its task if it ended instead."""
         try:
             message = child.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -250,8 +250,8 @@ class Campaign:
         row.executions += count + 1
         child.restart()
         child.task = None
-        left = Task(target=task.target, begin=task.begin + count + 1, end=task.end, seed=task.seed)
-        return [left] if left.begin < left.end else []
+        remaining = Task(target=task.target, begin=task.begin + count + 1, end=task.end, seed=task.seed)
+        return [remaining] if remaining.begin < remaining.end else []
 
     def add(self, defect: Defect) -> None:
         """Save the input of a new defect."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.execution import Defect, Executor, Limits, Page, limited, run_task
+from tests.fuzz.execution import Defect, Executions, Executor, Limits, Page, limited
 from tests.fuzz.mutations import MAX_BYTES, mutate
 from tests.fuzz.target import quiet
 
@@ -45,8 +45,8 @@ Report = Callable[[Defect | Done], None]
 Engine = Callable[[Task, Executor, Page, Limits, Report], None]
 
 
-def _finish(task: Task, count: int, started: float, report: Report) -> None:
-    report(Done(executions=count, seconds=time.process_time() - started))
+def _finish(executions: Executions, started: float, report: Report) -> None:
+    report(Done(executions=executions.count, seconds=time.process_time() - started))
 
 
 def mutated(task: Task, executor: Executor) -> Iterator[bytes]:
@@ -60,9 +60,11 @@ def mutated(task: Task, executor: Executor) -> Iterator[bytes]:
 
 def run_mutations(task: Task, executor: Executor, page: Page, limits: Limits, report: Report) -> None:
     """Mutations by a seeded generator: the fastest engine."""
-    started = time.process_time()
-    count = run_task(executor, mutated(task, executor), page, limits, report)
-    _finish(task, count, started, report)
+    executions, started = Executions(executor, page, report), time.process_time()
+    with quiet(), limited(limits):
+        for data in mutated(task, executor):
+            executions.run(data)
+    _finish(executions, started, report)
 
 
 def run_hypothesis(task: Task, executor: Executor, page: Page, limits: Limits, report: Report) -> None:
@@ -70,8 +72,7 @@ def run_hypothesis(task: Task, executor: Executor, page: Page, limits: Limits, r
     from hypothesis import HealthCheck, Phase, given, seed, settings
     from hypothesis import strategies as st
 
-    known: set[str] = set()
-    started, count = time.process_time(), 0
+    executions, started = Executions(executor, page, report), time.process_time()
     source = st.randoms(use_true_random=False).map(lambda numbers: mutate(executor.corpus, numbers))
 
     @seed(zlib.crc32(f"{task.seed} {task.target} {task.begin}".encode()))
@@ -84,37 +85,23 @@ def run_hypothesis(task: Task, executor: Executor, page: Page, limits: Limits, r
     )
     @given(st.one_of(source, source, source, st.binary(max_size=200)))
     def test(data: bytes) -> None:
-        nonlocal count
-        page.write(count, data)
-        found = executor.execute(data)
-        count += 1
-        if found is not None and found.place not in known:
-            known.add(found.place)
-            report(found)
+        executions.run(data)
 
     with quiet(), limited(limits):
         test()
-    _finish(task, count, started, report)
+    _finish(executions, started, report)
 
 
 def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, report: Report) -> None:
     """libFuzzer, guided by the coverage of the project's packages; ends the process, as libFuzzer does."""
     import atheris
 
-    known: set[str] = set()
-    started, count = time.process_time(), 0
-    total = task.end - task.begin
+    executions, started = Executions(executor, page, report), time.process_time()
 
     def one_input(data: bytes) -> None:
-        nonlocal count
-        page.write(count, data)
-        found = executor.execute(data)
-        count += 1
-        if found is not None and found.place not in known:
-            known.add(found.place)
-            report(found)
-        if count >= total:
-            _finish(task, count, started, report)
+        executions.run(data)
+        if executions.count >= task.end - task.begin:
+            _finish(executions, started, report)
             os._exit(0)
 
     def mutator(data: bytes, max_size: int, number: int) -> bytes:

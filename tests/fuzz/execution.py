@@ -13,11 +13,10 @@ import resource
 import shutil
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from tests.fuzz.mutations import MAX_BYTES
 from tests.fuzz.target import Target, quiet
@@ -182,27 +181,28 @@ class Executor:
         return Defect(target=self.target.name, kind=kind, place=place, detail=place, data=data)
 
 
-def run_task(executor: Executor, inputs: Iterator[bytes], page: Page, limits: Limits, report: Any) -> int:
-    """Execute inputs; report one defect of each place.
+class Executions:
+    """The executions of a task: counts them, and reports one defect of each place.
 
     Args:
         executor: of the target.
-        inputs: the inputs.
         page: records the current input.
-        limits: of an execution.
         report: called with each defect.
 
-    Returns:
-        Number of executions.
+    Attributes:
+        count: number of executions.
     """
-    known: set[str] = set()
-    count = 0
-    with quiet(), limited(limits):
-        for data in inputs:
-            page.write(count, data)
-            found = executor.execute(data)
-            count += 1
-            if found is not None and found.place not in known:
-                known.add(found.place)
-                report(found)
-    return count
+
+    def __init__(self, executor: Executor, page: Page, report: Callable[[Defect], None]) -> None:
+        self._executor, self._page, self._report = executor, page, report
+        self._known: set[str] = set()
+        self.count = 0
+
+    def run(self, data: bytes) -> None:
+        """Execute the target on one input."""
+        self._page.write(self.count, data)
+        found = self._executor.execute(data)
+        self.count += 1
+        if found is not None and found.place not in self._known:
+            self._known.add(found.place)
+            self._report(found)

@@ -1,4 +1,4 @@
-"""Decoders of other shapes against transformers: logits, loss, gradients and decoding from the same weights."""
+"""Decoders of every shape against transformers: logits, loss, gradients and decoding from the same weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dynmo_train.models.kv_cache import Decoder as CachedDecoder
 from dynmo_train.models.kv_cache import DecodingCache
 from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.moe import MoeShape, route
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 TRAINED = 24
@@ -31,7 +32,20 @@ LLAMA = LlamaShape(
     init_method_std=0.15,
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SHAPES = {
+    "Llama": LLAMA,
+    "every head its own keys": replace(LLAMA, num_key_value_heads=6),
+    "Llama 3": replace(LLAMA, rotary_base=500.0, rotary_scaling=LLAMA3),
+    "another head width, tied": replace(LLAMA, head_dim=12, tied_embeddings=True),
+    "Mistral": replace(LLAMA, sliding_window=7),
+    "Mixtral": replace(LLAMA, moe=MoeShape(num_experts=4, top_k=2)),
     "Qwen2": replace(LLAMA, attention_bias="qkv", rotary_base=1e6),
     "Qwen3": replace(LLAMA, qk_norm="head", head_dim=12, rotary_base=1e6),
     "Llama with biases": replace(LLAMA, attention_bias="all", mlp_bias=True),
@@ -56,12 +70,13 @@ SHAPES = {
     "yarn with bounds": replace(LLAMA, rotary_scaling={**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}),
     "Qwen3Moe": replace(LLAMA, qk_norm="head", moe=MoeShape(num_experts=4, top_k=2)),
 }
-CLASSES = {"Llama with biases": "Llama", **dict.fromkeys(("linear", "dynamic"), "Llama")}
+CLASSES = ("Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Phi3", "Olmo2")
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def hugging_face(name: str, shape: LlamaShape):
     """The model of transformers with random weights."""
-    kind = CLASSES.get(name, "Llama" if name.startswith("yarn") else name)
+    kind = name if name in CLASSES else "Llama"
     rope = {"rope_type": "default", **(shape.rotary_scaling or {}), "rope_theta": shape.rotary_base}
     if shape.rotary_fraction != 1.0:
         rope["partial_rotary_factor"] = shape.rotary_fraction
@@ -70,12 +85,9 @@ def hugging_face(name: str, shape: LlamaShape):
         "Phi3": {"pad_token_id": None},
         "Olmo2": {"pad_token_id": None, "eos_token_id": None},
         "Gemma": {"hidden_activation": "gelu_pytorch_tanh"},
-        "Qwen3Moe": {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": shape.ffn_hidden_size,
-        },
+        "Mistral": {"sliding_window": shape.sliding_window},
+        "Mixtral": {**EXPERTS, "sliding_window": None},
+        "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": shape.ffn_hidden_size},
     }.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=shape.vocab_size,
@@ -176,7 +188,7 @@ def test_logits_loss_and_gradients_equal_transformers(name):
     assert_same_gradients(theirs, renamed(gradients(family, modules), shape, theirs.state_dict()))
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Olmo2", "Phi3", "Gemma", "yarn"])
+@pytest.mark.parametrize("name", ["Llama 3", "Mistral", "Mixtral", "Qwen3", "Olmo2", "Phi3", "Gemma", "yarn"])
 def test_decoding_logits_equal_whole_sequence(name):
     family, modules, theirs = models_of(name)
     decoder = CachedDecoder(family, modules, 64)
@@ -195,3 +207,10 @@ def test_manifest_of_a_shape_gives_the_same_shape(name):
     again = Llama(LlamaShape.from_manifest(family.manifest()))
     assert again.manifest() == family.manifest()
     assert again.shape.stated() == family.shape.stated()
+
+
+def test_moe_load_balancing_loss_equals_transformers():
+    """Theirs sums over the choices of a token, ours means over them: a factor of ``top_k``."""
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+    ours = route(logits, MoeShape(num_experts=8, top_k=2)).balance.finish()["load_balancing"]
+    torch.testing.assert_close(ours * 2, load_balancing_loss_func((logits,), 8, 2))

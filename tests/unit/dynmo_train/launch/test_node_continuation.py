@@ -26,10 +26,10 @@ class Nodes:
         return [node for node in self.lost if node.name in self.members]
 
     def continue_without(self, names):
-        left = [name for name in self.members if name not in names]
-        if len(left) < self.least:
+        remaining = [name for name in self.members if name not in names]
+        if len(remaining) < self.least:
             return False
-        self.members = left
+        self.members = remaining
         return True
 
 
