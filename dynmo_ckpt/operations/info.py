@@ -12,7 +12,8 @@ from ..io.errors import short_name
 from ..io.safetensors import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from ..native.checkpoint import NativeCheckpoint
+    from ..maps.decoder_fields import unlike_family
+from ..native.checkpoint import NativeCheckpoint
 
 
 def tensor_bytes(entry: Mapping[str, Any]) -> int:
@@ -58,6 +59,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The summary as rows of a table."""
     model, topology, dynamic = summary["model"], summary["topology"], summary["dynamic"]
     parameters = summary["roles"].get("parameter", {"elements": 0, "tensors": 0})
+    unlike = unlike_family(model) if model["family"] in ("gpt", "llama") else {}
     stages = [stage_text(stage) for stage in topology["partition"]]
     return [
         ("run", f"{summary['run_id']}, step {summary['step']}, {summary['consumed_train_samples']} samples"),
@@ -68,6 +70,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{model['num_attention_heads']} heads, "
             f"vocabulary {model['vocab_size']} (padded {model['padded_vocab_size']})",
         ),
+        *([("differs by", ", ".join(f"{name} {value}" for name, value in unlike.items()))] if unlike else []),
         (
             "parameters",
             f"{parameters['elements']:,} in {parameters['tensors']} tensors, {' '.join(summary['parameter_dtypes'])}",

@@ -276,7 +276,7 @@ def table(rows: dict[str, Row]) -> str:
     total = sum(row.executions for row in rows.values())
     seconds = sum(row.seconds for row in rows.values())
     rate = f"{total / seconds:,.0f}" if seconds else ""
-    lines.append(f"| {len(rows)} targets | {total:,} | {rate} | {sum(len(row.defects) for row in rows.values())} |")
+    lines.append(f"| all {len(rows)} | {total:,} | {rate} | {sum(len(row.defects) for row in rows.values())} |")
     return "\n".join(lines)
 
 
@@ -305,7 +305,8 @@ def select(patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
     given = list(patterns)
     for pattern in given:
         if not fnmatch.filter(names, pattern):
-            raise SystemExit(f"fuzz: error: --target {pattern}: matches no target; --list lists them")
+            print(f"fuzz: error: --target {pattern}: matches no target; --list lists them", file=sys.stderr)
+            raise SystemExit(2)
     return tuple(name for name in names if not given or any(fnmatch.fnmatch(name, pattern) for pattern in given))
 
 

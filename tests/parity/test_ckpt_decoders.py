@@ -10,6 +10,7 @@ import transformers
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
+from dynmo_ckpt.huggingface.models import hf_config
 
 SIZES = {
     "vocab_size": 96,
@@ -80,14 +81,18 @@ def test_decoder_to_native_and_back_computes_the_same(tmp_path, name):
         assert torch.equal(again.state_dict()[key], value), key
 
 
+def test_info_names_what_a_model_has_that_others_of_its_family_have_not(tmp_path):
+    saved(tmp_path / "theirs", "qwen3")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    assert "differs by  qk_norm head" in CliRunner().invoke(app, ["info", str(tmp_path / "native")]).output
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_configuration_written_without_its_source_computes_the_same(tmp_path, name):
     """The configuration is then computed from the manifest alone."""
     model = saved(tmp_path / "theirs", name)
     convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
     manifest = tmp_path / "native" / "manifest.json"
-    from dynmo_ckpt.huggingface.models import hf_config
-
     stated = json.loads(manifest.read_text())["model"]
     config = hf_config(stated, "float32", 2)
     kind = type(model.config)(**{key: value for key, value in config.items() if key != "architectures"})
