@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from .._common.console import human_bytes
 from ..io.errors import short_name
 from ..io.safetensors import DTYPE_BYTES
+from ..maps.decoder_fields import unlike_family
 
 if TYPE_CHECKING:
-    from ..maps.decoder_fields import unlike_family
-from ..native.checkpoint import NativeCheckpoint
+    from ..native.checkpoint import NativeCheckpoint
 
 
 def tensor_bytes(entry: Mapping[str, Any]) -> int:

@@ -305,7 +305,7 @@ def select(patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
     given = list(patterns)
     for pattern in given:
         if not fnmatch.filter(names, pattern):
-            print(f"fuzz: error: --target {pattern}: matches no target; --list lists them", file=sys.stderr)
+            sys.stderr.write(f"fuzz: error: --target {pattern}: matches no target; --list lists them\n")
             raise SystemExit(2)
     return tuple(name for name in names if not given or any(fnmatch.fnmatch(name, pattern) for pattern in given))
 
