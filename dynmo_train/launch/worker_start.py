@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import IO, Any
 
 from .._common.console import print_message
@@ -137,10 +138,26 @@ class WorkerServer:
     def fork(self, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str]]) -> ForkedProcess:
         """Fork a process that runs ``command``, which is ``python -m MODULE ARGUMENTS``, with these output streams.
 
+        If the server was killed, another one is started.
+
         Raises:
             OSError: there is no memory for another process, or a limit is reached.
-            DynmoError: the server has ended.
+            DynmoError: the server has ended twice, or the second one may not fork.
         """
+        known = _children()
+        try:
+            return self._ask_for_fork(command, environment, streams)
+        except DynmoError:
+            # It was killed since the last fork, or during this one, whose process then is nobody's.
+            self.close()
+            _end_processes(_children() - known)
+            if not self.is_usable():
+                raise
+        return self._ask_for_fork(command, environment, streams)
+
+    def _ask_for_fork(
+        self, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str]]
+    ) -> ForkedProcess:
         if self._connection is None:
             raise DynmoError("the process that forks the ranks has not been started")
         message = {"module": command[2], "arguments": list(command[3:]), "environment": dict(environment)}
@@ -152,6 +169,22 @@ class WorkerServer:
         if answer["errno"]:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return ForkedProcess(command, answer["pid"])
+
+
+def _children() -> set[int]:
+    """Process ids of the children of this process; empty where the kernel does not list them."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def _end_processes(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def can_fork(command: Sequence[str]) -> bool:

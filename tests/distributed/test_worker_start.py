@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_train.launch.process_view import set_subreaper
+from dynmo_train.launch.worker_start import WorkerServer
 from tests.distributed.test_launch import STUBBORN
 from tests.waiting import wait_for
 
@@ -187,6 +189,23 @@ def test_sigkill_of_the_launcher_leaves_neither_processes_nor_server(tmp_path):
     process.kill()
     process.communicate(timeout=600)
     wait_for(lambda: all(map(has_ended, [*pids, server])), "the end of all processes")
+
+
+def test_server_that_was_killed_is_replaced_at_the_next_fork(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = set_subreaper(is_subreaper=True)
+    try:
+        with WorkerServer() as server, open(os.devnull, "w") as nothing:
+            assert server.is_usable()
+            [killed] = [pid for pid, words in children(os.getpid()).items() if "worker_server" in words]
+            os.kill(killed, signal.SIGKILL)
+            wait_for(lambda: has_ended(killed), "the end of the server")
+            command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", "pass"]
+            rank = server.fork(command, dict(os.environ), [nothing, nothing])
+            assert server_of(os.getpid()) not in (None, killed)
+            assert rank.wait(60) == 0
+    finally:
+        set_subreaper(is_subreaper=bool(before))
 
 
 RESTARTED = """
