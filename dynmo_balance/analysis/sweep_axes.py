@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException, InvalidOperation
 
 from .._common.errors import UsageError
 
@@ -34,7 +34,7 @@ def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
             values = [first + step * index for index in range(count)]
         else:
             values = [_decimal(part) for part in text.split(",")]
-    except InvalidOperation as error:
+    except DecimalException as error:  # also an exponent beyond those of the context
         raise UsageError(f"{text!r}: must be numbers below {MAX_VALUE:.0e}; use a,b,c or first:last:step") from error
     if integers and any(value != int(value) for value in values):
         raise UsageError(f"{text!r}: must be integers")

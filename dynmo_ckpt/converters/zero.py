@@ -129,8 +129,8 @@ def shard_state(file: TorchFile) -> dict[str, Any]:
 def _replicas(file: TorchFile) -> int | None:
     count = shard_state(file).get("partition_count")
     # ZeRO 1 and 2 record one count for each group, since each may have its own process group (experts).
-    count = max(count, default=None) if isinstance(count, list) else count
-    return count if isinstance(count, int) else None
+    counts = [each for each in (count if isinstance(count, list) else [count]) if isinstance(each, int)]
+    return max(counts, default=None)
 
 
 def _read_shard(path: Path, model: TorchFile) -> _Shard:

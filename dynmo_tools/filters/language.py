@@ -82,6 +82,7 @@ class LanguageDetector:
         try:
             from langdetect import detector_factory
             from langdetect.detector import Detector
+            from langdetect.lang_detect_exception import LangDetectException
             from langdetect.utils.ngram import NGram
             from langdetect.utils.unicode_block import unicode_block
         except ImportError as error:
@@ -90,7 +91,13 @@ class LanguageDetector:
         # langdetect reads the folder in the order of the file system, which decides the order of languages and, in the
         # last bit, of sums. Sorted, all machines agree.
         profiles = sorted(Path(detector_factory.PROFILES_DIRECTORY).iterdir())
-        factory.load_json_profile([path.read_text(encoding="utf-8") for path in profiles])
+        try:
+            factory.load_json_profile([path.read_text(encoding="utf-8") for path in profiles])
+        except LangDetectException as error:
+            # Its bare except takes the exit on SIGTERM or on Ctrl-C for a damaged profile.
+            if isinstance(error.__context__, (SystemExit, KeyboardInterrupt)):
+                raise error.__context__ from None
+            raise
         self._seed = seed
         self._rules: Any = Detector
         self._ngram: Any = NGram

@@ -37,15 +37,10 @@ from .coordinator import Round, heartbeat_period_s
 from .exit_status import (
     PERMANENT_CODES,
     Failure,
-    error_of,
-    failure_message,
-    first_cause,
-    last_lines,
     root_causes,
     shell_exit_code,
-    usage_message,
 )
-from .failure_record import printed_text, withheld_text
+from .failure_report import report_failures
 from .heartbeat import HEARTBEAT_VARIABLE
 from .incident_log import (
     Progress,
@@ -72,6 +67,7 @@ from .restart import (
     process_count,
     resume_flags,
 )
+from .signal_files import remove_file
 from .waiting_signals import exit_on_signals
 from .watchdog import HangSettings
 from .worker_start import WorkerServer, WorkerStart, can_fork
@@ -112,39 +108,6 @@ class LocalLaunch:
     def join_file(self) -> Path:
         """The join request of this launcher to rank 0."""
         return self.log_dir / f"join-{socket.gethostname()}-{os.getpid()}.json"
-
-
-def report_failures(failures: Sequence[Failure], *, has_rank0: bool, is_verbose: bool = False) -> None:
-    """Print the first cause of a failed round once, without lines that the log of rank 0 has already shown.
-
-    A usage error of all ranks is printed once. If rank 0 was terminated before it could print the error, the message of
-    another rank is printed.
-
-    Args:
-        failures: failures of this node.
-        has_rank0: whether rank 0 runs on this node, which has printed its log.
-        is_verbose: whether to print the stack, too.
-    """
-    logs = {f.rank: Path(f.log).read_text(encoding="utf-8", errors="replace") for f in failures}
-    log_of_first = Path(failures[0].log).parents[1] / "0" / "stderr.log"
-    has_log = has_rank0 and log_of_first.exists()
-    printed = printed_text(log_of_first.read_text(encoding="utf-8", errors="replace")) if has_log else ""
-    shown = {line.rstrip() for line in printed.splitlines()}
-    tails = {rank: last_lines(log) for rank, log in logs.items()}
-    roots = root_causes(failures)
-    if roots[0].code == EXIT_USAGE:
-        messages = [usage_message(tails[f.rank]) for f in roots if not shown.issuperset(tails[f.rank])]
-        if all(messages):
-            for message in dict.fromkeys(messages):
-                print_message(message)
-            return
-    cause = first_cause(failures)
-    error = error_of(cause, tails[cause.rank])
-    message = failure_message(cause, socket.gethostname(), "" if f"dynmo-train: error: {error}" in shown else error)
-    print_message(f"dynmo-train: error: {message}")
-    if is_verbose and not (has_rank0 and cause.rank == 0):
-        for line in withheld_text(logs[cause.rank]).splitlines():
-            print_message(f"  | {line}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +160,7 @@ class _Launcher:
             UsageError: the store cannot be created, or node 0 is unreachable.
         """
         launch = self.launch
-        launch.join_file.unlink(missing_ok=True)
+        remove_file(launch.join_file)
         self.rendezvous = Rendezvous(
             launch.nodes,
             launch.nproc,
@@ -281,7 +244,7 @@ class _Launcher:
         path = refused_join_file(self.launch.join_file)
         if path.exists():
             self.refused.add(read_join_request(path)[0])
-            path.unlink()
+            remove_file(path)
 
     def _request_join(self, nodes: Sequence[Incarnation]) -> None:
         """On node 0, ask rank 0 to save and exit, so that ``nodes`` join; no effect before it has a run directory."""
@@ -417,7 +380,7 @@ class _Launcher:
         members = members[: fitting_nodes(self.layout, [n.processes for n in members], min_nodes, self.refused)]
         if self.launch.nodes.max_nodes == 1 and self.processes is not None:
             members = (replace(members[0], processes=self.processes),)
-        self.launch.join_file.unlink(missing_ok=True)
+        remove_file(self.launch.join_file)
         processes = sum(node.processes for node in members)
         current = self.rendezvous.open_round(members, self._flags_of(processes))
         if not is_first:
@@ -538,7 +501,7 @@ def _run(launcher: _Launcher) -> int:
         raise
     finally:
         launcher.rendezvous.leave(leaves)
-        launcher.launch.join_file.unlink(missing_ok=True)
+        remove_file(launcher.launch.join_file)
     if end.message:
         print_message(f"dynmo-train: error: {end.message}")
     return end.code
@@ -557,16 +520,16 @@ def launch_local(launch: LocalLaunch) -> int:
         0, or the exit code of the process that failed; 75 if node 0 is lost and does not return.
 
     Raises:
-        UsageError: the log folder cannot be created, or the rendezvous fails.
+        UsageError: the log folder cannot be written to, or the rendezvous fails.
     """
+    launch_file = launch.log_dir / "run_dir"
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
+        # Of an earlier launch with the same log folder; a restart would resume its run.
+        if launch.nodes.node_rank == 0:
+            launch_file.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot create the log folder {launch.log_dir}: {reason(error)}") from error
-    launch_file = launch.log_dir / "run_dir"
-    # Of an earlier launch with the same log folder; a restart would resume its run.
-    if launch.nodes.node_rank == 0:
-        launch_file.unlink(missing_ok=True)
+        raise UsageError(f"cannot write to the log folder {launch.log_dir}: {reason(error)}") from error
     heartbeats = make_heartbeat_folder()
     os.environ[HEARTBEAT_VARIABLE] = str(heartbeats)
     os.environ[CONTINUATION_VARIABLE] = str(notice_limit_s(launch.nodes))
@@ -589,5 +552,8 @@ def launch_local(launch: LocalLaunch) -> int:
     except RendezvousLostError as error:
         print_message(f"dynmo-train: error: {error}")
         return EXIT_RELAUNCH
+    except OSError as error:  # the log folder has vanished or has become read-only between two rounds
+        print_message(f"dynmo-train: error: {error.filename or launch.log_dir}: {reason(error)}")
+        return EXIT_FAILURE
     finally:
         remove_heartbeat_folder(heartbeats)

@@ -30,6 +30,7 @@ from .continuation import Notice, is_kill
 from .exit_status import Failure, with_causal_codes
 from .failure_record import QuietLines, read_failure
 from .node_continuation import NodeContinuation
+from .signal_files import create_file, remove_file
 from .worker import (
     GRACE_VARIABLE,
     JOIN_FILE_VARIABLE,
@@ -351,9 +352,9 @@ def _build_agent(
             number = received or signal.SIGTERM
             may_save = received in (signal.SIGTERM, signal.SIGINT)
             if may_save:
-                group.shutdown_file.touch()
+                create_file(group.shutdown_file)
             else:  # a second signal while the workers save cancels the time to save
-                group.shutdown_file.unlink(missing_ok=True)
+                remove_file(group.shutdown_file)
             if self._pcontext is not None:
                 self._pcontext.close(number, math.ceil(max(group.grace_s, group.save_s if may_save else 0.0)) + 2)
             super()._shutdown(number)
@@ -456,7 +457,7 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
         # torch replaces the handlers when it starts the workers, and does not restore them.
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        group.shutdown_file.unlink(missing_ok=True)
+        remove_file(group.shutdown_file)
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     if group.continuation is not None and (pending := group.continuation.pending):
         # What the others failed of follows from these deaths; a survivor's code 2 would end the launch.

@@ -175,7 +175,8 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dims: Parallel dimensions; None is one pipeline of all processes.
 
     Raises:
-        UsageError: ``dims`` do not match the number of processes, or a process has no CUDA device.
+        UsageError: ``dims`` do not match the number of processes, a process has no CUDA device, or rank 0 cannot be
+            reached.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -192,10 +193,27 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
     if size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        store = _store_of_generation(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            store = _store_of_generation(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        except dist.DistNetworkError as error:
+            raise UsageError(_describe_connection(rank, timeout_s, error)) from error
     world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
     return set_parallel_dims(world, dims or world.dims, timeout_s)
+
+
+def _describe_connection(rank: int, timeout_s: float, error: Exception) -> str:
+    """Why this rank has no connection to the store of rank 0, whose address a launcher states."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    place = f"MASTER_ADDR={host} and MASTER_PORT={port}"
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as unresolved:
+        return f"rank {rank}: {place}: the name has no address ({unresolved.strerror}); give that of rank 0's host"
+    reason = str(error).splitlines()[0]
+    if rank == 0:
+        return f"rank 0 cannot open the store at {place}: {reason}; give a free port of this host"
+    return f"rank {rank} cannot reach rank 0 at {place} within {timeout_s:g} s: {reason}"
 
 
 def _store_of_generation(timeout: timedelta) -> Store | None:

@@ -206,3 +206,12 @@ def test_launcher_restarts_only_a_run(tmp_path, code, message):
     assert err.startswith(f"dynmo-train: error: {message}" if message else "")
     assert bool(err) == bool(message)
     assert "restarting from" not in err
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_log_folder_that_is_lost_during_the_launch_hides_no_error(tmp_path, restarts):
+    lose = "os.rename('logs', 'old')\nPath('logs').write_text('a file')\nsys.exit(7)\n"
+    code, _, err = run(tmp_path, BEGIN_RUN + lose, nproc=1, restarts=restarts)
+    assert "Traceback" not in err
+    assert code == 7 if restarts == 0 else code != 0
+    assert "rank 0 exited with code 7" in err

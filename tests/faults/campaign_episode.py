@@ -178,6 +178,8 @@ class Episode:
         for text in (*texts.values(), *(path.read_text(errors="replace") for path in others)):
             if TRACEBACK in text:
                 raise LostError(f"traceback: {text.strip().splitlines()[-1]}")
+            if "No such option" in text:  # no fault has disturbed anything
+                raise LostError(f"wrong command line: {text.strip().splitlines()[-1]}")
         for pid, code in codes.items():
             if code < 0 and -code not in self.sent:
                 raise LostError(f"a process ended by signal {-code}, which nobody sent")

@@ -428,7 +428,8 @@ def unresolvable_name(episode: Episode) -> None:
 
 
 def _launch(nodes: tuple[str, ...]) -> tuple[str, ...]:
-    return (*LAUNCH[:-1], *nodes, "--", *train_words())
+    words = LAUNCH[LAUNCH.index("local") + 1 : -1]
+    return ("launch", "node", *words, *nodes, "--", *train_words())
 
 
 # ---------------------------------------------------------------- the table

@@ -186,3 +186,25 @@ def test_detect_matches_langdetect_in_a_hundred_languages(shared_data):
         texts = [archive.read(name).decode("utf-8", "replace")[500:1500] for name in names[::3]]
     assert len(texts) > 100
     assert [fast.detect(text) for text in texts] == [slow(text) for text in texts]
+
+
+@pytest.mark.parametrize("ending", [SystemExit(143), KeyboardInterrupt()])
+def test_signal_while_the_profiles_are_loaded_ends_the_process(monkeypatch, ending):
+    from langdetect.detector_factory import DetectorFactory
+
+    def add_profile(*_):
+        raise ending
+
+    monkeypatch.setattr(DetectorFactory, "add_profile", add_profile)
+    with pytest.raises(type(ending)) as raised:
+        LanguageDetector(0)
+    assert raised.value is ending
+
+
+def test_damaged_profile_of_langdetect_is_its_error(monkeypatch):
+    from langdetect.detector_factory import DetectorFactory
+    from langdetect.lang_detect_exception import LangDetectException
+
+    monkeypatch.setattr(DetectorFactory, "add_profile", lambda *_: 1 / 0)
+    with pytest.raises(LangDetectException, match="Profile format error"):
+        LanguageDetector(0)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.launch import launcher
 from dynmo_train.launch.exit_status import (
     Failure,
     describe_exit,
@@ -23,6 +22,7 @@ from dynmo_train.launch.exit_status import (
     with_causal_codes,
 )
 from dynmo_train.launch.failure_record import FailureRecord
+from dynmo_train.launch.failure_report import report_failures
 from dynmo_train.launch.node_agent import interface_towards, worker_environment
 from dynmo_train.launch.restart import (
     Layout,
@@ -203,6 +203,6 @@ def test_report_failures_prints_each_message_once(tmp_path, capsys, logs, codes,
         paths[-1].parent.mkdir()
         paths[-1].write_text(text.replace("E:", "dynmo-train: error:"))
     failures = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
-    launcher.report_failures(failures, has_rank0=True)
+    report_failures(failures, has_rank0=True)
     expected = expected.replace("E:", "dynmo-train: error:")
     assert capsys.readouterr().err == expected.replace("LOG", str(paths[1])).replace("HOST", socket.gethostname())
