@@ -77,9 +77,14 @@ MODEL = {
 
 
 def train_words(*extra: str) -> tuple[str, ...]:
-    """A small run with pruning and freezing, which resumes itself."""
+    """A small run with pruning and freezing, which resumes itself.
+
+    Without a launcher a rank waits for one that was killed, as long as a collective may take: below the campaign's
+    limit of a hang.
+    """
     run = Path("run")
-    return tuple(arguments(Path("in/data_text_document"), run, "--save", "run", "--load", "run", *extra, **MODEL))
+    words = ("--save", "run", "--load", "run", "--distributed-timeout-minutes", "2")
+    return tuple(arguments(Path("in/data_text_document"), run, *words, *extra, **MODEL))
 
 
 def read_training(folder: Path) -> Result:

@@ -1,11 +1,19 @@
-"""What the shared console prints: tables, with numbers to the right and words to the left."""
+"""What the shared console prints: tables, with numbers to the right and words to the left, and errors."""
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
+from pathlib import Path
 
+import pytest
+import typer
+
+from dynmo_balance._common import console
 from dynmo_balance._common.console import emit_table
+from dynmo_balance._common.document import write_whole
 
 COLUMNS = ["stage", "items", "size", "change", "when"]
 ROWS = [
@@ -40,3 +48,46 @@ def test_table_on_a_terminal_has_no_markup(monkeypatch):
 def test_table_without_rows_has_its_heading(capsys):
     emit_table("nothing", ["item", "ms"], [])
     assert capsys.readouterr().out == "nothing\n  item  ms\n"
+
+
+def run(monkeypatch, action):
+    app = typer.Typer()
+    app.command()(action)
+    monkeypatch.setattr("sys.argv", ["dynmo-plan"])
+    with pytest.raises(SystemExit) as ended:
+        console.run_app(app, "dynmo-plan")
+    return ended.value.code
+
+
+def test_error_of_a_file_is_one_message_with_its_name(monkeypatch, capfd, tmp_path):
+    def write():
+        write_whole(tmp_path / "absent" / "plan.json", b"{}")
+
+    assert run(monkeypatch, write) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == f"dynmo-plan: error: {tmp_path}/absent/.plan.json.tmp-{os.getpid()}: No such file or directory\n"
+
+
+def test_error_without_a_file_keeps_its_traceback(monkeypatch):
+    def fork():
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    app = typer.Typer()
+    app.command()(fork)
+    monkeypatch.setattr("sys.argv", ["dynmo-plan"])
+    with pytest.raises(OSError, match="no more processes"):
+        console.run_app(app, "dynmo-plan")
+
+
+def test_disk_that_refuses_the_removal_reports_its_first_error(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", "removal")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "plan.json")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "plan.json", b"{}")
