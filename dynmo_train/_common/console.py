@@ -278,4 +278,10 @@ def run_app(app: typer.Typer, prog: str) -> NoReturn:
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
         sys.exit(EXIT_FAILURE)
+    except OSError as error:
+        # Of a disk or a folder, whoever used it. Without a file name it is one of a socket or a process.
+        if os.environ.get("DYNMO_TRACEBACK") == "1" or not isinstance(error.filename, str):
+            raise
+        print_message(f"{prog}: error: {error.filename}: {error.strerror}")
+        sys.exit(EXIT_FAILURE)
     sys.exit(0)

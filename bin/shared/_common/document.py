@@ -493,7 +493,8 @@ def write_whole(path: Path, payload: bytes, *, exclusive: bool = False) -> None:
         else:
             os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk refuses that, too: the first error is the one to report
+            temporary.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:
