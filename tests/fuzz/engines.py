@@ -99,7 +99,9 @@ def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, repo
     executions, started = Executions(executor, page, report), time.process_time()
 
     def one_input(data: bytes) -> None:
-        executions.run(data)
+        # Only here: libFuzzer's own memory grows with its corpus, and an allocation of its that fails ends the process.
+        with limited(limits):
+            executions.run(data)
         if executions.count >= task.end - task.begin:
             _finish(executions, started, report)
             os._exit(0)
@@ -117,7 +119,7 @@ def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, repo
     # The limits are this project's: libFuzzer's would end the process.
     options += ["-timeout=0", "-rss_limit_mb=0", "-handle_xfsz=0", f"-artifact_prefix={folder}/"]
     atheris.Setup([sys.argv[0], *options, str(folder)], one_input, custom_mutator=mutator)
-    with quiet(), limited(limits):
+    with quiet():
         atheris.Fuzz()
 
 

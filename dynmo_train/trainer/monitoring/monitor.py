@@ -99,6 +99,16 @@ def _keys_and_resizes() -> Iterator[list[int]]:
         os.close(write_end)
 
 
+@contextlib.contextmanager
+def _resizes_wait() -> Iterator[None]:
+    """Deliver SIGWINCH afterwards: it would end a write to a terminal that is full in the middle of a sequence."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(descriptors: list[int], timeout_s: float) -> bool:
     """Wait for the next update, a key or a resize; whether to quit."""
     ready, _, _ = select.select(descriptors, [], [], timeout_s)
@@ -142,7 +152,7 @@ class _Screen:
         from rich.text import Text
 
         # One write for all lines, since the console is buffered within its context.
-        with self._console:
+        with _resizes_wait(), self._console:
             if size != self._size:
                 self._console.control(Control.clear())
                 self._size, self._lines = size, []
