@@ -8,18 +8,36 @@ requests, a resume, or another number of workers gives the same batches.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from .batch import Batch
 
+_ENDED = (EOFError, ConnectionError)
+
 Position = tuple[int, int]
 """Consumed samples and step."""
 
 PREFETCHED = 2
 """Batches that each worker builds ahead; memory: number of workers x this x the size of a replica's batch."""
+
+
+def _ignore_end_of_reader(_worker: int) -> None:
+    """Let a worker end without a stack if the training process ends, or discards it, while it sends a batch.
+
+    The thread of ``multiprocessing.resource_sharer`` prints every error by this hook, which the worker has inherited.
+    """
+    inherited = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, _ENDED):
+            inherited(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 class _Shards(Dataset[Batch]):
@@ -99,6 +117,7 @@ class BatchLoader:
             pin_memory=self._pin_memory,
             # The data sets are memory-mapped: a forked worker shares their pages, and nothing is pickled.
             multiprocessing_context="fork",
+            worker_init_fn=_ignore_end_of_reader,
         )
 
     def close(self) -> None:

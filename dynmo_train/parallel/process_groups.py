@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from .._common.errors import UsageError
+from .._common.errors import DynmoError, UsageError
 from ..launch.worker import GENERATION_VARIABLE
 from .dims import Coordinates, ParallelDims
 
@@ -175,8 +175,8 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dims: Parallel dimensions; None is one pipeline of all processes.
 
     Raises:
-        UsageError: ``dims`` do not match the number of processes, a process has no CUDA device, or rank 0 cannot be
-            reached.
+        UsageError: ``dims`` do not match the number of processes, or a process has no CUDA device.
+        DynmoError: rank 0 cannot be reached, or waits for other ranks in vain.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -196,8 +196,8 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         try:
             store = _store_of_generation(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        except dist.DistNetworkError as error:
-            raise UsageError(_describe_connection(rank, timeout_s, error)) from error
+        except dist.DistError as error:
+            raise DynmoError(_describe_connection(rank, timeout_s, error)) from error
     world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
     return set_parallel_dims(world, dims or world.dims, timeout_s)
 
@@ -211,6 +211,8 @@ def _describe_connection(rank: int, timeout_s: float, error: Exception) -> str:
     except OSError as unresolved:
         return f"rank {rank}: {place}: the name has no address ({unresolved.strerror}); give that of rank 0's host"
     reason = str(error).splitlines()[0]
+    if isinstance(error, dist.DistStoreError):
+        return f"rank {rank}: not all ranks joined at {place}: {reason}"
     if rank == 0:
         return f"rank 0 cannot open the store at {place}: {reason}; give a free port of this host"
     return f"rank {rank} cannot reach rank 0 at {place} within {timeout_s:g} s: {reason}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 import torch
 
 from .._common.errors import DynmoError
@@ -19,6 +23,10 @@ LOST_CONNECTION = (
     "Timed out waiting",
     "ncclRemoteError",
 )
+
+
+# torch's message where a process that builds batches has ended, with its signal if there was one.
+LOST_BATCH_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: is killed by signal: ([\w ]+)\.)?")
 
 
 class LostRankError(DynmoError):
@@ -46,6 +54,42 @@ def lost_connection(error: BaseException | None) -> str | None:
                 return words.lower()
         error = error.__cause__ or error.__context__
     return None
+
+
+def lost_batch_worker(error: BaseException | None) -> str | None:
+    """A message if ``error``, or what caused it, is the end of a process that builds batches; else None."""
+    problem = None
+    while error is not None:
+        if found := LOST_BATCH_WORKER.search(str(error)):
+            ending = f"was killed: {found[2].lower()}" if found[2] else "has ended"
+            problem = f"a process that builds batches (--num-workers), pid {found[1]}, {ending}"
+        # The cause, where there is one, has the signal.
+        error = error.__cause__ or error.__context__
+    return problem
+
+
+@contextlib.contextmanager
+def naming_causes(rank: int, host: str) -> Iterator[None]:
+    """Raise errors with a known cause as a message in a few words.
+
+    Args:
+        rank: this rank.
+        host: name of its host.
+
+    Raises:
+        LostRankError: another rank has ended or hangs.
+        DynmoError: this rank is out of memory, or lost a process that builds batches.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (problem := out_of_memory(error)) is not None:
+            raise DynmoError(f"rank {rank} on {host} ran out of memory: {problem}") from error
+        if (problem := lost_connection(error)) is not None:
+            raise LostRankError(f"rank {rank} on {host} lost another rank: {problem}") from error
+        if (problem := lost_batch_worker(error)) is not None:
+            raise DynmoError(f"rank {rank} on {host}: {problem}") from error
+        raise
 
 
 def lost_another_rank(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ checkpoint, as at a start, and a new segment of the run begins.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import warnings
 from dataclasses import replace
@@ -14,7 +15,7 @@ from functools import partial
 
 import torch
 
-from .._common.errors import EXIT_USAGE, DynmoError
+from .._common.errors import EXIT_USAGE
 from ..config import Config
 from ..data.sample_format import SampleError
 from ..launch.failure_record import recording_failure
@@ -22,7 +23,7 @@ from ..launch.flight_recorder import enable_recorder
 from ..launch.heartbeat import HeartbeatWriter, Phase, open_heartbeat
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.process_groups import World, destroy_world
-from .failures import LostRankError, lost_another_rank, lost_connection, out_of_memory
+from .failures import lost_another_rank, naming_causes
 from .fingerprint import config_properties, join_same
 from .garbage_collection import freeze_imports, release_engine
 from .loop import Trainer
@@ -67,7 +68,8 @@ def _train_world(config: Config, heartbeat: HeartbeatWriter, survivor: Survivor 
         survivor.begin()
     timeout_s = 60.0 * config.training.distributed_timeout_minutes
     properties = partial(config_properties, config)
-    world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
+    with naming_causes(int(os.environ.get("RANK", "0")), socket.gethostname()):
+        world = join_same(config.training.device, parallel_dims(config), properties, timeout_s=timeout_s)
     try:
         # Before ``destroy_world``, which ends the connections of the other ranks.
         with recording_failure(os.environ, lost_another_rank, is_final=survivor is None):
@@ -82,22 +84,16 @@ def _run(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Sur
     Raises:
         SampleError: on one rank, if all ranks raise it.
         LostRankError: another rank has ended or hangs.
-        DynmoError: this rank is out of memory.
+        DynmoError: this rank is out of memory, or lost a process that builds batches.
     """
     try:
-        return _train(config, world, heartbeat, survivor)
+        with naming_causes(world.rank, world.host):
+            return _train(config, world, heartbeat, survivor)
     # All ranks raise this in the same step: one of them reports it.
     except SampleError:
         if is_reporting_rank(first=world.is_rank0):
             raise
         return EXIT_USAGE
-    # Any rank, alone: the launcher ends the others.
-    except RuntimeError as error:
-        if (problem := out_of_memory(error)) is not None:
-            raise DynmoError(f"rank {world.rank} on {world.host} ran out of memory: {problem}") from error
-        if (problem := lost_connection(error)) is not None:
-            raise LostRankError(f"rank {world.rank} on {world.host} lost another rank: {problem}") from error
-        raise
 
 
 def _train(config: Config, world: World, heartbeat: HeartbeatWriter, survivor: Survivor | None) -> int:

@@ -151,7 +151,7 @@ HAS_WORKERS = ("clean", "split-sentences", "binarize")
 def _step(step: str, workers: int) -> Workload:
     words = [word.format(**{"in": "in"}).replace(".zst", "") for word in STEPS[step]]
     inputs = [word for word in words if word.startswith("in/") or "=in/" in word]
-    written = [word for before, word in pairwise(words) if before in ("-o", "--save-dropped")]
+    written = [word for before, word in pairwise(words) if before in ("-o", "--save-dropped", "--save-dictionary")]
     return Workload(
         name=f"prep-{step}" + ("-workers" if workers > 1 else ""),
         command=Command(

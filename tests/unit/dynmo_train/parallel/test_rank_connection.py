@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from dynmo_train._common.errors import UsageError
+from dynmo_train._common.errors import DynmoError
 from dynmo_train.parallel.process_groups import init_world
 
 
@@ -18,14 +18,14 @@ def connect(monkeypatch, *, rank, host, port):
 
 
 def test_address_that_cannot_be_resolved_is_named(monkeypatch):
-    with pytest.raises(UsageError, match=r"rank 1: MASTER_ADDR=no-such-host.invalid .* has no address"):
+    with pytest.raises(DynmoError, match=r"rank 1: MASTER_ADDR=no-such-host.invalid .* has no address"):
         connect(monkeypatch, rank=1, host="no-such-host.invalid", port=29511)
 
 
 def test_port_that_another_program_has_is_named(monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UsageError, match=f"rank 0 cannot open the store at .*MASTER_PORT={port}: .*; give a free"):
+        with pytest.raises(DynmoError, match=f"rank 0 cannot open the store at .*MASTER_PORT={port}: .*; give a free"):
             connect(monkeypatch, rank=0, host="127.0.0.1", port=port)
 
 
@@ -33,5 +33,5 @@ def test_rank_0_that_does_not_listen_is_named(monkeypatch):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # without listen: connections are refused
         port = unused.getsockname()[1]
-        with pytest.raises(UsageError, match=f"rank 1 cannot reach rank 0 at .*MASTER_PORT={port} within 1 s"):
+        with pytest.raises(DynmoError, match=f"rank 1 cannot reach rank 0 at .*MASTER_PORT={port} within 1 s"):
             connect(monkeypatch, rank=1, host="127.0.0.1", port=port)

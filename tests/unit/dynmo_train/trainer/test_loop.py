@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
+
 import pytest
 import torch
 
-from dynmo_train.trainer.failures import lost_connection, out_of_memory
+from dynmo_train._common.errors import DynmoError
+from dynmo_train.data.loader import BatchLoader
+from dynmo_train.trainer.failures import lost_connection, naming_causes, out_of_memory
 
 
 def test_out_of_memory_is_found_in_what_caused_an_error():
@@ -31,3 +38,40 @@ def test_lost_connection_is_named_in_a_few_words():
     assert lost_connection(outer) == "connection closed by peer"
     assert lost_connection(RuntimeError("shapes do not match")) is None
     assert lost_connection(None) is None
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGKILL, "killed"), (signal.SIGTERM, "terminated")])
+def test_killed_worker_of_the_loader_is_named(number, word):
+    def shard(consumed, step):
+        if step > 1:
+            os.kill(os.getpid(), number)
+        return step
+
+    loader = BatchLoader(shard, lambda consumed: 1, 9, num_workers=1, pin_memory=False)
+
+    def read_all():
+        with naming_causes(3, "host7"):
+            for step in range(1, 10):
+                loader.batch(step - 1, step)
+
+    with pytest.raises(DynmoError, match=rf"rank 3 on host7: .* \(--num-workers\), pid \d+, was killed: {word}$"):
+        read_all()
+    loader.close()
+
+
+def test_causes_that_are_not_known_keep_their_error():
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), naming_causes(0, "host"):
+        raise RuntimeError("shapes differ")
+
+
+def test_worker_of_the_loader_prints_no_stack_when_its_reader_ends(tmp_path):
+    def shard(consumed, step):
+        for error in (EOFError(), ConnectionResetError(), ValueError("other")):
+            with open(tmp_path / "printed", "a") as sink, contextlib.redirect_stderr(sink):
+                sys.excepthook(type(error), error, None)
+        return step
+
+    loader = BatchLoader(shard, lambda consumed: 1, 1, num_workers=1, pin_memory=False)
+    assert loader.batch(0, 1) == 1
+    loader.close()
+    assert (tmp_path / "printed").read_text() == "ValueError: other\n"
