@@ -261,6 +261,8 @@ def _merge_mapped_slices(
     directory: Path, flats: Sequence[Sequence[Tensor]], shapes: Shapes, shards: Sequence[_Shard]
 ) -> dict[str, Tensor]:
     """ZeRO 1 and 2 with recorded slices."""
+    if any(len(shard.slices) > len(each) for shard, each in zip(shards, flats, strict=True)):
+        raise CorruptError(f"{directory}: a shard records slices of more groups than it has")
     found = {}
     for g, group in enumerate(shapes):
         for name, shape in group.items():
