@@ -321,7 +321,7 @@ class _PickleMachine:
             arguments: of the call.
 
         Raises:
-            CorruptError: ``function`` is not a global.
+            CorruptError: ``function`` is not a global, or a tensor has no storage.
             UnsafePickleError: an attribute of something that is not an enum.
         """
         if not isinstance(function, GlobalName):
@@ -336,6 +336,8 @@ class _PickleMachine:
             return self._container(_PLAIN[function.module, function.name], *arguments)
         if function.module == "torch._utils" and function.name in _TENSOR_BUILDERS:
             storage, start, shape, strides = arguments[:4]
+            if not isinstance(storage, StorageRef):
+                raise CorruptError(f"{self.source}: a tensor of a {type(storage).__name__}, not of a storage")
             self.charge(len(shape) + len(strides))
             return TensorRef(storage, int(start), tuple(map(int, shape)), tuple(map(int, strides)))
         if function.module == "torch._utils" and function.name in _PARAMETER_BUILDERS:

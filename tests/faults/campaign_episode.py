@@ -55,6 +55,14 @@ def folder_bytes(folder: Path) -> int:
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
 
 
+def _readable_text(path: Path) -> str:
+    """The text of a file; empty where the disk, which fails, does not give it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 @dataclass(kw_only=True)
 class Episode:
     """A workload in a folder of its own, and what has happened to it.
@@ -175,7 +183,7 @@ class Episode:
     def _check_messages(self, codes: dict[int, int]) -> None:
         texts = {pid: log.read_text(errors="replace") if log.exists() else "" for pid, log in self.logs.items()}
         others = [path for name in ("logs", "run") for path in (self.place / name).rglob("*log*") if path.is_file()]
-        for text in (*texts.values(), *(path.read_text(errors="replace") for path in others)):
+        for text in (*texts.values(), *map(_readable_text, others)):
             if TRACEBACK in text:
                 raise LostError(f"traceback: {text.strip().splitlines()[-1]}")
             if "No such option" in text:  # no fault has disturbed anything
