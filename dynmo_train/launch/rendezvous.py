@@ -128,7 +128,7 @@ class Rendezvous:
         self.port = store.port if isinstance(store, TCPStore) else nodes.master_port
         self.store: PrefixStore = PrefixStore(nodes.job, store)
         self._process_stores: list[Store] = []
-        self._number = 0
+        self._number = self._num_growths = 0
         # Round and reason: a reason of an earlier round must not end a later one.
         self._stop: tuple[int, str] | None = None
         self._is_store_lost = False
@@ -259,7 +259,7 @@ class Rendezvous:
         return self._process_stores[0]
 
     def wait_for_round(self) -> Round | LaunchEnd:
-        """On other nodes, wait for the next round with this node, or for the end of the launch.
+        """On other nodes, wait for a round that this node starts in or joins, or for the end of the launch.
 
         Raises:
             ExcludedError: node 0 lost this incarnation.
@@ -290,7 +290,19 @@ class Rendezvous:
                         print_message(
                             f"dynmo-train: node {rank} waits: round {number} runs on node {nodes} until its next save"
                         )
+                if (grown := self._growth()) is not None:
+                    return grown
             time.sleep(max(POLL_S, heartbeat_period_s(self.nodes.max_nodes) / 10))
+
+    def _growth(self) -> Round | None:
+        """The running round with this node, which is to join it; None without a new attempt of that."""
+        count = int(self._request(lambda: self.store.add("growth", 0)))
+        while self._num_growths < count:
+            self._num_growths += 1
+            grown = decode_round(self._get(f"growth/{self._num_growths}"))
+            if grown.number == self._number and self.name in grown.names[-grown.num_joining :]:
+                return grown
+        return None
 
     def _check_exclusion(self) -> None:
         rank, key = self.nodes.node_rank, f"gone/{self.name}"

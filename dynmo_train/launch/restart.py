@@ -75,6 +75,12 @@ def join_layout(layout: Layout, processes: int) -> int | None:
     return pipeline_size(layout.config, layout.processes, processes)
 
 
+def growth_workers(layout: Layout, processes: int) -> int:
+    """Number of pipeline ranks of a run that grows in place to ``processes``: that of a restart with these."""
+    changed = pipeline_size(layout.config, layout.processes, processes)
+    return int(layout.config["parallel"]["pipeline_model_parallel_size"]) if changed is None else changed
+
+
 def fitting_nodes(layout: Layout | None, processes: Sequence[int], min_nodes: int, refused: Collection[int]) -> int:
     """Number of nodes of the next round: the first ones, whose processes make whole tensor-parallel groups.
 
