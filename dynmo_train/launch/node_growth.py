@@ -190,7 +190,7 @@ class LeadingGrowth:
         self._attempt = None
         cause = f"node {join_ranks(node.rank for node in attempt.nodes)} joined"
         notice = self._continuation.grow(attempt.proposal.ranks, attempt.proposal.workers, cause)
-        self._end(attempt.number, Outcome(notice=notice))
+        self._end(attempt.proposal, Outcome(notice=notice))
         return notice
 
     def cancel(self, reason: str) -> None:
@@ -209,13 +209,15 @@ class LeadingGrowth:
             self._tries[node.name] += 1
             if is_refused or self._tries[node.name] == MAX_ATTEMPTS:
                 self._spares.add(node.name)
-        self._end(attempt.number, Outcome(notice=None, reason=reason))
+        self._end(attempt.proposal, Outcome(notice=None, reason=reason))
         ranks = join_ranks(node.rank for node in attempt.nodes)
         waits = all(node.name in self._spares for node in attempt.nodes)
         rest = "; it waits until the next restart" if waits else ""
         print_message(f"dynmo-train: node {ranks} does not join: {reason}{rest}")
 
-    def _end(self, number: int, outcome: Outcome) -> None:
-        self._continuation.keys.set(f"outcome/{number}", encode_outcome(outcome))
-        # Ranks that wait for the boundary read the outcome then.
-        self._continuation.keys.set(f"boundary/{number}", "ended")
+    def _end(self, proposal: Proposal, outcome: Outcome) -> None:
+        keys, number = self._continuation.keys, proposal.attempt
+        keys.set(f"outcome/{number}", encode_outcome(outcome))
+        # Ranks that wait for these read the outcome then; rank 0 waits for the proposals one after another.
+        keys.set(f"boundary/{number}", "ended")
+        keys.set(f"proposal/{number}", encode_proposal(proposal))

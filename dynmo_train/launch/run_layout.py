@@ -46,10 +46,12 @@ class RunLayout:
             return
         try:
             document = read_run(self.run_dir / "run.json")
-            found = Layout(config=document["config"], processes=document["world_size"])
+            sources = document["config_sources"].get("parallel", {})
+            is_derived = sources.get("pipeline_model_parallel_size") == "derived"
+            found = Layout(config=document["config"], processes=document["world_size"], is_derived=is_derived)
         except UsageError:  # without run.json each process is a pipeline rank
             sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": processes}
-            found = Layout(config={"parallel": sizes}, processes=processes)
+            found = Layout(config={"parallel": sizes}, processes=processes, is_derived=True)
         if self.layout is None or found.processes >= self.layout.processes:
             self.layout = found
 

@@ -7,10 +7,10 @@
 * ``node:S``: there, with its launcher and all other processes of that;
 * ``copy:N``: in the transfer of its N-th copy, from 1;
 * ``recovery:G``: when it has joined generation G;
-* ``start:0``: at its start;
-* ``prepared:0``: when it has prepared to join, and the others know that.
+* ``start:0``: at its start; ``start:1`` with its node;
+* ``boundary:0``: where it joins, when the others wait at their boundary.
 
-``DYNMO_TEST_HELD`` has STEP: rank 0 begins this step of a generation after the first one when others wait to join.
+``DYNMO_TEST_HELD`` has GENERATION:STEP: rank 0 begins this step of the generation when others wait to join.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _in_recovery(generation: int) -> None:
     survivor.find_memory_checkpoint = dying
 
 
-def _when_prepared(_: int) -> None:
+def _at_boundary(_: int) -> None:
     meet = growth._await_boundary
 
     def dying(*arguments: Any) -> None:
@@ -107,13 +107,13 @@ PLACES: dict[str, Callable[[int], None]] = {
     "backward": _in_backward,
     "copy": _in_copy,
     "recovery": _in_recovery,
-    "start": lambda _: die(),
-    "prepared": _when_prepared,
+    "start": lambda with_node: die_with_node() if with_node else die(),
+    "boundary": _at_boundary,
 }
 
 
-def hold(step: int) -> None:
-    """Let rank 0 wait before ``step`` until other ranks are prepared to join."""
+def hold(generation: str, step: int) -> None:
+    """Let rank 0 wait before ``step`` of a generation until other ranks are prepared to join, or refused."""
     begin, watches = heartbeat.HeartbeatWriter.begin_step, []
     start = growth.ProposalWatch.start
 
@@ -122,8 +122,8 @@ def hold(step: int) -> None:
         start(self)
 
     def held(self: Any, number: int, **rest: Any) -> None:
-        if number == step and GENERATION_VARIABLE in os.environ and watches:
-            wait_for(lambda: watches[0].pending, "ranks that join")
+        if number == step and os.environ.get(GENERATION_VARIABLE, "0") == generation and watches:
+            wait_for(lambda: watches[0].pending or watches[0]._refusals, "ranks that join")
         begin(self, number, **rest)
 
     heartbeat.HeartbeatWriter.begin_step = held  # type: ignore[method-assign]
@@ -150,8 +150,9 @@ def arrange_deaths() -> None:
         poison(*map(int, samples.split(":")))
     if os.environ.get("TORCHELASTIC_RUN_ID", "round-0") != "round-0":
         return
-    if step := os.environ.get(HELD):
-        hold(int(step))
+    if held := os.environ.get(HELD):
+        generation, step = held.split(":")
+        hold(generation, int(step))
     for death in filter(None, os.environ.get(DEATHS, "").split(",")):
         rank, place, number = death.split(":")
         if rank == os.environ["RANK"]:
