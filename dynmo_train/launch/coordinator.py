@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 # Each node sends a heartbeat per period; at most 1,000 nodes per second, because the store has one thread.
 HEARTBEAT_S, NODES_PER_S = 1.0, 1000
+_MAX_DIGITS = 18
 
 
 _RECORD = obj(
@@ -247,7 +248,11 @@ class Coordinator:
         names = [node.name for node in membership.latest() if node.is_alive and node.name != self._name]
         # The key exists: a node sets it before it joins.
         values = self._store.multi_get([f"beat/{name}" for name in names]) if names else []
-        return {name: int(value) for name, value in zip(names, values, strict=True)} | {self._name: self._polls}
+        beats = zip(names, values, strict=True)
+        # What is not a number is of another version: its node is lost like any other silent node.
+        return {name: int(value) for name, value in beats if value.isdigit() and len(value) < _MAX_DIGITS} | {
+            self._name: self._polls
+        }
 
     def _publish(self, key: str, value: str) -> None:
         """Write a key that never changes, once."""

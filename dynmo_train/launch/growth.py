@@ -14,9 +14,9 @@ the round, with the prefix ``continuation``::
     outcome/A: Notice        ------------------------------->  enter generation G+1      leave generation G, enter G+1
                              or the reason of a cancellation:  exit                      train on
 
-Node 0 alone decides (:func:`next_action`), once per attempt. All ranks have completed a copy when ``boundary/A`` is set,
-and none has changed anything: if the attempt is cancelled, they train on. ``present`` is an answer to ``boundary``, so
-that a node which died while the others waited for the boundary is not taken in.
+Node 0 alone decides (:func:`next_action`), once per attempt. All ranks have completed a copy when ``boundary/A`` is
+set, and none has changed anything: if the attempt is cancelled, they train on. ``present`` is an answer to
+``boundary``, so that a node which died while the others waited for the boundary is not taken in.
 """
 
 from __future__ import annotations
@@ -217,4 +217,3 @@ def _obstacle(state: GrowthState) -> str | None:
     if state.is_at_boundary and is_absent and state.waited_at_boundary_s > PRESENT_S:
         return f"its processes did not answer within {PRESENT_S:g} s"
     return None
-

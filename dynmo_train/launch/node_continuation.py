@@ -17,38 +17,25 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .._common.checks import integer, mapping
+from .._common.checks import integer
 from .._common.console import print_message
-from .._common.document import DocumentError, Problem
+from .._common.document import DocumentError
 from .continuation import LIMIT_S, PREFIX, Continuation, Notice, decode_notice, is_kill
 from .node_growth import LeadingGrowth
-from .store_values import decode_value
+from .store_values import by_rank, decode_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from .coordinator import Coordinator, Round
+    from .coordinator import Coordinator
 
 # Deaths within this time are one loss: the processes of a node do not end at the same moment.
 SAME_LOSS_S = 0.5
 _STORE_TIMEOUT_S = 30.0
-# Exit codes of processes; negative for signals.
-_CODES = mapping(integer(-(1 << 15), 1 << 15))
-_MAX_DIGITS = 9
-
-
-def _deaths(value: Any, path: str, problems: list[Problem]) -> None:
-    """Check what a node reports: an object of exit codes by rank."""
-    before = len(problems)
-    _CODES(value, path, problems)
-    if len(problems) > before:
-        return
-    for rank in value:
-        if not (rank.isascii() and rank.isdecimal() and len(rank) <= _MAX_DIGITS):
-            problems.append(Problem(path, "type", "must have ranks as names"))
-            return
+# Exit codes of processes by rank; negative for signals.
+_DEATHS = by_rank(integer(-(1 << 15), 1 << 15))
 
 
 def decode_deaths(value: bytes) -> dict[int, int]:
@@ -57,7 +44,7 @@ def decode_deaths(value: bytes) -> dict[int, int]:
     Raises:
         DocumentError: it is not a report of this version.
     """
-    return {int(rank): code for rank, code in decode_value(value, _deaths, "a report of ended processes").items()}
+    return {int(rank): code for rank, code in decode_value(value, _DEATHS, "a report of ended processes").items()}
 
 
 class LeadingNode:

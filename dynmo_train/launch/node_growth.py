@@ -63,9 +63,7 @@ class LeadingGrowth:
         round: the round with all nodes that were to join it.
     """
 
-    def __init__(
-        self, continuation: Continuation, coordinator: Coordinator, current: Round, layout: RunLayout
-    ) -> None:
+    def __init__(self, continuation: Continuation, coordinator: Coordinator, current: Round, layout: RunLayout) -> None:
         self._continuation, self._coordinator, self._layout = continuation, coordinator, layout
         self.round = current
         self._waiting: Sequence[Incarnation] = ()
@@ -174,7 +172,9 @@ class LeadingGrowth:
             has_finished=has_finished,
             left=tuple(f"node {node.rank}" for node in departed),
             ended=attempt.ended,
-            prepared=() if attempt.is_proposed else [rank for rank in ranks if keys.check([f"prepared/{number}/{rank}"])],
+            prepared=()
+            if attempt.is_proposed
+            else [rank for rank in ranks if keys.check([f"prepared/{number}/{rank}"])],
             refusal=keys.get(refused).decode(errors="replace") if keys.check([refused]) else None,
             is_proposed=attempt.is_proposed,
             is_at_boundary=attempt.boundary_s is not None,

@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.checks import anything, array, boolean, integer, mapping, number, obj, string
 from .._common.console import print_message
-from .._common.document import DocumentError, Problem, parse_json
+from .._common.document import DocumentError, Problem
 from .flight_recorder import NO_RECORDER, LastCollective, absent_ranks, parse_trace, request_trace, trace_path
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
-from .store_values import decode_value
+from .store_values import by_rank, decode_value
 from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
 
 if TYPE_CHECKING:
@@ -172,6 +172,22 @@ def decode_traces(text: str) -> dict[int, dict[str, LastCollective]]:
         for rank, of in found.items()
         if rank.isdecimal() and len(rank) < 10
     }
+
+
+def _collective(value: Any, path: str, problems: list[Problem]) -> None:
+    """The name of a collective; empty outside of one."""
+    if not isinstance(value, str):
+        problems.append(Problem(path, "type", "must be a string"))
+
+
+def decode_collectives(value: bytes) -> dict[int, str]:
+    """The collectives of the ranks of another node, by rank.
+
+    Raises:
+        DocumentError: they are not those of this version.
+    """
+    found = decode_value(value, by_rank(_collective), "the collectives of ranks")
+    return {int(rank): name for rank, name in found.items()}
 
 
 class NodeWatch:
@@ -338,7 +354,9 @@ class NodeWatch:
             for node in sorted(missing):
                 key = f"stacks/{self._num_hangs}/{node}"
                 if self._store.check([key]):
-                    found |= {int(rank): name for rank, name in parse_json(self._store.get(key)).items()}
+                    # Of a launcher of another version there are none.
+                    with contextlib.suppress(DocumentError):
+                        found |= decode_collectives(self._store.get(key))
                     missing.discard(node)
             time.sleep(0.1)
         return found

@@ -17,7 +17,6 @@ empty store, which the other nodes then join.
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -26,11 +25,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .._common.checks import anything, integer, obj
 from .._common.console import print_message
 from .._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
 from .coordinator import POLL_S, Coordinator, Round, append_record, decode_round, heartbeat_period_s
 from .membership import Incarnation, Limits, NodeState, Record, RecordKind, join_ranks
 from .options import NodeConfig
+from .store_values import decode_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store
@@ -55,6 +56,19 @@ class LaunchEnd:
 
     code: int
     message: str = ""
+
+
+_END = obj({"code": integer(-(1 << 15), 1 << 15), "message": anything()})
+
+
+def decode_end(value: bytes) -> LaunchEnd:
+    """The end of a launch, as node 0 publishes it.
+
+    Raises:
+        DocumentError: it is not that of this version.
+    """
+    found = decode_value(value, _END, "the end of the launch")
+    return LaunchEnd(code=found["code"], message=str(found["message"]))
 
 
 def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
@@ -273,7 +287,7 @@ class Rendezvous:
             if found != changes:
                 changes = found
                 if self._has("end"):
-                    return LaunchEnd(**json.loads(self._get("end")))
+                    return decode_end(self._get("end"))
                 self._check_exclusion()
                 number = int(self._request(lambda: self.store.add("round", 0)))
                 if number > self._number:

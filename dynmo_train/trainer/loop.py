@@ -255,8 +255,7 @@ class Trainer:
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._collect()
                     self._save()
-                if not is_last and not signals.exit:
-                    self._recovery.at_boundary(self.step, grow=signals.grow)
+                self._recovery.at_boundary(self.step, grow=signals.grow, is_over=is_last or signals.exit)
                 if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
             if is_last:

@@ -62,12 +62,13 @@ class RecoveryBoundary:
         elif (restart := restart_incident(os.environ, step, time.time())) is not None:
             self._logger.log_incident(restart)
 
-    def at_boundary(self, step: int, *, grow: bool) -> None:
+    def at_boundary(self, step: int, *, grow: bool, is_over: bool) -> None:
         """Start a copy where one is due, and let ranks join that wait. Every rank calls this.
 
         Args:
             step: number of completed steps.
             grow: whether ranks wait to join; equal on all ranks.
+            is_over: whether the run ends here; equal on all ranks.
 
         Raises:
             GenerationEndedError: on every rank, if they join.
@@ -78,7 +79,7 @@ class RecoveryBoundary:
         for problem in survivor.proposals.take_refusals():
             message = f"waiting nodes cannot join, training continues without them: {problem}"
             self._logger.log_event("resize_refused", message, step=step)
-        if step % survivor.copies.interval:
+        if is_over or step % survivor.copies.interval:
             return
         self._collect()
         heartbeat.enter(Phase.SAVE)

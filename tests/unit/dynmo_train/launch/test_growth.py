@@ -81,7 +81,9 @@ def states(draw):
 @given(states())
 def test_decision_never_takes_in_what_is_not_there(state):
     action, reason = next_action(state)
-    is_sound = state.is_training and not state.has_finished and not state.left and not set(state.ended) & set(state.ranks)
+    is_sound = (
+        state.is_training and not state.has_finished and not state.left and not set(state.ended) & set(state.ranks)
+    )
     assert (action is Action.CANCEL) == bool(reason)
     if action is not Action.CANCEL:
         assert is_sound
