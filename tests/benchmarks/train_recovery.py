@@ -1,4 +1,4 @@
-"""Time and steps lost to the death of a rank: restart from a checkpoint on disk, and continuing without restart.
+"""Time and steps lost to the death of a rank, or to a node that joins: by a restart, and without one.
 
 Each run is whole: launcher, processes, data, checkpoints; one process is killed by SIGKILL, after the same step in all
 runs. The restart reads a checkpoint of every ``--interval`` steps, continuing reads the copies of the same steps.
@@ -6,6 +6,9 @@ Times are those of the incidents of ``events.jsonl``: the pause from the death u
 since the checkpoint or copy, which is repeated. Also the cost where nobody dies: seconds per copy and per checkpoint.
 The processor time is that of the whole run, next to that of an undisturbed run with copies; other programs on the
 machine change it less than the other times. Ways take turns; each figure is the minimum of the repetitions.
+
+Then a node joins: two launchers on this machine, of which the second one starts while the first one trains alone. The
+pause is the longest time between two steps, less the median; it is observed from outside, in the same way for both.
 
 python tests/benchmarks/train_recovery.py [--ranks 2 3] [--layers 12] [--width 256] [--interval 10] [--repeats 3]
 """
@@ -19,10 +22,12 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +55,8 @@ class Recovery:
     processor_s: float
 
 
-def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: bool) -> list[str]:
+def command(arguments: argparse.Namespace, run: Path, launch: list[str], steps: int, *, continues: bool) -> list[str]:
+    """The command line of a launcher with its own words ``launch``."""
     option = "--peer-checkpoint-interval" if continues else "--save-interval"
     options = {
         "--num-layers": arguments.layers,
@@ -60,7 +66,7 @@ def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: 
         "--vocab-size": VOCABULARY,
         "--micro-batch-size": MICRO_BATCH,
         "--global-batch-size": 4 * MICRO_BATCH,
-        "--train-iters": 3 * arguments.interval,
+        "--train-iters": steps,
         "--lr": 1e-4,
         "--eval-iters": 0,
         "--device": "cpu",
@@ -68,9 +74,8 @@ def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: 
         "--run-dir": run,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    launch = ["launch", "local", "--nproc", str(ranks), "--max-restarts", "1", "--grace-s", "1"]
-    launch += ["--log-dir", str(run.parent / "logs")]
-    return [sys.executable, "-m", "dynmo_train", *launch, "--", "pretrain", "gpt", "--mock-data", *words]
+    launch = [*launch, "--max-restarts", "1", "--grace-s", "1", "--log-dir", str(run.parent / "logs")]
+    return [sys.executable, "-m", "dynmo_train", "launch", *launch, "--", "pretrain", "gpt", "--mock-data", *words]
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -108,7 +113,8 @@ def recovery(arguments: argparse.Namespace, ranks: int, way: str) -> Recovery:
     run = folder / "run"
     try:
         with (folder / "out").open("w") as out:
-            words = command(arguments, ranks, run, continues=way != "restart")
+            launch = ["local", "--nproc", str(ranks)]
+            words = command(arguments, run, launch, 3 * arguments.interval, continues=way != "restart")
             process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
             if way != "undisturbed":
                 kill_in_between(arguments, ranks, run, process)
@@ -134,6 +140,73 @@ def read_recovery(run: Path, way: str, processor_s: float) -> Recovery:
         costs = [event["stalled_s"] for event in events if event["kind"] == "checkpoint"]
     cost_s = statistics.median(costs)
     return Recovery(pause_s=pause_s, work_s=work_s, steps=steps, cost_s=cost_s, processor_s=processor_s)
+
+
+class StepWatch(threading.Thread):
+    """Records when the line of each step appears in ``metrics.jsonl``.
+
+    Args:
+        run: run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(daemon=True)
+        self._metrics, self.times, self.stopped = run / "metrics.jsonl", list[float](), threading.Event()
+
+    def run(self) -> None:
+        """Look until ``stopped``."""
+        size = 0
+        while not self.stopped.wait(POLL_S):
+            found = self._metrics.stat().st_size if self._metrics.exists() else 0
+            if found > size:
+                size = found
+                self.times.append(time.monotonic())
+
+    def gaps(self, begin: int) -> list[float]:
+        """Seconds between lines, from the line ``begin`` on."""
+        times = self.times[begin:]
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def join_pause_s(arguments: argparse.Namespace, way: str) -> float:
+    """Seconds for which training was paused because a node joined."""
+    folder = Path(tempfile.mkdtemp())
+    run = folder / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes: list[subprocess.Popen] = []
+    watch = StepWatch(run)
+    try:
+        with (folder / "out").open("w") as out:
+            for rank in range(2):
+                launch = ["node", "--nproc", "1", "--nnodes", "1:2", "--node-rank", str(rank), "--master-port", port]
+                words = command(arguments, run, launch, 1000 * arguments.interval, continues=way == "grow")
+                nodes.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT))
+                if not rank:
+                    watch.start()
+                    wait_for_steps(nodes[0], watch, 2, folder / "out")
+            has_joined = '"growth"' if way == "grow" else '"restart"'
+            while not (events := run / "events.jsonl").exists() or has_joined not in events.read_text():
+                wait_for_steps(nodes[0], watch, len(watch.times) + 1, folder / "out")
+            wait_for_steps(nodes[0], watch, len(watch.times) + arguments.interval // 2, folder / "out")
+        gaps = watch.gaps(1)
+        return max(gaps) - statistics.median(gaps)
+    finally:
+        watch.stopped.set()
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_steps(process: subprocess.Popen, watch: StepWatch, count: int, out: Path) -> None:
+    """Wait until the lines of ``count`` steps have appeared."""
+    while len(watch.times) < count:
+        if process.poll() is not None:
+            raise RuntimeError(out.read_text()[-2000:])
+        time.sleep(POLL_S)
 
 
 def row(ranks: int, way: str, found: list[Recovery]) -> str:
@@ -164,6 +237,13 @@ def main() -> None:
         for way in ways:
             out(row(ranks, way, found[way]))
         sys.stdout.flush()
+    out("\n| a node joins | pause s, of each repetition |\n|---|---|\n")
+    pauses: dict[str, list[float]] = {"restart": [], "grow": []}
+    for _ in range(arguments.repeats):
+        for way, of_way in pauses.items():
+            of_way.append(join_pause_s(arguments, way))
+    for way, of_way in pauses.items():
+        out(f"| {way} | {', '.join(f'{each:.2f}' for each in sorted(of_way))} |\n")
 
 
 if __name__ == "__main__":
