@@ -124,10 +124,13 @@ class LeadingGrowth:
         waiting, self._waiting = self._waiting, ()
         # Ranks of nodes, of which some may have lost processes.
         before, membership = len(self._continuation.ranks), self._coordinator.membership
-        # They may have joined, left or been replaced meanwhile. A node that has not read the running round yet, and so
-        # has not reported that it is too late for it, would seem to have ended its processes.
-        present = {node.name for node in membership.waiting() if node.ended_round == membership.round}
-        nodes = [node for node in waiting if node.name in present - self._spares]
+        # They may have joined, left or been replaced meanwhile.
+        asked = {node.name for node in waiting} - self._spares
+        nodes = [node for node in membership.waiting() if node.name in asked]
+        # A node reports that it is too late for the running round once it has read that: after it has joined, the
+        # report would end the round. It comes soon, so that the others wait for it and all join together.
+        if any(node.ended_round != membership.round for node in nodes):
+            return
         while nodes and before + sum(node.processes for node in nodes) in self._layout.refused:
             nodes.pop()
         if not nodes:

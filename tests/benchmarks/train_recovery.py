@@ -16,6 +16,7 @@ python tests/benchmarks/train_recovery.py [--ranks 2 3] [--layers 12] [--width 2
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -165,7 +166,7 @@ class StepWatch(threading.Thread):
     def gaps(self, begin: int) -> list[float]:
         """Seconds between lines, from the line ``begin`` on."""
         times = self.times[begin:]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
 
 def join_pause_s(arguments: argparse.Namespace, way: str) -> float:
