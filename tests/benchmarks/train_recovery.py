@@ -220,7 +220,7 @@ def row(ranks: int, way: str, found: list[Recovery]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--interval", type=int, default=10)

@@ -53,7 +53,7 @@ def watch():
 def test_proposal_is_pending_until_its_outcome(watch):
     proposals, link, _ = watch
     found = propose(link, 1, 1, 2)
-    assert wait_for(lambda: proposals.pending, "proposal") == found
+    assert wait_for(lambda: proposals.pending, "proposal", seconds=30) == found
     end(link, 1)
     wait_for(lambda: proposals.pending is None, "end")
     assert wait_for(lambda: proposals.pending, "next one", seconds=60) if propose(link, 2, 3) else False
@@ -64,7 +64,7 @@ def test_proposal_that_the_options_do_not_allow_is_refused(watch):
     proposals, link, problems = watch
     problems[3] = "more pipeline ranks than layers"
     propose(link, 1, 1, 2)
-    wait_for(lambda: link.keys.check(["refused/1"]), "refusal")
+    wait_for(lambda: link.keys.check(["refused/1"]), "refusal", seconds=30)
     assert link.keys.get("refused/1") == b"more pipeline ranks than layers"
     assert proposals.pending is None
     assert proposals.take_refusals() == ["more pipeline ranks than layers"]
@@ -75,7 +75,7 @@ def test_proposal_that_the_options_do_not_allow_is_refused(watch):
 def test_rank_that_was_started_differently_is_refused(watch, properties):
     proposals, link, _ = watch
     propose(link, 1, 1, properties=properties)
-    wait_for(lambda: link.keys.check(["refused/1"]), "refusal")
+    wait_for(lambda: link.keys.check(["refused/1"]), "refusal", seconds=30)
     assert proposals.pending is None
     words = link.keys.get("refused/1").decode()
     is_valid = isinstance(properties, dict) and all(isinstance(value, str) for value in properties.values())
@@ -89,7 +89,7 @@ def test_watch_of_a_former_generation_answers_nothing(watch):
     propose(link, 1, 1)
     proposals.start()  # of the generation that trains now: from the second attempt on
     second = propose(link, 2, 2)
-    assert wait_for(lambda: proposals.pending, "proposal") == second
+    assert wait_for(lambda: proposals.pending, "proposal", seconds=30) == second
 
 
 def test_cancelled_attempt_that_was_never_proposed_is_skipped(watch):
@@ -97,7 +97,7 @@ def test_cancelled_attempt_that_was_never_proposed_is_skipped(watch):
     end(link, 1)
     link.keys.set("proposal/1", encode_proposal(Proposal(attempt=1, ranks=(1,), processes=2, workers=2)))
     second = propose(link, 2, 2)
-    assert wait_for(lambda: proposals.pending, "proposal") == second
+    assert wait_for(lambda: proposals.pending, "proposal", seconds=30) == second
 
 
 def test_joining_rank_answers_before_it_takes_part():
