@@ -125,8 +125,8 @@ class LeadingGrowth:
         # Ranks of nodes, of which some may have lost processes.
         before, membership = len(self._continuation.ranks), self._coordinator.membership
         # They may have joined, left or been replaced meanwhile.
-        asked = {node.name for node in waiting} - self._spares
-        nodes = [node for node in membership.waiting() if node.name in asked]
+        names = {node.name for node in waiting} - self._spares
+        nodes = [node for node in membership.waiting() if node.name in names]
         # A node reports that it is too late for the running round once it has read that: after it has joined, the
         # report would end the round. It comes soon, so that the others wait for it and all join together.
         if any(node.ended_round != membership.round for node in nodes):

@@ -10,7 +10,7 @@
 * ``start:0``: at its start; ``start:1`` with its node;
 * ``boundary:0``: where it joins, when the others wait at their boundary.
 
-``DYNMO_TEST_HELD`` has GENERATION:STEP: rank 0 begins this step of the generation when others wait to join.
+``DYNMO_TEST_PAUSE`` has GENERATION:STEP: rank 0 begins this step of the generation when others wait to join.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 DEATHS = "DYNMO_TEST_DEATHS"
 # A folder in which each process leaves a file of its rank and process id.
 PIDS = "DYNMO_TEST_PIDS"
-HELD = "DYNMO_TEST_HELD"
+PAUSE = "DYNMO_TEST_PAUSE"
 # FIRST:LAST samples whose loss is a spike.
 POISONED = "DYNMO_TEST_POISONED"
 
@@ -92,10 +92,10 @@ def _in_recovery(generation: int) -> None:
 
 
 def _at_boundary(_: int) -> None:
-    meet = growth._await_boundary
+    await_boundary = growth._await_boundary
 
     def dying(*arguments: Any) -> None:
-        meet(*arguments)
+        await_boundary(*arguments)
         die()
 
     growth._await_boundary = dying
@@ -112,7 +112,7 @@ PLACES: dict[str, Callable[[int], None]] = {
 }
 
 
-def hold(generation: str, step: int) -> None:
+def pause_before(generation: str, step: int) -> None:
     """Let rank 0 wait before ``step`` of a generation until other ranks are prepared to join, or refused."""
     begin, watches = heartbeat.HeartbeatWriter.begin_step, []
     start = growth.ProposalWatch.start
@@ -121,12 +121,12 @@ def hold(generation: str, step: int) -> None:
         watches.append(self)
         start(self)
 
-    def held(self: Any, number: int, **rest: Any) -> None:
+    def paused(self: Any, number: int, **rest: Any) -> None:
         if number == step and os.environ.get(GENERATION_VARIABLE, "0") == generation and watches:
             wait_for(lambda: watches[0].pending or watches[0]._refusals, "ranks that join")
         begin(self, number, **rest)
 
-    heartbeat.HeartbeatWriter.begin_step = held  # type: ignore[method-assign]
+    heartbeat.HeartbeatWriter.begin_step = paused  # type: ignore[method-assign]
     growth.ProposalWatch.start = started  # type: ignore[method-assign]
 
 
@@ -150,9 +150,9 @@ def arrange_deaths() -> None:
         poison(*map(int, samples.split(":")))
     if os.environ.get("TORCHELASTIC_RUN_ID", "round-0") != "round-0":
         return
-    if held := os.environ.get(HELD):
-        generation, step = held.split(":")
-        hold(generation, int(step))
+    if pause := os.environ.get(PAUSE):
+        generation, step = pause.split(":")
+        pause_before(generation, int(step))
     for death in filter(None, os.environ.get(DEATHS, "").split(",")):
         rank, place, number = death.split(":")
         if rank == os.environ["RANK"]:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.distributed.dying_worker import DEATHS, HELD, PIDS
+from tests.distributed.dying_worker import DEATHS, PAUSE, PIDS
 from tests.distributed.ports import free_port
 from tests.distributed.test_continue import LAUNCHER, SHORT, assert_same_bits, headers, incidents
 from tests.distributed.whole_runs import arguments, check_fields, events, figures, tensors, train, write_data
@@ -31,13 +31,13 @@ def whole(tmp_path_factory):
 class Cluster:
     """Launchers of a run, as several nodes of this machine; each of one process but for ``nproc``."""
 
-    def __init__(self, whole, tmp_path, deaths="", held="1:7", nnodes="1:2", **changed):
+    def __init__(self, whole, tmp_path, deaths="", pause="1:7", nnodes="1:2", **changed):
         self.folder, self.run, self.pids = tmp_path, tmp_path / "run", tmp_path / "pids"
         self.pids.mkdir()
         options = SHORT | {"peer_checkpoint_interval": "4"} | changed
         self.words = arguments(whole.parent / "data", self.run, **options)
         self.port, self.nnodes, self.nodes = free_port(), nnodes, []
-        self.environment = os.environ | {DEATHS: deaths, PIDS: str(self.pids), HELD: held}
+        self.environment = os.environ | {DEATHS: deaths, PIDS: str(self.pids), PAUSE: pause}
 
     def start(self, rank, nproc=1, words=(), launcher=LAUNCHER):
         """Start a launcher with further ``words``."""
@@ -183,7 +183,7 @@ PATIENT = LAUNCHER.replace("FIRST_JOIN_S = 300.0", "FIRST_JOIN_S = 0.1").replace
 
 
 def test_run_on_one_node_grows_by_two_nodes_at_once(whole, tmp_path):
-    cluster = Cluster(whole, tmp_path, held="0:3", nnodes="1:3")
+    cluster = Cluster(whole, tmp_path, pause="0:3", nnodes="1:3")
     first = cluster.start(0, launcher=PATIENT)
     wait_for(lambda: cluster.started(), "the first process", first)
     cluster.start(2)

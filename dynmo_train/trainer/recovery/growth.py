@@ -112,7 +112,7 @@ class ProposalWatch:
         return None if all(found == own for _, found in gathered) else differences(gathered)
 
 
-def meet_at_boundary(link: SurvivorLink, world: World, pending: Proposal | None) -> Outcome:
+def synchronize_at_boundary(link: SurvivorLink, world: World, pending: Proposal | None) -> Outcome:
     """Wait together, at the boundary of a copy that all ranks have completed, until node 0 decides.
 
     Every rank calls this.

@@ -42,7 +42,7 @@ from ..engine import Engine
 from ..failures import lost_connection
 from ..fingerprint import config_properties, installed
 from ..garbage_collection import release_engine
-from .growth import GenerationEndedError, ProposalWatch, join_generation, meet_at_boundary
+from .growth import GenerationEndedError, ProposalWatch, join_generation, synchronize_at_boundary
 from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
 from .peer_copies import PeerCopies
 
@@ -299,7 +299,7 @@ class Survivor:
             RuntimeError: another rank has ended.
         """
         self.copies.wait()
-        outcome = meet_at_boundary(self._link, world, self.proposals.pending)
+        outcome = synchronize_at_boundary(self._link, world, self.proposals.pending)
         if outcome.notice is not None:
             raise GenerationEndedError(outcome.notice)
         return outcome.reason
