@@ -113,7 +113,7 @@ class LeadingGrowth:
         if action is Action.GROW:
             return self._grow(attempt)
         if action is Action.CANCEL:
-            self.cancel(reason)
+            self.cancel(reason, counts=True)
         elif action is Action.PROPOSE:
             attempt.is_proposed = True
             self._continuation.keys.set(f"proposal/{attempt.number}", encode_proposal(attempt.proposal))
@@ -196,11 +196,12 @@ class LeadingGrowth:
         self._end(attempt.proposal, Outcome(notice=notice))
         return notice
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, reason: str, *, counts: bool = False) -> None:
         """Cancel the attempt, if there is one; training continues, or the ranks continue without others.
 
         Args:
             reason: why.
+            counts: whether the nodes are the cause, which are not tried without end.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -209,7 +210,7 @@ class LeadingGrowth:
         if is_refused:
             self._layout.refused.add(attempt.proposal.processes)
         for node in attempt.nodes:
-            self._tries[node.name] += 1
+            self._tries[node.name] += counts
             if is_refused or self._tries[node.name] == MAX_ATTEMPTS:
                 self._spares.add(node.name)
         self._end(attempt.proposal, Outcome(notice=None, reason=reason))

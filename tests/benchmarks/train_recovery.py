@@ -8,7 +8,7 @@ The processor time is that of the whole run, next to that of an undisturbed run 
 machine change it less than the other times. Ways take turns; each figure is the minimum of the repetitions.
 
 Then a node joins: two launchers on this machine, of which the second one starts while the first one trains alone. The
-pause is the longest time between two steps, less the median; it is observed from outside, in the same way for both.
+pause is the time between the two steps, less the median; it is observed from outside, in the same way for both.
 
 python tests/benchmarks/train_recovery.py [--ranks 2 3] [--layers 12] [--width 256] [--interval 10] [--repeats 3]
 """
@@ -152,27 +152,26 @@ class StepWatch(threading.Thread):
 
     def __init__(self, run: Path) -> None:
         super().__init__(daemon=True)
-        self._metrics, self.times, self.stopped = run / "metrics.jsonl", list[float](), threading.Event()
+        self._metrics, self.stopped = run / "metrics.jsonl", threading.Event()
+        self.times: dict[int, float] = {}
 
     def run(self) -> None:
         """Look until ``stopped``."""
-        size = 0
         while not self.stopped.wait(POLL_S):
-            found = self._metrics.stat().st_size if self._metrics.exists() else 0
-            if found > size:
-                size = found
-                self.times.append(time.monotonic())
+            for line in lines_of(self._metrics)[len(self.times) :]:
+                self.times.setdefault(line["step"], time.monotonic())
 
-    def gaps(self, begin: int) -> list[float]:
-        """Seconds between lines, from the line ``begin`` on."""
-        times = self.times[begin:]
-        return [after - before for before, after in itertools.pairwise(times)]
+    def pause_s(self, step: int) -> float:
+        """Seconds between a step and the next one, less the median of all steps."""
+        times = [self.times[each] for each in sorted(self.times)]
+        usual_s = statistics.median(after - before for before, after in itertools.pairwise(times))
+        return self.times[step + 1] - self.times[step] - usual_s
 
 
 def join_pause_s(arguments: argparse.Namespace, way: str) -> float:
     """Seconds for which training was paused because a node joined."""
     folder = Path(tempfile.mkdtemp())
-    run = folder / "run"
+    run, kind = folder / "run", "growth" if way == "grow" else "restart"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -187,12 +186,10 @@ def join_pause_s(arguments: argparse.Namespace, way: str) -> float:
                 if not rank:
                     watch.start()
                     wait_for_steps(nodes[0], watch, 2, folder / "out")
-            has_joined = '"growth"' if way == "grow" else '"restart"'
-            while not (events := run / "events.jsonl").exists() or has_joined not in events.read_text():
+            while not (joined := [each for each in lines_of(run / "events.jsonl") if each.get("incident") == kind]):
                 wait_for_steps(nodes[0], watch, len(watch.times) + 1, folder / "out")
             wait_for_steps(nodes[0], watch, len(watch.times) + arguments.interval // 2, folder / "out")
-        gaps = watch.gaps(1)
-        return max(gaps) - statistics.median(gaps)
+        return watch.pause_s(joined[0]["step"])
     finally:
         watch.stopped.set()
         for node in nodes:

@@ -258,6 +258,14 @@ def test_loss_during_an_attempt_cancels_it(cluster):
         joining_of(keys, 1).poll({})
 
 
+def test_losses_of_others_do_not_count_against_a_joining_node(cluster):
+    leader, nodes, keys = cluster("b")
+    for attempt in range(1, 2 + MAX_ATTEMPTS):
+        assert offer(leader, nodes).attempt == attempt
+        leader.growth.cancel("other ranks were lost at the same time")
+        assert decode_outcome(keys.get(f"outcome/{attempt}")).notice is None
+
+
 def test_death_before_joining_cancels_and_numbers_are_not_used_again(cluster):
     leader, nodes, keys = cluster("b")
     for attempt in range(1, 1 + MAX_ATTEMPTS):
