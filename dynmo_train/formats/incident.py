@@ -8,6 +8,9 @@ have ended. Seconds and steps add up over the records without overlap::
 
     copy of --peer-checkpoint-interval ------ failure ------ first step of the other ranks
                |<------------- continued: work lost and pause ------------->|
+
+    copy of --peer-checkpoint-interval ------ other ranks join ------ first step of all ranks
+               |<------------------------ growth: pause --------------------->|
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ IncidentKind = Literal[
     "hang",
     "restart",
     "continued",
+    "growth",
     "slow_worker",
     "worker_recovered",
     "slow_step",

@@ -1,4 +1,6 @@
-"""Continue a round without the ranks that died: the processes of the other ranks stay alive.
+"""Continue a round with other ranks: without those that died, or with those of a node that joins (``growth.py``).
+
+The processes of the remaining ranks stay alive.
 
 The launcher of node 0 decides (``node_continuation.py``), the workers follow. Keys in the store of the round, with the
 prefix ``continuation``::
@@ -10,8 +12,9 @@ prefix ``continuation``::
     ready/G+1                     <-- rank 0
                                       no ready/G+1: end the round, restart from the last checkpoint
 
-A *generation* is a set of ranks that train together; the first one has all ranks of the round. Whatever fails between
-``next`` and ``ready`` ends the round as any failure does: another death, a survivor that exits, or the time limit.
+A *generation* is a set of ranks that train together; the first one has all ranks of the round. A rank keeps its number
+of the round in all generations; ranks that join get numbers that no rank had before. Whatever fails between ``next``
+and ``ready`` ends the round as any failure does: another death, a survivor that exits, or the time limit.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ CONTINUATION_VARIABLE = "DYNMO_CONTINUATION"
 LIMIT_S = 120.0
 PREFIX = "continuation"
 # A worker waits for a notice as long as it runs.
-_FOREVER = timedelta(days=365)
+FOREVER = timedelta(days=365)
 _NOTICE = obj(
     {
         "generation": integer(1),
@@ -50,6 +53,8 @@ _NOTICE = obj(
         "sizes": array(integer(1)),
         "cause": string(),
         "since": number(0),
+        "joined": array(integer()),
+        "workers": integer(),
     }
 )
 _TERMINATING = (-signal.SIGTERM, -signal.SIGINT)
@@ -61,11 +66,13 @@ class Notice:
 
     Attributes:
         generation: its number, from 1.
-        ranks: its members, by their ranks in the first generation, ascending.
+        ranks: its members, by their ranks in the round, ascending.
         lost: ranks that died, by the same numbers.
         sizes: for each member the number of members on its node.
         cause: why, as a phrase.
         since: Unix time at which the launcher noticed it.
+        joined: ranks that were not in the generation before.
+        workers: number of pipeline ranks; 0: as a restart with this number of processes.
     """
 
     generation: int
@@ -74,6 +81,8 @@ class Notice:
     sizes: tuple[int, ...]
     cause: str
     since: float
+    joined: tuple[int, ...] = ()
+    workers: int = 0
 
 
 def encode_notice(notice: Notice) -> str:
@@ -88,7 +97,7 @@ def decode_notice(value: bytes) -> Notice:
         DocumentError: it is not a notice of this version.
     """
     found = decode_value(value, _NOTICE, "a notice")
-    return Notice(**found | {name: tuple(found[name]) for name in ("ranks", "lost", "sizes")})
+    return Notice(**found | {name: tuple(found[name]) for name in ("ranks", "lost", "sizes", "joined")})
 
 
 def is_kill(code: int) -> bool:
@@ -116,8 +125,8 @@ class Continuation:
 
     Attributes:
         store: store of the round's processes.
-        ranks: ranks of the current generation, by their ranks in the first one, ascending.
-        processes: number of processes of each node.
+        ranks: ranks of the current generation, by their ranks in the round, ascending.
+        processes: number of processes of each node: of the members of the round, and then of those that were to join.
         describe_loss: returns the cause where the watchdog killed these ranks; None elsewhere.
         generation: current generation.
         pending: rank to exit code of those that died before the current generation trains.
@@ -138,6 +147,12 @@ class Continuation:
         self.keys = PrefixStore(PREFIX, self.store)
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """Positions in ``processes`` of the nodes with ranks of the current generation."""
+        of_rank = [node for node, count in enumerate(self.processes) for _ in range(count)]
+        return tuple(dict.fromkeys(of_rank[rank] for rank in self.ranks))
+
+    @property
     def is_training(self) -> bool:
         """Whether the current generation trains; deaths before it are then not pending any more."""
         if not self.keys.check([f"ready/{self.generation}"]):
@@ -146,9 +161,14 @@ class Continuation:
         return True
 
     @property
+    def is_pending(self) -> bool:
+        """Whether ranks left or joined and the current generation does not train yet."""
+        return self.generation > 0 and not self.is_training
+
+    @property
     def is_overdue(self) -> bool:
-        """Whether the survivors did not train again in time."""
-        return bool(self.pending) and not self.is_training and time.monotonic() - self.since > LIMIT_S
+        """Whether the ranks of another generation did not train in time."""
+        return self.is_pending and time.monotonic() - self.since > LIMIT_S
 
     def may_take(self, codes: Mapping[int, int], survivors: Sequence[int]) -> bool:
         """Whether the survivors can continue; arguments as :meth:`take`."""
@@ -165,16 +185,52 @@ class Continuation:
         Returns:
             What the survivors were notified of.
         """
-        self.ranks = tuple(survivors)
-        self.generation, self.pending, self.since = self.generation + 1, dict(codes), time.monotonic()
         lost = tuple(sorted(codes))
+        cause = cause or self.describe_loss(lost) or describe_exit(codes[lost[0]]).removeprefix("was ")
+        return self._begin(survivors, cause, dict(codes))
+
+    def reserve(self, processes: Sequence[int]) -> tuple[int, ...]:
+        """Numbers for the ranks of nodes that are to join, which no other rank ever gets.
+
+        Args:
+            processes: number of processes of each of these nodes.
+        """
+        first = sum(self.processes)
+        self.processes = (*self.processes, *processes)
+        return tuple(range(first, first + sum(processes)))
+
+    def grow(self, joined: Sequence[int], workers: int, cause: str) -> Notice:
+        """Let the ranks continue together with others.
+
+        Args:
+            joined: ranks that join, of :meth:`reserve`.
+            workers: number of pipeline ranks.
+            cause: why they join, as a phrase.
+
+        Returns:
+            What the ranks were notified of.
+        """
+        return self._begin((*self.ranks, *joined), cause, {}, tuple(joined), workers)
+
+    def _begin(
+        self,
+        ranks: Sequence[int],
+        cause: str,
+        codes: dict[int, int],
+        joined: tuple[int, ...] = (),
+        workers: int = 0,
+    ) -> Notice:
+        self.ranks = tuple(ranks)
+        self.generation, self.pending, self.since = self.generation + 1, codes, time.monotonic()
         notice = Notice(
             generation=self.generation,
-            ranks=tuple(survivors),
-            lost=lost,
+            ranks=self.ranks,
+            lost=tuple(sorted(codes)),
             sizes=tuple(_ranks_of_nodes(self.ranks, self.processes)),
-            cause=cause or self.describe_loss(lost) or describe_exit(codes[lost[0]]).removeprefix("was "),
+            cause=cause,
             since=time.time(),
+            joined=joined,
+            workers=workers,
         )
         self.keys.set(f"next/{notice.generation}", encode_notice(notice))
         return notice
@@ -188,7 +244,7 @@ def _ranks_of_nodes(ranks: Sequence[int], processes: Sequence[int]) -> list[int]
 
 
 class SurvivorLink:
-    """The connection of a worker to its launcher, by which it learns that other ranks died.
+    """The connection of a worker to its launcher, by which it learns that other ranks died or join.
 
     Args:
         environment: environment of the process, as the launcher set it.
@@ -200,20 +256,21 @@ class SurvivorLink:
         self.generation = 0
         self._notice: Notice | None = None
         self._has_notice = threading.Event()
-        self._keys = self._connect()
+        self.keys = self.connect()
 
     @property
     def store_port(self) -> int:
         """Port of the store, to which all processes are connected."""
         return self._address[1]
 
-    def _connect(self) -> Store:
+    def connect(self) -> Store:
+        """A connection of its own: a request that blocks holds the lock of its connection."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         return PrefixStore(PREFIX, TCPStore(*self._address, is_master=False, wait_for_workers=False))
 
     def watch(self, on_notice: Callable[[], None]) -> None:
-        """Call ``on_notice`` in a thread once other ranks of this generation have died."""
+        """Call ``on_notice`` in a thread once other ranks of this generation have died; not where others join."""
         self._notice = None
         self._has_notice = threading.Event()
         threading.Thread(target=self._wait, args=(self.generation + 1, on_notice), daemon=True).start()
@@ -221,18 +278,19 @@ class SurvivorLink:
     def _wait(self, generation: int, on_notice: Callable[[], None]) -> None:
         key = f"next/{generation}"
         try:
-            # A connection of its own: a request that blocks holds its lock.
-            keys = self._connect()
-            keys.wait([key], _FOREVER)
-            self._notice = decode_notice(keys.get(key))
+            keys = self.connect()
+            keys.wait([key], FOREVER)
+            notice = self._notice = decode_notice(keys.get(key))
         except RuntimeError:
             return  # the launcher has ended, and this process will
-        on_notice()
+        # Ranks that others join leave their connections by themselves, at a boundary.
+        if not notice.joined:
+            on_notice()
         self._has_notice.set()
 
     def confirm(self) -> None:
         """Report that this generation trains; rank 0 of the generation calls this."""
-        self._keys.set(f"ready/{self.generation}", "1")
+        self.keys.set(f"ready/{self.generation}", "1")
 
     def wait(self, seconds: float) -> Notice | None:
         """The notice of the next generation; None if none arrives in time.
@@ -248,7 +306,7 @@ def enter_generation(notice: Notice, first_rank: int) -> None:
 
     Args:
         notice: the generation.
-        first_rank: rank of this process in the first generation.
+        first_rank: rank of this process in the round.
     """
     rank = notice.ranks.index(first_rank)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(len(notice.ranks))

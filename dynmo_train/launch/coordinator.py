@@ -7,6 +7,7 @@ Decisions are in ``membership.py``. Keys of the store, with the name of the laun
 ``beat/NAME``       heartbeat counter of an incarnation
 ``changes``         counter that node 0 increments after each of the following keys
 ``round``, ``round/R``  number of rounds, and the members of round R
+``growth``, ``growth/K``  number of attempts to take nodes into a running round, and the round with them (``growth.py``)
 ``stop/R``          why round R ends on all nodes
 ``gone/NAME``       state of an incarnation that node 0 excluded: it cannot be a member any more
 ``end``             exit code and message of the launch
@@ -25,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from .._common.checks import array, integer, obj, string
+from .._common.checks import array, integer, nullable, obj, string
 from .._common.console import print_message
 from .._common.document import MAX_INTEGER, DocumentError
 from .membership import (
@@ -45,6 +46,7 @@ from .membership import (
     open_round,
     resize,
     restart_timeouts,
+    with_members,
     without_members,
 )
 from .store_values import decode_value
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 # Each node sends a heartbeat per period; at most 1,000 nodes per second, because the store has one thread.
 HEARTBEAT_S, NODES_PER_S = 1.0, 1000
+_MAX_DIGITS = 18
 
 
 _RECORD = obj(
@@ -76,6 +79,10 @@ _ROUND = obj(
         "processes": array(integer()),
         "port": integer(),
         "extra_flags": array(string()),
+        "attempt": integer(),
+        "world_size": integer(),
+        "run_dir": nullable(string()),
+        "num_joining": integer(),
     }
 )
 
@@ -91,11 +98,15 @@ class Round:
 
     Attributes:
         number: number of the round, from 1.
-        members: ranks of its nodes, ascending.
+        members: ranks of its nodes, ascending, and then those of nodes that were to join it.
         names: names of their incarnations.
         processes: number of processes of each member.
         port: port of the processes' store on node 0.
         extra_flags: flags that are appended to the command.
+        attempt: number of the attempt of nodes to join it in place, from 1 in each round; 0 for its members.
+        world_size: number of its ranks at its start; 0: all of ``processes``.
+        run_dir: run directory; None where it is not known yet.
+        num_joining: number of nodes of the attempt, which are the last ones.
     """
 
     number: int
@@ -104,6 +115,23 @@ class Round:
     processes: tuple[int, ...]
     port: int
     extra_flags: tuple[str, ...]
+    attempt: int = 0
+    world_size: int = 0
+    run_dir: str | None = None
+    num_joining: int = 0
+
+    def index_of(self, name: str) -> int:
+        """Position of the newest entry of an incarnation, which may have joined more than once."""
+        return len(self.names) - 1 - self.names[::-1].index(name)
+
+    def ranks_of(self, name: str) -> set[int]:
+        """All ranks that an incarnation has or had."""
+        found: set[int] = set()
+        first = 0
+        for each, count in zip(self.names, self.processes, strict=True):
+            found |= set(range(first, first + count)) if each == name else set()
+            first += count
+        return found
 
 
 def encode_record(record: Record) -> str:
@@ -154,6 +182,7 @@ class Coordinator:
         self._is_running = False
         self.may_continue = False
         self._polls, self._polled_s, self._beats_s = 0, time.monotonic(), 0.0
+        self._num_growths = 0
 
     @property
     def membership(self) -> Membership:
@@ -219,7 +248,11 @@ class Coordinator:
         names = [node.name for node in membership.latest() if node.is_alive and node.name != self._name]
         # The key exists: a node sets it before it joins.
         values = self._store.multi_get([f"beat/{name}" for name in names]) if names else []
-        return {name: int(value) for name, value in zip(names, values, strict=True)} | {self._name: self._polls}
+        beats = zip(names, values, strict=True)
+        # What is not a number is of another version: its node is lost like any other silent node.
+        return {name: int(value) for name, value in beats if value.isdigit() and len(value) < _MAX_DIGITS} | {
+            self._name: self._polls
+        }
 
     def _publish(self, key: str, value: str) -> None:
         """Write a key that never changes, once."""
@@ -258,6 +291,35 @@ class Coordinator:
             self._membership = membership
             return True
 
+    def gone(self, names: Collection[str]) -> list[Incarnation]:
+        """Those of these incarnations that have left, or are about to."""
+        found = [self._membership.incarnations[name] for name in names]
+        return [node for node in found if not node.is_alive or node.is_draining]
+
+    def grow(self, names: Collection[str]) -> bool:
+        """Add waiting nodes to the members of the running round; False where one of them has left.
+
+        Args:
+            names: their incarnations.
+        """
+        with self._lock:
+            membership = with_members(self._membership, names)
+            if membership is None:
+                return False
+            self._membership = membership
+            return True
+
+    def publish_growth(self, current: Round) -> None:
+        """Let nodes prepare to join the running round.
+
+        Args:
+            current: the round with these nodes.
+        """
+        self._num_growths += 1
+        self._store.set(f"growth/{self._num_growths}", json.dumps(asdict(current)))
+        self._store.add("growth", 1)
+        self._store.add("changes", 1)
+
     def wait_for_members(self, seconds: float) -> tuple[Incarnation, ...] | None:
         """Wait until the next round can begin and return its members; None after ``seconds``."""
         opened_s = time.monotonic()
@@ -287,6 +349,7 @@ class Coordinator:
                 processes=tuple(node.processes for node in members),
                 port=port,
                 extra_flags=extra_flags,
+                world_size=sum(node.processes for node in members),
             )
             self._store.set(f"round/{current.number}", json.dumps(asdict(current)))
             self._store.add("round", 1)
@@ -342,5 +405,4 @@ def decode_round(value: bytes) -> Round:
         DocumentError: it is not a round of this version.
     """
     found = decode_value(value, _ROUND, "a round")
-    lists = {name: tuple(found[name]) for name in ("members", "names", "processes", "extra_flags")}
-    return Round(number=found["number"], port=found["port"], **lists)
+    return Round(**found | {name: tuple(found[name]) for name in ("members", "names", "processes", "extra_flags")})

@@ -6,8 +6,9 @@
             ^                                                            │
             └── node 0: open_round <── restart <── node 0: _decide <─────┘
 
-Node 0 decides, the others follow. A node that waits to join a running round makes node 0 write a join request, a file
-that the trainer reads at the next step boundary: it saves and exits with 75, and the next round has the node.
+Node 0 decides, the others follow. A node that waits to join a running round joins in place if the round makes copies in
+memory (``growth.py``). Otherwise node 0 writes a join request, a file that the trainer reads at the next step boundary:
+it saves and exits with 75, and the next round has the node.
 """
 
 from __future__ import annotations
@@ -22,16 +23,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .._common.console import print_message
-from .._common.document import write_whole
 from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, DynmoError, UsageError
 from ..formats.os_errors import reason
-from ..formats.run import (
-    encode_join_request,
-    read_join_request,
-    read_run,
-    refused_join_file,
-    take_resize_request,
-)
+from ..formats.run import take_resize_request
 from .continuation import CONTINUATION_VARIABLE, Continuation
 from .coordinator import Round, heartbeat_period_s
 from .exit_status import (
@@ -41,6 +35,7 @@ from .exit_status import (
     shell_exit_code,
 )
 from .failure_report import report_failures
+from .growth import JOINING_VARIABLE, Joining
 from .heartbeat import HEARTBEAT_VARIABLE
 from .incident_log import (
     Progress,
@@ -52,21 +47,16 @@ from .incident_log import (
     restarts_used,
     write_incident,
 )
+from .joining_node import JoiningNode
 from .membership import Incarnation, Membership, NodeState, join_ranks
 from .node_agent import PeerFailureError, WorkerGroupConfig, interface_towards, run_worker_group, worker_environment
 from .node_continuation import FollowingNode, LeadingNode, NodeContinuation, connect_store
+from .node_growth import LeadingGrowth
 from .node_watch import NodeWatch, WatchedRound, WatchResult, make_heartbeat_folder, remove_heartbeat_folder
 from .options import SINGLE_NODE, ExitOptions, NodeConfig
 from .rendezvous import ExcludedError, LaunchEnd, Rendezvous, RendezvousLostError
-from .restart import (
-    Layout,
-    fitting_nodes,
-    join_layout,
-    layout_flags,
-    pack_to_flags,
-    process_count,
-    resume_flags,
-)
+from .restart import fitting_nodes, layout_flags, pack_to_flags, process_count, resume_flags
+from .run_layout import RunLayout
 from .signal_files import remove_file
 from .waiting_signals import exit_on_signals
 from .watchdog import HangSettings
@@ -132,11 +122,10 @@ class _Launcher:
         checkpoint_of_restart: newest checkpoint at the last restart.
         started_at: Unix time at which the current round began.
         watched: what the watchdog found in the current round.
-        layout: parallel sizes of the largest round; those of other rounds follow from it, so that a run which shrank
-            returns to the sizes that it had.
         workers: number of pipeline ranks that a user requested.
         processes: number of processes with these.
-        refused: numbers of processes for which the trainer refused a join request.
+        run: parallel sizes of the run.
+        leading: on node 0, the generations of the current round; None between two rounds.
     """
 
     launch: LocalLaunch
@@ -147,11 +136,14 @@ class _Launcher:
     checkpoint_of_restart: int | None = None
     started_at: float = 0.0
     watched: WatchResult = field(default_factory=WatchResult)
-    layout: Layout | None = None
     workers: int | None = None
     processes: int | None = None
-    refused: set[int] = field(default_factory=set)
+    leading: LeadingNode | None = None
+    run: RunLayout = field(init=False)
     rendezvous: Rendezvous = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = RunLayout(self.launch_file, self.launch.join_file)
 
     def join(self, connect_s: float | None = None) -> None:
         """Join the launch as another incarnation of this node; ``connect_s`` bounds the time to reach node 0.
@@ -165,17 +157,18 @@ class _Launcher:
             launch.nodes,
             launch.nproc,
             is_draining=launch.shutdown_file.exists,
-            on_joining=self._request_join,
+            on_joining=self._on_joining,
             connect_s=connect_s,
         )
 
     def _worker_group(self, current: Round) -> WorkerGroupConfig:
         launch, nodes = self.launch, self.launch.nodes
-        index = current.members.index(nodes.node_rank)
+        index = current.index_of(self.rendezvous.name)
         log_dir = launch.log_dir if nodes.max_nodes == 1 else launch.log_dir / f"node-{nodes.node_rank}"
         return WorkerGroupConfig(
             name=f"round-{current.number - 1}",
             processes=current.processes,
+            world_size=current.world_size or sum(current.processes),
             command=(*launch.command, *launch.arguments, *current.extra_flags),
             log_dir=log_dir,
             grace_s=launch.exits.grace_s,
@@ -193,9 +186,17 @@ class _Launcher:
     def _continuation(self, current: Round) -> NodeContinuation:
         """Decides, with the other nodes, whether the processes of the round continue after a death."""
         if not self.rendezvous.is_leader:
-            return FollowingNode(lambda: connect_store(self.launch.nodes.master_addr, current.port))
-        generations = Continuation(self.rendezvous.process_store, current.processes, self._take_hang)
-        return LeadingNode(generations, self.rendezvous.coordinator, current)
+            place = self.launch.nodes.master_addr, current.port
+            if current.attempt:
+                return JoiningNode(lambda: connect_store(*place), current.attempt)
+            return FollowingNode(lambda: connect_store(*place))
+        generations, coordinator = self._generations(current), self.rendezvous.coordinator
+        growth = LeadingGrowth(generations, coordinator, current, self.run)
+        self.leading = LeadingNode(generations, coordinator, growth)
+        return self.leading
+
+    def _generations(self, current: Round) -> Continuation:
+        return Continuation(self.rendezvous.process_store, current.processes, self._take_hang)
 
     def _take_hang(self, ranks: Sequence[int]) -> str | None:
         """The cause if the watchdog has ended one of these ranks, which is then reported by those that continue."""
@@ -220,66 +221,32 @@ class _Launcher:
         )
         exits, continuation = self.launch.exits, group.continuation
         settings = HangSettings(factor=exits.hang_factor, min_s=exits.hang_min_s)
-        return NodeWatch(watched, settings, lambda: None if continuation is None else continuation.ranks)
-
-    def _run_dir(self) -> Path | None:
-        return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
-
-    def _read_layout(self, processes: int) -> None:
-        """Record the parallel sizes of the round that ended, if it is the largest one; it had ``processes``."""
-        run_dir = self._run_dir()
-        if run_dir is None:
-            return
-        try:
-            document = read_run(run_dir / "run.json")
-            found = Layout(config=document["config"], processes=document["world_size"])
-        except UsageError:  # without run.json each process is a pipeline rank
-            sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": processes}
-            found = Layout(config={"parallel": sizes}, processes=processes)
-        if self.layout is None or found.processes >= self.layout.processes:
-            self.layout = found
-
-    def _read_refusal(self) -> None:
-        """Record a number of processes that the trainer refused: no later round may have it."""
-        path = refused_join_file(self.launch.join_file)
-        if path.exists():
-            self.refused.add(read_join_request(path)[0])
-            remove_file(path)
-
-    def _request_join(self, nodes: Sequence[Incarnation]) -> None:
-        """On node 0, ask rank 0 to save and exit, so that ``nodes`` join; no effect before it has a run directory."""
-        membership, path = self.rendezvous.coordinator.membership, self.launch.join_file
-        members = membership.members_in(NodeState.ALIVE)
-        self._read_refusal()
-        if path.exists() or self._run_dir() is None:
-            return
-        before = sum(node.processes for node in members)
-        if self.layout is None:
-            self._read_layout(before)
-        counts = [node.processes for node in sorted((*members, *nodes), key=lambda node: node.rank)]
-        count = fitting_nodes(self.layout, counts, len(members) + 1, self.refused)
-        processes = sum(counts[:count])
-        if processes <= before or processes in self.refused:
-            return
-        workers = join_layout(self.layout, processes) if self.layout is not None else None
-        write_whole(path, encode_join_request(processes, workers))
-        print_message(
-            f"dynmo-train: node {join_ranks(node.rank for node in nodes)} joins after the next save"
-            f" | processes: {before} -> {processes}"
+        return NodeWatch(
+            watched,
+            settings,
+            members=lambda: None if continuation is None else continuation.ranks,
+            nodes=lambda: range(watched.count) if continuation is None else continuation.nodes(watched.count),
         )
+
+    def _on_joining(self, nodes: Sequence[Incarnation]) -> None:
+        """On node 0, take waiting nodes into the running round, in place where it makes copies in memory."""
+        leading = self.leading
+        if leading is None or leading.growth.takes(nodes):
+            return
+        self.run.request_join(self.rendezvous.coordinator.membership.members_in(NodeState.ALIVE), nodes)
 
     def _decide(self, current: Round, own: list[Failure]) -> _Decision:
         """On node 0, decide what follows the round from the results of all nodes."""
         exits, nodes = self.launch.exits, self.launch.nodes
         membership = self.rendezvous.coordinator.end_round(max(exits.grace_s, exits.save_s) + nodes.node_timeout_s)
-        self._read_layout(sum(current.processes))
-        members = [membership.incarnations[name] for name in current.names]
+        self.run.read(current.world_size or sum(current.processes))
+        members = [membership.incarnations[name] for name in dict.fromkeys(current.names)]
         failures = [Failure(rank=r, code=code, log="") for node in members for r, code in node.failures] or own
         code = root_causes(failures)[0].code if failures else EXIT_FAILURE
         lost = _report_departures(membership)
         is_drain = not lost and bool(membership.members_in(NodeState.DRAINED)) and code not in PERMANENT_CODES
         is_free = (code == EXIT_RELAUNCH and not lost) or is_drain
-        has_run, has_left = self._run_dir() is not None, bool(lost) or is_drain
+        has_run, has_left = self.run.run_dir is not None, bool(lost) or is_drain
         is_permanent = code in PERMANENT_CODES and not lost
         progress = self._record_failure(current, failures, lost, is_free=is_free)
         if not is_free and (is_permanent or self.restarts == exits.max_restarts):
@@ -297,7 +264,7 @@ class _Launcher:
         self, current: Round, failures: Sequence[Failure], lost: Sequence[Incarnation], *, is_free: bool
     ) -> Progress:
         """Record why a round failed, and count the restarts since the last progress; returns the progress."""
-        run_dir = self._run_dir()
+        run_dir = self.run.run_dir
         progress = read_progress(run_dir) if run_dir is not None else Progress(step=0, checkpoint=0, saved_at=None)
         if run_dir is not None and not is_free:
             self._write_incident(run_dir, current, failures, [node.rank for node in lost], progress)
@@ -318,11 +285,11 @@ class _Launcher:
 
     def _apply_resize_request(self, members: Sequence[Incarnation]) -> _Decision:
         """Restart, with the number of workers that a user requested."""
-        run_dir = self._run_dir()
+        run_dir = self.run.run_dir
         workers = take_resize_request(run_dir) if run_dir is not None else None
-        if workers is None or self.layout is None:
+        if workers is None or self.run.layout is None:
             return _Decision(is_restart=True)
-        processes = process_count(self.layout.config, self.layout.processes, workers)
+        processes = process_count(self.run.layout.config, self.run.layout.processes, workers)
         max_nodes, sizes = self.launch.nodes.max_nodes, {node.processes for node in members}
         if max_nodes > 1:
             if len(sizes) > 1 or processes % min(sizes) or processes // min(sizes) > max_nodes:
@@ -365,7 +332,7 @@ class _Launcher:
 
     def _flags_of(self, processes: int) -> tuple[str, ...]:
         """Flags of a round after the first one."""
-        run_dir, layout = self._run_dir(), self.layout
+        run_dir, layout = self.run.run_dir, self.run.layout
         if run_dir is None or layout is None:
             return ()
         if self.workers is not None and processes == self.processes:
@@ -374,10 +341,10 @@ class _Launcher:
 
     def _open_round(self, *, is_first: bool) -> Round:
         """On node 0, wait for the members of the next round and begin it."""
-        self._read_refusal()
+        self.run.read_refusal()
         members = self.rendezvous.wait_for_members()
         min_nodes = self.rendezvous.coordinator.membership.min_nodes
-        members = members[: fitting_nodes(self.layout, [n.processes for n in members], min_nodes, self.refused)]
+        members = members[: fitting_nodes(self.run.layout, [n.processes for n in members], min_nodes, self.run.refused)]
         if self.launch.nodes.max_nodes == 1 and self.processes is not None:
             members = (replace(members[0], processes=self.processes),)
         remove_file(self.launch.join_file)
@@ -385,7 +352,7 @@ class _Launcher:
         current = self.rendezvous.open_round(members, self._flags_of(processes))
         if not is_first:
             place = f" | nodes: {join_ranks(current.members)}" if self.launch.nodes.max_nodes > 1 else ""
-            print_message(f"dynmo-train: restarting from {self._run_dir()} | processes: {processes}{place}")
+            print_message(f"dynmo-train: restarting from {self.run.run_dir} | processes: {processes}{place}")
         return current
 
     def _finish(self) -> _Decision:
@@ -400,6 +367,9 @@ class _Launcher:
     def _run_round(self, current: Round) -> list[Failure] | None:
         """Run a round on this node and return its failures; None if all processes finished."""
         group = self._worker_group(current)
+        os.environ.pop(JOINING_VARIABLE, None)
+        if current.attempt:
+            os.environ[JOINING_VARIABLE] = Joining(attempt=current.attempt, run_dir=current.run_dir or "").encode()
         try:
             with self._watch(current, group).watching() as self.watched:
                 failures = run_worker_group(group)
@@ -412,7 +382,7 @@ class _Launcher:
         if not failures:
             return None
         if root_causes(failures)[0].code != EXIT_RELAUNCH:
-            has_rank0 = current.members.index(self.launch.nodes.node_rank) == 0
+            has_rank0 = group.index == 0
             report_failures(failures, has_rank0=has_rank0, is_verbose=self.launch.exits.verbose)
         return failures
 
@@ -424,6 +394,8 @@ class _Launcher:
                 current = self._open_round(is_first=is_first)
                 self.started_at = time.time()
                 is_first, failures = False, self._run_round(current)
+                if self.leading is not None:
+                    current, self.leading = self.leading.growth.round, None
                 if failures is None:
                     decision = self._finish()
                 else:

@@ -326,6 +326,25 @@ def without_members(membership: Membership, names: Collection[str]) -> Membershi
     return replace(membership, members=remaining)
 
 
+def with_members(membership: Membership, names: Collection[str]) -> Membership | None:
+    """The membership whose running round has further members; None where one of them does not wait for a round.
+
+    Args:
+        membership: the membership.
+        names: incarnations that wait.
+    """
+    waiting = {node.name: node for node in membership.waiting()}
+    if not set(names) <= set(waiting):
+        return None
+    # It has reported that it was too late for this round; its processes of it run from now on.
+    changes = [
+        replace(waiting[name], round=membership.round, ended_round=membership.round - 1, failures=()) for name in names
+    ]
+    grown = _changed(membership, changes)
+    members = sorted((*membership.members, *names), key=lambda name: grown.incarnations[name].rank)
+    return replace(grown, members=tuple(members))
+
+
 def end_reason(membership: Membership, *, has_survivors: bool = False) -> str | None:
     """Why the current round must end on all nodes; None while it can continue.
 

@@ -64,6 +64,7 @@ class WorkerGroupConfig:
     Attributes:
         name: name of the round, in the paths of logs.
         processes: number of processes of each member.
+        world_size: number of ranks at the start of the round.
         command: command of each process.
         log_dir: folder of process logs.
         grace_s: seconds that processes have to exit.
@@ -80,6 +81,7 @@ class WorkerGroupConfig:
 
     name: str
     processes: tuple[int, ...]
+    world_size: int
     command: tuple[str, ...]
     log_dir: Path
     grace_s: float
@@ -312,7 +314,7 @@ def _build_agent(
     class Agent(LocalElasticAgent):
         def _assign_worker_ranks(self, *_: Any) -> list[Worker]:
             """Ranks of this node's workers. torch's agents ask each other, and would wait 5 minutes for a lost node."""
-            first, world = sum(group.processes[: group.index]), sum(group.processes)
+            first, world = sum(group.processes[: group.index]), group.world_size
             return [
                 Worker(
                     local_rank=local_rank,
@@ -432,8 +434,9 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
     def on_continue(notice: Notice) -> None:
         if group.index > 0:
             return
-        lost, ranks = (", ".join(map(str, each)) for each in (notice.lost, notice.ranks))
-        print_message(f"dynmo-train: rank {lost} was {notice.cause}; continuing without restart on rank {ranks}")
+        lost, joined, ranks = (", ".join(map(str, each)) for each in (notice.lost, notice.joined, notice.ranks))
+        what = f"rank {joined} joined" if joined else f"rank {lost} was {notice.cause}"
+        print_message(f"dynmo-train: {what}; continuing without restart on rank {ranks}")
         # Node 0 always has the first rank: it is in every round.
         output.follow(notice.ranks[0])
 
@@ -459,13 +462,14 @@ def run_worker_group(group: WorkerGroupConfig) -> list[Failure]:
             signal.signal(number, handler)
         remove_file(group.shutdown_file)
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    if group.continuation is not None and (pending := group.continuation.pending):
+    if group.continuation is not None and group.continuation.is_pending:
+        pending = group.continuation.pending
         # What the others failed of follows from these deaths; a survivor's code 2 would end the launch.
-        print_message("dynmo-train: the other ranks could not continue; their logs have the reason")
+        print_message("dynmo-train: the ranks could not continue; their logs have the reason")
         codes = {**pending, **{rank: code for rank, code in codes.items() if is_kill(code)}}
         codes = {rank: code for rank, code in codes.items() if rank - first_rank in range(group.nproc)}
         if not codes:
-            raise PeerFailureError("the other ranks could not continue after a loss on another node")
+            raise PeerFailureError("the ranks could not continue after another node lost or gained some")
     logs = {rank: log_paths[0].stderrs[rank - first_rank] for rank in sorted(codes)}
     return with_causal_codes(
         [Failure(rank=rank, code=codes[rank], log=log, record=read_failure(Path(log))) for rank, log in logs.items()]

@@ -1,6 +1,7 @@
 """The part of the nodes in continuing a round: node 0 decides, the others report which of their processes died.
 
-Keys in the store of the round, in addition to those of ``continuation.py``::
+Nodes that join a round in place are in ``node_growth.py``. Keys in the store of the round, in addition to those of
+``continuation.py``::
 
     node N                                    node 0
     deaths, deaths/K: codes by rank       --> with its own deaths and with the ranks of lost nodes: the deaths of
@@ -18,32 +19,47 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from .._common.document import parse_json
+from .._common.checks import integer
+from .._common.console import print_message
+from .._common.document import DocumentError
 from .continuation import LIMIT_S, PREFIX, Continuation, Notice, decode_notice, is_kill
+from .node_growth import LeadingGrowth
+from .store_values import by_rank, decode_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from .coordinator import Coordinator, Round
+    from .coordinator import Coordinator
 
 # Deaths within this time are one loss: the processes of a node do not end at the same moment.
 SAME_LOSS_S = 0.5
 _STORE_TIMEOUT_S = 30.0
+# Exit codes of processes by rank; negative for signals.
+_DEATHS = by_rank(integer(-(1 << 15), 1 << 15))
+
+
+def decode_deaths(value: bytes) -> dict[int, int]:
+    """The exit codes of processes of another node, by rank.
+
+    Raises:
+        DocumentError: it is not a report of this version.
+    """
+    return {int(rank): code for rank, code in decode_value(value, _DEATHS, "a report of ended processes").items()}
 
 
 class LeadingNode:
-    """On node 0, decides whether a round continues after the deaths on all nodes.
+    """On node 0, decides whether a round continues after the deaths on all nodes, and with nodes that join.
 
     Args:
         continuation: the generations of the round.
         coordinator: the membership.
-        current: the round.
+        growth: nodes that join, and the round with these.
     """
 
-    def __init__(self, continuation: Continuation, coordinator: Coordinator, current: Round) -> None:
-        self.continuation = continuation
-        self._coordinator, self._round = coordinator, current
-        self._num_read = 0
+    def __init__(self, continuation: Continuation, coordinator: Coordinator, growth: LeadingGrowth) -> None:
+        self.continuation, self.growth = continuation, growth
+        self._coordinator = coordinator
+        self._num_read, self._is_reported = 0, False
         self._codes: dict[int, int] = {}
         self._since = 0.0
         coordinator.may_continue = True
@@ -53,14 +69,23 @@ class LeadingNode:
         """Ranks of the current generation."""
         return self.continuation.ranks
 
+    def nodes(self, _: int) -> Collection[int]:
+        """Positions of the nodes with ranks of the current generation, among all that were members of the round."""
+        return self.continuation.nodes
+
     @property
     def pending(self) -> Mapping[int, int]:
         """Exit codes of the ranks whose loss the others did not outlive, so far."""
         return {} if self.continuation.is_training else self.continuation.pending
 
     @property
+    def is_pending(self) -> bool:
+        """Whether ranks left or joined and the others do not train yet."""
+        return self.continuation.is_pending
+
+    @property
     def is_overdue(self) -> bool:
-        """Whether the survivors did not train again in time."""
+        """Whether the ranks of another generation did not train in time."""
         return self.continuation.is_overdue
 
     def poll(self, ended: Mapping[int, int]) -> Notice | bool:
@@ -74,12 +99,13 @@ class LeadingNode:
         """
         if self.is_overdue:
             return self._refuse()
-        codes = self._codes | dict(ended) | dict(self._reported())
+        codes = self._codes | dict(ended) | self._reported()
+        self.growth.record_ended(codes)
         self._codes = {rank: code for rank, code in codes.items() if rank in self.ranks}
         lost = self._coordinator.departed()
         died = {rank: code for rank, code in self._codes.items() if code}
         if not died and not lost:
-            return True
+            return self.growth.poll(has_finished=bool(self._codes)) or True
         self._since = self._since or time.monotonic()
         if time.monotonic() - self._since < self._same_loss_s and all(map(is_kill, died.values())):
             return True
@@ -87,46 +113,48 @@ class LeadingNode:
 
     @property
     def _same_loss_s(self) -> float:
-        return SAME_LOSS_S if len(self._round.names) > 1 and self.continuation.is_training else 0.0
+        return SAME_LOSS_S if len(self.growth.round.names) > 1 and self.continuation.is_training else 0.0
 
     def close(self) -> None:
         """Refuse what other nodes report from now on: the processes of this node have ended."""
         self._refuse()
 
-    def _reported(self) -> list[tuple[int, int]]:
-        """Ranks of other nodes that ended since the last call, and their exit codes."""
-        keys, found = self.continuation.keys, list[tuple[int, int]]()
+    def _reported(self) -> dict[int, int]:
+        """Ranks of other nodes that ended since the last call, and their exit codes; an invalid report is ignored."""
+        keys, found = self.continuation.keys, dict[int, int]()
         count = keys.add("deaths", 0)
         while self._num_read < count and keys.check([f"deaths/{self._num_read + 1}"]):
             self._num_read += 1
-            codes = parse_json(keys.get(f"deaths/{self._num_read}"))
-            found += [(int(rank), code) for rank, code in codes.items()]
+            try:
+                found |= decode_deaths(keys.get(f"deaths/{self._num_read}"))
+            except DocumentError as error:
+                if not self._is_reported:
+                    print_message(f"ignored: {error}")
+                self._is_reported = True
         return found
-
-    def _ranks_of(self, name: str) -> range:
-        index = self._round.names.index(name)
-        first = sum(self._round.processes[:index])
-        return range(first, first + self._round.processes[index])
 
     def _decide(self, died: dict[int, int], lost: Sequence[str]) -> Notice | bool:
         """Continue without dead ranks and lost nodes, or refuse."""
         self._since = 0.0
+        self.growth.cancel("other ranks were lost at the same time")
+        current = self.growth.round
         for name in lost:
-            died |= {rank: -signal.SIGKILL for rank in self._ranks_of(name) if rank in self.ranks}
+            died |= {rank: -signal.SIGKILL for rank in current.ranks_of(name) if rank in self.ranks}
         finished = {rank for rank, code in self._codes.items() if not code}
         survivors = [rank for rank in self.ranks if rank not in died and rank not in finished]
         # A node without processes waits for another round; a round without a rank that finished is at its end.
-        names = [name for name in self._round.names if not set(self._ranks_of(name)) & set(survivors)]
-        present = [name for name in names if set(self._ranks_of(name)) & set(self.ranks)]
+        names = [name for name in dict.fromkeys(current.names) if not current.ranks_of(name) & set(survivors)]
+        present = [name for name in names if current.ranks_of(name) & set(self.ranks)]
         if finished or not self.continuation.may_take(died, survivors):
             return self._refuse()
         if present and not self._coordinator.continue_without(present):
             return self._refuse()
-        nodes = [self._round.members[self._round.names.index(name)] for name in lost]
+        nodes = [current.members[current.names.index(name)] for name in lost]
         cause = f"lost with node {', '.join(map(str, nodes))}" if nodes else None
         return self.continuation.take(died, survivors, cause)
 
     def _refuse(self) -> bool:
+        self.growth.cancel("the round ends")
         self.continuation.keys.set("refused", "1")
         self._coordinator.may_continue = False
         return False
@@ -139,7 +167,7 @@ class FollowingNode:
         connect: connects to the store of the round.
     """
 
-    is_overdue = False
+    is_overdue = is_pending = False
     pending: Mapping[int, int] = {}
 
     def __init__(self, connect: Callable[[], Store]) -> None:
@@ -154,6 +182,10 @@ class FollowingNode:
     def ranks(self) -> Collection[int] | None:
         """Unknown: node 0 watches the ranks of all nodes."""
         return None
+
+    def nodes(self, count: int) -> Collection[int]:
+        """All ``count`` nodes: node 0 watches the ranks of all nodes."""
+        return range(count)
 
     def close(self) -> None:
         """No effect: node 0 decides."""

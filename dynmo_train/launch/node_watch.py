@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.checks import anything, array, boolean, integer, mapping, number, obj, string
 from .._common.console import print_message
-from .._common.document import DocumentError, Problem, parse_json
+from .._common.document import DocumentError, Problem
 from .flight_recorder import NO_RECORDER, LastCollective, absent_ranks, parse_trace, request_trace, trace_path
 from .heartbeat import STACK_SIGNAL, Heartbeat, Phase, read_heartbeat, stack_path
-from .store_values import decode_value
+from .store_values import by_rank, decode_value
 from .watchdog import Hang, HangSettings, RankState, collective_in, find_hang, refine
 
 if TYPE_CHECKING:
@@ -174,6 +174,22 @@ def decode_traces(text: str) -> dict[int, dict[str, LastCollective]]:
     }
 
 
+def _collective(value: Any, path: str, problems: list[Problem]) -> None:
+    """The name of a collective; empty outside of one."""
+    if not isinstance(value, str):
+        problems.append(Problem(path, "type", "must be a string"))
+
+
+def decode_collectives(value: bytes) -> dict[int, str]:
+    """The collectives of the ranks of another node, by rank.
+
+    Raises:
+        DocumentError: they are not those of this version.
+    """
+    found = decode_value(value, by_rank(_collective), "the collectives of ranks")
+    return {int(rank): name for rank, name in found.items()}
+
+
 class NodeWatch:
     """Watches the ranks of this node; on node 0 it decides for all nodes.
 
@@ -181,6 +197,7 @@ class NodeWatch:
         watched: the round.
         settings: when a rank hangs.
         members: on node 0, returns the ranks that still run, which others may have outlived; None: all.
+        nodes: on node 0, returns the positions of their nodes; None: all of ``watched``.
     """
 
     def __init__(
@@ -188,8 +205,10 @@ class NodeWatch:
         watched: WatchedRound,
         settings: HangSettings,
         members: Callable[[], Collection[int] | None] = lambda: None,
+        nodes: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self.watched, self._settings, self._members = watched, settings, members
+        self._nodes = nodes or (lambda: range(watched.count))
         self.result = WatchResult()
         self._stopped = threading.Event()
         self._store: PrefixStore | None = None
@@ -236,7 +255,7 @@ class NodeWatch:
         return self._stopped.wait(REPORT_S if self._is_leader else 0.0)
 
     def _connect(self) -> None:
-        if self.watched.count == 1:
+        if self._store is not None or (self.watched.count == 1 and not self._others()):
             return
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -249,6 +268,10 @@ class NodeWatch:
             timeout=timedelta(seconds=_STORE_TIMEOUT_S),
         )
         self._store = PrefixStore("watchdog", connection)
+
+    def _others(self) -> list[int]:
+        """Positions of the other nodes with ranks that run; a node may have joined since the start."""
+        return [node for node in self._nodes() if node != self.watched.index]
 
     def _local_states(self) -> tuple[list[RankState], int]:
         """The running ranks of this node, and the number of those without a heartbeat."""
@@ -265,6 +288,7 @@ class NodeWatch:
 
     def _poll(self) -> bool:
         """Share and compare the heartbeats once; whether a hang was handled."""
+        self._connect()
         states, num_unknown = self._local_states()
         if self._store is not None and not self._is_leader:
             self._store.set(f"states/{self.watched.index}", encode_states(states, num_unknown))
@@ -285,7 +309,7 @@ class NodeWatch:
         num_unknown, now = 0, time.monotonic()
         if self._store is None:
             return found, 0
-        for node in range(1, self.watched.count):
+        for node in self._others():
             key = f"states/{node}"
             if not self._store.check([key]):
                 num_unknown += 1
@@ -325,19 +349,21 @@ class NodeWatch:
 
     def _remote_collectives(self) -> dict[int, str]:
         found: dict[int, str] = {}
-        missing, end = set(range(1, self.watched.count)), time.monotonic() + REPORT_S
+        missing, end = set(self._others()), time.monotonic() + REPORT_S
         while missing and time.monotonic() < end and self._store is not None:
             for node in sorted(missing):
                 key = f"stacks/{self._num_hangs}/{node}"
                 if self._store.check([key]):
-                    found |= {int(rank): name for rank, name in parse_json(self._store.get(key)).items()}
+                    # Of a launcher of another version there are none.
+                    with contextlib.suppress(DocumentError):
+                        found |= decode_collectives(self._store.get(key))
                     missing.discard(node)
             time.sleep(0.1)
         return found
 
     def _remote_traces(self) -> dict[int, dict[str, LastCollective]]:
         found: dict[int, dict[str, LastCollective]] = {}
-        for node in range(1, self.watched.count):
+        for node in self._others():
             key = f"traces/{self._num_hangs}/{node}"
             if self._store is not None and self._store.check([key]):
                 # Of a launcher of another version there are none.

@@ -17,7 +17,6 @@ empty store, which the other nodes then join.
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -26,11 +25,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .._common.checks import anything, integer, obj
 from .._common.console import print_message
 from .._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
 from .coordinator import POLL_S, Coordinator, Round, append_record, decode_round, heartbeat_period_s
 from .membership import Incarnation, Limits, NodeState, Record, RecordKind, join_ranks
 from .options import NodeConfig
+from .store_values import decode_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store
@@ -55,6 +56,19 @@ class LaunchEnd:
 
     code: int
     message: str = ""
+
+
+_END = obj({"code": integer(-(1 << 15), 1 << 15), "message": anything()})
+
+
+def decode_end(value: bytes) -> LaunchEnd:
+    """The end of a launch, as node 0 publishes it.
+
+    Raises:
+        DocumentError: it is not that of this version.
+    """
+    found = decode_value(value, _END, "the end of the launch")
+    return LaunchEnd(code=found["code"], message=str(found["message"]))
 
 
 def _call_with_timeout(action: Callable[[], Any], seconds: float) -> Any:
@@ -128,7 +142,7 @@ class Rendezvous:
         self.port = store.port if isinstance(store, TCPStore) else nodes.master_port
         self.store: PrefixStore = PrefixStore(nodes.job, store)
         self._process_stores: list[Store] = []
-        self._number = 0
+        self._number = self._num_growths = 0
         # Round and reason: a reason of an earlier round must not end a later one.
         self._stop: tuple[int, str] | None = None
         self._is_store_lost = False
@@ -259,7 +273,7 @@ class Rendezvous:
         return self._process_stores[0]
 
     def wait_for_round(self) -> Round | LaunchEnd:
-        """On other nodes, wait for the next round with this node, or for the end of the launch.
+        """On other nodes, wait for a round that this node starts in or joins, or for the end of the launch.
 
         Raises:
             ExcludedError: node 0 lost this incarnation.
@@ -273,7 +287,7 @@ class Rendezvous:
             if found != changes:
                 changes = found
                 if self._has("end"):
-                    return LaunchEnd(**json.loads(self._get("end")))
+                    return decode_end(self._get("end"))
                 self._check_exclusion()
                 number = int(self._request(lambda: self.store.add("round", 0)))
                 if number > self._number:
@@ -290,7 +304,19 @@ class Rendezvous:
                         print_message(
                             f"dynmo-train: node {rank} waits: round {number} runs on node {nodes} until its next save"
                         )
+                if (grown := self._growth()) is not None:
+                    return grown
             time.sleep(max(POLL_S, heartbeat_period_s(self.nodes.max_nodes) / 10))
+
+    def _growth(self) -> Round | None:
+        """The running round with this node, which is to join it; None without a new attempt of that."""
+        count = int(self._request(lambda: self.store.add("growth", 0)))
+        while self._num_growths < count:
+            self._num_growths += 1
+            grown = decode_round(self._get(f"growth/{self._num_growths}"))
+            if grown.number == self._number and self.name in grown.names[-grown.num_joining :]:
+                return grown
+        return None
 
     def _check_exclusion(self) -> None:
         rank, key = self.nodes.node_rank, f"gone/{self.name}"

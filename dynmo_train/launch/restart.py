@@ -14,10 +14,12 @@ class Layout:
     Attributes:
         config: configuration of the run, as in ``run.json``.
         processes: number of processes.
+        is_derived: whether the pipeline size follows from the number of processes, as no option sets it.
     """
 
     config: Mapping[str, Mapping[str, Any]]
     processes: int
+    is_derived: bool = False
 
 
 def pipeline_size(config: Mapping[str, Mapping[str, Any]], before: int, processes: int) -> int | None:
@@ -73,6 +75,15 @@ def layout_flags(run_dir: str, layout: Layout, processes: int) -> tuple[str, ...
 def join_layout(layout: Layout, processes: int) -> int | None:
     """Number of pipeline ranks with ``processes``; None if it is that of the command."""
     return pipeline_size(layout.config, layout.processes, processes)
+
+
+def growth_workers(layout: Layout, processes: int) -> int:
+    """Number of pipeline ranks of a run that grows in place to ``processes``: that of a restart with these."""
+    changed = pipeline_size(layout.config, layout.processes, processes)
+    pipeline = int(layout.config["parallel"]["pipeline_model_parallel_size"])
+    # A restart without another size derives it again from its number of processes.
+    unchanged = processes if layout.is_derived and pipeline == layout.processes else pipeline
+    return unchanged if changed is None else changed
 
 
 def fitting_nodes(layout: Layout | None, processes: Sequence[int], min_nodes: int, refused: Collection[int]) -> int:

@@ -7,8 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._common.checks import Check
+from .._common.checks import Check, mapping
 from .._common.document import DocumentError, Problem, parse_json
+
+MAX_RANK_DIGITS = 9
+
+
+def by_rank(inner: Check) -> Check:
+    """An object by rank, whose every value ``inner`` accepts."""
+    values = mapping(inner)
+
+    def check(value: Any, path: str, problems: list[Problem]) -> None:
+        values(value, path, problems)
+        names = value if isinstance(value, dict) else ()
+        if not all(name.isascii() and name.isdecimal() and len(name) <= MAX_RANK_DIGITS for name in names):
+            problems.append(Problem(path, "type", "must have ranks as names"))
+
+    return check
 
 
 def decode_value(value: bytes | str, rule: Check, what: str) -> Any:

@@ -175,10 +175,13 @@ def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dims: Parallel dimensions; None is one pipeline of all processes.
 
     Raises:
-        UsageError: ``dims`` do not match the number of processes, or a process has no CUDA device.
+        UsageError: ``dims`` do not match the number of processes, or a process has no CUDA device or no valid rank.
         DynmoError: rank 0 cannot be reached, or waits for other ranks in vain.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if not 0 <= rank < size:
+        # Also a rank of a node that was started without the options of the run that it should join.
+        raise UsageError(f"RANK={rank}: must be below WORLD_SIZE={size}; start all nodes with the same options")
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device_name == "auto":
         device_name = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"

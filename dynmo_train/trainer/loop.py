@@ -17,7 +17,7 @@ One iteration of ``Trainer.train``, on every rank::
         Checkpointer           progress of an asynchronous save
         signals                SIGTERM, SIGUSR1, time limit, resize request: all ranks agree
         --save-interval        start a checkpoint
-        --peer-checkpoint-interval  start a copy of the state to another rank
+        --peer-checkpoint-interval  start a copy of the state to another rank; ranks that wait join then
                               |
                               v
                         next step, or exit with the code of the signal
@@ -47,7 +47,6 @@ from ..data.tokenizer import TokenizerFiles
 from ..formats.checkpoint import step_of
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..launch.heartbeat import Phase
-from ..launch.incident_log import restart_incident
 from ..launch.worker import JOIN_FILE_VARIABLE
 from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.metadata import CheckpointMetadata, data_properties
@@ -71,6 +70,7 @@ from .rebalance.measured_steps import MeasuredSteps
 from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess, planner_arguments
 from .rebalance.resize_requests import JoinRequests, ResizeRequests
+from .recovery.boundary import RecoveryBoundary
 from .recovery.survivor import Survivor
 from .settings_from_config import flops_counter, parameter_counts, plan_problems, resize_problems
 from .setup import InitialState
@@ -129,6 +129,9 @@ class Trainer:
         self._finite_check = FiniteCheck.of(config.training)
         self._batches, self._spikes = start.batches, start.spikes
         self.rollback: Rollback | None = None
+        self._recovery = RecoveryBoundary(
+            survivor, self.engine, self.logger, self._log.line, self._metadata, self._collect, self._checkpointer.wait
+        )
         self._seconds_before = seconds_before
         self._last_saved = start.last_saved
         self._compression_choice = compression_choice(
@@ -198,16 +201,6 @@ class Trainer:
         counts, arguments = parameter_counts(self.engine), run_argument_lines(self.config, self.directory)
         self._log.log_start(self.engine.partition, self.step + 1, counts, arguments)
 
-    def _log_restart(self) -> None:
-        """Log the restart by the launcher that started this process, if any, or the loss of ranks after it."""
-        survivor = self._survivor
-        if survivor is not None and survivor.continued is not None:
-            continued = survivor.continued.incident(time.time())
-            self.logger.log_incident(continued)
-            self._log.line(f" {continued.message}")
-        elif (restart := restart_incident(os.environ, self.step, time.time())) is not None:
-            self.logger.log_incident(restart)
-
     def train(self) -> int:
         """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code.
 
@@ -219,8 +212,7 @@ class Trainer:
         if self.step >= training.train_iters:
             return self._report_complete()
         self._log_start()
-        self._start_copies()
-        self._log_restart()
+        self._recovery.begin(self.step)
         if training.cuda_graph:
             self._log.line(graphs_line(self.engine.local_names, self.engine.pipeline().graph_obstacles))
         self._evaluations.warn_without_test_data()
@@ -254,14 +246,16 @@ class Trainer:
                 relaunch = not is_last and self._is_resize_requested()
                 # A signal that arrived during the evaluation or the move above counts at this boundary, unless ranks
                 # run ahead of their devices: then at the next one.
-                signals = signal_handler.at_boundary(self.engine.world, relaunch=relaunch, defer=bool(self._waiting))
+                signals = signal_handler.at_boundary(
+                    self.engine.world, relaunch=relaunch, grow=self._recovery.is_joined, defer=bool(self._waiting)
+                )
                 if self._is_due(training.exit_interval):
                     signals = replace(signals, exit=True)
                 # Every term is equal on all ranks: counts of steps, or reduced by ``at_boundary``.
                 if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._collect()
                     self._save()
-                self._copy_to_peer(is_over=is_last or signals.exit)
+                self._recovery.at_boundary(self.step, grow=signals.grow, is_over=is_last or signals.exit)
                 if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
             if is_last:
@@ -532,20 +526,6 @@ class Trainer:
             self._log.line(f" {problem}")
             return
         self._checkpointer.save(self._metadata())
-
-    def _start_copies(self) -> None:
-        """Start the first copy of this generation of ranks, from which these can continue as from any other."""
-        if self._survivor is not None:
-            self._survivor.copy(self.engine, self._metadata(), time.time())
-            self._survivor.confirm(self.engine.world)
-
-    def _copy_to_peer(self, *, is_over: bool) -> None:
-        """Start a copy of the state to another rank's memory where one is due and the run is not over."""
-        if self._survivor is not None and not is_over and self._is_due(self._survivor.copies.interval):
-            self._collect()
-            self.engine.heartbeat.enter(Phase.SAVE)
-            self._survivor.copy(self.engine, self._metadata(), time.time())
-            self.engine.heartbeat.enter(Phase.BOUNDARY)
 
     def _metadata(self) -> CheckpointMetadata:
         """The contents of a checkpoint that the engine does not know."""

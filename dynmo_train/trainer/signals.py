@@ -38,12 +38,14 @@ class BoundarySignals:
         exit: whether to end the run after saving.
         exit_code: exit code of a run that a signal ends; 0 without a signal.
         relaunch: whether the launcher restarts the run.
+        grow: whether ranks wait to join without a restart.
     """
 
     save: bool = False
     exit: bool = False
     exit_code: int = EXIT_OK
     relaunch: bool = False
+    grow: bool = False
 
 
 class _Reduction:
@@ -126,12 +128,15 @@ class DistributedSignalHandler:
                 os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again exits now, without saving\n")
         self.received["interrupt"] = True
 
-    def at_boundary(self, world: World, *, relaunch: bool = False, defer: bool = False) -> BoundarySignals:
+    def at_boundary(
+        self, world: World, *, relaunch: bool = False, grow: bool = False, defer: bool = False
+    ) -> BoundarySignals:
         """Agree on what any rank was signalled. Every rank calls this after every step.
 
         Args:
             world: process groups.
             relaunch: whether this rank knows of a reason to restart the run.
+            grow: whether this rank knows of ranks that wait to join.
             defer: whether to return what was received up to the boundary before, without waiting for the other ranks;
                 what has arrived since then counts at the next boundary. Equal on all ranks.
 
@@ -143,17 +148,18 @@ class DistributedSignalHandler:
         # Read before the collective: a signal that arrives while this rank waits in it counts at the next boundary.
         save, received["save"] = received["save"], False
         relaunch = relaunch or received["relaunch"]
-        local = [save, received["terminate"], received["interrupt"], is_over_time, relaunch]
+        local = [save, received["terminate"], received["interrupt"], is_over_time, relaunch, grow]
         earlier = self._reductions
         self._reductions = [*earlier, _Reduction(world, local)]
         known = earlier if defer else self._reductions
         self._reductions = [each for each in self._reductions if each not in known]
         agreed = [any(flags) for flags in zip(*(each.wait() for each in known), strict=True)] or [False] * len(local)
-        save, terminate, interrupt, is_over_time, relaunch = agreed
+        save, terminate, interrupt, is_over_time, relaunch, grow = agreed
         exit_code = EXIT_TERMINATED if terminate else EXIT_INTERRUPTED if interrupt else EXIT_OK
         return BoundarySignals(
             save=save,
             exit=bool(exit_code) or is_over_time or relaunch,
             exit_code=exit_code,
             relaunch=relaunch and not exit_code,
+            grow=grow,
         )

@@ -1,4 +1,4 @@
-"""Time and steps lost to the death of a rank: restart from a checkpoint on disk, and continuing without restart.
+"""Time and steps lost to the death of a rank, or to a node that joins: by a restart, and without one.
 
 Each run is whole: launcher, processes, data, checkpoints; one process is killed by SIGKILL, after the same step in all
 runs. The restart reads a checkpoint of every ``--interval`` steps, continuing reads the copies of the same steps.
@@ -7,22 +7,28 @@ since the checkpoint or copy, which is repeated. Also the cost where nobody dies
 The processor time is that of the whole run, next to that of an undisturbed run with copies; other programs on the
 machine change it less than the other times. Ways take turns; each figure is the minimum of the repetitions.
 
+Then a node joins: two launchers on this machine, of which the second one starts while the first one trains alone. The
+pause is the time between the two steps, less the median; it is observed from outside, in the same way for both.
+
 python tests/benchmarks/train_recovery.py [--ranks 2 3] [--layers 12] [--width 256] [--interval 10] [--repeats 3]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +56,8 @@ class Recovery:
     processor_s: float
 
 
-def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: bool) -> list[str]:
+def command(arguments: argparse.Namespace, run: Path, launch: list[str], steps: int, *, continues: bool) -> list[str]:
+    """The command line of a launcher with its own words ``launch``."""
     option = "--peer-checkpoint-interval" if continues else "--save-interval"
     options = {
         "--num-layers": arguments.layers,
@@ -60,7 +67,7 @@ def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: 
         "--vocab-size": VOCABULARY,
         "--micro-batch-size": MICRO_BATCH,
         "--global-batch-size": 4 * MICRO_BATCH,
-        "--train-iters": 3 * arguments.interval,
+        "--train-iters": steps,
         "--lr": 1e-4,
         "--eval-iters": 0,
         "--device": "cpu",
@@ -68,9 +75,8 @@ def command(arguments: argparse.Namespace, ranks: int, run: Path, *, continues: 
         "--run-dir": run,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    launch = ["launch", "local", "--nproc", str(ranks), "--max-restarts", "1", "--grace-s", "1"]
-    launch += ["--log-dir", str(run.parent / "logs")]
-    return [sys.executable, "-m", "dynmo_train", *launch, "--", "pretrain", "gpt", "--mock-data", *words]
+    launch = [*launch, "--max-restarts", "1", "--grace-s", "1", "--log-dir", str(run.parent / "logs")]
+    return [sys.executable, "-m", "dynmo_train", "launch", *launch, "--", "pretrain", "gpt", "--mock-data", *words]
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -108,7 +114,8 @@ def recovery(arguments: argparse.Namespace, ranks: int, way: str) -> Recovery:
     run = folder / "run"
     try:
         with (folder / "out").open("w") as out:
-            words = command(arguments, ranks, run, continues=way != "restart")
+            launch = ["local", "--nproc", str(ranks)]
+            words = command(arguments, run, launch, 3 * arguments.interval, continues=way != "restart")
             process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
             if way != "undisturbed":
                 kill_in_between(arguments, ranks, run, process)
@@ -136,6 +143,70 @@ def read_recovery(run: Path, way: str, processor_s: float) -> Recovery:
     return Recovery(pause_s=pause_s, work_s=work_s, steps=steps, cost_s=cost_s, processor_s=processor_s)
 
 
+class StepWatch(threading.Thread):
+    """Records when the line of each step appears in ``metrics.jsonl``.
+
+    Args:
+        run: run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(daemon=True)
+        self._metrics, self.stopped = run / "metrics.jsonl", threading.Event()
+        self.times: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Look until ``stopped``."""
+        while not self.stopped.wait(POLL_S):
+            for line in lines_of(self._metrics)[len(self.times) :]:
+                self.times.setdefault(line["step"], time.monotonic())
+
+    def pause_s(self, step: int) -> float:
+        """Seconds between a step and the next one, less the median of all steps."""
+        times = [self.times[each] for each in sorted(self.times)]
+        usual_s = statistics.median(after - before for before, after in itertools.pairwise(times))
+        return self.times[step + 1] - self.times[step] - usual_s
+
+
+def join_pause_s(arguments: argparse.Namespace, way: str) -> float:
+    """Seconds for which training was paused because a node joined."""
+    folder = Path(tempfile.mkdtemp())
+    run, kind = folder / "run", "growth" if way == "grow" else "restart"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes: list[subprocess.Popen] = []
+    watch = StepWatch(run)
+    try:
+        with (folder / "out").open("w") as out:
+            for rank in range(2):
+                launch = ["node", "--nproc", "1", "--nnodes", "1:2", "--node-rank", str(rank), "--master-port", port]
+                words = command(arguments, run, launch, 1000 * arguments.interval, continues=way == "grow")
+                nodes.append(subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT))
+                if not rank:
+                    watch.start()
+                    wait_for_steps(nodes[0], watch, 2, folder / "out")
+            while not (joined := [each for each in lines_of(run / "events.jsonl") if each.get("incident") == kind]):
+                wait_for_steps(nodes[0], watch, len(watch.times) + 1, folder / "out")
+            wait_for_steps(nodes[0], watch, len(watch.times) + arguments.interval // 2, folder / "out")
+        return watch.pause_s(joined[0]["step"])
+    finally:
+        watch.stopped.set()
+        for node in nodes:
+            node.terminate()
+        for node in nodes:
+            node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_steps(process: subprocess.Popen, watch: StepWatch, count: int, out: Path) -> None:
+    """Wait until the lines of ``count`` steps have appeared."""
+    while len(watch.times) < count:
+        if process.poll() is not None:
+            raise RuntimeError(out.read_text()[-2000:])
+        time.sleep(POLL_S)
+
+
 def row(ranks: int, way: str, found: list[Recovery]) -> str:
     """A row of the table: minima, and the steps of all repetitions."""
     steps = "-".join(map(str, sorted({each.steps for each in found})))
@@ -146,7 +217,7 @@ def row(ranks: int, way: str, found: list[Recovery]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--interval", type=int, default=10)
@@ -164,6 +235,13 @@ def main() -> None:
         for way in ways:
             out(row(ranks, way, found[way]))
         sys.stdout.flush()
+    out("\n| a node joins | pause s, of each repetition |\n|---|---|\n")
+    pauses: dict[str, list[float]] = {"restart": [], "grow": []}
+    for _ in range(arguments.repeats):
+        for way, of_way in pauses.items():
+            of_way.append(join_pause_s(arguments, way))
+    for way, of_way in pauses.items():
+        out(f"| {way} | {', '.join(f'{each:.2f}' for each in sorted(of_way))} |\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,11 @@
 * ``again:S``: there, when the step is executed for the second time, after a rollback;
 * ``node:S``: there, with its launcher and all other processes of that;
 * ``copy:N``: in the transfer of its N-th copy, from 1;
-* ``recovery:G``: when it has joined generation G.
+* ``recovery:G``: when it has joined generation G;
+* ``start:0``: at its start; ``start:1`` with its node;
+* ``boundary:0``: where it joins, when the others wait at their boundary.
+
+``DYNMO_TEST_PAUSE`` has GENERATION:STEP: rank 0 begins this step of the generation when others wait to join.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from dynmo_train.launch import heartbeat
 from dynmo_train.launch.heartbeat import Phase
 from dynmo_train.launch.worker import GENERATION_VARIABLE
 from dynmo_train.pipeline.stage_module import StageModule
-from dynmo_train.trainer.recovery import peer_copies, survivor
+from dynmo_train.trainer.recovery import growth, peer_copies, survivor
+from tests.waiting import wait_for
 
 DEATHS = "DYNMO_TEST_DEATHS"
 # A folder in which each process leaves a file of its rank and process id.
 PIDS = "DYNMO_TEST_PIDS"
+PAUSE = "DYNMO_TEST_PAUSE"
 # FIRST:LAST samples whose loss is a spike.
 POISONED = "DYNMO_TEST_POISONED"
 
@@ -85,13 +91,43 @@ def _in_recovery(generation: int) -> None:
     survivor.find_memory_checkpoint = dying
 
 
+def _at_boundary(_: int) -> None:
+    await_boundary = growth._await_boundary
+
+    def dying(*arguments: Any) -> None:
+        await_boundary(*arguments)
+        die()
+
+    growth._await_boundary = dying
+
+
 PLACES: dict[str, Callable[[int], None]] = {
     "again": lambda step: _in_backward(step, times=2),
     "node": lambda step: _in_backward(step, die_with_node),
     "backward": _in_backward,
     "copy": _in_copy,
     "recovery": _in_recovery,
+    "start": lambda with_node: die_with_node() if with_node else die(),
+    "boundary": _at_boundary,
 }
+
+
+def pause_before(generation: str, step: int) -> None:
+    """Let rank 0 wait before ``step`` of a generation until other ranks are prepared to join, or refused."""
+    begin, watches = heartbeat.HeartbeatWriter.begin_step, []
+    start = growth.ProposalWatch.start
+
+    def started(self: Any) -> None:
+        watches.append(self)
+        start(self)
+
+    def paused(self: Any, number: int, **rest: Any) -> None:
+        if number == step and os.environ.get(GENERATION_VARIABLE, "0") == generation and watches:
+            wait_for(lambda: watches[0].pending or watches[0]._refusals, "ranks that join")
+        begin(self, number, **rest)
+
+    heartbeat.HeartbeatWriter.begin_step = paused  # type: ignore[method-assign]
+    growth.ProposalWatch.start = started  # type: ignore[method-assign]
 
 
 def poison(first: int, last: int) -> None:
@@ -114,6 +150,9 @@ def arrange_deaths() -> None:
         poison(*map(int, samples.split(":")))
     if os.environ.get("TORCHELASTIC_RUN_ID", "round-0") != "round-0":
         return
+    if pause := os.environ.get(PAUSE):
+        generation, step = pause.split(":")
+        pause_before(generation, int(step))
     for death in filter(None, os.environ.get(DEATHS, "").split(",")):
         rank, place, number = death.split(":")
         if rank == os.environ["RANK"]:

@@ -236,8 +236,8 @@ def _loss_spikes(config: Config, _world_size: int) -> Iterator[Problem]:
             yield conflict(flag, f"rollback cannot be combined with {other}: released ranks do not return; remove one")
 
 
-def _peer_copies(config: Config, world_size: int) -> Iterator[Problem]:
-    """A copy has the whole state of its stage, and ranks are not released."""
+def _peer_copies(config: Config, _world_size: int) -> Iterator[Problem]:
+    """A copy has the whole state of its stage, and ranks are not released; one rank makes copies once others join."""
     interval, flag, parallel = config.run.peer_checkpoint_interval, "--peer-checkpoint-interval", config.parallel
     if interval is None:
         return
@@ -255,8 +255,6 @@ def _peer_copies(config: Config, world_size: int) -> Iterator[Problem]:
     }
     if given := [name for name, is_given in others.items() if is_given]:
         yield unsupported(flag, f"is {interval}; cannot be combined with {', '.join(given)}; remove one")
-    elif world_size == 1:
-        yield conflict(flag, f"is {interval}; requires at least 2 ranks, has 1; remove it")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (

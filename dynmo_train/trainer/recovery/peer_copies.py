@@ -149,6 +149,8 @@ class PeerCopies:
         """
         self.branch, self._world, self._group, self._last = branch, world, None, last
         self._thread, self._error, self._report = None, None, None
+        # Of the generation before.
+        self._target, self._sources = None, []
         if world.size == 1:
             return
         # Hosts may share a name: launchers of several nodes also run on one machine in tests.
@@ -168,19 +170,20 @@ class PeerCopies:
             self._thread.join()
         self._world, self._group, self._thread = None, None, None
 
-    def start(self, engine: Engine, step: int, progress: Mapping[str, Any]) -> None:
+    def start(self, engine: Engine, step: int, progress: Mapping[str, Any], *, is_needed: bool = False) -> None:
         """Start a copy of the state after ``step``. Every rank calls this at the same boundary.
 
         Args:
             engine: engine of this rank.
             step: number of completed steps.
             progress: state of the run apart from its items, as a JSON document.
+            is_needed: whether others receive the copy, also where this is the only rank.
 
         Raises:
             RuntimeError: the last transfer failed.
         """
         world = self._world
-        if world is None or self._group is None:
+        if world is None or (self._group is None and not is_needed):
             return  # the only rank: its death is the end of the round
         start_s = time.perf_counter()
         self.wait()

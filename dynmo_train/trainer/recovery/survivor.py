@@ -1,13 +1,14 @@
-"""A rank that outlives others: leaves their process groups, and trains on with the remaining ranks.
+"""A rank that outlives others, is joined by others or joins: leaves process groups, and trains on with other ranks.
 
 ::
 
     train(config) --> error of a collective, since a rank died, or since the launcher's notice shut its connections down
       | SurvivorLink.wait         notice: members of the next generation; None: an error of another kind
+      |                           or GenerationEndedError: others join (``growth.py``)
       v
-    PeerCopies.leave, enter_generation, configuration with fewer pipeline ranks
+    PeerCopies.leave, enter_generation, configuration with another number of pipeline ranks
       v
-    train(config) --> join_same     world of the remaining ranks, with a new prefix of the keys
+    train(config) --> join_same     world of these ranks, with a new prefix of the keys
                       MemoryCheckpoint --> setup_run, as after a restart, but without a file and without a process start
                       first copy, SurvivorLink.confirm
 
@@ -23,12 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..._common.errors import DynmoError, UsageError
+from ..._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
 from ...config import Config
 from ...config.validate import check
 from ...formats.incident import Incident
 from ...launch.continuation import CONTINUATION_VARIABLE, Notice, SurvivorLink, enter_generation
 from ...launch.failure_record import forget_failure
+from ...launch.growth import Joining, Proposal
 from ...launch.incident_log import read_progress
 from ...launch.restart import pipeline_size
 from ...models.registry import family_of
@@ -38,7 +40,9 @@ from ..checkpoint.engine_checkpoint import progress_manifest
 from ..checkpoint.metadata import CheckpointMetadata
 from ..engine import Engine
 from ..failures import lost_connection
+from ..fingerprint import config_properties, installed
 from ..garbage_collection import release_engine
+from .growth import GenerationEndedError, ProposalWatch, join_generation, synchronize_at_boundary
 from .memory_checkpoint import MemoryCheckpoint, find_memory_checkpoint
 from .peer_copies import PeerCopies
 
@@ -61,7 +65,9 @@ class Continued:
     last_step: int
 
     def incident(self, now: float) -> Incident:
-        """The incident, at Unix time ``now``: the seconds since the copy were lost, and so were the steps."""
+        """The incident, at Unix time ``now``; after a loss the seconds and the steps since the copy were lost."""
+        if self.notice.joined:
+            return self._growth(now)
         notice, steps = self.notice, max(0, self.last_step - self.memory.step)
         ranks = ", ".join(map(str, notice.lost))
         return Incident(
@@ -77,31 +83,44 @@ class Continued:
             steps_lost=steps,
         )
 
+    def _growth(self, now: float) -> Incident:
+        """The incident of ranks that joined: no step was lost, and training was paused since the copy."""
+        notice, paused_s = self.notice, max(0.0, now - self.memory.copied_at)
+        ranks = f"rank{'s'[: len(notice.joined) != 1]} {', '.join(map(str, notice.joined))}"
+        return Incident(
+            incident="growth",
+            message=f"{ranks} joined after step {self.memory.step:,} without a restart: paused for {paused_s:.1f} s",
+            cause=notice.cause,
+            step=self.memory.step,
+            ranks=notice.joined,
+            seconds_lost=paused_s,
+        )
 
-def continued_config(config: Config, processes: int, run_dir: Path) -> Config:
-    """The configuration of a run that continues on fewer processes: with the parallel sizes of a restart with these.
+
+def continued_config(config: Config, processes: int, run_dir: Path, workers: int = 0) -> Config:
+    """The configuration of a run that continues on other processes: with the parallel sizes of a restart with these.
 
     Args:
         config: configuration of the first generation.
         processes: number of processes.
         run_dir: run directory.
+        workers: number of pipeline ranks; 0: that of a restart.
 
     Raises:
         DocumentError: its options do not allow this number.
     """
     place = str(run_dir)
-    # The last rank has no peer.
-    interval = config.run.peer_checkpoint_interval if processes > 1 else None
     before = config.parallel.pipeline_model_parallel_size * config.parallel.data_parallel_size
-    pipeline = pipeline_size({"parallel": vars(config.parallel)}, before, processes)
-    workers = config.parallel.pipeline_model_parallel_size if pipeline is None else pipeline
+    if not workers:
+        pipeline = pipeline_size({"parallel": vars(config.parallel)}, before, processes)
+        workers = config.parallel.pipeline_model_parallel_size if pipeline is None else pipeline
     parallel = replace(
         config.parallel, pipeline_model_parallel_size=workers, data_parallel_size=max(1, processes // workers)
     )
     changed = replace(
         config,
         parallel=parallel,
-        run=replace(config.run, run_dir=place, save=place, load=place, peer_checkpoint_interval=interval),
+        run=replace(config.run, run_dir=place, save=place, load=place),
         # Of the former number of ranks.
         balance=replace(config.balance, plan=None),
     )
@@ -110,22 +129,24 @@ def continued_config(config: Config, processes: int, run_dir: Path) -> Config:
 
 
 class Survivor:
-    """What a rank keeps when others die: its copies, and the connection to the launcher.
+    """What a rank keeps when others die or join: its copies, and the connection to the launcher.
 
     Args:
         interval: ``--peer-checkpoint-interval``.
         link: connection to the launcher.
         notice_s: seconds from a lost connection until a notice of the launcher, at most.
+        joining: what a rank that joins a running training knows; None for the others.
 
     Attributes:
         copies: copies in the memory of this rank.
         continued: how the current generation began; None in the first one.
     """
 
-    def __init__(self, interval: int, link: SurvivorLink, notice_s: float) -> None:
+    def __init__(self, interval: int, link: SurvivorLink, notice_s: float, joining: Joining | None = None) -> None:
         self.copies = PeerCopies(interval)
         self.continued: Continued | None = None
-        self._link, self._notice_s = link, notice_s
+        self.proposals = ProposalWatch(link, self._problem_of, self._properties)
+        self._link, self._notice_s, self._joining = link, notice_s, joining
         self._first: Config | None = None
         self._step_of_rollback: int | None = None
         self._notice: Notice | None = None
@@ -148,19 +169,28 @@ class Survivor:
                 f"--peer-checkpoint-interval {interval}: requires dynmo-train launch, which notifies the other ranks;"
                 " remove it"
             )
-        return Survivor(interval, SurvivorLink(environment), float(environment[CONTINUATION_VARIABLE]))
+        joining, notice_s = Joining.of(environment), float(environment[CONTINUATION_VARIABLE])
+        return Survivor(interval, SurvivorLink(environment), notice_s, joining)
 
     def run(self, train: Callable[[Config], int], config: Config) -> int:
-        """Train, and again with the remaining ranks after each loss; the exit code.
+        """Train, and again with the remaining ranks after each loss, and with more after a growth; the exit code.
 
         Args:
             train: trains one generation.
             config: configuration of the first one.
         """
         self._first = config
+        if self._joining is not None:
+            outcome = join_generation(self._link, self._joining, self._properties())
+            if outcome.notice is None:
+                return EXIT_RELAUNCH
+            self._notice, self._run_dir = outcome.notice, Path(self._joining.run_dir)
+            config = self._enter(outcome.notice, config)
         while True:
             try:
                 return train(config)
+            except GenerationEndedError as ended:
+                self._notice = ended.notice
             except (RuntimeError, DynmoError) as error:
                 if not self._is_training:
                     raise
@@ -180,7 +210,23 @@ class Survivor:
         release_engine()
         self._link.generation = notice.generation
         enter_generation(notice, self._link.first_rank)
-        return continued_config(first, len(notice.ranks), self._run_dir)
+        return continued_config(first, len(notice.ranks), self._run_dir, notice.workers)
+
+    def _problem_of(self, proposal: Proposal) -> str | None:
+        """Why the options do not allow the sizes of a proposal; None where they do."""
+        if self._first is None or self._run_dir is None:
+            return "the run has no directory yet"
+        try:
+            continued_config(self._first, proposal.processes, self._run_dir, proposal.workers)
+        except DynmoError as error:
+            return str(error)
+        return None
+
+    def _properties(self) -> dict[str, str]:
+        """What must be equal on all ranks; it takes as long as reading the files of the options."""
+        if self._first is None:
+            return {}
+        return {**config_properties(self._first), **installed()}
 
     def begin(self) -> None:
         """Record which connections exist before those of the generation."""
@@ -239,15 +285,33 @@ class Survivor:
         """Report that the generation trains; its first copy has been started. Every rank calls this."""
         self._is_training = True
         if world.is_rank0:
+            self.proposals.start()
             self._link.confirm()
 
-    def copy(self, engine: Engine, metadata: CheckpointMetadata, now: float) -> None:
+    def grow(self, world: World) -> str:
+        """Continue with the ranks that wait to join. Every rank calls this, after it has started a copy.
+
+        Returns:
+            Why they do not join.
+
+        Raises:
+            GenerationEndedError: on every rank, if they join.
+            RuntimeError: another rank has ended.
+        """
+        self.copies.wait()
+        outcome = synchronize_at_boundary(self._link, world, self.proposals.pending)
+        if outcome.notice is not None:
+            raise GenerationEndedError(outcome.notice)
+        return outcome.reason
+
+    def copy(self, engine: Engine, metadata: CheckpointMetadata, now: float, *, is_needed: bool = False) -> None:
         """Start a copy of the state after a step. Every rank calls this at the same boundary.
 
         Args:
             engine: engine of this rank.
             metadata: contents of a checkpoint that the engine does not know.
             now: Unix time.
+            is_needed: whether others receive it, also where this is the only rank.
         """
         progress: dict[str, Any] = {"manifest": progress_manifest(engine, metadata), "copied_at": now}
-        self.copies.start(engine, metadata.step, progress)
+        self.copies.start(engine, metadata.step, progress, is_needed=is_needed)

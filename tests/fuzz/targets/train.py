@@ -197,6 +197,7 @@ def _records(kind: str) -> list[bytes]:
         continuation,
         coordinator,
         flight_recorder,
+        growth,
         heartbeat,
         membership,
         node_watch,
@@ -206,6 +207,16 @@ def _records(kind: str) -> list[bytes]:
     if kind == "notice":
         notice = continuation.Notice(generation=1, ranks=(0, 1), lost=(2,), sizes=(1, 1), cause="killed", since=1.5)
         return [continuation.encode_notice(notice).encode()]
+    if kind == "proposal":
+        return [growth.encode_proposal(growth.Proposal(attempt=1, ranks=(2, 3), processes=4, workers=4)).encode()]
+    if kind == "outcome":
+        grown = continuation.Notice(
+            generation=1, ranks=(0, 1), lost=(), sizes=(1, 1), cause="x", since=1.5, joined=(1,), workers=2
+        )
+        outcomes = growth.Outcome(notice=grown), growth.Outcome(notice=None, reason="x")
+        return [growth.encode_outcome(each).encode() for each in outcomes]
+    if kind in STORE_VALUES:
+        return [STORE_VALUES[kind]]
     if kind == "traces":
         last = flight_recorder.LastCollective(number=3, name="nccl:all_reduce", sizes="[[4]]", members=(0, 1))
         return [node_watch.encode_traces({1: {"0": last}}).encode()]
@@ -233,6 +244,12 @@ def _records(kind: str) -> list[bytes]:
     return [node_watch.encode_states([state], 1).encode()]
 
 
+STORE_VALUES = {
+    "properties": b'{"--lr": "0.1", "--x": ""}',
+    "deaths": b'{"1": -9, "2": 1}',
+    "collectives": b'{"0": "all_reduce", "12": ""}',
+    "end": b'{"code": 1, "message": "x"}',
+}
 RECORD: dict[str, Any] = {"name": "a", "rank": 1, "processes": 2, "round": 1, "failures": ((0, 1),)}
 STATE: dict[str, Any] = {"host": "h", "age_s": 1.5, "process": "R"}
 
@@ -445,6 +462,12 @@ TARGETS = [
         bytes_target(f"{P}.launch.{module}", partial(_record_seeds, kind), call=call, errors=(ValueError,))
         for module, kind, call in (
             ("continuation:decode_notice", "notice", None),
+            ("growth:decode_proposal", "proposal", None),
+            ("growth:decode_outcome", "outcome", None),
+            ("growth:decode_properties", "properties", None),
+            ("node_continuation:decode_deaths", "deaths", None),
+            ("node_watch:decode_collectives", "collectives", None),
+            ("rendezvous:decode_end", "end", None),
             ("coordinator:decode_record", "record", None),
             ("coordinator:decode_round", "round", None),
             ("node_watch:decode_traces", "traces", lambda parse, data: parse(data.decode("utf-8", "surrogateescape"))),

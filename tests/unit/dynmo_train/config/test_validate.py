@@ -24,7 +24,6 @@ EXPERTS = {"num_experts": 4}
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 CASES = {
-    "copies without peer": ({"peer_checkpoint_interval": 5}, "--peer-checkpoint-interval"),
     "copies of shards": ({"peer_checkpoint_interval": 5, "zero_stage": 1, **REPLICAS}, "--peer-checkpoint-interval"),
     "copies of memories": (
         {"peer_checkpoint_interval": 5, "grad_comp": True, **REPLICAS},

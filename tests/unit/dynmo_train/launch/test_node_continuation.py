@@ -7,10 +7,13 @@ import signal
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from dynmo_train._common.document import DocumentError
 from dynmo_train.launch import node_continuation
 from dynmo_train.launch.continuation import PREFIX, Continuation
 from dynmo_train.launch.coordinator import Round
-from dynmo_train.launch.node_continuation import FollowingNode, LeadingNode
+from dynmo_train.launch.node_continuation import FollowingNode, LeadingNode, decode_deaths
+from dynmo_train.launch.node_growth import LeadingGrowth
+from dynmo_train.launch.run_layout import RunLayout
 
 KILLED = -signal.SIGKILL
 ROUND = Round(number=1, members=(0, 1, 2), names=("a", "b", "c"), processes=(1, 2, 2), port=0, extra_flags=())
@@ -39,7 +42,7 @@ class Lost:
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(monkeypatch, tmp_path):
     """Node 0, the other nodes, their membership, and the keys of the store."""
     monkeypatch.setattr(node_continuation, "SAME_LOSS_S", 0.0)
 
@@ -47,7 +50,8 @@ def cluster(monkeypatch):
         store, nodes = HashStore(), Nodes(least)
         keys = PrefixStore(PREFIX, store)
         keys.set("ready/0", "1")
-        leader = LeadingNode(Continuation(store, ROUND.processes), nodes, ROUND)
+        generations, layout = Continuation(store, ROUND.processes), RunLayout(tmp_path / "run", tmp_path / "join")
+        leader = LeadingNode(generations, nodes, LeadingGrowth(generations, nodes, ROUND, layout))
         return leader, [FollowingNode(lambda: keys) for _ in range(2)], nodes, keys
 
     return make
@@ -128,3 +132,22 @@ def test_node_zero_that_has_ended_refuses(cluster):
     leader.close()
     assert second.poll({1: KILLED}) is False
     assert not nodes.may_continue
+
+
+HOSTILE = [b"[]", b"7", b"{", b'{"x": 1}', b'{"1": "9"}', b'{"1": null}', b'{"-1": 1}', b'{"1": 1e300}', b"\xff"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_report_of_another_version_is_refused(value):
+    with pytest.raises(DocumentError, match="does it run another version"):
+        decode_deaths(value)
+
+
+def test_invalid_reports_are_ignored_with_one_message(cluster, capsys):
+    leader, (second, _), _, keys = cluster()
+    for value in HOSTILE:
+        keys.set(f"deaths/{keys.add('deaths', 1)}", value)
+    assert leader.poll({}) is True
+    assert capsys.readouterr().err.count("ignored: a report of ended processes of another node") == 1
+    second.poll({1: KILLED})
+    assert leader.poll({}).lost == (1,)
