@@ -116,7 +116,7 @@ def run_atheris(task: Task, executor: Executor, page: Page, limits: Limits, repo
     for number, seed in enumerate(executor.corpus):
         (folder / f"{number:06d}").write_bytes(seed)
     options = [f"-seed={(task.seed * 1000003 + task.begin) % (1 << 31) + 1}", f"-max_len={MAX_BYTES}", "-verbosity=0"]
-    # The limits are this project's: libFuzzer's would end the process. atheris takes a timeout of 0 as one that is over.
+    # The limits are this project's: libFuzzer's would end the process. A timeout of 0 is over at once for atheris.
     options += ["-timeout=1000000", "-rss_limit_mb=0", "-handle_xfsz=0", f"-artifact_prefix={folder}/"]
     atheris.Setup([sys.argv[0], *options, str(folder)], one_input, custom_mutator=mutator)
     with quiet():
