@@ -16,6 +16,8 @@ from ..huggingface.files import (
     weight_index,
 )
 from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
+from ..huggingface.quantized import KEY as QUANTIZATION_KEY
+from ..huggingface.quantized import dequantized_tensors, quantization_of
 from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
 from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
@@ -32,17 +34,24 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         CorruptError: a file is missing or broken, the configuration has impossible sizes, or tied tensors differ.
         UnsupportedError: another architecture, or tensors that the map does not have.
     """
-    config = read_config(directory)
+    stored = read_config(directory)
+    quantization = quantization_of(stored, options.ignore_config)
+    # The output has plain weights, so its configuration must not describe the quantized ones.
+    config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
     model = model_from_config(config, directory / "config.json", options)
-    return from_map(
+    tensors, dequantized = dequantized_tensors(
+        read_tensors(directory, quantized=quantization is not None), quantization
+    )
+    checkpoint, remarks = from_map(
         directory,
         model,
         ARCHITECTURES[config["model_type"]].map,
-        read_tensors(directory),
+        tensors,
         options.drop,
         run_id=directory.resolve().name,
         source=source_of(config, read_generation_config(directory)),
     )
+    return checkpoint, [*dequantized, *remarks]
 
 
 def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:

@@ -25,6 +25,7 @@ from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..maps.decoder_fields import GATED
 from ..native.checkpoint import NativeCheckpoint
+from ..tensors.computed import is_computed as is_computed_tensor
 from .reference_model import Array, Ids, model_logits
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class LogitsCheck:
 
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
-        if self.source_format == HF:
+        # transformers cannot compute what this conversion computes: dequantized weights, or a merged adapter.
+        is_computed = any(map(is_computed_tensor, self.source.tensors.values()))
+        if self.source_format == HF and not is_computed:
             with _suggest_option():
                 before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
         else:
