@@ -182,6 +182,10 @@ IgnoreConfig = Annotated[
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
+Adapters = Annotated[
+    list[Path] | None,
+    typer.Option("--adapter", help="Merge a LoRA or DoRA adapter of peft into the weights; repeatable."),
+]
 Sparse = Annotated[
     bool,
     typer.Option(
@@ -272,6 +276,7 @@ class ImportOptions:
     vocab_size: VocabSize = None
     num_attention_heads: NumHeads = None
     config: ModelConfig = None
+    adapter: Adapters = None
     sparse: Sparse = False
     with_optimizer_if_present: OptimizerIfPresent = False
     tie: Tie = True
@@ -293,6 +298,7 @@ class ImportOptions:
             ignore_config=tuple(self.ignore_config or ()),
             optimizer_if_present=self.with_optimizer_if_present,
             config=self.config,
+            adapters=tuple(self.adapter or ()),
         )
 
 

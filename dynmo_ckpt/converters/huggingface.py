@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .._common.document import encode_json
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.adapters import merge_adapters, read_adapter
 from ..huggingface.files import (
     DTYPE_NAMES,
     plan_files,
@@ -42,6 +43,10 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
     tensors, dequantized = dequantized_tensors(
         read_tensors(directory, quantized=quantization is not None), quantization
     )
+    adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]
+    tensors, merged = merge_adapters(
+        tensors, adapters, transposed=config["model_type"] == "gpt2", tied=model["tied_embeddings"]
+    )
     checkpoint, remarks = from_map(
         directory,
         model,
@@ -51,7 +56,7 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         run_id=directory.resolve().name,
         source=source_of(config, read_generation_config(directory)),
     )
-    return checkpoint, [*dequantized, *remarks]
+    return checkpoint, [*dequantized, *merged, *remarks]
 
 
 def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:

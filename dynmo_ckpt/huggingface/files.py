@@ -79,8 +79,8 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
         UnsafePickleError: ``pytorch_model.bin`` refers to more than plain data.
         UnsupportedError: a type that DynMo does not read.
     """
-    safetensors = _quantized_safetensors if quantized else _safetensors
-    for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", _torch_tensors)):
+    safetensors = _quantized_safetensors if quantized else safetensors_tensors
+    for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
         if (directory / f"{name}.index.json").exists():
             return _indexed(directory / f"{name}.index.json", read)
         if (directory / name).exists():
@@ -92,7 +92,8 @@ def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tenso
     )
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def safetensors_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, with the errors of ``read_index``."""
     return {key: as_tensor(array) for key, array in read_index(path).arrays.items()}
 
 
@@ -100,8 +101,14 @@ def _quantized_safetensors(path: Path) -> dict[str, Tensor]:
     return {key: as_tensor(array) for key, array in read_index(path, quantized=True).arrays.items()}
 
 
-def _torch_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict that ``torch.save`` wrote."""
+def torch_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a state dict that ``torch.save`` wrote.
+
+    Raises:
+        CorruptError: the file is missing or broken, or has no state dict.
+        UnsafePickleError: it refers to more than plain data.
+        UnsupportedError: the state dict is nested.
+    """
     file = open_torch(path)
     if not isinstance(file.tree, dict):
         raise CorruptError(f"{path}: has a {type(file.tree).__name__} in place of a state dict")

@@ -103,8 +103,8 @@ def quantization_of(config: Mapping[str, Any], ignored: Sequence[str] = ()) -> Q
     method = found.get("quant_method")
     if method not in METHODS:
         raise UnsupportedError(
-            f"config.json: {KEY}.quant_method {short_repr(method)}: must be one of {', '.join(METHODS)}; dequantize the "
-            "weights with the program that wrote them"
+            f"config.json: {KEY}.quant_method {short_repr(method)}: must be one of {', '.join(METHODS)}; dequantize "
+            "the weights with the program that wrote them"
         )
     layout = _LAYOUT[method]
     for key, values in layout.items():
@@ -199,8 +199,8 @@ def _fp8(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         has_one = not wanted and scale.shape in ((), (1,), (1, 1))
         if scale.dtype not in (*FLOATS, "F8_E8M0", "U8") or not (has_one or scale.shape == wanted):
             raise CorruptError(
-                f"{short_name(scale_name)}: {scale.dtype} {list(scale.shape)} does not fit a weight {list(weight.shape)}"
-                f" in blocks of {'its size' if block is None else block}"
+                f"{short_name(scale_name)}: {scale.dtype} {list(scale.shape)} does not fit a weight "
+                f"{list(weight.shape)} in blocks of {'its size' if block is None else block}"
             )
         # A scale of one element counts as one block that covers the matrix.
         sizes = (rows, columns) if block is None else (block[0], block[1])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.errors import MissingExtraError
+from .._common.errors import MissingExtraError, UsageError
 from ..huggingface.decoders import unlike_mixtral
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
@@ -67,7 +67,14 @@ class LogitsCheck:
 
         Raises:
             MissingExtraError: the comparison is required and needs a package that is not installed.
+            UsageError: the comparison is required, and the format of the output cannot be read.
         """
+        from ..converters.registry import get_format
+
+        if get_format(self.target_format).read is None:
+            if self.required:
+                raise UsageError(f"--check-logits: {self.target_format} is only written, and cannot be computed here")
+            return f"{self.target_format} is only written"
         reason = unsupported_reason(self.source.manifest["model"])
         if reason:
             return reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,35 @@ def computed_tensor(
         path=arrays[0].path, key=name, dtype=dtype, shape=shape, offset=0, inputs=arrays, compute=compute
     )
     return as_tensor(computed)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """The bytes of a constant in float32."""
+
+    payload: bytes
+
+    def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
+        return np.frombuffer(self.payload, np.uint32)
+
+
+def constant_tensor(name: str, numbers: Floats) -> Tensor:
+    """Numbers in memory as a tensor.
+
+    Args:
+        name: of the tensor, for messages.
+        numbers: ``[N]`` float32; they are copied.
+    """
+    array = ComputedArray(
+        path=Path(name),
+        key=name,
+        dtype="F32",
+        shape=numbers.shape,
+        offset=0,
+        inputs=(),
+        compute=_Constant(numbers.tobytes()),
+    )
+    return as_tensor(array)
 
 
 def arrays_of(tensor: Tensor) -> tuple[StoredArray, ...]:

@@ -1,4 +1,4 @@
-"""A small Llama in a Hugging Face directory, plain or in float8."""
+"""A small Llama in a Hugging Face directory, plain or in float8, and an adapter."""
 
 import json
 
@@ -36,3 +36,16 @@ def quantize_fp8(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
     return tensors | expected
+
+
+def save_adapter(tmp_path, tensors=None, **config):
+    """Write an adapter of q_proj without peft."""
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    if tensors is None:
+        tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
+    safetensors.save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
