@@ -6,7 +6,7 @@ differs from a Hugging Face directory:
 * names of llama.cpp, experts stacked in one tensor each;
 * a Llama's rows of queries and keys pair neighbors; Gemma's norms are stored as 1 + w; GPT-2's matrices as [out, in];
 * Llama 3's rotary scaling is a tensor of divisors;
-* vectors, routers and rows that are no multiple of a block stay in a plain type.
+* vectors and routers stay in float32, and rows that blocks do not divide in float16.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.errors import MissingExtraError
 from ..formats.choices import WriteOptions
 from ..huggingface.models import architecture_of_model, hf_config
 from ..io.errors import UnsupportedError
@@ -31,6 +29,7 @@ from ..maps.name_map import MappedTensor, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan, OutputTensor
 from ..tensors.views import Tensor, concatenate
+from .gguf_package import gguf_package
 from .registry import CheckpointFormat
 
 if TYPE_CHECKING:
@@ -132,18 +131,6 @@ class GgufFile:
         """See ``Writable``; read by the ``gguf`` package."""
         reader = gguf_package().GGUFReader(path)
         return {tensor.name: (int(tensor.data_offset), int(tensor.n_bytes)) for tensor in reader.tensors}
-
-
-def gguf_package() -> Any:
-    """The ``gguf`` package.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise MissingExtraError("gguf", "gguf") from error
 
 
 def _dtype(code: str) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..io.reading import SourceFiles, Words
-from ..tensors.computed import Floats, floats_of, rounded, words_of
+from ..tensors.computed import Floats, bits_of, floats_of, rounded
 from ..tensors.views import Tensor
-from .gguf import gguf_package
+from .gguf_package import gguf_package
 
 BLOCK_BYTES = 34  # of 32 values in Q8_0: a float16 scale and 32 signed bytes
 
@@ -25,10 +25,10 @@ class QuantizedRows:
     mask: Tensor | None
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``; bytes ``[end - begin, C / 32 * 34]``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``; bytes ``[end - begin, C / 32 * 34]``."""
         numbers = floats_of(files, self.content.narrow(0, begin, end))
         if self.mask is not None:
-            numbers[words_of(files, self.mask.narrow(0, begin, end)) == 0] = 0
+            numbers[bits_of(files, self.mask.narrow(0, begin, end)) == 0] = 0
         gguf = gguf_package()
         found: Words = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
         return found
@@ -41,7 +41,7 @@ class OnePlus:
     vector: Tensor
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         return rounded(floats_of(files, self.vector).reshape(1, -1) + 1, "F32")
 
 

@@ -62,6 +62,8 @@ _PART = re.compile(
 )
 # A pattern of the configuration is from an untrusted file: nested repetitions can take exponential time to match.
 _MAX_PATTERN = 200
+# Far above any that is trained; the product with float32 numbers must not overflow by the scale alone.
+_LARGEST_SCALE = 1e6
 _NESTED = re.compile(r"\)[*+{]")
 _HEADS = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|lm_head)\.(weight|bias)$")
 
@@ -308,17 +310,22 @@ class _Merge:
             raise CorruptError(f"{short_name(found[0])}: has the type {tensor.dtype}; a merge needs real numbers")
         return found[0], tensor
 
-    def _check_shapes(self, name: str, found: Sequence[int], wanted: Sequence[int], shown: Sequence[int]) -> None:
-        if tuple(found) != tuple(wanted):
+    def _check_shapes(self, name: str, found: Sequence[int], expected: Sequence[int], shown: Sequence[int]) -> None:
+        if tuple(found) != tuple(expected):
             raise CorruptError(
                 f"{self.adapter.directory}: {short_name(name)}: the adapter has {list(shown)}, which does not fit "
-                f"{list(wanted)}; it belongs to another model"
+                f"{list(expected)}; it belongs to another model"
             )
 
     def _scale(self, module: str) -> float:
         config = self.adapter.config
         alpha, rank = (_setting(config, key, module) for key in ("lora_alpha", "r"))
-        return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+        scale = float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+        if not scale < _LARGEST_SCALE:
+            raise CorruptError(
+                f"{self.adapter.directory}: lora_alpha / r is {scale:g}; must be below {_LARGEST_SCALE:g}"
+            )
+        return scale
 
     def _check_rank(self, module: str, *ranks: int) -> None:
         expected = _setting(self.adapter.config, "r", module)

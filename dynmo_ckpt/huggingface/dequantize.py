@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..io.errors import CorruptError, UnsupportedError, short_name
 from ..io.reading import SourceFiles, Words
-from ..tensors.computed import Floats, floats_of, rounded, words_of
+from ..tensors.computed import Floats, bits_of, floats_of, rounded
 from ..tensors.views import Tensor
 
 Codes = NDArray[np.int32]
@@ -49,7 +49,7 @@ def scale_numbers(files: SourceFiles, tensor: Tensor) -> Floats:
     """
     if tensor.dtype != "U8":
         return floats_of(files, tensor)
-    exponents = words_of(files, tensor).astype(np.int32)
+    exponents = bits_of(files, tensor).astype(np.int32)
     numbers = np.ldexp(np.float32(1), exponents - 127, dtype=np.float32)
     return np.where(exponents == 255, np.float32(np.nan), numbers)
 
@@ -82,9 +82,9 @@ class BlockScaledRows:
     dtype: str
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         high, wide = self.block
-        numbers = FLOAT8[words_of(files, self.weight.narrow(0, begin, end))]
+        numbers = FLOAT8[bits_of(files, self.weight.narrow(0, begin, end))]
         first = begin // high
         scale = scale_numbers(files, self.scale.narrow(0, first, -(-end // high)))
         rows = np.arange(begin, end) // high - first
@@ -102,7 +102,7 @@ class MicroscaledRows:
     dtype: str
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``; a row is an output of an expert."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``; a row is an output of an expert."""
         outputs = self.blocks.shape[1]
         parts = []
         # A chunk of rows may begin in one expert and end in another.
@@ -111,7 +111,7 @@ class MicroscaledRows:
             pair = (
                 tensor.narrow(0, expert, expert + 1).narrow(1, first, last) for tensor in (self.blocks, self.scales)
             )
-            blocks, scales = (words_of(files, tensor)[0] for tensor in pair)
+            blocks, scales = (bits_of(files, tensor)[0] for tensor in pair)
             numbers = FLOAT4[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
             with np.errstate(over="ignore"):
                 values = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
@@ -137,12 +137,17 @@ class GptqRows:
     dtype: str
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``.
+
+        Raises:
+            CorruptError: the index names a missing group.
+            UnsupportedError: a zero point that programs read differently.
+        """
         outputs = self.scales.shape[1]
         # Zero points are packed in groups of up to 32 outputs, so complete groups are read.
         packed = min(outputs, -(-end // 32) * 32)
-        codes_IO = unpack(words_of(files, self.qweight.narrow(1, begin, end)), self.bits)
-        words = words_of(files, self.qzeros.narrow(1, begin * self.bits // 32, packed * self.bits // 32))
+        codes_IO = unpack(bits_of(files, self.qweight.narrow(1, begin, end)), self.bits)
+        words = bits_of(files, self.qzeros.narrow(1, begin * self.bits // 32, packed * self.bits // 32))
         zeros_GO = unpack(words.T, self.bits).T[:, : end - begin]
         if self.zero_offset and (zeros_GO == (1 << self.bits) - 1).any():
             raise UnsupportedError(
@@ -152,12 +157,13 @@ class GptqRows:
         groups_I = self._groups(files, len(codes_IO))
         scales_GO = floats_of(files, self.scales.narrow(1, begin, end))
         centered = (codes_IO - (zeros_GO + self.zero_offset)[groups_I]).astype(np.float32)
-        return rounded((centered * scales_GO[groups_I]).T, self.dtype)
+        with np.errstate(all="ignore"):
+            return rounded((centered * scales_GO[groups_I]).T, self.dtype)
 
     def _groups(self, files: SourceFiles, inputs: int) -> NDArray[np.intp]:
         if self.index is None:
             return np.arange(inputs) // self.group_size
-        groups = words_of(files, self.index).view(np.int32).astype(np.intp)
+        groups = bits_of(files, self.index).view(np.int32).astype(np.intp)
         if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < self.scales.shape[0]:
             raise CorruptError(f"{short_name(self.name)}.g_idx: names a group beyond {self.scales.shape[0]}")
         return groups
@@ -174,15 +180,16 @@ class AwqRows:
     dtype: str
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         codes_IO, zeros_GO = (
-            self._codes(words_of(files, tensor.narrow(1, begin // 8, -(-end // 8))))[:, : end - begin]
+            self._codes(bits_of(files, tensor.narrow(1, begin // 8, -(-end // 8))))[:, : end - begin]
             for tensor in (self.qweight, self.qzeros)
         )
         groups_I = np.arange(len(codes_IO)) // self.group_size
         scales_GO = floats_of(files, self.scales.narrow(1, begin, end))
         centered = (codes_IO - zeros_GO[groups_I]).astype(np.float32)
-        return rounded((centered * scales_GO[groups_I]).T, self.dtype)
+        with np.errstate(all="ignore"):
+            return rounded((centered * scales_GO[groups_I]).T, self.dtype)
 
     @staticmethod
     def _codes(words: Words) -> Codes:

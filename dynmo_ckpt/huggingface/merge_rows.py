@@ -32,11 +32,12 @@ class MergedRows:
     scale: float
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         total = _sum(self, files, begin, end)
         if self.magnitude is not None:
-            norms = np.linalg.norm(total, axis=1)
-            total *= (floats_of(files, self.magnitude.narrow(0, begin, end)) / norms)[:, None]
+            magnitude = floats_of(files, self.magnitude.narrow(0, begin, end))
+            with np.errstate(all="ignore"):  # a row of zeros becomes NaN, as in peft
+                total *= (magnitude / np.linalg.norm(total, axis=1))[:, None]
         return rounded(total, self.base.dtype)
 
 
@@ -52,10 +53,11 @@ class MergedColumns:
     factors: list[Floats] = field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         if not self.factors:  # the norms need all rows: they are computed once, in a first pass
             self.factors.append(self._factors(files))
-        return rounded(_sum(self, files, begin, end) * self.factors[0], self.base.dtype)
+        with np.errstate(all="ignore"):
+            return rounded(_sum(self, files, begin, end) * self.factors[0], self.base.dtype)
 
     def _factors(self, files: SourceFiles) -> Floats:
         rows, columns = self.base.shape
@@ -63,12 +65,15 @@ class MergedColumns:
         squares = np.zeros(columns, np.float64)
         for begin in range(0, rows, step):
             squares += np.square(_sum(self, files, begin, min(rows, begin + step)), dtype=np.float64).sum(axis=0)
-        return (floats_of(files, self.magnitude) / np.sqrt(squares)).astype(np.float32)
+        with np.errstate(all="ignore"):
+            return (floats_of(files, self.magnitude) / np.sqrt(squares)).astype(np.float32)
 
 
 def _sum(merge: MergedRows | MergedColumns, files: SourceFiles, begin: int, end: int) -> Floats:
     up, down = floats_of(files, merge.up.narrow(0, begin, end)), floats_of(files, merge.down)
-    total: Floats = floats_of(files, merge.base.narrow(0, begin, end)) + np.float32(merge.scale) * (up @ down)
+    base = floats_of(files, merge.base.narrow(0, begin, end))
+    with np.errstate(all="ignore"):  # numbers beyond float32 become infinity, as in torch
+        total: Floats = base + np.float32(merge.scale) * (up @ down)
     return total
 
 
@@ -81,8 +86,9 @@ class AddedBias:
     scale: float
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
-        total = floats_of(files, self.base) + np.float32(self.scale) * floats_of(files, self.added)
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
+        with np.errstate(all="ignore"):
+            total = floats_of(files, self.base) + np.float32(self.scale) * floats_of(files, self.added)
         return rounded(total, self.base.dtype)
 
 
@@ -96,7 +102,7 @@ class ReplacedRows:
     dtype: str
 
     def __call__(self, files: SourceFiles, begin: int, end: int) -> Words:
-        """See ``RowComputation``."""
+        """Bits of the rows ``begin`` to ``end``: see ``RowComputation``."""
         numbers = floats_of(files, self.base if len(self.base.shape) < 2 else self.base.narrow(0, begin, end))
         for at, row in enumerate(self.indices):
             if self.rows is not None and begin <= row < end:

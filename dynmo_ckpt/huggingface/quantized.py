@@ -193,11 +193,11 @@ def _fp8(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         name = scale_name.removesuffix("_scale_inv")
         weight, scale = _parts(tensors, name, (name, scale_name))
         rows, columns = _matrix(name, weight, ("F8_E4M3",))
-        wanted: tuple[int, ...] = ()
+        expected: tuple[int, ...] = ()
         if block is not None:
-            wanted = (-(-rows // block[0]), -(-columns // block[1]))
-        has_one = not wanted and scale.shape in ((), (1,), (1, 1))
-        if scale.dtype not in (*FLOATS, "F8_E8M0", "U8") or not (has_one or scale.shape == wanted):
+            expected = (-(-rows // block[0]), -(-columns // block[1]))
+        has_one = not expected and scale.shape in ((), (1,), (1, 1))
+        if scale.dtype not in (*FLOATS, "F8_E8M0", "U8") or not (has_one or scale.shape == expected):
             raise CorruptError(
                 f"{short_name(scale_name)}: {scale.dtype} {list(scale.shape)} does not fit a weight "
                 f"{list(weight.shape)} in blocks of {'its size' if block is None else block}"
@@ -249,8 +249,8 @@ def _gptq(tensors: Mapping[str, Tensor], how: Quantization) -> Built:
         index = tensors.get(f"{module}.g_idx")
         shapes = (qzeros.dtype, qzeros.shape, scales.dtype in FLOATS, scales.shape)
         indexed = index is None or (index.dtype, index.shape) == ("I32", (rows,))
-        wanted = ("I32", (groups, columns * bits // 32), True, (groups, columns))
-        if left_bits or columns * bits % 32 or shapes != wanted or not indexed:
+        expected = ("I32", (groups, columns * bits // 32), True, (groups, columns))
+        if left_bits or columns * bits % 32 or shapes != expected or not indexed:
             raise CorruptError(f"{short_name(module)}: shapes of a weight with {bits} bits contradict each other")
         compute = GptqRows(
             name=module,

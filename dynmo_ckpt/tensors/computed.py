@@ -68,16 +68,16 @@ def constant_tensor(name: str, numbers: Floats) -> Tensor:
 
 
 def arrays_of(tensor: Tensor) -> tuple[StoredArray, ...]:
-    """The arrays of which a tensor consists, each once."""
+    """The arrays of which a tensor of any shape consists, each once."""
     return tuple(dict.fromkeys(piece.view.array for piece in tensor.pieces))
 
 
 def is_computed(tensor: Tensor) -> bool:
-    """Whether a part of a tensor is computed while it is read."""
+    """Whether a part of a tensor of any shape is computed while it is read."""
     return any(isinstance(array, ComputedArray) for array in arrays_of(tensor))
 
 
-def words_of(files: SourceFiles, tensor: Tensor) -> Words:
+def bits_of(files: SourceFiles, tensor: Tensor) -> Words:
     """The bits of a tensor, with its shape; the caller has narrowed it to a bounded size.
 
     Args:
@@ -99,7 +99,7 @@ def floats_of(files: SourceFiles, tensor: Tensor) -> Floats:
         files: the open files.
         tensor: any shape, of the type F32, F16 or BF16.
     """
-    words = words_of(files, tensor)
+    words = bits_of(files, tensor)
     return words.view(np.float32) if tensor.dtype == "F32" else cast(words, tensor.dtype, "F32").view(np.float32)
 
 

@@ -7,9 +7,15 @@ import pytest
 
 from dynmo_ckpt.converters.gguf_types import llama3_divisors
 
-gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+# Not importorskip, by which the module would have no tests where the extra is not installed.
+try:
+    import gguf
+except ImportError:
+    gguf = None
+pytestmark = pytest.mark.skipif(gguf is None, reason="the gguf package is not installed")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 288, "max_position_embeddings": 64}
@@ -68,7 +74,7 @@ def permuted(weight, heads):
     return rows.swapaxes(1, 2).reshape(weight.shape)
 
 
-def wanted(name, stored):
+def by_converter_rules(name, stored):
     """The tensors of llama.cpp from those of transformers, by its converter's rules."""
     arch = {"llama-tied": "llama", "llama3": "llama", "linear": "llama", "mistral": "llama", "mixtral": "llama"}.get(
         name, name
@@ -109,7 +115,7 @@ def key(reader, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_and_keys_equal_those_of_the_model(tmp_path, ckpt, name):
-    expected = wanted(name, save(name, tmp_path / "in"))
+    expected = by_converter_rules(name, save(name, tmp_path / "in"))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
     reader, found = opened(tmp_path / "out" / "model.gguf")
     divisors = found.pop("rope_freqs.weight", None)
@@ -134,7 +140,7 @@ def test_tensors_and_keys_equal_those_of_the_model(tmp_path, ckpt, name):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
 def test_matrices_are_rounded_and_vectors_are_not(tmp_path, ckpt, name, dtype):
-    expected = wanted(name, save(name, tmp_path / "in"))
+    expected = by_converter_rules(name, save(name, tmp_path / "in"))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--dtype", dtype)
     reader, found = opened(tmp_path / "out" / "model.gguf")
     kind = {"fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}[dtype]
@@ -160,8 +166,8 @@ def test_rows_that_no_block_divides_stay_in_float16(tmp_path, ckpt, monkeypatch)
     assert found["blk.0.ffn_up.weight"][0] == gguf.GGMLQuantizationType.Q8_0
 
 
-def test_bfloat16_weights_are_kept(tmp_path, ckpt):
-    expected = wanted("llama", save("llama", tmp_path / "in", torch.bfloat16))
+def test_bfloat16_weights_keep_their_type(tmp_path, ckpt):
+    expected = by_converter_rules("llama", save("llama", tmp_path / "in", torch.bfloat16))
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
     _, found = opened(tmp_path / "out" / "model.gguf")
     assert found["blk.1.attn_q.weight"][0] == gguf.GGMLQuantizationType.BF16

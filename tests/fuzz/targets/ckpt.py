@@ -1,6 +1,6 @@
 """Parsers of ``dynmo_ckpt``: manifests, safetensors, pickles, checkpoints of other programs, tokenizer files.
 
-The project reads no GGUF: a directory of such weights is refused by its names.
+The project reads no GGUF: such a file is refused by its name.
 """
 
 # Seeds are lines as other programs write them.
@@ -180,6 +180,15 @@ def _sharded(place: Path) -> None:
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
+def _byte_level(place: Path) -> None:
+    """A tokenizer that a GGUF file can have."""
+    place.mkdir()
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    rules = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    document = {"model": model, "pre_tokenizer": rules, "added_tokens": [{"id": 3, "content": "</s>", "special": True}]}
+    (place / "tokenizer.json").write_text(json.dumps(document))
+
+
 def _vocabulary(place: Path) -> None:
     """A Hugging Face directory with GPT-2's two files in place of a ``tokenizer.json``."""
     _hugging_face(place)
@@ -337,6 +346,13 @@ TARGETS = [
         file="tokenizer.json",
         label="tokenizer",
         call=_tokenizer_files,
+    ),
+    folder_target(
+        f"{P}.converters.gguf_tokenizer:tokenizer_keys",
+        _byte_level,
+        file="tokenizer.json",
+        label="tokenizer",
+        call=lambda read, place: read(place, 64, None),
     ),
     folder_target(
         f"{P}.huggingface.files:tokenizer_files",

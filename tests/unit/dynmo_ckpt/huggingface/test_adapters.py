@@ -70,8 +70,8 @@ def merged(directory, *adapters):
     return {name: numbers(tensor) for name, tensor in found.items()}
 
 
-def assert_equal(found, wanted, atol=1e-6):
-    changed = {name: value for name, value in wanted.items() if name in found}
+def assert_equal(found, merged_by_peft, atol=1e-6):
+    changed = {name: value for name, value in merged_by_peft.items() if name in found}
     assert len(changed) == len(found)
     for name, value in changed.items():
         np.testing.assert_allclose(found[name], value.float().numpy(), rtol=0, atol=atol, err_msg=name)
@@ -137,9 +137,9 @@ def test_adapter_in_bfloat16_is_merged_into_a_bfloat16_base(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model.save_pretrained(base)
     adapter = trained(base, tmp_path / "adapter", target_modules=LINEARS, r=4, dtype=torch.bfloat16)
-    found, wanted = merged(base, adapter), expected(base, adapter)
+    found, merged_by_peft = merged(base, adapter), expected(base, adapter)
     # peft rounds the product before the sum; here the sum is rounded once: at most one unit in the last place apart.
-    for name, value in wanted.items():
+    for name, value in merged_by_peft.items():
         if name in found:
             np.testing.assert_allclose(found[name], value.float().numpy(), rtol=2**-7, atol=2**-9, err_msg=name)
 
@@ -150,11 +150,11 @@ def test_adapter_is_merged_into_dequantized_weights(tmp_path):
     stored = {name: value.float() for name, value in values.items() if not name.endswith("_scale_inv")}
     safetensors.save_file(stored, plain / "model.safetensors", {"format": "pt"})
     adapter = trained(plain, tmp_path / "adapter", target_modules=LINEARS, r=4)
-    wanted = expected(plain, adapter)
+    merged_by_peft = expected(plain, adapter)
     checkpoint, remarks = open_checkpoint(base, options=ReadOptions(adapters=(adapter,)))
     assert any("14 tensors are merged" in remark for remark in remarks)
     found = numbers(checkpoint.tensors["layers.1.mlp.fc2.weight"])
-    np.testing.assert_allclose(found, wanted["model.layers.1.mlp.down_proj.weight"].numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found, merged_by_peft["model.layers.1.mlp.down_proj.weight"].numpy(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +175,19 @@ def test_change_of_a_tied_embedding_is_refused(tmp_path, settings):
 def test_rows_of_tied_embeddings_equal_those_of_peft(tmp_path):
     base = small_llama(tmp_path / "base", tie_word_embeddings=True)
     adapter = trained(base, tmp_path / "a", r=2, target_modules=["q_proj"], trainable_token_indices=[2, 9])
-    wanted = expected(base, adapter)
-    assert_equal(merged(base, adapter), wanted)
-    assert torch.equal(wanted["lm_head.weight"], wanted["model.embed_tokens.weight"])
+    merged_by_peft = expected(base, adapter)
+    assert_equal(merged(base, adapter), merged_by_peft)
+    assert torch.equal(merged_by_peft["lm_head.weight"], merged_by_peft["model.embed_tokens.weight"])
 
 
 def test_pickled_adapter_equals_the_safetensors_one(tmp_path):
     base, adapter = small_llama(tmp_path / "base"), save_adapter(tmp_path)
-    wanted = merged(base, adapter)
+    merged_by_peft = merged(base, adapter)
     stored = safetensors.load_file(adapter / "adapter_model.safetensors")
     torch.save(stored, adapter / "adapter_model.bin")
     (adapter / "adapter_model.safetensors").unlink()
     found = merged(base, adapter)
-    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert all(np.array_equal(found[name], merged_by_peft[name]) for name in merged_by_peft)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,9 @@ def test_merged_matrix_is_that_of_the_formula(tmp_path, config, scale, dora):
         tmp_path, tensors | ({f"{MODULE}.lora_magnitude_vector": magnitude} if dora else {}), **config
     )
     name = "model.layers.0.self_attn.q_proj.weight"
-    wanted = safetensors.load_file(base / "model.safetensors")[name].double() + scale * (up.double() @ down.double())
+    merged_by_peft = safetensors.load_file(base / "model.safetensors")[name].double() + scale * (
+        up.double() @ down.double()
+    )
     if dora:
-        wanted = magnitude[:, None] * wanted / wanted.norm(dim=1, keepdim=True)
-    np.testing.assert_allclose(merged(base, adapter)[name], wanted.float().numpy(), rtol=0, atol=4e-6)
+        merged_by_peft = magnitude[:, None] * merged_by_peft / merged_by_peft.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(merged(base, adapter)[name], merged_by_peft.float().numpy(), rtol=0, atol=4e-6)

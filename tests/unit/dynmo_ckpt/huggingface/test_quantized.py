@@ -139,7 +139,7 @@ def test_gptq_weights_equal_what_was_packed(tmp_path, bits, version, order):
 
 
 def test_gptq_three_bits_have_the_layout_of_its_reference_kernel():
-    """Words of 32 codes by the reference's own steps: ten codes, one that is cut, ten, one that is cut, ten."""
+    """Three words with 32 codes by the reference's own steps: ten codes, one that is cut, ten, one that is cut, ten."""
     codes = np.random.default_rng(0).integers(0, 8, 32).astype(np.uint32)
     words = [0, 0, 0]
     for j in range(10):
