@@ -16,6 +16,7 @@ from .._common.document import (
     MAX_RANKS,
     MAX_SIZE,
     is_count,
+    short_repr,
 )
 from .._common.errors import UsageError
 from .._common.panel import Panel
@@ -345,3 +346,19 @@ def parse_bytes(text: str) -> int:
     if not is_count(number.replace(".", "", 1)):
         raise UsageError(f"{text!r}: not a size; give a number and B, KB, MB, GB or TB, such as 5GB")
     return max(1, int(float(number) * units.get(unit, 1)))
+
+
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Numbers between commas.
+
+    Args:
+        option: its name, for messages.
+        text: such as ``1,0.5,2``.
+
+    Raises:
+        UsageError: a part is not a number.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{option} {short_repr(text)}: must be numbers between commas, such as 1,1,2") from error

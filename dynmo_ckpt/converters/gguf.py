@@ -344,24 +344,14 @@ def _output(name: str, item: MappedTensor, dtype: str) -> tuple[OutputTensor, st
         from ..tensors.computed import computed_tensor
         from .gguf_types import BLOCK_BYTES, QuantizedRows
 
-        rows = math.prod(item.shape[:-1])
-        content, mask = _matrix(item.content, rows), None if item.mask is None else _matrix(item.mask, rows)
+        matrix = (math.prod(item.shape[:-1]), item.shape[-1])
+        content, mask = item.content.merge_dims(matrix), None if item.mask is None else item.mask.merge_dims(matrix)
         compute: RowComputation = QuantizedRows(content=content, mask=mask)
         shape = (*item.shape[:-1], item.shape[-1] // BLOCK * BLOCK_BYTES)
         inputs = (content,) if mask is None else (content, mask)
         return OutputTensor(key=name, shape=shape, content=computed_tensor(name, "U8", shape, inputs, compute)), kind
     cast = None if item.content.dtype == kind else kind
     return OutputTensor(key=name, shape=item.shape, content=item.content, mask=item.mask, cast=cast), kind
-
-
-def _matrix(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor with one dimension for ``rows`` rows and one for the columns."""
-    count = next(k for k in range(len(tensor.shape) + 1) if math.prod(tensor.shape[:k]) == rows)
-    for _ in range(len(tensor.shape) - count - 1):
-        tensor = tensor.flatten(count)
-    for _ in range(count - 1):
-        tensor = tensor.flatten(0)
-    return tensor
 
 
 def _rotary_divisors(model: Mapping[str, Any]) -> OutputTensor | None:

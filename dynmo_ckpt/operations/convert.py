@@ -59,7 +59,7 @@ def convert(
     output = get_format(target_format)
     if read.optimizer_if_present and with_optimizer is not None:
         raise UsageError("--with-optimizer-if-present: cannot be combined with --with-optimizer or --no-optimizer")
-    _check_options(output, write, with_optimizer=bool(with_optimizer))
+    check_options(output, write, with_optimizer=bool(with_optimizer))
     if write.tokenizer is not None and not write.tokenizer.is_dir():
         raise UsageError(f"--tokenizer {write.tokenizer}: not a directory")
     name = detect(source).name if source_format == AUTO else source_format
@@ -83,7 +83,7 @@ def convert(
             required=check_logits is True,
         )
         settings = replace(settings, logits=check)
-    if output.write is None:  # refused by _check_options; narrows the type
+    if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")
     write_export(
         checkpoint.directory, target, output.write(checkpoint, replace(write, with_optimizer=with_optimizer)), settings
@@ -124,8 +124,12 @@ def merge(source: Path, target: Path, *, read: ReadOptions, with_optimizer: bool
     write_export(checkpoint.directory, target, plan, settings)
 
 
-def _check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
-    """Raise ``UsageError`` for a topology, or for optimizer state, that the output format does not have."""
+def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
+    """Check that the output format has the topology, the weight type and the optimizer state that are requested.
+
+    Raises:
+        UsageError: it does not.
+    """
     if output.write is None:
         raise UsageError(f"--to {output.name}: checkpoints of this format can only be read")
     defaults = WriteOptions()
