@@ -27,7 +27,7 @@ from . import options
 from .megatron_tools import register
 
 YES_NO = {"True": "yes", "False": "no"}
-COMMAND_ORDER = ("info", "verify", "diff", "merge", "split", "reshard", "convert", "formats")
+COMMAND_ORDER = ("info", "verify", "diff", "merge", "split", "reshard", "convert", "average", "formats")
 
 app = command_line(
     *COMMAND_ORDER,
@@ -312,6 +312,39 @@ def convert(
         write=contents.write_options(topology),
         with_optimizer=with_optimizer,
         check_logits=check_logits,
+        settings=writing.settings(),
+    )
+
+
+@app.command()
+@grouped
+def average(
+    sources: Annotated[list[Path], typer.Argument(metavar="IN", help="Checkpoints of one model, oldest first.")],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="New directory of the average.")],
+    topology: options.TopologyOptions,
+    reading: options.RecordedOptions,
+    contents: options.ExportOptions,
+    writing: options.WritingOptions,
+    to: options.TargetFormat = "native",
+    weights: Annotated[
+        str | None, typer.Option(help="Weight of each checkpoint, such as 1,1,2; default: equal weights.")
+    ] = None,
+    ema: Annotated[float | None, typer.Option(help="Decay of an exponential moving average, in (0, 1).")] = None,
+) -> None:
+    """Average checkpoints of one model, of any formats, in bounded memory; optimizer states are left out.
+
+    Sums are in float64. Checkpoints with different sizes, ties, types or masks are refused.
+    """
+    from ..operations.average import average as write_average
+
+    write_average(
+        sources,
+        target,
+        target_format=to,
+        weights=None if weights is None else options.parse_numbers("--weights", weights),
+        decay=ema,
+        read=reading.read_options(),
+        write=contents.write_options(topology),
         settings=writing.settings(),
     )
 

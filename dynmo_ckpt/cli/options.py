@@ -16,6 +16,7 @@ from .._common.document import (
     MAX_RANKS,
     MAX_SIZE,
     is_count,
+    short_repr,
 )
 from .._common.errors import UsageError
 from .._common.panel import Panel
@@ -182,6 +183,10 @@ IgnoreConfig = Annotated[
         rich_help_panel=Panel("Reading", rare=True),
     ),
 ]
+Adapters = Annotated[
+    list[Path] | None,
+    typer.Option("--adapter", help="Merge a LoRA or DoRA adapter of peft into the weights; repeatable."),
+]
 Sparse = Annotated[
     bool,
     typer.Option(
@@ -272,6 +277,7 @@ class ImportOptions:
     vocab_size: VocabSize = None
     num_attention_heads: NumHeads = None
     config: ModelConfig = None
+    adapter: Adapters = None
     sparse: Sparse = False
     with_optimizer_if_present: OptimizerIfPresent = False
     tie: Tie = True
@@ -293,6 +299,7 @@ class ImportOptions:
             ignore_config=tuple(self.ignore_config or ()),
             optimizer_if_present=self.with_optimizer_if_present,
             config=self.config,
+            adapters=tuple(self.adapter or ()),
         )
 
 
@@ -339,3 +346,19 @@ def parse_bytes(text: str) -> int:
     if not is_count(number.replace(".", "", 1)):
         raise UsageError(f"{text!r}: not a size; give a number and B, KB, MB, GB or TB, such as 5GB")
     return max(1, int(float(number) * units.get(unit, 1)))
+
+
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Numbers between commas.
+
+    Args:
+        option: its name, for messages.
+        text: such as ``1,0.5,2``.
+
+    Raises:
+        UsageError: a part is not a number.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"{option} {short_repr(text)}: must be numbers between commas, such as 1,1,2") from error

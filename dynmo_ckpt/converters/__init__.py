@@ -11,5 +11,6 @@ BUILTIN = {
     "hf": "huggingface:HUGGING_FACE",
     "legacy": "legacy_megatron:LEGACY_MEGATRON",
     "deepspeed": "deepspeed:DEEPSPEED",
+    "gguf": "gguf:GGUF",
     "llama2c": "llama2c:LLAMA2C",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .._common.document import encode_json
 from ..formats.choices import ReadOptions, WriteOptions
@@ -21,8 +23,11 @@ from ..io.errors import UnsupportedError
 from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
+from ..tensors.views import Tensor
 from .assemble import from_map, model_from_config
 from .registry import CheckpointFormat
+
+QUANTIZATION_KEY = "quantization_config"
 
 
 def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
@@ -32,17 +37,40 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
         CorruptError: a file is missing or broken, the configuration has impossible sizes, or tied tensors differ.
         UnsupportedError: another architecture, or tensors that the map does not have.
     """
-    config = read_config(directory)
+    stored = read_config(directory)
+    # The output has plain weights, so its configuration must not describe quantized ones.
+    config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
     model = model_from_config(config, directory / "config.json", options)
-    return from_map(
+    tensors, computed = _tensors(directory, stored, model, options)
+    checkpoint, remarks = from_map(
         directory,
         model,
         ARCHITECTURES[config["model_type"]].map,
-        read_tensors(directory),
+        tensors,
         options.drop,
         run_id=directory.resolve().name,
         source=source_of(config, read_generation_config(directory)),
     )
+    return checkpoint, [*computed, *remarks]
+
+
+def _tensors(
+    directory: Path, config: Mapping[str, Any], model: Mapping[str, Any], options: ReadOptions
+) -> tuple[Mapping[str, Tensor], list[str]]:
+    """The plain tensors of a directory, with adapters merged, and remarks for the user."""
+    if config.get(QUANTIZATION_KEY) is None and not options.adapters:
+        return read_tensors(directory), []
+    # Here, because they import numpy, which `info` of other directories does not need.
+    from ..huggingface.adapters import merge_adapters, read_adapter
+    from ..huggingface.quantized import dequantized_tensors, quantization_of
+
+    quantization = quantization_of(config, options.ignore_config)
+    stored = read_tensors(directory, quantized=quantization is not None)
+    tensors, dequantized = dequantized_tensors(stored, quantization)
+    adapters = [read_adapter(each, options.ignore_config) for each in options.adapters]
+    is_transposed = config.get("model_type") == "gpt2"
+    tensors, merged = merge_adapters(tensors, adapters, transposed=is_transposed, tied=model["tied_embeddings"])
+    return tensors, [*dequantized, *merged]
 
 
 def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:

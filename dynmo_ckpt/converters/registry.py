@@ -131,6 +131,11 @@ def open_checkpoint(
         raise UsageError(f"{path}: checkpoints of the format {found.name} can only be written")
     if options.step is not None and not found.has_steps:
         raise UsageError(f"{path}: --step selects a step of a run directory; {found.name} checkpoints have one step")
+    if options.adapters and found.name != "hf":
+        raise UsageError(
+            f"{path}: --adapter merges into a Hugging Face directory; convert this {found.name} checkpoint with --to hf"
+            " first"
+        )
     if not options.optimizer_if_present:
         return found.read(path, options)
     # Only opening shows whether there is a state. A second open is cheap, for no tensor is read.

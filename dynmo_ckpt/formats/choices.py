@@ -24,11 +24,12 @@ class Dtype(StrEnum):
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+    Q8_0 = "q8_0"
 
     @property
     def stored(self) -> str | None:
         """The name in safetensors; None keeps the type of the input."""
-        return {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}.get(self.value)
+        return {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}.get(self.value)
 
 
 class ReplicaPolicy(StrEnum):
@@ -56,6 +57,7 @@ class ReadOptions:
         optimizer_if_present: read the optimizer state where the input has one, else the weights alone.
         config: a directory with the ``config.json`` of the model, for files that do not describe it.
         headers_only: read no tensor's bytes; replicas are not compared.
+        adapters: directories of peft's adapters that are merged into the weights, in this order.
     """
 
     step: int | None = None
@@ -71,6 +73,7 @@ class ReadOptions:
     optimizer_if_present: bool = False
     config: Path | None = None
     headers_only: bool = False
+    adapters: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

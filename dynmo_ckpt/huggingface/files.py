@@ -65,17 +65,22 @@ def _object(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path, *, quantized: bool = False) -> dict[str, Tensor]:
     """The tensors of the weight files of a directory, lazily.
 
     As in transformers, ``model.safetensors`` has precedence over ``pytorch_model.bin``. No pickle is executed.
+
+    Args:
+        directory: a Hugging Face directory.
+        quantized: also index float8, whose numbers need scales.
 
     Raises:
         CorruptError: a file is missing or broken, or does not fit the index.
         UnsafePickleError: ``pytorch_model.bin`` refers to more than plain data.
         UnsupportedError: a type that DynMo does not read.
     """
-    for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_tensors)):
+    safetensors = _quantized_safetensors if quantized else safetensors_tensors
+    for name, read in (("model.safetensors", safetensors), ("pytorch_model.bin", torch_tensors)):
         if (directory / f"{name}.index.json").exists():
             return _indexed(directory / f"{name}.index.json", read)
         if (directory / name).exists():
@@ -87,12 +92,23 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     )
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def safetensors_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, with the errors of ``read_index``."""
     return {key: as_tensor(array) for key, array in read_index(path).arrays.items()}
 
 
-def _torch_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict that ``torch.save`` wrote."""
+def _quantized_safetensors(path: Path) -> dict[str, Tensor]:
+    return {key: as_tensor(array) for key, array in read_index(path, quantized=True).arrays.items()}
+
+
+def torch_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a state dict that ``torch.save`` wrote.
+
+    Raises:
+        CorruptError: the file is missing or broken, or has no state dict.
+        UnsafePickleError: it refers to more than plain data.
+        UnsupportedError: the state dict is nested.
+    """
     file = open_torch(path)
     if not isinstance(file.tree, dict):
         raise CorruptError(f"{path}: has a {type(file.tree).__name__} in place of a state dict")

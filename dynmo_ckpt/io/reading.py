@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .._common.portable import read_into
 from .checks import CheckedRange, SourceChecks, altered_message, combine_parts
+from .computed import ComputedArray, stored_inputs
 from .errors import CorruptError, StorageError, short_name
 from .files import open_file
 from .safetensors import StoredArray
@@ -48,9 +49,10 @@ class SourceFiles:
 
 @contextmanager
 def open_sources(arrays: Sequence[StoredArray]) -> Iterator[SourceFiles]:
-    """Keep the files of ``arrays`` open."""
+    """Keep the files of ``arrays`` open, and those from which computed arrays are computed."""
+    paths = dict.fromkeys(stored.path for array in arrays for stored in stored_inputs(array))
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(open_file(path)) for path in dict.fromkeys(a.path for a in arrays)}
+        opened = {path: stack.enter_context(open_file(path)) for path in paths}
         yield SourceFiles({path: handle.fileno() for path, handle in opened.items()})
 
 
@@ -64,6 +66,7 @@ class Reader:
         buffers: by purpose.
         open_parts: for each array the part that is being read.
         cached: the array, byte offset and word count of the last block.
+        chunk: the array, first row and bytes of the last computed chunk.
         check: compute checksums of what is read.
         sharing: number of tensors that are written in turn from the same arrays. A block that is read for one of them
             is reused for the next.
@@ -74,6 +77,7 @@ class Reader:
     buffers: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     open_parts: dict[StoredArray, CheckedRange] = field(default_factory=dict)
     cached: tuple[StoredArray, int, int] | None = None
+    chunk: tuple[ComputedArray, int, NDArray[np.uint8]] | None = None
     check: bool = False
     sharing: int = 1
 
@@ -88,6 +92,9 @@ class Reader:
     def read(self, array: StoredArray, start: int, words: Words) -> None:
         """Fill ``words``, a contiguous array of any shape, from byte ``start`` of the stored ``array``."""
         payload = words.reshape(-1).view(np.uint8).data
+        if isinstance(array, ComputedArray):
+            self._compute(array, start, payload)
+            return
         self.files.read(array, array.offset + start, payload)
         if self.check:
             self._record(array, start, payload)
@@ -108,6 +115,20 @@ class Reader:
             self.read(array, start, words)
             self.cached = (array, start, count)
         return words
+
+    def _compute(self, array: ComputedArray, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``start`` of a computed array; the last chunk is kept for the next read."""
+        row_bytes = array.num_bytes // max(1, array.rows)
+        done = 0
+        while done < len(buffer):
+            row = (start + done) // row_bytes
+            first = row - row % array.chunk_rows
+            if self.chunk is None or self.chunk[:2] != (array, first):
+                self.chunk = None  # two chunks at a time would double the memory
+                self.chunk = (array, first, array.chunk(self.files, first))
+            part = self.chunk[2][start + done - first * row_bytes :][: len(buffer) - done]
+            buffer[done : done + part.size] = part.data
+            done += part.size
 
     def _record(self, array: StoredArray, start: int, payload: memoryview) -> None:
         if self.checks is None or array.crc32 is None:

@@ -17,7 +17,9 @@ from .errors import CorruptError, UnsupportedError, short_name
 from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
-# Types of the format that DynMo does not read: eight bits and fewer, whose scales are separate tensors, and others.
+# Types that only a reader of quantized weights opens; each value is one byte.
+QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1}
+# Types of the format that DynMo reads not at all, or only with scales, which are separate tensors.
 OTHER_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "C64")
 # The limit of the safetensors library: a larger header would not open there.
 HEADER_LIMIT_BYTES = 100_000_000
@@ -48,7 +50,7 @@ class StoredArray:
     @property
     def num_bytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * (DTYPE_BYTES.get(self.dtype) or QUANTIZED_BYTES[self.dtype])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,12 @@ class Index:
     header: bytes
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path, *, quantized: bool = False) -> Index:
     """Index a safetensors file.
+
+    Args:
+        path: the file.
+        quantized: also index the types of ``QUANTIZED_BYTES``, whose numbers need scales.
 
     Raises:
         CorruptError: the file is missing, or breaks the format.
@@ -84,23 +90,24 @@ def read_index(path: Path) -> Index:
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("__metadata__ must have string values only")
-        arrays = {key: _array(path, key, value, 8 + text_bytes) for key, value in header.items()}
+        arrays = {key: _array(path, key, value, 8 + text_bytes, quantized) for key, value in header.items()}
         ordered = _contiguous(arrays, 8 + text_bytes, size)
     except ValueError as error:
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
     return Index(arrays=ordered, metadata=metadata, header=length + text)
 
 
-def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
+def _array(path: Path, key: str, value: object, data_begin: int, quantized: bool) -> StoredArray:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{short_name(key)} must have exactly dtype, shape and data_offsets")
     dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype in OTHER_TYPES:
+    is_known = isinstance(dtype, str) and (dtype in DTYPE_BYTES or (quantized and dtype in QUANTIZED_BYTES))
+    if not is_known and dtype in OTHER_TYPES:
         raise UnsupportedError(
             f"{path}: {short_name(key)} has the type {dtype}; supported are {', '.join(DTYPE_BYTES)}. Convert it to "
             "one of these with the program that wrote it"
         )
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+    if not is_known:
         raise ValueError(f"{short_name(key)} has the type {short_repr(dtype)}; must be one of {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, span):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):

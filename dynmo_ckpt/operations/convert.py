@@ -21,7 +21,7 @@ from pathlib import Path
 from .._common.errors import UsageError
 from ..converters.native import plan_native_export
 from ..converters.registry import CheckpointFormat, detect, get_format, open_and_report
-from ..formats.choices import AUTO, ReadOptions, WriteOptions
+from ..formats.choices import AUTO, Dtype, ReadOptions, WriteOptions
 from ..native.reshard import layer_counts, num_blocks, partition_from_counts, single_stage_partition
 from .logits import LogitsCheck
 from .write import WriteSettings, write_export
@@ -59,7 +59,7 @@ def convert(
     output = get_format(target_format)
     if read.optimizer_if_present and with_optimizer is not None:
         raise UsageError("--with-optimizer-if-present: cannot be combined with --with-optimizer or --no-optimizer")
-    _check_options(output, write, with_optimizer=bool(with_optimizer))
+    check_options(output, write, with_optimizer=bool(with_optimizer))
     if write.tokenizer is not None and not write.tokenizer.is_dir():
         raise UsageError(f"--tokenizer {write.tokenizer}: not a directory")
     name = detect(source).name if source_format == AUTO else source_format
@@ -83,7 +83,7 @@ def convert(
             required=check_logits is True,
         )
         settings = replace(settings, logits=check)
-    if output.write is None:  # refused by _check_options; narrows the type
+    if output.write is None:  # refused by check_options; narrows the type
         raise UsageError(f"--to {output.name}: can only be read")
     write_export(
         checkpoint.directory, target, output.write(checkpoint, replace(write, with_optimizer=with_optimizer)), settings
@@ -124,8 +124,12 @@ def merge(source: Path, target: Path, *, read: ReadOptions, with_optimizer: bool
     write_export(checkpoint.directory, target, plan, settings)
 
 
-def _check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
-    """Raise ``UsageError`` for a topology, or for optimizer state, that the output format does not have."""
+def check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
+    """Check that the output format has the topology, the weight type and the optimizer state that are requested.
+
+    Raises:
+        UsageError: it does not.
+    """
     if output.write is None:
         raise UsageError(f"--to {output.name}: checkpoints of this format can only be read")
     defaults = WriteOptions()
@@ -134,5 +138,7 @@ def _check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimi
     if unused:
         allowed = " and ".join(f"--{field}" for field in output.topology) or "no topology option"
         raise UsageError(f"--{unused[0]}: does not apply to --to {output.name}, which takes {allowed}")
+    if write.dtype == Dtype.Q8_0.stored and output.name != "gguf":
+        raise UsageError(f"--dtype q8_0: blocks of eight bits are a type of --to gguf only, not of {output.name}")
     if with_optimizer and not output.stores_optimizer:
         raise UsageError(f"--with-optimizer: {output.name} checkpoints do not store optimizer state")

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .._common.console import human_bytes
+from ..io.computed import stored_inputs
 from ..io.errors import short_name
 from ..io.safetensors import DTYPE_BYTES
 from ..maps.decoder_fields import unlike_family
@@ -49,7 +50,7 @@ def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
 def stored_files(checkpoint: NativeCheckpoint) -> dict[str, dict[str, int]]:
     """The files with the tensors of a checkpoint whose manifest does not list them: path -> ``bytes``."""
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
-    found = sorted({piece.view.array.path for piece in pieces})
+    found = sorted({stored.path for piece in pieces for stored in stored_inputs(piece.view.array)})
     # Sparse weights were unpacked to a scratch directory, which is not part of the checkpoint.
     inside = [path for path in found if path.is_relative_to(checkpoint.directory)]
     return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in inside}

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.errors import MissingExtraError
+from .._common.errors import MissingExtraError, UsageError
 from ..huggingface.decoders import unlike_mixtral
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..maps.decoder_fields import GATED
 from ..native.checkpoint import NativeCheckpoint
+from ..tensors.computed import is_computed as is_computed_tensor
 from .reference_model import Array, Ids, model_logits
 
 if TYPE_CHECKING:
@@ -66,7 +67,14 @@ class LogitsCheck:
 
         Raises:
             MissingExtraError: the comparison is required and needs a package that is not installed.
+            UsageError: the comparison is required, and the format of the output cannot be read.
         """
+        from ..converters.registry import get_format
+
+        if get_format(self.target_format).read is None:
+            if self.required:
+                raise UsageError(f"--check-logits: {self.target_format} is only written, and cannot be computed here")
+            return f"{self.target_format} is only written"
         reason = unsupported_reason(self.source.manifest["model"])
         if reason:
             return reason
@@ -99,7 +107,9 @@ class LogitsCheck:
 
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
-        if self.source_format == HF:
+        # transformers cannot compute what this conversion computes: dequantized weights, or a merged adapter.
+        is_computed = any(map(is_computed_tensor, self.source.tensors.values()))
+        if self.source_format == HF and not is_computed:
             with _suggest_option():
                 before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
         else:

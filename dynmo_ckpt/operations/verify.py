@@ -18,6 +18,7 @@ from .._common.console import Tick, progress
 from .._common.crc32 import combine
 from ..converters.registry import detect, open_checkpoint
 from ..formats.choices import ReadOptions, VerifyLevel
+from ..io.computed import stored_inputs
 from ..io.errors import CorruptError, short_name, short_names
 from ..io.safetensors import Index, StoredArray, read_index
 from ..native.checkpoint import (
@@ -258,7 +259,7 @@ def _verify_native(path: Path, step: int | None, level: VerifyLevel) -> tuple[Pa
 def _stored_arrays(checkpoint: NativeCheckpoint) -> list[StoredArray]:
     """Every stored array of the files with the tensors of a checkpoint; of torch's files also the optimizer state."""
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
-    arrays = dict.fromkeys(piece.view.array for piece in pieces)
+    arrays = dict.fromkeys(stored for piece in pieces for stored in stored_inputs(piece.view.array))
     folders = dict.fromkeys(array.path.parent for array in arrays if array.path.suffix == ".pt")
     # Optimizer state may be in files next to the weights (distrib_optim.pt, zero_pp_rank_*).
     files = [path for folder in folders for path in sorted(folder.glob("*.pt"))]

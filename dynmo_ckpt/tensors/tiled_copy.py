@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..io.computed import BUFFERS_PER_CHUNK, CHUNK_BYTES, ComputedArray
 from ..io.reading import Reader, Words
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from .copy_plan import OutputTensor
@@ -59,7 +60,9 @@ def buffer_bytes(tensor: OutputTensor) -> int:
     """Upper bound of the buffers of one thread for a tensor, in bytes: panel, block, mask and cast."""
     limit = PANEL_BYTES if _reads_in_order(tensor.content) else TRANSPOSE_PANEL_BYTES
     times = 2 + (0 if tensor.mask is None else 1) + (0 if tensor.cast is None else 4)
-    return BLOCK_PANELS * PANEL_BYTES + times * min(limit, tensor.content.num_bytes)
+    is_computed = any(isinstance(piece.view.array, ComputedArray) for piece in tensor.content.pieces)
+    computed = BUFFERS_PER_CHUNK * CHUNK_BYTES if is_computed else 0
+    return computed + BLOCK_PANELS * PANEL_BYTES + times * min(limit, tensor.content.num_bytes)
 
 
 def cast(words: Words, source: str, target: str) -> Words:

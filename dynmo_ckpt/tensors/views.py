@@ -131,6 +131,22 @@ class Tensor:
         shape = _splice(_splice(self.shape, dim + 1, []), dim, [self.shape[dim] * inner])
         return replace(self, shape=shape, pieces=tuple(pieces))
 
+    def merge_dims(self, shape: Sequence[int]) -> Tensor:
+        """The same elements in the same order with ``shape``, each dimension of which is a run of those of this tensor.
+
+        Raises:
+            UnsupportedError: ``shape`` divides a dimension.
+        """
+        tensor = self
+        for dim, size in enumerate(shape):
+            if dim == len(tensor.shape) or (size == 1 and tensor.shape[dim] != 1):
+                tensor = tensor.with_unit_dims((*tensor.shape[:dim], 1, *tensor.shape[dim:]))
+            while tensor.shape[dim] != size or (dim == len(shape) - 1 and len(tensor.shape) > len(shape)):
+                if dim + 1 >= len(tensor.shape):
+                    raise UnsupportedError(f"{list(self.shape)} cannot be read as {list(shape)}")
+                tensor = tensor.flatten(dim)
+        return tensor
+
     def squeeze_first(self) -> Tensor:
         """The same elements without the first dimension, which has size 1."""
         pieces = tuple(

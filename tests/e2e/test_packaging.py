@@ -213,6 +213,7 @@ USES = {
     "train,fp8": f"{FLOAT8}\nls float8/checkpoints",
     "ckpt": "dynmo-ckpt convert run hf --to hf\ndynmo-ckpt convert hf back --to native\ndynmo-ckpt verify back",
     "hf": "dynmo-ckpt convert run hf --to hf",
+    "gguf": "dynmo-ckpt convert run packed --to gguf\nls packed/model.gguf",
     "fuzz": "dynmo-train --help",
     "lm-eval": "dynmo-train evaluate lm-eval --help",
     "ray": "dynmo-prep --help",

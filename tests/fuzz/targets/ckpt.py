@@ -1,6 +1,6 @@
 """Parsers of ``dynmo_ckpt``: manifests, safetensors, pickles, checkpoints of other programs, tokenizer files.
 
-The project reads no GGUF: a directory of such weights is refused by its names.
+The project reads no GGUF: such a file is refused by its name.
 """
 
 # Seeds are lines as other programs write them.
@@ -138,6 +138,38 @@ def _hugging_face(place: Path) -> None:
     (place / "generation_config.json").write_text('{"eos_token_id": 1}')
 
 
+def _adapter(place: Path) -> None:
+    """A directory with a model, one matrix of which is in float8, and an adapter."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    _hugging_face(place)
+    tensors = load_file(place / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("attn.c_attn.weight"))
+    inner, outer = tensors[name].shape
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(())
+    save_file(tensors, place / "model.safetensors")
+    config = json.loads((place / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": None}
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    module = f"base_model.model.{name.removesuffix('.weight')}"
+    pair = {f"{module}.lora_A.weight": torch.ones(2, inner), f"{module}.lora_B.weight": torch.ones(outer, 2)}
+    save_file(pair, place / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {"c_a.*": 2}}
+    (place / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def _open_adapter(read: Any, place: Path) -> None:
+    """The weights of a model with an adapter: dequantized, merged and read."""
+    from dynmo_ckpt.formats.choices import ReadOptions
+    from dynmo_ckpt.operations.reference_model import load_array
+
+    checkpoint, _ = read(place, ReadOptions(adapters=(place,)))
+    for name in checkpoint.weights():
+        load_array(checkpoint, name)
+
+
 def _sharded(place: Path) -> None:
     """A Hugging Face directory with an index of its weights."""
     _hugging_face(place)
@@ -146,6 +178,15 @@ def _sharded(place: Path) -> None:
     weights = {name: "model-1.safetensors" for name in read_index(place / "model.safetensors").arrays}
     (place / "model.safetensors").rename(place / "model-1.safetensors")
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _byte_level(place: Path) -> None:
+    """A tokenizer that a GGUF file can have."""
+    place.mkdir()
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    rules = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    document = {"model": model, "pre_tokenizer": rules, "added_tokens": [{"id": 3, "content": "</s>", "special": True}]}
+    (place / "tokenizer.json").write_text(json.dumps(document))
 
 
 def _vocabulary(place: Path) -> None:
@@ -278,6 +319,22 @@ TARGETS = [
         )
         for label, file in (("config", "config.json"), ("weights", "model.safetensors"))
     ),
+    *(
+        folder_target(
+            f"{P}.converters.huggingface:read_hf",
+            _adapter,
+            file=file,
+            label=f"computed-{label}",
+            call=_open_adapter,
+            more_readers=(f"{P}.huggingface.adapters:read_adapter",),
+        )
+        for label, file in (
+            ("adapter-config", "adapter_config.json"),
+            ("adapter", "adapter_model.safetensors"),
+            ("quantized", "model.safetensors"),
+            ("config", "config.json"),
+        )
+    ),
     folder_target(f"{P}.huggingface.files:read_tensors", _sharded, file="model.safetensors.index.json", label="index"),
     folder_target(f"{P}.huggingface.files:read_config", _hugging_face, file="config.json", label="json"),
     folder_target(
@@ -289,6 +346,13 @@ TARGETS = [
         file="tokenizer.json",
         label="tokenizer",
         call=_tokenizer_files,
+    ),
+    folder_target(
+        f"{P}.converters.gguf_tokenizer:tokenizer_keys",
+        _byte_level,
+        file="tokenizer.json",
+        label="tokenizer",
+        call=lambda read, place: read(place, 64, None),
     ),
     folder_target(
         f"{P}.huggingface.files:tokenizer_files",

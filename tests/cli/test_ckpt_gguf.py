@@ -1,0 +1,354 @@
+"""dynmo-ckpt convert --to gguf: read back by the gguf package, and computed by llama.cpp where that is installed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt.converters.gguf_types import llama3_divisors
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+# Not importorskip, by which the module would have no tests where the extra is not installed.
+try:
+    import gguf
+except ImportError:
+    gguf = None
+pytestmark = pytest.mark.skipif(gguf is None, reason="the gguf package is not installed")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 288, "max_position_embeddings": 64}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+MODELS = {
+    "llama": (transformers.LlamaConfig, {**SIZES, "attention_bias": True}),
+    "llama-tied": (transformers.LlamaConfig, {**SIZES, "tie_word_embeddings": True, "head_dim": 32}),
+    "llama3": (
+        transformers.LlamaConfig,
+        {**SIZES, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}},
+    ),
+    "linear": (
+        transformers.LlamaConfig,
+        {**SIZES, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "mistral": (transformers.MistralConfig, {**SIZES, "sliding_window": None}),
+    "mixtral": (transformers.MixtralConfig, {**SIZES, **EXPERTS}),
+    "qwen2": (transformers.Qwen2Config, SIZES),
+    "qwen3": (transformers.Qwen3Config, {**SIZES, "head_dim": 32}),
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig,
+        {**SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 96},
+    ),
+    "gemma": (transformers.GemmaConfig, {**SIZES, "head_dim": 32}),
+    "olmo2": (transformers.Olmo2Config, SIZES),
+    "gpt2": (
+        transformers.GPT2Config,
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 288, "n_positions": 64},
+    ),
+}
+
+
+def save(name, directory, dtype=None):
+    """Save a random model with norms and biases that differ from 1 and 0; returns its state dict under file names."""
+    kind, settings = MODELS[name]
+    config = kind(**settings, **({} if name in ("gpt2",) else {"pad_token_id": 0}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) / 8)
+    if dtype is not None:
+        model.to(dtype)
+    model.save_pretrained(directory)
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def permuted(weight, heads):
+    """llama.cpp's order of a Llama's rows: of each head, the rows of both halves alternate."""
+    rows = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return rows.swapaxes(1, 2).reshape(weight.shape)
+
+
+def by_converter_rules(name, stored):
+    """The tensors of llama.cpp from those of transformers, by its converter's rules."""
+    arch = {"llama-tied": "llama", "llama3": "llama", "linear": "llama", "mistral": "llama", "mixtral": "llama"}.get(
+        name, name
+    )
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+    names = gguf.get_tensor_name_map(number, 2)
+    found, experts = {}, {}
+    for key, tensor in stored.items():
+        value = tensor.float().numpy()
+        if ".experts." in key:
+            layer, expert, part = key.split(".")[2], int(key.split(".")[5]), key.split(".")[6]
+            part = {"w1": "gate", "w2": "down", "w3": "up"}.get(part, part.removesuffix("_proj"))
+            experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[expert] = value
+            continue
+        if arch == "llama" and ".q_proj." in key:
+            value = permuted(value, 4)
+        if arch == "llama" and ".k_proj." in key:
+            value = permuted(value, 2)
+        if arch == "gemma" and key.endswith("norm.weight"):
+            value = value + 1
+        if arch == "gpt2" and value.ndim == 2 and ".h." in key:
+            value = value.T
+        if not key.endswith((".attn.bias", ".masked_bias")):
+            found[names.get_name(key, try_suffixes=(".weight", ".bias"))] = value
+    return found | {key: np.stack([each[i] for i in range(4)]) for key, each in experts.items()}
+
+
+def opened(path):
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: (t.tensor_type, gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+    shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+    return reader, {name: (kind, data.reshape(shapes[name])) for name, (kind, data) in tensors.items()}
+
+
+def key(reader, name):
+    return reader.fields[name].contents()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_and_keys_equal_those_of_the_model(tmp_path, ckpt, name):
+    expected = by_converter_rules(name, save(name, tmp_path / "in"))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, found = opened(tmp_path / "out" / "model.gguf")
+    divisors = found.pop("rope_freqs.weight", None)
+    assert (divisors is not None) == (name == "llama3")
+    assert found.keys() == expected.keys()
+    for tensor, (kind, data) in found.items():
+        assert kind == gguf.GGMLQuantizationType.F32
+        assert np.array_equal(data, expected[tensor]), tensor
+    arch = key(reader, "general.architecture")
+    assert key(reader, f"{arch}.block_count") == 2
+    assert key(reader, f"{arch}.embedding_length") == 64
+    assert key(reader, f"{arch}.attention.head_count") == 4
+    assert key(reader, "general.file_type") == 0
+    if name != "gpt2":
+        assert key(reader, f"{arch}.attention.head_count_kv") == MODELS[name][1].get("num_key_value_heads")
+        assert key(reader, f"{arch}.rope.dimension_count") == MODELS[name][1].get("head_dim", 16)
+    if name == "linear":
+        assert key(reader, "llama.rope.scaling.type") == "linear"
+        assert key(reader, "llama.rope.scaling.factor") == 2.0
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+def test_matrices_are_rounded_and_vectors_are_not(tmp_path, ckpt, name, dtype):
+    expected = by_converter_rules(name, save(name, tmp_path / "in"))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--dtype", dtype)
+    reader, found = opened(tmp_path / "out" / "model.gguf")
+    kind = {"fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}[dtype]
+    number = gguf.GGMLQuantizationType[kind]
+    for tensor, (stored, data) in found.items():
+        value = expected[tensor]
+        if value.ndim < 2 or "ffn_gate_inp" in tensor:
+            assert stored == gguf.GGMLQuantizationType.F32
+            assert np.array_equal(data, value)
+            continue
+        assert stored == number
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(value, number), number)
+        assert np.array_equal(data, rounded.reshape(value.shape)), tensor
+    assert key(reader, "general.file_type") == {"F16": 1, "BF16": 32, "Q8_0": 7}[kind]
+
+
+def test_rows_that_no_block_divides_stay_in_float16(tmp_path, ckpt, monkeypatch):
+    monkeypatch.setitem(MODELS, "odd", (transformers.LlamaConfig, {**SIZES, "intermediate_size": 72}))
+    save("odd", tmp_path / "in")
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--dtype", "q8_0")
+    _, found = opened(tmp_path / "out" / "model.gguf")
+    assert found["blk.0.ffn_down.weight"][0] == gguf.GGMLQuantizationType.F16
+    assert found["blk.0.ffn_up.weight"][0] == gguf.GGMLQuantizationType.Q8_0
+
+
+def test_bfloat16_weights_keep_their_type(tmp_path, ckpt):
+    expected = by_converter_rules("llama", save("llama", tmp_path / "in", torch.bfloat16))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    _, found = opened(tmp_path / "out" / "model.gguf")
+    assert found["blk.1.attn_q.weight"][0] == gguf.GGMLQuantizationType.BF16
+    assert all(np.array_equal(data, expected[tensor]) for tensor, (_, data) in found.items())
+
+
+def test_llama3_divisors_equal_the_frequencies_of_transformers():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {**LLAMA3, "original_max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1e4 ** -(np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(plain / llama3_divisors(16, 1e4, rope), scaled.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act|activation"),
+    ],
+)
+def test_a_model_that_llama_cpp_does_not_compute_is_refused(tmp_path, ckpt, monkeypatch, settings, named):
+    monkeypatch.setitem(MODELS, "other", (transformers.LlamaConfig, {**SIZES, **settings}))
+    save("other", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert any(word in result.stderr for word in named.split("|"))
+
+
+def test_blocks_of_eight_bits_are_a_type_of_gguf_only(tmp_path, ckpt):
+    save("llama", tmp_path / "in")
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "native", "--dtype", "q8_0", code=2)
+    assert "--dtype q8_0" in result.stderr
+
+
+def test_gguf_is_refused_as_an_input_by_name(tmp_path, ckpt):
+    save("llama", tmp_path / "in")
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    result = ckpt("info", tmp_path / "out", code=2)
+    assert "format gguf can only be written" in result.stderr
+
+
+def byte_level(directory, split=None, **changes):
+    """A small byte-level BPE with two added tokens, trained by the tokenizers package."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=split == "llama-bpe"))
+    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if split is not None:
+        from dynmo_ckpt.converters.gguf_tokenizer import SPLITS
+
+        pattern = next(pattern for pattern, name in SPLITS.items() if name == split)
+        first = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        words = tokenizers.pre_tokenizers.Sequence([first, words])
+    tokenizer.pre_tokenizer = words
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, 12345 times; don't!\n\n  Ünïcode 猫"] * 20, trainer)
+    tokenizer.add_tokens(["<tool>"])
+    document = json.loads(tokenizer.to_str())
+    document |= changes
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}", "add_bos_token": False}))
+    return tokenizer
+
+
+@pytest.mark.parametrize("split", [None, "llama-bpe", "qwen2"])
+def test_tokenizer_has_every_token_merge_and_type(tmp_path, ckpt, split):
+    save("qwen2", tmp_path / "in")
+    tokenizer = byte_level(tmp_path / "in", split)
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    assert key(reader, "tokenizer.ggml.model") == "gpt2"
+    assert key(reader, "tokenizer.ggml.pre") == (split or "gpt-2")
+    tokens, types = key(reader, "tokenizer.ggml.tokens"), key(reader, "tokenizer.ggml.token_type")
+    count = tokenizer.get_vocab_size()
+    assert len(tokens) == len(types) == 288
+    assert tokens[:count] == [tokenizer.id_to_token(number) for number in range(count)]
+    assert types[0] == gguf.TokenType.CONTROL
+    assert types[count - 1] == gguf.TokenType.USER_DEFINED
+    assert set(types[count:]) == {gguf.TokenType.UNUSED}
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    assert key(reader, "tokenizer.ggml.merges") == [" ".join(each) for each in merges]
+    assert key(reader, "tokenizer.chat_template") == "{{ x }}"
+    assert key(reader, "tokenizer.ggml.add_bos_token") is False
+    assert key(reader, "tokenizer.ggml.padding_token_id") == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"model": {"type": "WordPiece", "vocab": {"a": 0}}},
+    ],
+)
+def test_tokenizer_that_llama_cpp_does_not_have_is_refused(tmp_path, ckpt, changes):
+    save("qwen2", tmp_path / "in")
+    byte_level(tmp_path / "in", **changes)
+    result = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", code=5)
+    assert "--tokenizer with an empty directory" in result.stderr
+    (tmp_path / "empty").mkdir()
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf", "--tokenizer", tmp_path / "empty")
+
+
+def sentencepiece_model(directory):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (directory / "corpus.txt").write_text("the cat sat on the mat\nmats and cats, 123 times!\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(directory / "corpus.txt"),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=285,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+
+def test_sentencepiece_tokenizer_has_scores_and_types(tmp_path, ckpt):
+    save("llama", tmp_path / "in")
+    model = sentencepiece_model(tmp_path / "in")
+    (tmp_path / "in" / "added_tokens.json").write_text(json.dumps({"<|im_end|>": model.vocab_size()}))
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    reader, _ = opened(tmp_path / "out" / "model.gguf")
+    assert key(reader, "tokenizer.ggml.model") == "llama"
+    tokens, types = key(reader, "tokenizer.ggml.tokens"), key(reader, "tokenizer.ggml.token_type")
+    count = model.vocab_size()
+    assert tokens[:count] == [model.id_to_piece(number) for number in range(count)]
+    assert tokens[count] == "<|im_end|>"
+    assert types[:4] == [2, 3, 3, 6]
+    assert types[count] == gguf.TokenType.CONTROL
+    scores = key(reader, "tokenizer.ggml.scores")
+    np.testing.assert_allclose(scores[:count], [model.get_score(number) for number in range(count)])
+    assert key(reader, "tokenizer.ggml.add_space_prefix") is True
+
+
+def llama_cpp():
+    return pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_logits_of_transformers(tmp_path, ckpt, name):
+    library = llama_cpp()
+    save(name, tmp_path / "in")
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    # A byte-level vocabulary of 256 tokens: tokens are given as numbers.
+    ids = np.random.default_rng(0).integers(0, 288, 40).tolist()
+    model = library.Llama(str(tmp_path / "out" / "model.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    model.eval(ids)
+    found = np.array(model.scores[: len(ids)])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in").eval()
+    with torch.no_grad():
+        expected = loaded(torch.tensor([ids])).logits[0].numpy()
+    # llama.cpp keeps keys and values in float16.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * max(1, np.abs(expected).max()))
+    assert (found.argmax(1) == expected.argmax(1)).mean() > 0.9
+
+
+TEXTS = ["the cat sat", "  the mats, 12345!\n\n cats don't  ", "Ünïcode 猫 <tool> x", "THE CAT'S\tmat"]
+
+
+@pytest.mark.parametrize("split", [None, "llama-bpe", "qwen2"])
+def test_llama_cpp_tokenizes_as_the_tokenizer(tmp_path, ckpt, split):
+    library = llama_cpp()
+    save("qwen2", tmp_path / "in")
+    tokenizer = byte_level(tmp_path / "in", split)
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    model = library.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    for text in TEXTS:
+        assert model.tokenize(text.encode(), add_bos=False, special=True) == tokenizer.encode(text).ids, text
+
+
+def test_llama_cpp_tokenizes_as_sentencepiece(tmp_path, ckpt):
+    library = llama_cpp()
+    save("llama", tmp_path / "in")
+    tokenizer = sentencepiece_model(tmp_path / "in")
+    ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "gguf")
+    model = library.Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+    for text in ("the cat sat", "mats and 123 cats!"):
+        assert model.tokenize(text.encode(), add_bos=False) == tokenizer.encode(text), text
