@@ -17,6 +17,7 @@ from .blocks import CosSin, Embedding, SelfAttention
 from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
 from .head import Head
 from .key_values import KVCache
+from .latent_attention import LatentAttention
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
@@ -108,7 +109,7 @@ class Decoder:
                 x = last_logits(module, x)
             elif EXITED in item.reads:
                 x, exited_BT = self._read_active(item, x, exited_BT, places.positions_BT, cache)
-            elif type(module) is SelfAttention:
+            elif type(module) in (SelfAttention, LatentAttention):
                 kv_cache = cache.by_item.setdefault(item.name, KVCache(cache.capacity or self.max_tokens))
                 x = module.extend_into(x, kv_cache, places.mask, places.cos_sin)
             else:
