@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 from .documents import STARTS, PackedAttention, PackedEmbedding, PackedLatentAttention
+from .blocks import Embedding
 from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
+from .head import Head
 from .latent_attention import LatentAttention, LatentShape
 from .layer_list import ItemSpec
 from .moe import MoeShape
+from .multi_token import PREFIX, PredictionLayer, prediction_items, prediction_ties
 from .norms import RmsNorm, RmsNorm1p
 from .positions import Rotary
 
@@ -74,6 +77,8 @@ class DecoderShape(ModelDims):
     eod_mask_loss: bool = False
     moe: MoeShape | None = None
     latent: LatentShape | None = None
+    mtp_num_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
 
     @classmethod
     def from_config(cls, config: Config, **own: Any) -> Self:
@@ -158,12 +163,29 @@ class Decoder(Family[Shape]):
             head_inputs=("labels", "loss_mask") if shape.eod_mask_loss else ("labels",),
             mlp_metrics=moe.metrics if moe else (),
         )
-        return tuple(replace(item, metrics=()) if item.kind == "mlp" and self._moe_of(item.name) is None else item for item in items)
+        *blocks, head = (
+            replace(item, metrics=()) if item.kind == "mlp" and self._moe_of(item.name) is None else item
+            for item in items
+        )
+        further = prediction_items(
+            shape.mtp_num_layers,
+            tied_to="embedding" if shape.tied_embeddings else "head",
+            inputs=(*head.inputs, STARTS) if self._packs_attention else head.inputs,
+            metrics=self._further_metrics,
+        )
+        return (*blocks, *further, head)
+
+    @property
+    def _further_metrics(self) -> tuple[tuple[str, int], ...]:
+        """Metrics of the MLPs of multi-token prediction, which are as that of the last block."""
+        moe = self.shape.moe
+        return moe.metrics if moe is not None and moe.has_experts(self.shape.num_layers) else ()
 
     def _moe_of(self, item: str) -> MoeShape | None:
         """The experts of an MLP by its full name; None where it is dense."""
-        moe, layer = self.shape.moe, item.split(".")[1]
-        return moe if moe is not None and moe.has_experts(int(layer)) else None
+        stack, layer, *_ = item.split(".")
+        moe, number = self.shape.moe, self.shape.num_layers if stack == PREFIX else int(layer)
+        return moe if moe is not None and moe.has_experts(number) else None
 
     @property
     def _learns_positions(self) -> bool:
@@ -193,12 +215,38 @@ class Decoder(Family[Shape]):
             kind = PackedLatentAttention if packed else LatentAttention
             builders["attention"] = lambda device: kind(**packed, **self.latent_options(device))
         builders["mlp"] = lambda device: self.mlp(device, self._moe_of(name))
+        if name.startswith(f"{PREFIX}."):
+            depth = name.rpartition(".")[2]
+            builders[depth] = lambda device: self._prediction(builders, int(depth), device)
         return builders
+
+    def _prediction(self, builders: Builders, depth: int, device: torch.device) -> PredictionLayer:
+        """A depth of multi-token prediction."""
+        shape = self.shape
+        layer = PredictionLayer(
+            depth=depth,
+            depths=shape.mtp_num_layers,
+            loss_scale=shape.mtp_loss_scaling_factor,
+            final_norm=self.norm(device) if depth == 0 else None,
+            norms=(self.norm(device), self.norm(device)),
+            embedding=Embedding(**{**self.embedding_options(device), "positions": 0}),
+            attention=builders["attention"](device),
+            mlp=builders["mlp"](device),
+            head=Head(**self.head_options(device)),
+            width=shape.hidden_size,
+            device=device,
+        )
+        item = next(each for each in self.items if each.name == f"{PREFIX}.{depth}")
+        layer.reads_mask, layer.metrics = "loss_mask" in item.inputs, item.metrics
+        return layer
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """The head's weight is tied to the word table, unless embeddings are untied."""
-        return {HEAD: WORD} if self.shape.tied_embeddings else {}
+        """The head's weight is tied to the word table, unless embeddings are untied; copies of further predictions."""
+        shape = self.shape
+        own = {HEAD: WORD} if shape.tied_embeddings else {}
+        norm = ("head.norm.weight", "head.norm.bias") if shape.normalization == "layernorm" else ("head.norm.weight",)
+        return {**prediction_ties(shape.mtp_num_layers, WORD, own.get(HEAD, HEAD), norm), **own}
 
     def num_layers_at(self, item: str) -> int:
         """All blocks form one stack."""
@@ -286,4 +334,6 @@ class Decoder(Family[Shape]):
         plain = shape.plain().stated()
         own = {name: value for name, value in shape.stated().items() if name in self.always or value != plain[name]}
         parts = [part.manifest() for part in (shape.latent, shape.moe) if part is not None]
+        if shape.mtp_num_layers:
+            parts.append({"mtp_num_layers": shape.mtp_num_layers})
         return {"num_layers": shape.num_layers, **own, **{name: value for part in parts for name, value in part.items()}}

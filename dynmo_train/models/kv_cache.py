@@ -21,6 +21,7 @@ from .latent_attention import LatentAttention
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
+from .multi_token import is_prediction
 from .sparse_formats import DENSE
 
 
@@ -69,7 +70,8 @@ class Decoder:
         items: Sequence[ItemSpec] | None = None,
     ) -> None:
         self.max_tokens = max_tokens
-        self.items = tuple(family.items if items is None else items)
+        # Further predictions have losses alone.
+        self.items = tuple(item for item in (family.items if items is None else items) if not is_prediction(item))
         # In evaluation mode, routers use their causal rule. The rules of training read all tokens of a sample.
         self.modules = {item.name: modules[item.name].eval() for item in self.items}
         attentions = (module for module in self.modules.values() if isinstance(module, SelfAttention))
@@ -191,7 +193,8 @@ def store_by_columns(module: nn.Module) -> None:
 
 def is_ragged_safe(family: ModelFamily) -> bool:
     """Whether sequences of different lengths may share a batch: no item selects tokens."""
-    return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in family.items)
+    items = (item for item in family.items if not is_prediction(item))
+    return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in items)
 
 
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:
