@@ -126,7 +126,9 @@ def from_map(
     ties = model_ties(model)
     # A head may be separate from the word table; depths of multi-token prediction have copies.
     untied = {
-        link.native for link in layout.links if link.shared and link.native in ties and not link.native.startswith("mtp.")
+        link.native
+        for link in layout.links
+        if link.shared and link.native in ties and not link.native.startswith("mtp.")
     }
     mapped, pairs = to_native(layout, tensors, ties)
     if pairs:

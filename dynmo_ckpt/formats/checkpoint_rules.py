@@ -98,7 +98,9 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
         yield Problem("model.moe_top_k", "range", f"must be at most num_experts {model.get('num_experts', 0)}")
     pattern = model.get("moe_layer_pattern")
     if pattern is not None and (len(pattern) != model["num_layers"] or not any(pattern)):
-        yield Problem("model.moe_layer_pattern", "range", f"must have num_layers {model['num_layers']} entries, not all 0")
+        yield Problem(
+            "model.moe_layer_pattern", "range", f"must have num_layers {model['num_layers']} entries, not all 0"
+        )
     if len(latent := [field for field in LATENT_SIZES if field not in model]) % len(LATENT_SIZES):
         yield Problem("model.kv_lora_rank", "reference", f"requires {', '.join(latent)}")
     for field in ("num_encoder_layers", "num_decoder_layers"):

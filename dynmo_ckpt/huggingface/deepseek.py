@@ -49,7 +49,9 @@ def deepseek_model(kind: str, config: Config) -> Model:
             f"num_key_value_heads {short_repr(config['num_key_value_heads'])}: must be num_attention_heads {heads}"
         )
     base, scaling = rotary_of(config, positions)
-    sizes = {name: size(config, key) for name, key in LATENT.items() if name != "q_lora_rank" or config[key] is not None}
+    sizes = {
+        name: size(config, key) for name, key in LATENT.items() if name != "q_lora_rank" or config[key] is not None
+    }
     if sizes["qk_pos_emb_head_dim"] % 2:
         raise UnsupportedError(f"qk_rope_head_dim {sizes['qk_pos_emb_head_dim']}: must be even")
     own: dict[str, Any] = {"attention_bias": "all" if config["attention_bias"] else "none"}
@@ -250,14 +252,11 @@ def deepseek_config(kind: str, model: Config) -> dict[str, Any]:
 def prediction_layers(config: Config, names: set[str]) -> int:
     """Number of layers of multi-token prediction in a file, by the names of its tensors.
 
-    The configuration is no evidence: transformers writes its number, and leaves the layers out.
+    Not of the configuration: transformers writes its number, and leaves the layers out.
 
     Args:
         config: the contents of a ``config.json``.
         names: of the tensors.
-
-    Raises:
-        UnsupportedError: layers of an architecture that has none here.
     """
     layers, count = config.get("num_hidden_layers"), 0
     if isinstance(layers, int) and config.get("model_type") in KINDS:

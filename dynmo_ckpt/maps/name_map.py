@@ -334,7 +334,11 @@ def layout_of(name_map: NameMap, model: Mapping[str, Any], *, foreign_vocab_size
     return Layout(
         name_map=name_map,
         links=tuple(_with_begins(name_map.for_model(model), sizes)),
-        ignored=frozenset(name_map.ignored_names(max(model["num_layers"] + model.get("mtp_num_layers", 0), model.get("num_decoder_layers", 0)))),
+        ignored=frozenset(
+            name_map.ignored_names(
+                max(model["num_layers"] + model.get("mtp_num_layers", 0), model.get("num_decoder_layers", 0))
+            )
+        ),
         native_sizes=sizes,
         foreign_sizes=foreign,
     )

@@ -25,7 +25,9 @@ def expert_weights(model: Mapping[str, Any], logits_TE: Array, bias_E: Array | N
     """
     top_k, sigmoid = model["moe_top_k"], model.get("moe_router_score_function") == "sigmoid"
     # Without the maximum, exp could overflow; the factor cancels in the divisions below.
-    weights_TE = 1 / (1 + np.exp(-logits_TE)) if sigmoid else np.exp(logits_TE - logits_TE.max(-1, keepdims=True))
+    weights_TE: Array = np.exp(-logits_TE if sigmoid else logits_TE - logits_TE.max(-1, keepdims=True))
+    if sigmoid:
+        weights_TE = np.reciprocal(1 + weights_TE)
     if not sigmoid and model.get("moe_router_pre_softmax"):
         weights_TE /= weights_TE.sum(-1, keepdims=True)
     scores_TE = weights_TE if bias_E is None else weights_TE + bias_E

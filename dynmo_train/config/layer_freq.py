@@ -32,7 +32,7 @@ def parse_layer_freq(text: str, num_layers: int) -> tuple[int, ...]:
         raise UsageError(f"{_FLAG} {short_repr(text)}: {error}; must be a number or a list, {example}") from error
     if len(pattern) != num_layers:
         raise UsageError(
-            f"{_FLAG} {short_repr(text)}: has {len(pattern)} entries; must have one for each of --num-layers {num_layers}"
+            f"{_FLAG} {short_repr(text)}: has {len(pattern)} entries; must have --num-layers {num_layers}, one each"
         )
     if not any(pattern):
         raise UsageError(f"{_FLAG} {short_repr(text)}: no block has experts; leave --num-experts out")

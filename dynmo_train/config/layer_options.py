@@ -11,7 +11,6 @@ from .._common.document import MAX_EXPERTS
 from .options import option
 
 MAX_PREDICTED = 16
-RopeType = Literal["rope", "yarn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class LayerOptions:
         "Rotate neighboring elements, not halves (multi-latent attention).",
         derive=("--multi-latent-attention", lambda v, _: bool(v["multi_latent_attention"])),
     )
-    rope_type: RopeType = option(
+    rope_type: Literal["rope", "yarn"] = option(
         "Rotary frequencies; yarn scales them by --rotary-scaling-factor.",
         derive=(
             "yarn with --multi-latent-attention, else rope",

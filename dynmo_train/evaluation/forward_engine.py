@@ -36,7 +36,6 @@ from ..data.batch import Batch
 from ..formats.checkpoint import Checkpoint
 from ..models.blocks import join_gated_layers
 from ..models.early_exit import EXITED
-from ..models.multi_token import PREDICTION
 from ..models.layer_list import (
     EXPERT_BIAS,
     HIDDEN,
@@ -49,6 +48,7 @@ from ..models.layer_list import (
     output_of,
     parameters_of,
 )
+from ..models.multi_token import PREDICTION
 from ..models.sparse_formats import BUILT_IN, SparseTable
 from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.precision import float32_matmuls

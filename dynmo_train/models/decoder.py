@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
-from .documents import STARTS, PackedAttention, PackedEmbedding, PackedLatentAttention
 from .blocks import Embedding
+from .documents import STARTS, PackedAttention, PackedEmbedding, PackedLatentAttention
 from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
 from .head import Head
 from .latent_attention import LatentAttention, LatentShape
@@ -326,7 +326,6 @@ class Decoder(Family[Shape]):
         """Adds the norms and the bias."""
         return {**super().mlp_options(device), **self._norms(device), "bias": self.shape.mlp_bias}
 
-
     def own_manifest(self) -> dict[str, object]:
         """Number of blocks, what the model has and others of its name have not, and the experts."""
         shape = self.shape
@@ -336,4 +335,8 @@ class Decoder(Family[Shape]):
         parts = [part.manifest() for part in (shape.latent, shape.moe) if part is not None]
         if shape.mtp_num_layers:
             parts.append({"mtp_num_layers": shape.mtp_num_layers})
-        return {"num_layers": shape.num_layers, **own, **{name: value for part in parts for name, value in part.items()}}
+        return {
+            "num_layers": shape.num_layers,
+            **own,
+            **{name: value for part in parts for name, value in part.items()},
+        }

@@ -111,7 +111,7 @@ class Decoder:
                 x = last_logits(module, x)
             elif EXITED in item.reads:
                 x, exited_BT = self._read_active(item, x, exited_BT, places.positions_BT, cache)
-            elif type(module) in (SelfAttention, LatentAttention):
+            elif type(module) in (SelfAttention, LatentAttention) and isinstance(module, SelfAttention):
                 kv_cache = cache.by_item.setdefault(item.name, KVCache(cache.capacity or self.max_tokens))
                 x = module.extend_into(x, kv_cache, places.mask, places.cos_sin)
             else:

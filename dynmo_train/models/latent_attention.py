@@ -9,8 +9,8 @@ Liu et al. 2024 (arXiv:2405.04434), equations 37 to 47::
 A cache of earlier tokens has the latent and the rotated key alone. One new token then attends to the latents: the
 matrices of keys and values are multiplied into its query and its output instead ("absorbed").
 
-The heads of queries, keys and values are padded to one width K, so that everything that attends to keys ``[B, H, S, K]``
-does so here too: kernels, windows, documents, context parallelism, selected tokens. Zeros add nothing to a score.
+The heads of queries, keys and values are padded to one width K, which serves everything that reads keys
+``[B, H, S, K]``: kernels, windows, documents, context parallelism, selected tokens. Zeros add nothing to a score.
 
 Shapes in names: B samples, T tokens, S keys, D model width, H heads, K padded width of a head, N unrotated, R rotated
 width of queries and keys, V width of values, C width of the latent.
@@ -77,8 +77,8 @@ class LatentShape:
         Args:
             scaling: the rotary scaling of the model, or None.
         """
-        scale = self.key_width**-0.5
-        of_all = None if scaling is None or scaling["rope_type"] == "default" else scaling.get("mscale_all_dim")
+        scale: float = self.key_width**-0.5
+        of_all = None if scaling is None else scaling.get("mscale_all_dim")
         return scale * yarn_magnitude(float(scaling["factor"]), of_all) ** 2 if scaling and of_all else scale
 
     def manifest(self) -> dict[str, object]:
@@ -272,9 +272,7 @@ class LatentAttention(SelfAttention):
         k_BHSK, v_BHSK = self._expand(shared_B1SC)
         return x_BTD + self.attend(self._padded(q_BHTK), k_BHSK, v_BHSK, mask, causal)
 
-    def _absorbed(
-        self, q_BHTK: torch.Tensor, shared_B1SC: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _absorbed(self, q_BHTK: torch.Tensor, shared_B1SC: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The heads' outputs ``[B, T, H*V]``, whose keys are the latents themselves (DeepSeek-V2, section 2.1.2)."""
         latent = self.latent
         rows_HRC = self.kv_up.weight.view(-1, latent.qk_head_dim + latent.v_head_dim, latent.kv_lora_rank)

@@ -44,7 +44,11 @@ def rotary_magnitude(scaling: Scaling | None) -> float:
         return float(given)
     scale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     # DeepSeek's form, where both are given.
-    return yarn_magnitude(factor, scale) / yarn_magnitude(factor, of_all) if scale and of_all else yarn_magnitude(factor, 1.0)
+    return (
+        yarn_magnitude(factor, scale) / yarn_magnitude(factor, of_all)
+        if scale and of_all
+        else yarn_magnitude(factor, 1.0)
+    )
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:

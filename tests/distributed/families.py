@@ -145,7 +145,13 @@ def _deepseek() -> Llama:
     latent = LatentShape(q_lora_rank=12, kv_lora_rank=16, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8)
     router = RouterShape(score_function="sigmoid", expert_bias=True, scaling_factor=2.5)
     moe = MoeShape(
-        num_experts=4, top_k=2, seq_aux_loss_coeff=0.1, ffn_size=24, layers=(0, 1, 1, 0), shared_ffn_size=24, router=router
+        num_experts=4,
+        top_k=2,
+        seq_aux_loss_coeff=0.1,
+        ffn_size=24,
+        layers=(0, 1, 1, 0),
+        shared_ffn_size=24,
+        router=router,
     )
     return Llama(LlamaShape(**COMMON, num_layers=4, latent=latent, moe=moe, mtp_num_layers=2))
 

@@ -165,7 +165,9 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
             return super().get(key, default)
 
     complete = complete_config({"model_type": kind, **MODELS[kind][1]})
-    model = ARCHITECTURES[kind].to_model(Recorder({key: None if key.startswith("rope_") else v for key, v in complete.items()}))
+    model = ARCHITECTURES[kind].to_model(
+        Recorder({key: None if key.startswith("rope_") else v for key, v in complete.items()})
+    )
     assert model["family"]
     optional = {"layer_types", "sliding_window", "vocab_size", "original_max_position_embeddings"}
     assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read

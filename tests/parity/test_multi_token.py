@@ -88,7 +88,9 @@ def test_losses_and_gradients_of_depths_equal_transformers(depths):
     found = gradients(family, modules)
     found = renamed(found, family.shape) | further_names(found, family.shape)
     for name, parameter in parts.items():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], parameter.grad, rtol=0, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_masked_labels_count_in_no_depth():

@@ -290,9 +290,7 @@ def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
             yield unsupported("--rotary-interleaved", f"requires {flag}; leave it out")
         return
     if model.position_embedding_type != "rotary":
-        yield conflict(
-            flag, f"requires --position-embedding-type rotary, is {model.position_embedding_type}"
-        )
+        yield conflict(flag, f"requires --position-embedding-type rotary, is {model.position_embedding_type}")
     if model.num_query_groups != model.num_attention_heads:
         yield conflict("--num-query-groups", f"has no effect with {flag}, which has a latent for all heads; remove it")
     if model.qk_pos_emb_head_dim % 2:

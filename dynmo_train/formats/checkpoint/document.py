@@ -158,7 +158,10 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
     heads, layers = model["num_attention_heads"], model["num_layers"]
     pattern = model.get("moe_layer_pattern", [1] * layers)
     for wrong, rule in (
-        (len(pattern) != layers or (layers and not any(pattern)), "moe_layer_pattern must have num_layers entries, not all 0"),
+        (
+            len(pattern) != layers or (layers and not any(pattern)),
+            "moe_layer_pattern must have num_layers entries, not all 0",
+        ),
         (sum(field in model for field in LATENT_SIZES) % len(LATENT_SIZES), f"must have all or none of {LATENT_SIZES}"),
         ("head_dim" not in model and model["hidden_size"] % heads, "heads must divide hidden_size"),
         (heads % model.get("num_key_value_heads", heads), "num_key_value_heads must divide num_attention_heads"),
