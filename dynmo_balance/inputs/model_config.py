@@ -12,14 +12,15 @@ plausible as one from the right shape.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from .._common.document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json, short_repr
 from .._common.errors import UsageError
-from ..costs.model_spec import ModelSpec
+from ..costs.model_spec import LatentAttention, ModelSpec
 from .model_families import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Family
 
 
@@ -198,8 +199,58 @@ def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
         mlp_biases=name != "t5" and bool(_first_value(config, "mlp_bias", default=is_biased)),
         expert_biases=name != "t5" and bool(_first_value(config, "mlp_bias", default=is_biased)),
     )
+    spec = replace(spec, **_own_blocks(config, layers, source))
     _check_spec(spec, source)
     return spec
+
+
+_LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_TERM = re.compile(r"\s*\[([01](?:\s*,\s*[01])*)\](?:\s*\*\s*(\d{1,6}))?\s*")
+
+
+def _own_blocks(config: Config, layers: int, source: str) -> dict[str, Any]:
+    """Fields of blocks that not all models have: experts in some of them, their width, latent attention."""
+    widths = {"expert_ffn": "moe_ffn_hidden_size", "shared_ffn": "moe_shared_ffn_size"}
+    found: dict[str, Any] = {field: config[key] for field, key in widths.items() if config.get(key) is not None}
+    if config.get("moe_shared_expert_intermediate_size") is not None:
+        found["shared_ffn"] = config["moe_shared_expert_intermediate_size"]
+    pattern = config.get("moe_layer_pattern")
+    if pattern is None:
+        pattern = _pattern_of(str(_first_value(config, "moe_layer_freq", default="1")), layers)
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise UsageError(f"{source}: the blocks with experts must be 0 or 1 for each of {layers} blocks")
+    found["dense_only"] = tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts)
+    if config.get("multi_latent_attention", config.get("kv_lora_rank") is not None):
+        sizes = {key: config.get(key) for key in _LATENT}
+        query = {"q_lora_rank": config["q_lora_rank"]} if config.get("q_lora_rank") is not None else {}
+        _check_whole({**sizes, **query}, source)
+        bias = _first_value(config, "attention_bias", default="all" if config.get("add_bias_linear") else "none")
+        found["latent"] = LatentAttention(
+            query_rank=config.get("q_lora_rank") or 0,
+            kv_rank=config["kv_lora_rank"],
+            nope=config["qk_head_dim"],
+            rope=config["qk_pos_emb_head_dim"],
+            value=config["v_head_dim"],
+            biases=bias == "all",
+        )
+        found["head_size"] = config["qk_head_dim"] + config["qk_pos_emb_head_dim"]
+        found["kv_heads"] = config["num_attention_heads"]
+    if config.get("mtp_num_layers"):
+        found["left_out"] = (f"{config['mtp_num_layers']} layers of multi-token prediction",)
+    return found
+
+
+def _pattern_of(text: str, layers: int) -> list[int] | None:
+    """``--moe-layer-freq`` of a run: a number, or a sum of lists such as ``[0]*3+[1]*58``; None for another form."""
+    if text.isdecimal() and int(text[:7]) > 0:
+        return [int(layer % int(text[:7]) == 0) for layer in range(layers)]
+    pattern: list[int] = []
+    for term in text.split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None or len(pattern) > layers:
+            return None
+        pattern += [int(entry) for entry in match[1].split(",")] * min(int(match[2] or 1), layers + 1)
+    return pattern
 
 
 def _padded_vocabulary(config: Config, size: int, source: str) -> int:

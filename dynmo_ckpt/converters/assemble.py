@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from .._common.document import Problem, envelope
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
-from ..formats.checkpoint_rules import block_items
+from ..formats.checkpoint_rules import EXPERT_BIASES, block_items
 from ..huggingface.models import hf_model
 from ..io.errors import CorruptError, UnsupportedError, short_names
 from ..maps.name_map import MappedTensor, layout_of, load_map, model_ties, to_native
@@ -124,7 +124,12 @@ def from_map(
     dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
     tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
-    untied = {link.native for link in layout.links if link.shared and link.native in ties}
+    # A head may be separate from the word table; depths of multi-token prediction have copies.
+    untied = {
+        link.native
+        for link in layout.links
+        if link.shared and link.native in ties and not link.native.startswith("mtp.")
+    }
     mapped, pairs = to_native(layout, tensors, ties)
     if pairs:
         from ..tensors.equality import equal_bytes  # imports numpy, which is not needed without pairs
@@ -229,7 +234,10 @@ def new_manifest(
             "partition": [block_items(dict(model))],
         },
         "dynamic": {"frozen_items": [], "pruning": None, "sparse_thresholds": {}},
-        "tensors": {name: _entry(dtype, shape, "parameter") for name, (dtype, shape) in shapes.items()},
+        "tensors": {
+            name: _entry(dtype, shape, "buffer" if name.endswith(EXPERT_BIASES) else "parameter")
+            for name, (dtype, shape) in shapes.items()
+        },
         "ties": dict(ties),
         "optimizer": None,
         "data": None,

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._common.document import encode_json
 from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.deepseek import prediction_layers
 from ..huggingface.files import (
     DTYPE_NAMES,
     plan_files,
@@ -24,7 +25,7 @@ from ..maps.name_map import layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import ExportPlan
 from ..tensors.views import Tensor
-from .assemble import from_map, model_from_config
+from .assemble import check_model, from_map, model_from_config
 from .registry import CheckpointFormat
 
 QUANTIZATION_KEY = "quantization_config"
@@ -42,6 +43,10 @@ def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, li
     config = {key: value for key, value in stored.items() if key != QUANTIZATION_KEY}
     model = model_from_config(config, directory / "config.json", options)
     tensors, computed = _tensors(directory, stored, model, options)
+    further = prediction_layers(config, set(tensors))
+    if further:
+        model["mtp_num_layers"] = further
+        check_model(model, directory)
     checkpoint, remarks = from_map(
         directory,
         model,
@@ -89,14 +94,15 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
     layout = layout_of(load_map(architecture.map), model)
     masks = checkpoint.masks()
     mapped = to_foreign(layout, checkpoint.weights(), ties, masks)
-    dtypes = sorted({item.content.dtype for item in mapped})
+    buffers = set(checkpoint.names("buffer"))
+    dtypes = sorted({item.content.dtype for item in mapped if item.source_name not in buffers})
     if options.dtype is None and len(dtypes) != 1:
         raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
     dtype = options.dtype or dtypes[0]
     inside = checkpoint.directory / "tokenizer"
     tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, options.max_shard_bytes, dtype))
+    files = tuple(plan_files(mapped, options.max_shard_bytes, dtype, buffers))
     source = manifest.get("source")
     config = with_class_names(export_config(source, model, hf_config(model, DTYPE_NAMES[dtype], end)), manifest)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
@@ -125,7 +131,7 @@ def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
 
 HUGGING_FACE = CheckpointFormat(
     name="hf",
-    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2)",
+    description="Hugging Face directory (GPT-2, BERT, T5, Llama, Mixtral, Qwen, Gemma, OLMo 2, DeepSeek)",
     marker="config.json",
     detect=lambda path: (path / "config.json").is_file(),
     read=read_hf,

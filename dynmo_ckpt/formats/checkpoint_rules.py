@@ -11,6 +11,7 @@ from ..io.errors import short_name
 
 Document = dict[str, Any]
 # Tensors with a row for each token id.
+LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 VOCABULARY_ROWS = re.compile(
     r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|master))?"
     r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|variance|master))?"
@@ -49,7 +50,7 @@ def block_items(model: Document) -> list[str]:
     """Item names of a model in layer order, each block as one item."""
     blocks = list(model_blocks(model))
     if model["family"] not in ("ict", "t5"):
-        return ["embedding", *blocks, "head"]
+        return ["embedding", *blocks, *(f"mtp.{k}" for k in range(model.get("mtp_num_layers", 0))), "head"]
     layers = model["num_layers"]
     if model["family"] == "ict":
         return ["query.embedding", *blocks[:layers], "query.pooler", "context.embedding", *blocks[layers:], "head"]
@@ -95,6 +96,13 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
         yield Problem("model.padded_vocab_size", "range", f"must not be below vocab_size {model['vocab_size']}")
     if model.get("moe_top_k", 0) > model.get("num_experts", 0):
         yield Problem("model.moe_top_k", "range", f"must be at most num_experts {model.get('num_experts', 0)}")
+    pattern = model.get("moe_layer_pattern")
+    if pattern is not None and (len(pattern) != model["num_layers"] or not any(pattern)):
+        yield Problem(
+            "model.moe_layer_pattern", "range", f"must have num_layers {model['num_layers']} entries, not all 0"
+        )
+    if len(latent := [field for field in LATENT_SIZES if field not in model]) % len(LATENT_SIZES):
+        yield Problem("model.kv_lora_rank", "reference", f"requires {', '.join(latent)}")
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
             yield Problem(f"model.{field}", "family", "is required for the family t5, and not permitted for others")

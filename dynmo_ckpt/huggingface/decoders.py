@@ -36,6 +36,7 @@ MIXTRAL_ROUTER: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_group_experts": None,
 }
 NO_OR_ALL = ("none", "all")
 
@@ -77,7 +78,7 @@ DECODERS: Mapping[str, Decoder] = {
         name="Qwen3Moe",
         fields={"attention_bias": NO_OR_ALL, "qk_norm": ("head",)},
         experts=True,
-        config={**_FULL, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        config={**_FULL, "decoder_sparse_step": 1},
     ),
     "gemma": Decoder(
         map="llama",
@@ -142,6 +143,9 @@ def unlike_decoder(model: Config, decoder: Decoder) -> dict[str, tuple[Any, Any]
     scale = math.sqrt(model.get("hidden_size", 0)) if decoder.scales_embedding else 1.0
     if not math.isclose(own["embedding_scale"], scale, rel_tol=1e-6):
         unlike["embedding_scale"] = (own["embedding_scale"], scale)
+    for name in ("moe_layer_pattern", "moe_ffn_hidden_size"):
+        if model.get(name) is not None and decoder.name != "Qwen3Moe":
+            unlike[name] = (model[name], None)
     if bool(model.get("num_experts")) != decoder.experts:
         unlike["num_experts"] = (model.get("num_experts"), "any number" if decoder.experts else None)
     window = model.get("sliding_window")
@@ -169,7 +173,7 @@ def decoder_config(kind: str, model: Config) -> dict[str, Any]:
         model: the ``model`` of a manifest.
     """
     decoder, heads, own = DECODERS[kind], model["num_attention_heads"], decoder_fields(model)
-    base, scaling = float(own["rotary_base"]), _scaling_of(own["rotary_scaling"], model)
+    base, scaling = float(own["rotary_base"]), scaling_of(own["rotary_scaling"], model)
     config = {
         "architectures": [f"{decoder.name}ForCausalLM"],
         "hidden_act": ACTIVATIONS[decoder.activation],
@@ -195,15 +199,25 @@ def decoder_config(kind: str, model: Config) -> dict[str, Any]:
         config |= {"num_local_experts": model["num_experts"], "num_experts_per_tok": model.get("moe_top_k", 2)}
         config |= {"router_aux_loss_coef": model.get("moe_aux_loss_coeff", 0.0)}
     if kind == "qwen3_moe":
-        config |= {"num_experts": model["num_experts"], "moe_intermediate_size": model["ffn_hidden_size"]}
+        inner, pattern = model.get("moe_ffn_hidden_size", model["ffn_hidden_size"]), model.get("moe_layer_pattern", [])
+        config |= {"num_experts": model["num_experts"], "moe_intermediate_size": inner}
+        config["mlp_only_layers"] = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
         config |= {"norm_topk_prob": not model.get("moe_router_pre_softmax", False)}
     if kind in ("mistral", "mixtral"):
         config["sliding_window"] = model.get("sliding_window")
     return config
 
 
-def _scaling_of(scaling: Config | None, model: Config) -> dict[str, Any] | None:
-    """The scaling as transformers has it, whose ``dynamic`` reads the number of positions."""
+def scaling_of(scaling: Config | None, model: Config) -> dict[str, Any] | None:
+    """The scaling as transformers has it, whose ``dynamic`` reads the number of positions.
+
+    Args:
+        scaling: ``rotary_scaling`` of a manifest's ``model``.
+        model: the ``model``.
+
+    Raises:
+        UnsupportedError: transformers would compute it from another number of positions.
+    """
     if scaling is None or scaling.get("rope_type") != "dynamic":
         return None if scaling is None else dict(scaling)
     trained, positions = scaling["original_max_position_embeddings"], model["max_position_embeddings"]
@@ -230,7 +244,7 @@ def decoder_model(kind: str, config: Config) -> Model:
     hidden = size(config, "hidden_size")
     positions = size(config, "max_position_embeddings")
     window = _window(config, positions)
-    base, scaling = _rotary(config, positions)
+    base, scaling = rotary_of(config, positions)
     biases = "all" if config.get("attention_bias") else "none"
     own = {name: values[0] for name, values in decoder.fields.items()}
     own |= {"attention_bias": biases if own.get("attention_bias", "none") == "none" else own["attention_bias"]}
@@ -241,7 +255,7 @@ def decoder_model(kind: str, config: Config) -> Model:
         "family": "llama",
         "num_layers": size(config, "num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": size(config, "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        "ffn_hidden_size": size(config, "intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": config["num_key_value_heads"] or heads,
         "head_dim": config["head_dim"] or hidden // heads,
@@ -265,9 +279,26 @@ def decoder_model(kind: str, config: Config) -> Model:
             "moe_aux_loss_coeff": config["router_aux_loss_coef"],
             "moe_routing": "topk",
         }
-    if kind == "qwen3_moe" and not config["norm_topk_prob"]:
-        model["moe_router_pre_softmax"] = True
+    if kind == "qwen3_moe":
+        model |= _qwen3_moe(config, model["num_layers"])
     return model
+
+
+def _qwen3_moe(config: Config, layers: int) -> Model:
+    """Blocks with experts, the widths of MLPs and experts, and the router."""
+    only, step = config["mlp_only_layers"] or [], size(config, "decoder_sparse_step")
+    if not isinstance(only, list) or not all(type(layer) is int for layer in only):
+        raise CorruptError(f"config.json: mlp_only_layers must be a list of integers, found {short_repr(only)}")
+    pattern = [int(layer not in only and (layer + 1) % step == 0) for layer in range(layers)]
+    router = {} if config["norm_topk_prob"] else {"moe_router_pre_softmax": True}
+    inner = size(config, "moe_intermediate_size")
+    if all(pattern):
+        # Without dense blocks the other width is not read.
+        return {"ffn_hidden_size": inner, **router}
+    if not any(pattern):
+        raise UnsupportedError("mlp_only_layers and decoder_sparse_step: no block has experts; convert it as a qwen3")
+    own = {} if inner == config["intermediate_size"] else {"moe_ffn_hidden_size": inner}
+    return {**own, "moe_layer_pattern": pattern, **router}
 
 
 def _window(config: Config, positions: int) -> int | None:
@@ -293,8 +324,17 @@ def _window(config: Config, positions: int) -> int | None:
     return window if window < positions else None
 
 
-def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the rotary frequencies, and their scaling as an object of transformers, or None."""
+def rotary_of(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:
+    """The base of the rotary frequencies, and their scaling as an object of transformers, or None.
+
+    Args:
+        config: a configuration with the defaults of transformers.
+        positions: its ``max_position_embeddings``.
+
+    Raises:
+        CorruptError: values of another form.
+        UnsupportedError: a type of scaling, or a field of it, that DynMo does not implement.
+    """
     found = [config[name] for name in ("rope_scaling", "rope_parameters") if config[name]]
     if any(not isinstance(each, dict) for each in found):
         raise CorruptError("config.json: rope_scaling and rope_parameters must be objects")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +137,24 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def plan_files(mapped: Sequence[MappedTensor], shard_bytes: int, dtype: str) -> list[SafetensorsFile]:
+def plan_files(
+    mapped: Sequence[MappedTensor], shard_bytes: int, dtype: str, buffers: Collection[str] = ()
+) -> list[SafetensorsFile]:
     """The weight files: one ``model.safetensors``, or numbered files of at most ``shard_bytes`` each.
 
     Args:
         mapped: the tensors under the names of transformers; pruned elements become zero.
         shard_bytes: size of the largest file, in bytes.
         dtype: the type to write, as in safetensors.
+        buffers: native names of tensors that keep their type: the biases of experts are float32 in every model.
     """
     tensors = [
         OutputTensor(
-            key=m.name, shape=m.shape, content=m.content, mask=m.mask, cast=None if m.content.dtype == dtype else dtype
+            key=m.name,
+            shape=m.shape,
+            content=m.content,
+            mask=m.mask,
+            cast=None if m.content.dtype == dtype or m.source_name in buffers else dtype,
         )
         for m in mapped
     ]

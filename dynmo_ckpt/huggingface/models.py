@@ -15,6 +15,8 @@ from ..io.errors import CorruptError, UnsupportedError
 from ..maps.decoder_fields import unlike_family
 from .config_keys import complete_config, size
 from .decoders import DECODERS, Decoder, decoder_config, decoder_kind, decoder_model
+from .deepseek import KINDS as DEEPSEEKS
+from .deepseek import deepseek_config, deepseek_kind, deepseek_model
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
@@ -60,6 +62,11 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
     if name is None:
         raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
+    if model.get("kv_lora_rank"):
+        kind = deepseek_kind(model)
+        return kind, ARCHITECTURES[kind]
+    if model.get("mtp_num_layers"):
+        raise UnsupportedError("transformers has multi-token prediction for DeepSeek alone; use --to native")
     is_other = bool(unlike_family(model)) or model.get("position_embedding") == "rotary"
     if family == "llama" or (family == "gpt" and is_other):
         kind = decoder_kind(model)
@@ -319,6 +326,12 @@ def _of_decoder(kind: str, decoder: Decoder) -> Architecture:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(map="gpt2", to_config=_gpt2_config, to_model=_gpt2_model),
     **{kind: _of_decoder(kind, decoder) for kind, decoder in DECODERS.items()},
+    **{
+        kind: Architecture(
+            map="deepseek", to_config=partial(deepseek_config, kind), to_model=partial(deepseek_model, kind)
+        )
+        for kind in DEEPSEEKS
+    },
     "megatron-bert": Architecture(map="megatronbert", to_config=_bert_config, to_model=_bert_model),
     "t5": Architecture(map="t5", to_config=_t5_config, to_model=_t5_model),
     "blenderbot": Architecture(map="blenderbot", to_config=_blenderbot_config, to_model=_blenderbot_model),

@@ -28,6 +28,8 @@ NOT_IN_CONFIG = (
     "moe_z_loss_coeff",
     "moe_capacity_factor",
     "moe_token_drop_policy",
+    # By the tensors of a file: transformers writes a number also where it leaves the layers out.
+    "mtp_num_layers",
 )
 # Keys that change no logit, but belong to this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
@@ -71,6 +73,8 @@ def export_config(
     config = {key: value for key, value in source["config"].items() if key not in DROPPED_KEYS}
     if _describes(config, model):
         present = {key: computed["torch_dtype"] for key in DTYPE_KEYS if key in config}
+        if model.get("mtp_num_layers"):
+            present["num_nextn_predict_layers"] = model["mtp_num_layers"]
         return {"architectures": computed["architectures"], **config, **present}
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")), {"irrelevant": {}, "mapped": {}})
@@ -136,6 +140,7 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_tokentypes": 0,
         "binary_head": False,
         "moe_routing": "topk",
+        "rotary_interleaved": True,
         **MIXTRAL_ROUTER,
     }
     return {key: value for key, value in {**defaults, **model}.items() if key not in NOT_IN_CONFIG}

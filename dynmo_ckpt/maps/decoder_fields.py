@@ -57,6 +57,7 @@ def unlike_family(model: Mapping[str, Any]) -> dict[str, Any]:
     plain, separate = family_fields(model["family"]), ("position_embedding", "rotary_base", "rotary_scaling")
     found = decoder_fields(model)
     unlike = {name: value for name, value in found.items() if value != plain[name] and name not in separate}
+    unlike |= {name: model[name] for name in ("kv_lora_rank", "moe_layer_pattern", "mtp_num_layers") if model.get(name)}
     if (model["activation"] in GATED) != (model["family"] == "llama"):
         unlike["activation"] = model["activation"]
     return unlike

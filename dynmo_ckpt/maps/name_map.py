@@ -87,20 +87,22 @@ class NameMap:
 
     def for_model(self, model: Mapping[str, Any]) -> list[NameRule]:
         """The links of a model in layer order, with layer and expert numbers filled in."""
-        known = features(model)
-        rows = [link for link in self.links if not link.when or link.when in known]
         result: list[NameRule] = []
-        for stack, group in groupby(rows, _stack):
+        further, layers = model.get("mtp_num_layers", 0), model["num_layers"]
+        for stack, group in groupby(self.links, _stack):
             members = list(group)
             if not stack:
-                result += members
-                continue
-            layers = model.get("num_decoder_layers", 0) if stack == "decoder" else model["num_layers"]
-            for i in range(layers):
-                for experts, inner in groupby(members, lambda link: "{j}" in link.native):
-                    listed = list(inner)
-                    count = model.get("num_experts", 0) if experts else 1
-                    result += [_numbered(link, i, j) for j in range(count) for link in listed]
+                known = features(model)
+                result += [link for link in members if not link.when or link.when in known]
+            elif stack == PREDICTION:
+                result += [_numbered(link, i, 0, layers + i) for i in range(further) for link in members]
+            else:
+                for i in range(model.get("num_decoder_layers", 0) if stack == "decoder" else layers):
+                    result += _of_block(members, model, i, i)
+                # A depth of multi-token prediction has a block, which files number after the last one.
+                as_block = [replace(each, native=each.native.replace("layers.", "mtp.", 1)) for each in members]
+                for i in range(further if stack == "encoder" else 0):
+                    result += _of_block(as_block, model, i, layers + i)
         return result
 
     def ignored_names(self, num_layers: int) -> set[str]:
@@ -108,27 +110,63 @@ class NameMap:
         return {name.replace("{i}", str(i)) for name in self.ignored for i in range(max(1, num_layers))}
 
 
+PREDICTION = "mtp"
+
+
+def _of_block(members: Sequence[NameRule], model: Mapping[str, Any], i: int, number: int) -> list[NameRule]:
+    """The links of a block whose parts the model has.
+
+    Args:
+        members: the links of all blocks of a stack.
+        model: the ``model`` of a manifest.
+        i: number of the block in native names.
+        number: its number in foreign names, counted over all blocks.
+    """
+    known = features(model, number)
+    rows = [link for link in members if not link.when or link.when in known]
+    result: list[NameRule] = []
+    for experts, inner in groupby(rows, lambda link: "{j}" in link.native):
+        listed = list(inner)
+        count = model.get("num_experts", 0) if experts else 1
+        result += [_numbered(link, i, j, number) for j in range(count) for link in listed]
+    return result
+
+
 def _stack(link: NameRule) -> str:
     if "{i}" not in link.native:
         return ""
+    if link.native.startswith(f"{PREDICTION}."):
+        return PREDICTION
     return "decoder" if link.native.startswith("decoder.") else "encoder"
 
 
-def _numbered(link: NameRule, i: int, j: int) -> NameRule:
-    def fill(name: str) -> str:
-        return name.replace("{i}", str(i)).replace("{j}", str(j))
+def _numbered(link: NameRule, i: int, j: int, number: int) -> NameRule:
+    def fill(name: str, at: int) -> str:
+        return name.replace("{i}", str(at)).replace("{j}", str(j))
 
-    return replace(link, native=fill(link.native), foreign=fill(link.foreign))
+    return replace(link, native=fill(link.native, i), foreign=fill(link.foreign, number))
 
 
-def features(model: Mapping[str, Any]) -> set[str]:
-    """Features of a model, which rows of a table may require with ``when``."""
+def features(model: Mapping[str, Any], layer: int | None = None) -> set[str]:
+    """Features of a model, which rows of a table may require with ``when``.
+
+    Args:
+        model: the ``model`` of a manifest.
+        layer: number of a block, whose MLP may be dense or have experts; None: the model as a whole.
+    """
     fields = decoder_fields(model)
     experts, biases = bool(model.get("num_experts")), fields["attention_bias"]
+    pattern = model.get("moe_layer_pattern")
+    if pattern and layer is not None:
+        experts = bool(pattern[min(layer, len(pattern) - 1)])
     found = {fields["position_embedding"], "experts" if experts else "dense", fields["norm_placement"]}
     found |= {"qk_norm"} if fields["qk_norm"] else set()
     found |= {"qkv_bias"} if biases != "none" else set()
     found |= {"dense_bias"} if biases == "all" else set()
+    found |= {"query_latent"} if model.get("q_lora_rank") else {"query_direct"}
+    found |= {"query_latent_bias"} if model.get("q_lora_rank") and biases != "none" else set()
+    found |= {"expert_bias"} if experts and model.get("moe_router_enable_expert_bias") else set()
+    found |= {"shared_experts"} if experts and model.get("moe_shared_ffn_size") else set()
     found |= {"mlp_bias"} if fields["mlp_bias"] and not experts else set()
     found |= {"tokentypes"} if model.get("num_tokentypes") else set()
     found |= {"binary", "pooler"} if model.get("binary_head") else set()
@@ -140,7 +178,12 @@ def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
     if model["family"] != "t5":
         if model.get("task_head"):
             return {}
-        return {"head.weight": "embedding.word.weight"} if model["tied_embeddings"] else {}
+        word = "embedding.word.weight"
+        own = {"head.weight": word} if model["tied_embeddings"] else {}
+        further = range(model.get("mtp_num_layers", 0))
+        ties = {f"mtp.{k}.embedding.word.weight": word for k in further}
+        ties |= {f"mtp.{k}.head.weight": own.get("head.weight", "head.weight") for k in further}
+        return ties | ({"mtp.0.final_norm.weight": "head.norm.weight"} if further else {}) | own
     word, position = "encoder.embedding.word.weight", "encoder.embedding.position.weight"
     ties = {"decoder.embedding.word.weight": word}
     if model["tied_embeddings"]:
@@ -231,6 +274,17 @@ def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
         "e": model.get("num_experts", 0),
         "r": model.get("relative_buckets", 32),
         "classes": model.get("num_classes", 1),
+        "fe": model.get("moe_ffn_hidden_size", model["ffn_hidden_size"]),
+        "fs": model.get("moe_shared_ffn_size", 0),
+        "hh": 2 * model["hidden_size"],
+        "n": heads,
+        # Multi-head latent attention; 0 in models without it, whose tables do not have these axes.
+        "k": model.get("qk_head_dim", 0) + model.get("qk_pos_emb_head_dim", 0),
+        "m": model.get("qk_head_dim", 0) + model.get("v_head_dim", 0),
+        "u": model.get("v_head_dim", 0),
+        "rq": model.get("q_lora_rank", 0),
+        "c": model.get("kv_lora_rank", 0),
+        "cr": model.get("kv_lora_rank", 0) + model.get("qk_pos_emb_head_dim", 0),
     }
 
 
@@ -280,7 +334,11 @@ def layout_of(name_map: NameMap, model: Mapping[str, Any], *, foreign_vocab_size
     return Layout(
         name_map=name_map,
         links=tuple(_with_begins(name_map.for_model(model), sizes)),
-        ignored=frozenset(name_map.ignored_names(max(model["num_layers"], model.get("num_decoder_layers", 0)))),
+        ignored=frozenset(
+            name_map.ignored_names(
+                max(model["num_layers"] + model.get("mtp_num_layers", 0), model.get("num_decoder_layers", 0))
+            )
+        ),
         native_sizes=sizes,
         foreign_sizes=foreign,
     )

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.errors import MissingExtraError, UsageError
-from ..huggingface.decoders import unlike_mixtral
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
 from ..io.errors import CorruptError, UnsupportedError, short_names
@@ -39,6 +38,8 @@ ATOL = 1e-4
 HEAD_GELU_ATOL = 2e-2
 KEYS_OF_SOURCE = ("missing_keys", "mismatched_keys")
 KEYS_OF_TARGET = (*KEYS_OF_SOURCE, "unexpected_keys")
+# They are float32 in files of every type.
+EXPERT_BIASES = "e_score_correction_bias"
 TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 FAILURES = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 Logits = tuple[Array, Array | None]
@@ -147,8 +148,6 @@ def unsupported_reason(model: Mapping[str, Any]) -> str:
         unlike |= {"activation": model["activation"]} if model["activation"] in GATED else {}
     if model.get("moe_routing", "topk") != "topk" or (model.get("num_experts") and "moe_top_k" not in model):
         unlike["moe_routing"] = model.get("moe_routing")
-    experts = unlike_mixtral(model) if model.get("num_experts") else {}
-    unlike |= {field: value for field, value in experts.items() if field != "moe_router_pre_softmax"}
     return f"the reference model of a {family} does not implement {unlike}" if unlike else ""
 
 
@@ -242,10 +241,15 @@ def hf_logits(
             opened = getattr(transformers, _class_name(directory, model))
             weight_type = {dtype_argument(transformers.__version__): torch.float32}
             loaded, found = opened.from_pretrained(directory, output_loading_info=True, **weight_type)
+            # Classes of language models have no layers of multi-token prediction, which change no logit.
+            first, depths = model["num_layers"], model.get("mtp_num_layers", 0)
+            further = tuple(f"model.layers.{first + k}." for k in range(depths))
+            found["unexpected_keys"] = [name for name in found["unexpected_keys"] if not name.startswith(further)]
             _refuse_unlike(directory, found, KEYS_OF_SOURCE if is_source else KEYS_OF_TARGET)
             if dtype is not None:
                 # Rounded and kept in float32: the matrix products of both sides then have the same precision.
-                for tensor in loaded.state_dict().values():
+                stored = loaded.state_dict().items()
+                for tensor in (each for name, each in stored if not name.endswith(EXPERT_BIASES)):
                     tensor.copy_(tensor.to(getattr(torch, TYPES[dtype])))
             with torch.no_grad():
                 out = loaded.eval()(**_inputs(model, torch.from_numpy(tokens)), return_dict=True)

@@ -21,6 +21,7 @@ from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, sources
 from ..tensors.equality import as_numbers
 from ..tensors.tiled_copy import panels
+from .reference_experts import expert_weights
 from .rotary import rotary_frequencies
 
 Array = NDArray[np.float32]
@@ -133,7 +134,8 @@ class _Model:
         return x_TD
 
     def block(self, name: str, x_TD: Array, *, causal: bool, memory_SD: Array | None = None) -> Array:
-        x_TD = x_TD + self.attention(f"{name}.attention", x_TD, causal=causal)
+        attention = self.latent_attention if self.model.get("kv_lora_rank") else self.attention
+        x_TD = x_TD + attention(f"{name}.attention", x_TD, causal=causal)
         if memory_SD is not None:
             x_TD = x_TD + self.cross_attention(f"{name}.cross_attention", x_TD, memory_SD)
         inner_TD = self.before(f"{name}.mlp", x_TD)
@@ -185,6 +187,40 @@ class _Model:
             q_NTH = q_NTH * np.float32(self.fields["attention_scale"] * math.sqrt(q_NTH.shape[-1]))
         mixed_TR = _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS, window=window)
         return self.after(name, self.linear(f"{name}.dense", mixed_TR))
+
+    def latent_attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
+        """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), by its formulas."""
+        model, heads, tokens = self.model, self.model["num_attention_heads"], len(x_TD)
+        plain, rotated, latent = model["qk_head_dim"], model["qk_pos_emb_head_dim"], model["kv_lora_rank"]
+        x_TD = self.before(name, x_TD)
+        query_TR = x_TD
+        if model.get("q_lora_rank"):
+            query_TR = self.latent_norm(f"{name}.query_latent_norm", self.linear(f"{name}.query_down", x_TD))
+        q_TNK = self.linear(f"{name}.query_up", query_TR).reshape(tokens, heads, plain + rotated)
+        down_TR = self.linear(f"{name}.kv_down", x_TD)
+        latent_TC = self.latent_norm(f"{name}.kv_latent_norm", down_TR[:, :latent])
+        kv_TNR = self.linear(f"{name}.kv_up", latent_TC).reshape(tokens, heads, -1)
+        turned_TNR = self._rotated(self.pairs(q_TNK[..., plain:]))
+        key_TNR = np.broadcast_to(self._rotated(self.pairs(down_TR[:, None, latent:])), turned_TNR.shape)
+        q_NTK = np.concatenate([q_TNK[..., :plain], turned_TNR], -1).transpose(1, 0, 2)
+        k_NTK = np.concatenate([kv_TNR[..., :plain], key_TNR], -1).transpose(1, 0, 2)
+        scaling = self.fields["rotary_scaling"] or {}
+        of_all, factor = scaling.get("mscale_all_dim"), float(scaling.get("factor", 1))
+        if of_all and factor > 1:
+            q_NTK = q_NTK * np.float32((0.1 * of_all * math.log(factor) + 1) ** 2)
+        mixed_TR = _attend(q_NTK, k_NTK, kv_TNR[..., plain:].transpose(1, 0, 2), causal=causal)
+        return self.after(name, self.linear(f"{name}.dense", mixed_TR))
+
+    def latent_norm(self, name: str, x: Array) -> Array:
+        """RMSNorm of a latent, whose epsilon is not that of the model's other norms."""
+        scaled: Array = x / np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(1e-6))
+        return scaled * self.load(f"{name}.weight")
+
+    def pairs(self, x: Array) -> Array:
+        """Neighboring elements as elements of two halves, where the model rotates neighbors."""
+        if not self.model.get("rotary_interleaved", True):
+            return x
+        return np.concatenate([x[..., ::2], x[..., 1::2]], -1)
 
     def norm_heads(self, name: str, x: Array) -> Array:
         """Queries or keys ``[T, ..., H]``, normalized by head, or all heads of a token together."""
@@ -266,16 +302,11 @@ class _Model:
         return result
 
     def experts(self, name: str, x_TD: Array) -> Array:
-        """The top-k experts of each token, weighted by their renormalized probabilities, and the shared experts."""
-        scores_TE = self.linear(f"{name}.router", x_TD)
-        # Without the maximum, exp could overflow; the factor cancels in the division below.
-        weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
-        order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
-        if self.model.get("moe_router_pre_softmax"):
-            weights_TE /= weights_TE.sum(-1, keepdims=True)
-        np.put_along_axis(weights_TE, order_TE[:, self.model["moe_top_k"] :], 0, axis=-1)
-        if not self.model.get("moe_router_pre_softmax"):
-            weights_TE /= weights_TE.sum(-1, keepdims=True)
+        """The weighted experts of each token, and the shared experts."""
+        bias = f"{name}.router.expert_bias"
+        # Not rounded: the biases are float32 in files of every type.
+        bias_E = load_array(self.checkpoint, bias) if self.has(bias) else None
+        weights_TE = expert_weights(self.model, self.linear(f"{name}.router", x_TD), bias_E)
         result = np.zeros_like(x_TD)
         for expert in range(self.model["num_experts"]):
             rows = np.flatnonzero(weights_TE[:, expert])

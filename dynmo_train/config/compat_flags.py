@@ -18,8 +18,6 @@ _GENERATE = "must be given to text generation: use dynmo-train generate"
 _LAUNCH = "must be given to the launcher: use dynmo-train launch local --nproc N, or torchrun, before the command"
 _MODEL = "changes the model and is not supported: leave it out"
 _SCALES = "scales are computed from each tensor, without a history"
-_MLA = "multi-latent attention is not supported: leave it out, or use --num-query-groups"
-_MTP = "multi-token prediction is not supported: leave it out"
 _KERNEL = "device and dtype choose the implementation of the experts"
 _FSDP = "not supported: use --zero-stage 1, 2 or 3"
 _OFFLOAD = "offloading is not supported: leave it out; --zero-stage shards parameters and optimizer state"
@@ -167,8 +165,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--disable-moe-top2-2nd-expert-sampling": ignored("experts are not sampled"),
     "--create-moe-param-group": ignored("every layer has its own optimizer state"),
     "--expert-interval": refused("every block has experts: leave it out", 1, neutral="1"),
-    "--moe-layer-freq": refused("every block has experts: leave it out", 1, neutral="1"),
-    "--moe-ffn-hidden-size": refused("every block has experts: use --ffn-hidden-size", 1),
     "--mlp-type": refused("residual experts are not supported: leave it out", 1, neutral="standard"),
     "--use-tutel": ignored(_KERNEL),
     "--moe-grouped-gemm": ignored(_KERNEL),
@@ -197,7 +193,6 @@ FLAGS: Mapping[str, CompatFlag] = {
             "--init-method-xavier-uniform",
             "--openai-gelu",
             "--quick-geglu",
-            "--rotary-interleaved",
         ),
         refused(_MODEL),
     ),
@@ -212,18 +207,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     ),
     "--window-size": refused("use --attention-window N: --window-size N-1,0", 1),
     "--softmax-type": refused(_MODEL, 1, neutral="vanilla"),
-    "--rope-type": refused("YaRN is not supported: use --use-rope-scaling", 1, neutral="rope"),
-    **dict.fromkeys(
-        ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"),
-        refused("YaRN is not supported: use --use-rope-scaling", 1),
-    ),
-    "--multi-latent-attention": refused(_MLA),
-    **dict.fromkeys(
-        ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
-        refused(_MLA, 1),
-    ),
-    "--mtp-num-layers": refused(_MTP, 1),
-    "--mtp-loss-scaling-factor": refused(_MTP, 1),
+    "--no-yarn-correction-range-round-to-int": refused("use --rotary-scaling with truncate false"),
     "--random-ltd": refused("random layer token drop is not supported: use --mod-capacity"),
     **dict.fromkeys(("--kd", "--mos"), refused(_DISTILL)),
     **dict.fromkeys(

@@ -27,6 +27,8 @@ from .data import DataConfig
 from .emulation import EmulationConfig
 from .extensions import base_family
 from .ict import IctConfig
+from .layer_freq import parse_layer_freq
+from .layer_options import LayerOptions
 from .optimizer import OptimizerConfig
 from .options import Source, option
 from .parallel import ParallelConfig
@@ -66,7 +68,7 @@ def _is_gated(values: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(LayerOptions):
     """Architecture of the model."""
 
     PANEL: ClassVar[str] = panels.MODEL
@@ -285,7 +287,17 @@ class ModelConfig:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        return None if self.rotary_scaling is None else parse_rotary_scaling(self.rotary_scaling)
+        return self.yarn_object if self.rotary_scaling is None else parse_rotary_scaling(self.rotary_scaling)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...] | None:
+        """1 for each block that has experts, else 0; None where all blocks have them.
+
+        Raises:
+            UsageError: ``--moe-layer-freq`` has another form.
+        """
+        pattern = parse_layer_freq(self.moe_layer_freq, self.num_layers)
+        return None if all(pattern) else pattern
 
     @property
     def balance_coefficients(self) -> Mapping[str, float]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from .._common.console import human_bytes
 from ..config.extensions import TechniqueSpec
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
+from ..models.multi_token import is_prediction
 from ..models.vocabulary_family import stored_ties, word_parameters
 from ..parallel.process_groups import World, all_gather_objects
 from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 def layers_of(items: Sequence[ItemSpec]) -> list[str]:
     """Names of the transformer blocks, in list order; a block is one item or several."""
-    blocks = (item for item in items if item.kind in SUBLAYERS or (item.kind == "layer" and item.name[-1].isdecimal()))
+    blocks = (
+        item
+        for item in items
+        if item.kind in SUBLAYERS or (item.kind == "layer" and item.name[-1].isdecimal() and not is_prediction(item))
+    )
     return list(dict.fromkeys(item.layer for item in blocks))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..models.blocks import FeedForward, SelfAttention
+from ..models.latent_attention import LatentAttention
 from ..models.linear import PrunableLinear
 from ..models.sparse_formats import BLOCK_SIZE
 
@@ -170,22 +171,34 @@ def _root_mean_square(squares: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _heads(attention: SelfAttention) -> Units:
-    """Key-value groups with their query heads: rows of ``qkv`` and columns of ``dense``, scored by root mean square."""
-    qkv, dense = attention.qkv.weight.detach(), attention.dense.weight.detach()
-    rows = (attention.queries_per_group + 2) * attention.head_width
-    columns = attention.queries_per_group * attention.head_width
-    squares = qkv.square().view(-1, rows * qkv.shape[1]).sum(1)
-    squares = squares + dense.square().sum(0).view(-1, columns).sum(1)
+    """Key-value groups with their query heads: rows of ``qkv`` and columns of ``dense``, scored by root mean square.
+
+    With a latent, single heads: rows of ``query_up`` and ``kv_up``.
+    """
+    dense = attention.dense.weight.detach()
+    if isinstance(attention, LatentAttention):
+        latent, columns = attention.latent, attention.latent.v_head_dim
+        first = {attention.query_up: latent.key_width, attention.kv_up: latent.qk_head_dim + columns}
+    else:
+        first = {attention.qkv: (attention.queries_per_group + 2) * attention.head_width}
+        columns = attention.queries_per_group * attention.head_width
+    squares = dense.square().sum(0).view(-1, columns).sum(1)
+    for layer, rows in first.items():
+        weight = layer.weight.detach()
+        squares = squares + weight.square().view(-1, rows * weight.shape[1]).sum(1)
 
     def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
-        row_mask = keep.repeat_interleave(rows)[:, None].expand_as(qkv)
-        column_mask = keep.repeat_interleave(columns)[None, :].expand_as(dense)
         # Copies: an expanded mask has one element per row, and is not writable.
-        return [(attention.qkv, row_mask.clone()), (attention.dense, column_mask.clone())]
+        masks = [
+            (layer, keep.repeat_interleave(rows)[:, None].expand_as(layer.weight).clone())
+            for layer, rows in first.items()
+        ]
+        return [*masks, (attention.dense, keep.repeat_interleave(columns)[None, :].expand_as(dense).clone())]
 
     # Means, so that heads of all layers compare. The strongest one stays: a sublayer without heads has no product.
-    scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
-    layers = (attention.qkv, attention.dense)
+    count = sum(rows * layer.weight.shape[1] for layer, rows in first.items()) + columns * dense.shape[0]
+    layers = (*first, attention.dense)
+    scores = _root_mean_square(squares, count)
     return Units(layers=layers, kind="heads", scores=scores, prune=prune, keeps_strongest=True)
 
 

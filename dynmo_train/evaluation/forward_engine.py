@@ -48,6 +48,7 @@ from ..models.layer_list import (
     output_of,
     parameters_of,
 )
+from ..models.multi_token import PREDICTION
 from ..models.sparse_formats import BUILT_IN, SparseTable
 from ..optim.item_sharding import ItemBuilder, ItemSharding
 from ..optim.precision import float32_matmuls
@@ -213,7 +214,7 @@ def load_forward_engine(
     run_on_all_ranks(world, lambda: check_layout(source, partition, world.dims))
     dtype = torch.bfloat16 if inference.bf16 else torch.float16 if inference.fp16 else torch.float32
     hidden = (rows or inference.micro_batch_size, tokens, source.model["hidden_size"])
-    boundary = BoundaryShape(shapes={HIDDEN: hidden, EXITED: hidden[:2]}, dtype=dtype)
+    boundary = BoundaryShape(shapes={HIDDEN: hidden, EXITED: hidden[:2], PREDICTION: hidden}, dtype=dtype)
     thresholds = source.checkpoint.manifest["dynamic"]["sparse_thresholds"]
     loader = _ItemLoader(source.checkpoint, family, world, dtype, SparseTable(thresholds=thresholds or BUILT_IN))
     names = partition.stages[world.pipeline_rank]

@@ -21,6 +21,7 @@ import torch
 
 from ..models.early_exit import EXITED
 from ..models.kv_cache import Decoder, DecodingCache, is_ragged_safe, store_by_columns
+from ..models.multi_token import PREDICTION
 from .forward_engine import ForwardEngine
 from .sampling import Sampling, next_tokens
 
@@ -233,10 +234,10 @@ class TokenGenerator:
         x = batch.ids_BT.to(engine.world.device)
         exited_BT = torch.zeros(x.shape, device=x.device, dtype=engine.dtype)
         hidden_BTD = torch.empty(*x.shape, self._width, device=x.device, dtype=engine.dtype) if engine.entering else x
-        for name in engine.entering:
+        for name in (each for each in engine.entering if each != PREDICTION):
             engine.receive(exited_BT if name == EXITED else hidden_BTD, engine.world.pipeline_rank - 1)
         x, exited_BT = self.decoder.run(hidden_BTD, exited_BT, batch.cache)
-        for name in engine.leaving:
+        for name in (each for each in engine.leaving if each != PREDICTION):
             engine.send(exited_BT if name == EXITED else x, engine.world.pipeline_rank + 1)
         if engine.leaving:
             return None

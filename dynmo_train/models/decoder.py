@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
-from .documents import STARTS, PackedAttention, PackedEmbedding
+from .blocks import Embedding
+from .documents import STARTS, PackedAttention, PackedEmbedding, PackedLatentAttention
 from .family import HEAD, WORD, Builders, Family, ModelDims, chain_items
+from .head import Head
+from .latent_attention import LatentAttention, LatentShape
 from .layer_list import ItemSpec
 from .moe import MoeShape
+from .multi_token import PREFIX, PredictionLayer, prediction_items, prediction_ties
 from .norms import RmsNorm, RmsNorm1p
 from .positions import Rotary
 
@@ -72,6 +76,9 @@ class DecoderShape(ModelDims):
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     moe: MoeShape | None = None
+    latent: LatentShape | None = None
+    mtp_num_layers: int = 0
+    mtp_loss_scaling_factor: float = 0.1
 
     @classmethod
     def from_config(cls, config: Config, **own: Any) -> Self:
@@ -93,22 +100,29 @@ class DecoderShape(ModelDims):
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
             moe=MoeShape.from_config(config),
+            latent=LatentShape.from_config(config),
             **own,
         )
 
     @property
     def head_width(self) -> int:
         """Size of a head in elements."""
+        if self.latent is not None:
+            return self.latent.key_width
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def groups(self) -> int:
         """Number of key-value heads."""
+        if self.latent is not None:
+            return self.num_attention_heads
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def rotary_width(self) -> int:
         """Number of the elements of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.qk_pos_emb_head_dim
         return int(self.head_width * self.rotary_fraction)
 
     def stated(self) -> dict[str, object]:
@@ -141,7 +155,7 @@ class Decoder(Family[Shape]):
         """``embedding``, two items a layer, ``head``; every item may begin a stage."""
         shape = self.shape
         moe = shape.moe
-        return chain_items(
+        items = chain_items(
             shape.num_layers,
             tied=shape.tied_embeddings,
             embedding_inputs=("ids", STARTS) if self._resets_position_table else ("ids",),
@@ -149,6 +163,29 @@ class Decoder(Family[Shape]):
             head_inputs=("labels", "loss_mask") if shape.eod_mask_loss else ("labels",),
             mlp_metrics=moe.metrics if moe else (),
         )
+        *blocks, head = (
+            replace(item, metrics=()) if item.kind == "mlp" and self._moe_of(item.name) is None else item
+            for item in items
+        )
+        further = prediction_items(
+            shape.mtp_num_layers,
+            tied_to="embedding" if shape.tied_embeddings else "head",
+            inputs=(*head.inputs, STARTS) if self._packs_attention else head.inputs,
+            metrics=self._further_metrics,
+        )
+        return (*blocks, *further, head)
+
+    @property
+    def _further_metrics(self) -> tuple[tuple[str, int], ...]:
+        """Metrics of the MLPs of multi-token prediction, which are as that of the last block."""
+        moe = self.shape.moe
+        return moe.metrics if moe is not None and moe.has_experts(self.shape.num_layers) else ()
+
+    def _moe_of(self, item: str) -> MoeShape | None:
+        """The experts of an MLP by its full name; None where it is dense."""
+        stack, layer, *_ = item.split(".")
+        moe, number = self.shape.moe, self.shape.num_layers if stack == PREFIX else int(layer)
+        return moe if moe is not None and moe.has_experts(number) else None
 
     @property
     def _learns_positions(self) -> bool:
@@ -167,18 +204,49 @@ class Decoder(Family[Shape]):
         builders = dict(super().builders(name))
         if self._resets_position_table:
             builders["embedding"] = lambda device: PackedEmbedding(**self.embedding_options(device))
+        packed: dict[str, Any] = {}
         if self._packs_attention:
-            builders["attention"] = lambda device: PackedAttention(
-                reset_positions=self.shape.reset_position_ids,
-                reset_mask=self.shape.reset_attention_mask,
-                **self.attention_options(device),
-            )
+            packed = {
+                "reset_positions": self.shape.reset_position_ids,
+                "reset_mask": self.shape.reset_attention_mask,
+            }
+            builders["attention"] = lambda device: PackedAttention(**packed, **self.attention_options(device))
+        if self.shape.latent is not None:
+            kind = PackedLatentAttention if packed else LatentAttention
+            builders["attention"] = lambda device: kind(**packed, **self.latent_options(device))
+        builders["mlp"] = lambda device: self.mlp(device, self._moe_of(name))
+        if name.startswith(f"{PREFIX}."):
+            depth = name.rpartition(".")[2]
+            builders[depth] = lambda device: self._prediction(builders, int(depth), device)
         return builders
+
+    def _prediction(self, builders: Builders, depth: int, device: torch.device) -> PredictionLayer:
+        """A depth of multi-token prediction."""
+        shape = self.shape
+        layer = PredictionLayer(
+            depth=depth,
+            depths=shape.mtp_num_layers,
+            loss_scale=shape.mtp_loss_scaling_factor,
+            final_norm=self.norm(device) if depth == 0 else None,
+            norms=(self.norm(device), self.norm(device)),
+            embedding=Embedding(**{**self.embedding_options(device), "positions": 0}),
+            attention=builders["attention"](device),
+            mlp=builders["mlp"](device),
+            head=Head(**self.head_options(device)),
+            width=shape.hidden_size,
+            device=device,
+        )
+        item = next(each for each in self.items if each.name == f"{PREFIX}.{depth}")
+        layer.reads_mask, layer.metrics = "loss_mask" in item.inputs, item.metrics
+        return layer
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """The head's weight is tied to the word table, unless embeddings are untied."""
-        return {HEAD: WORD} if self.shape.tied_embeddings else {}
+        """The head's weight is tied to the word table, unless embeddings are untied; copies of further predictions."""
+        shape = self.shape
+        own = {HEAD: WORD} if shape.tied_embeddings else {}
+        norm = ("head.norm.weight", "head.norm.bias") if shape.normalization == "layernorm" else ("head.norm.weight",)
+        return {**prediction_ties(shape.mtp_num_layers, WORD, own.get(HEAD, HEAD), norm), **own}
 
     def num_layers_at(self, item: str) -> int:
         """All blocks form one stack."""
@@ -230,13 +298,33 @@ class Decoder(Family[Shape]):
             "window": shape.sliding_window,
         }
 
+    def latent_options(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of ``latent_attention.LatentAttention``.
+
+        Raises:
+            ValueError: the model has another attention.
+        """
+        shape, latent = self.shape, self.shape.latent
+        if latent is None:
+            raise ValueError("the model has no latent attention")
+        return {
+            "latent": latent,
+            "width": shape.hidden_size,
+            "heads": shape.num_attention_heads,
+            **self._norms(device),
+            "rotary": Rotary(latent.qk_pos_emb_head_dim, shape.rotary_base, shape.rotary_scaling),
+            "scale": shape.attention_scale or latent.scale(shape.rotary_scaling),
+            "bias": shape.attention_bias == "all",
+            "down_bias": shape.attention_bias != "none",
+            "window": shape.sliding_window,
+            "dropout": shape.hidden_dropout,
+            "attention_dropout": shape.attention_dropout,
+            "device": device,
+        }
+
     def mlp_options(self, device: torch.device) -> dict[str, Any]:
         """Adds the norms and the bias."""
         return {**super().mlp_options(device), **self._norms(device), "bias": self.shape.mlp_bias}
-
-    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
-        """The MLP of a block, or its experts."""
-        return super().mlp(device, moe or self.shape.moe)
 
     def own_manifest(self) -> dict[str, object]:
         """Number of blocks, what the model has and others of its name have not, and the experts."""
@@ -244,4 +332,11 @@ class Decoder(Family[Shape]):
         # Readers of versions without a field must refuse a model that needs it.
         plain = shape.plain().stated()
         own = {name: value for name, value in shape.stated().items() if name in self.always or value != plain[name]}
-        return {"num_layers": shape.num_layers, **own, **(shape.moe.manifest() if shape.moe else {})}
+        parts = [part.manifest() for part in (shape.latent, shape.moe) if part is not None]
+        if shape.mtp_num_layers:
+            parts.append({"mtp_num_layers": shape.mtp_num_layers})
+        return {
+            "num_layers": shape.num_layers,
+            **own,
+            **{name: value for part in parts for name, value in part.items()},
+        }

@@ -27,6 +27,7 @@ from ..parallel.context_parallel import ContextRegion
 from ..parallel.random_stream import item_dropout
 from .blocks import Embedding, SelfAttention
 from .context_attention import Documents, DocumentSizes, attend_context, document_sizes
+from .latent_attention import LatentAttention
 from .varlen import CAUSAL, attend_sequences, has_kernel, window_mask
 
 # The batch tensor; ``data/gpt_dataset.py`` computes it.
@@ -153,3 +154,7 @@ class PackedAttention(SelfAttention):
             q_BHTK, k_BGTK, v_BGTK, (offsets, offsets), (longest, longest), window=window, scale=self.scale
         )
         return self.output(y_BTR)
+
+
+class PackedLatentAttention(PackedAttention, LatentAttention):
+    """Multi-head latent attention in samples of several documents."""

@@ -411,13 +411,13 @@ class ActiveTokens(nn.Module):
             selected = active_tokens(exited_BT)
         x_BCD = x_BTD
         extra: dict[str, Any] = {}
-        if selected is not None and self.propagates and hasattr(self, "qkv"):
+        if selected is not None and self.propagates and issubclass(type(self), SelfAttention):
             return ItemOutput(selected.put(x_BTD, self.on_selected(x_BTD, selected, *given.values())))
         if selected is not None:
             x_BCD = selected.take(x_BTD)
             given = {name: selected.take(value) for name, value in given.items()}
         labels_BC = given.pop("labels", None)
-        if selected is not None and hasattr(self, "qkv"):
+        if selected is not None and issubclass(type(self), SelfAttention):
             # The inputs of an attention are key masks: padding entries must not be attended to.
             given = {name: value.bool() & selected.real_BC for name, value in given.items()}
             extra["positions"] = selected.index_BC

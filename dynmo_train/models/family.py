@@ -23,6 +23,7 @@ from torch import nn
 from ..parallel.seeding import stable_seed
 from .blocks import Embedding, Mlp, SelfAttention
 from .head import Head
+from .latent_attention import LatentShape
 from .layer_list import LOSS, ItemSpec, has_vocabulary_rows
 from .layer_list import split_dim as split_dim_of
 from .moe import MoeMlp, MoeShape
@@ -78,6 +79,8 @@ class ModelDims:
         stated = {name: value for name, value in model.items() if name in names}
         if "moe" in names:
             stated["moe"] = MoeShape.of_manifest(model)
+        if "latent" in names:
+            stated["latent"] = LatentShape.of_manifest(model)
         return cls(**stated)
 
 
@@ -182,7 +185,9 @@ class Family(ABC, Generic[Shape]):
     def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
         """The MLP of a block, or its experts."""
         options = self.mlp_options(device)
-        return Mlp(**options) if moe is None else MoeMlp(moe=moe, **options)
+        if moe is None:
+            return Mlp(**options)
+        return MoeMlp(moe=moe, **{**options, "inner": moe.ffn_size or options["inner"]})
 
     def head_options(self, device: torch.device) -> dict[str, Any]:
         """Arguments of ``head.Head``."""

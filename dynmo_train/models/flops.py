@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .layer_list import ModelFamily, parameters_of
+from .multi_token import is_prediction
 from .vocabulary_family import shard_names, stored_ties
 from .vocabulary_shards import WORD_ROWS
 
@@ -23,7 +24,9 @@ def matrix_parameters(family: ModelFamily, *, experts: int = 1, active: float = 
     items = (item.name for item in family.items if item.kind != "embedding")
     for item in (*items, *shard_names(family)):
         for name, parameter in parameters_of(item, family.build(item, torch.device("meta"))).items():
-            if parameter.dim() >= 2 and (is_tied or not name.endswith(f".{WORD_ROWS}")):
+            # The copy of the word table in a depth of multi-token prediction is looked up only.
+            is_table = name.endswith(".embedding.word.weight") or (not is_tied and name.endswith(f".{WORD_ROWS}"))
+            if parameter.dim() >= 2 and not is_table:
                 total += parameter.numel() * (active / experts if ".experts." in name else 1.0)
     return round(total)
 
@@ -46,7 +49,7 @@ def step_flops(
 
     Args:
         family: the model.
-        width: model width D.
+        width: mean width of queries and values of all heads; the model width D in most models.
         samples: number of samples of the step.
         tokens: tokens of a sample T.
         experts: experts of a layer.
@@ -56,6 +59,6 @@ def step_flops(
     Worked: GPT 345M, 1,024 tokens, one sample: 6 x 354 M x 1,024 + 12 x 24 x 1,024 x 1,024 x 1,024 = 2.48e12.
     """
     weights = matrix_parameters(family, experts=experts, active=active)
-    attention = sum(item.kind in ("attention", "cross_attention") for item in family.items)
+    attention = sum(item.kind in ("attention", "cross_attention") or is_prediction(item) for item in family.items)
     keys = tokens if window is None else min(window, tokens)
     return samples * tokens * (6 * weights + 12 * attention * keys * width)

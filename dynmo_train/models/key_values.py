@@ -40,7 +40,7 @@ class KVCache:
         if self._keys is None or self._values is None:
             B, groups, _, K = k_BGTK.shape
             self._keys = k_BGTK.new_empty(B, groups, self._tokens, K)
-            self._values = torch.empty_like(self._keys)
+            self._values = v_BGTK.new_empty(B, groups, self._tokens, v_BGTK.shape[-1])
         begin, self.used = self.used, self.used + k_BGTK.shape[2]
         self._keys[:, :, begin : self.used] = k_BGTK
         self._values[:, :, begin : self.used] = v_BGTK

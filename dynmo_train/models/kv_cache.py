@@ -17,9 +17,11 @@ from .blocks import CosSin, Embedding, SelfAttention
 from .early_exit import EXITED, ActiveTokens, Exit, active_tokens
 from .head import Head
 from .key_values import KVCache
+from .latent_attention import LatentAttention
 from .layer_list import ItemSpec, ModelFamily, output_of
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
+from .multi_token import is_prediction
 from .sparse_formats import DENSE
 
 
@@ -68,7 +70,8 @@ class Decoder:
         items: Sequence[ItemSpec] | None = None,
     ) -> None:
         self.max_tokens = max_tokens
-        self.items = tuple(family.items if items is None else items)
+        # Further predictions have losses alone.
+        self.items = tuple(item for item in (family.items if items is None else items) if not is_prediction(item))
         # In evaluation mode, routers use their causal rule. The rules of training read all tokens of a sample.
         self.modules = {item.name: modules[item.name].eval() for item in self.items}
         attentions = (module for module in self.modules.values() if isinstance(module, SelfAttention))
@@ -108,7 +111,7 @@ class Decoder:
                 x = last_logits(module, x)
             elif EXITED in item.reads:
                 x, exited_BT = self._read_active(item, x, exited_BT, places.positions_BT, cache)
-            elif type(module) is SelfAttention:
+            elif type(module) in (SelfAttention, LatentAttention) and isinstance(module, SelfAttention):
                 kv_cache = cache.by_item.setdefault(item.name, KVCache(cache.capacity or self.max_tokens))
                 x = module.extend_into(x, kv_cache, places.mask, places.cos_sin)
             else:
@@ -190,7 +193,8 @@ def store_by_columns(module: nn.Module) -> None:
 
 def is_ragged_safe(family: ModelFamily) -> bool:
     """Whether sequences of different lengths may share a batch: no item selects tokens."""
-    return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in family.items)
+    items = (item for item in family.items if not is_prediction(item))
+    return all(item.kind != "layer" and EXITED not in (*item.reads, *item.side) for item in items)
 
 
 def last_logits(head: Head, x_BTD: torch.Tensor) -> torch.Tensor:

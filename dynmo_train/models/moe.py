@@ -29,6 +29,7 @@ from ..parallel.expert_replicas import GatheredCounts, ReplicaDispatcher, SentCh
 from ..parallel.random_stream import item_dropout
 from .balance_losses import AUX, GLOBAL, SEQUENCE, StartedLosses, StepCounts, count_slots, start_losses
 from .blocks import FeedForward
+from .expert_layers import ExpertLayers, layout_of_config, layout_of_manifest
 from .expert_sums import ExpertSums, chunk_bias, chunk_linear
 from .grouped_linear import can_group, grouped_linear
 from .layer_list import EXPERT_BIAS, ItemOutput
@@ -51,7 +52,7 @@ TOPK, EXPERT_CHOICE, BALANCED, SINKHORN = "topk", "expert-choice", "balanced", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeShape:
+class MoeShape(ExpertLayers):
     """Sizes and losses of a mixture of experts.
 
     Attributes:
@@ -127,6 +128,7 @@ class MoeShape:
         shared = {"moe_shared_ffn_size": self.shared_ffn_size, "moe_shared_gate": self.shared_gate}
         return {
             **(shared if self.shared_ffn_size else {}),
+            **self.layout(),
             "num_experts": self.num_experts,
             "moe_top_k": self.top_k,
             "moe_aux_loss_coeff": self.aux_loss_coeff,
@@ -160,6 +162,7 @@ class MoeShape:
             router=RouterShape.from_config(config),
             shared_ffn_size=model.moe_shared_expert_intermediate_size or 0,
             shared_gate=model.moe_shared_expert_gate,
+            **layout_of_config(config),
         )
 
     @classmethod
@@ -180,6 +183,7 @@ class MoeShape:
             router=RouterShape.of_manifest(model),
             shared_ffn_size=model.get("moe_shared_ffn_size", 0),
             shared_gate=model.get("moe_shared_gate", False),
+            **layout_of_manifest(model),
         )
 
 

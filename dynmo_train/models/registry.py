@@ -16,6 +16,7 @@ from typing import Any
 from ..config import Config
 from ..config.extensions import family_spec, technique_specs
 from .layer_list import HIDDEN, BoundaryShape, ModelFamily
+from .multi_token import PREDICTION
 from .vocabulary_family import VocabularyShardedFamily
 from .vocabulary_shards import WORDS
 
@@ -59,6 +60,8 @@ def boundary_of(config: Config) -> BoundaryShape:
         boundary = BoundaryShape.hidden(
             batch=config.training.micro_batch_size, tokens=model.seq_length, width=model.hidden_size
         )
+    if model.mtp_num_layers > 1:
+        boundary = replace(boundary, shapes={**boundary.shapes, PREDICTION: boundary.shapes[HIDDEN]})
     if config.parallel.vocabulary_parallel is not None:
         boundary = replace(boundary, shapes={**boundary.shapes, WORDS: boundary.shapes[HIDDEN]})
     for spec in technique_specs().values():

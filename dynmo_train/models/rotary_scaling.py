@@ -44,10 +44,20 @@ def rotary_magnitude(scaling: Scaling | None) -> float:
         return float(given)
     scale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     # DeepSeek's form, where both are given.
-    return _magnitude(factor, scale) / _magnitude(factor, of_all) if scale and of_all else _magnitude(factor, 1.0)
+    return (
+        yarn_magnitude(factor, scale) / yarn_magnitude(factor, of_all)
+        if scale and of_all
+        else yarn_magnitude(factor, 1.0)
+    )
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """YaRN's factor on cosine and sine, ``0.1 scale ln factor + 1`` (Peng et al. 2023, arXiv:2309.00071, equation 22).
+
+    Args:
+        factor: how many times longer sequences become; 1 where it is less.
+        scale: DeepSeek's ``mscale``, 1 in the paper.
+    """
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

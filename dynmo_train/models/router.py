@@ -47,6 +47,8 @@ class RouterShape:
         bias_update_rate: change of a bias per step.
         num_groups: number of equal groups of consecutive experts; None is one.
         group_topk: number of groups whose experts a token may choose.
+        group_experts: number of the best experts of a group whose scores are added to the score of the group; None is
+            ``top_k / group_topk``.
     """
 
     score_function: str = SOFTMAX
@@ -56,6 +58,7 @@ class RouterShape:
     bias_update_rate: float = 1e-3
     num_groups: int | None = None
     group_topk: int | None = None
+    group_experts: int | None = None
 
     @property
     def chooses_by_scores(self) -> bool:
@@ -71,6 +74,8 @@ class RouterShape:
             "moe_router_enable_expert_bias": self.expert_bias,
             "moe_router_num_groups": self.num_groups,
             "moe_router_group_topk": self.group_topk,
+            # Only where it is stated: most models have the rule.
+            **({} if self.group_experts is None else {"moe_router_group_experts": self.group_experts}),
         }
 
     @classmethod
@@ -85,6 +90,7 @@ class RouterShape:
             bias_update_rate=model.moe_router_bias_update_rate,
             num_groups=model.moe_router_num_groups,
             group_topk=model.moe_router_group_topk,
+            group_experts=model.moe_router_group_experts,
         )
 
     @classmethod
@@ -97,6 +103,7 @@ class RouterShape:
             expert_bias=model.get("moe_router_enable_expert_bias", False),
             num_groups=model.get("moe_router_num_groups"),
             group_topk=model.get("moe_router_group_topk"),
+            group_experts=model.get("moe_router_group_experts"),
         )
 
     def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
@@ -121,7 +128,8 @@ class RouterShape:
         if bias_E is not None:
             scores_NE = scores_NE + bias_E
         if self.num_groups is not None and self.group_topk is not None:
-            scores_NE = within_groups(scores_NE, self.num_groups, self.group_topk, top_k)
+            summed = self.group_experts or top_k // self.group_topk
+            scores_NE = within_groups(scores_NE, self.num_groups, self.group_topk, summed)
         return best(scores_NE, top_k)
 
     def weights(self, scores_NE: torch.Tensor, expert_NC: torch.Tensor) -> torch.Tensor:
@@ -147,21 +155,21 @@ def best(scores_NE: torch.Tensor, top_k: int) -> torch.Tensor:
     return scores_NE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
-def within_groups(scores_NE: torch.Tensor, num_groups: int, group_topk: int, top_k: int) -> torch.Tensor:
+def within_groups(scores_NE: torch.Tensor, num_groups: int, group_topk: int, summed: int) -> torch.Tensor:
     """The scores ``[N, E]``, minus infinity outside the best groups of each token.
 
-    The score of a group is the sum of its best ``top_k / group_topk`` experts: with DeepSeek-V3's 8 experts in 4 groups
-    the sum of two.
+    The score of a group is the sum of its best experts: of two in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), of one
+    in DeepSeek-V2 (arXiv:2405.04434, section 2.2.2).
 
     Args:
         scores_NE: scores, with the biases.
         num_groups: number of groups G, a divisor of E.
         group_topk: number of groups that a token may use.
-        top_k: experts per token, a multiple of ``group_topk``.
+        summed: number of the best experts of a group whose scores are added.
     """
     scores_NGJ: torch.Tensor = scores_NE.unflatten(1, (num_groups, -1))
     best_NGJ = scores_NGJ.sort(dim=-1, descending=True, stable=True).values
-    groups_N = best(best_NGJ[..., : top_k // group_topk].sum(-1), group_topk)
+    groups_N = best(best_NGJ[..., :summed].sum(-1), group_topk)
     is_open_NG = torch.zeros(scores_NGJ.shape[:2], dtype=torch.bool, device=scores_NE.device)
     is_open_NG.scatter_(1, groups_N, torch.ones_like(groups_N, dtype=torch.bool))
     return scores_NGJ.masked_fill(~is_open_NG[..., None], -math.inf).flatten(1)

@@ -34,6 +34,7 @@ from .layer_list import ItemOutput
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import Experts, MoeMlp
+from .multi_token import PredictionLayer
 from .vocabulary_shards import SummedEmbedding, TableRows, VocabularyShard
 
 SplitDim = Callable[[str], int | None]
@@ -123,7 +124,7 @@ def needs_whole_stream(module: nn.Module) -> bool:
     With sequence parallelism such an item gathers the stream, computes without sequence parallelism, and scatters its
     output. The gradients of its replicated parameters are then complete on every rank.
     """
-    looking = (MoeMlp, RoutedBlock, ActiveTokens)
+    looking = (MoeMlp, RoutedBlock, ActiveTokens, PredictionLayer)
     return any(
         isinstance(part, looking) or (isinstance(part, BertHead) and part.binary is not None)
         for part in module.modules()

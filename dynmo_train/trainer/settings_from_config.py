@@ -485,9 +485,13 @@ def analytic_keys_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``x_`` keys of a profile header, see :func:`analytic_keys`."""
     model = config.model
     groups = model.num_query_groups if model.base_family == "llama" else model.num_attention_heads
+    width = model.kv_channels
+    if model.multi_latent_attention:
+        # Ranks that share the tokens gather keys and values of one padded width.
+        width = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
     return analytic_keys(
         heads=model.num_attention_heads,
-        key_value_width=2 * groups * model.kv_channels,
+        key_value_width=2 * groups * width,
         window=model.attention_window,
         context_parallel_size=config.parallel.context_parallel_size,
     )
@@ -498,6 +502,10 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
     model = config.model
     # An upper bound: how many tokens a capacity drops beyond its share depends on their scores.
     share = min(1.0, model.moe_expert_capacity_factor or 1.0)
+    width = model.hidden_size
+    if model.multi_latent_attention:
+        of_head = (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim) // 2
+        width = model.num_attention_heads * of_head
 
     # Two or three batch sizes and sample lengths occur in a run, and each step asks.
     @cache
@@ -505,7 +513,7 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
         """Model FLOPs of a step with ``samples`` samples of ``tokens`` tokens."""
         return step_flops(
             family,
-            width=model.hidden_size,
+            width=width,
             samples=samples,
             tokens=tokens,
             experts=model.num_experts or 1,

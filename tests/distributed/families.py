@@ -12,9 +12,12 @@ from dynmo_train.models.bert import Bert, BertShape
 from dynmo_train.models.documents import STARTS
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
+from dynmo_train.models.latent_attention import LatentShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, ModelFamily
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.multi_token import PREDICTION
+from dynmo_train.models.router import RouterShape
 from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape
 
 VOCABULARY, WIDTH, TOKENS, ANSWERS = 50, 32, 16, 10
@@ -137,6 +140,26 @@ def _decoder() -> Llama:
     )
 
 
+def _deepseek() -> Llama:
+    """Latent attention, a dense block and blocks with experts, and two depths of multi-token prediction."""
+    latent = LatentShape(q_lora_rank=12, kv_lora_rank=16, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8)
+    router = RouterShape(score_function="sigmoid", expert_bias=True, scaling_factor=2.5)
+    moe = MoeShape(
+        num_experts=4,
+        top_k=2,
+        seq_aux_loss_coeff=0.1,
+        ffn_size=24,
+        layers=(0, 1, 1, 0),
+        shared_ffn_size=24,
+        router=router,
+    )
+    return Llama(LlamaShape(**COMMON, num_layers=4, latent=latent, moe=moe, mtp_num_layers=2))
+
+
+def _depths(batch: int) -> dict[str, tuple[int, ...]]:
+    return {**_hidden(batch), PREDICTION: (batch, TOKENS, WIDTH)}
+
+
 def _t5(positions: str) -> T5:
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "head_dim": 8}
     return T5(T5Shape(**COMMON, **sizes, position_embedding=positions, relative_buckets=8))
@@ -148,6 +171,7 @@ SAMPLES = {
     "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
     "mixtral-padded": Sample(_llama(PADDED), _hidden, _causal),
     "mixtral-dropless": Sample(_llama(DROPLESS), _hidden, _causal),
+    "deepseek": Sample(_deepseek(), _depths, _causal),
     "bert": Sample(Bert(BertShape(**COMMON, num_layers=4)), _hidden, _masked),
     "ict": Sample(_ict(shared=False), _towers, _blocks),
     "ict-shared": Sample(_ict(shared=True), _towers, _blocks),

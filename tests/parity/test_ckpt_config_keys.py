@@ -47,6 +47,29 @@ MODELS = {
         | BLENDERBOT,
     ),
 }
+DEEPSEEK = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MODELS |= {
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SIZES, "num_key_value_heads": 2, **EXPERTS, "mlp_only_layers": [0]}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", DEEPSEEK),
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0}
 
 
@@ -142,7 +165,9 @@ def test_key_table_every_key_that_is_read_is_mapped(kind):
             return super().get(key, default)
 
     complete = complete_config({"model_type": kind, **MODELS[kind][1]})
-    model = ARCHITECTURES[kind].to_model(Recorder({key: None if "rope_" in key else v for key, v in complete.items()}))
+    model = ARCHITECTURES[kind].to_model(
+        Recorder({key: None if key.startswith("rope_") else v for key, v in complete.items()})
+    )
     assert model["family"]
     optional = {"layer_types", "sliding_window", "vocab_size", "original_max_position_embeddings"}
     assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read

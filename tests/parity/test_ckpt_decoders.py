@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
@@ -25,6 +26,22 @@ SIZES = {
     "eos_token_id": 2,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
 CASES = {
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with biases of attention": ("Llama", {"attention_bias": True}),
@@ -38,6 +55,34 @@ CASES = {
     "qwen3 experts, not normalized": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "qwen3 experts, dense blocks": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    ),
+    "qwen3 experts in every second block": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 2},
+    ),
+    "deepseek v2": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek v2, groups": (
+        "DeepseekV2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek v2, dense with biases": (
+        "DeepseekV2",
+        {**DEEPSEEK, "first_k_dense_replace": 2, "mlp_bias": True, "attention_bias": True},
+    ),
+    "deepseek v3": ("DeepseekV3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek v3, yarn, halves": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "gemma": ("Gemma", {"head_dim": 16}),
     "olmo2": ("Olmo2", {}),
@@ -62,6 +107,9 @@ def saved(folder, name: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.2 if parameter.dim() == 1 else 0.1))
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):
+                module.e_score_correction_bias.add_(torch.randn(8) * 0.1)
     model.save_pretrained(folder)
     return model
 
@@ -101,3 +149,58 @@ def test_configuration_written_without_its_source_computes_the_same(tmp_path, na
     ids = torch.arange(40)[None] % 96
     with torch.no_grad():
         assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def with_prediction_layers(folder, model, depths: int) -> dict[str, torch.Tensor]:
+    """Add layers of multi-token prediction to the file of a saved DeepSeek-V3, as its publisher has them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    numbers = torch.Generator().manual_seed(5)
+    for k in range(depths):
+        layer = f"model.layers.{model.config.num_hidden_layers + k}."
+        block = {name.replace(last, layer): value for name, value in tensors.items() if name.startswith(last)}
+        block |= {f"{layer}{name}.weight": torch.ones(48) for name in ("enorm", "hnorm", "shared_head.norm")}
+        block[f"{layer}eh_proj.weight"] = torch.ones(48, 96)
+        block = {name: value + torch.randn(value.shape, generator=numbers) for name, value in block.items()}
+        block[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        block[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        tensors |= block
+    save_file(tensors, path, {"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_layers_of_multi_token_prediction_are_carried(tmp_path, depths):
+    """Loading and saving with transformers drops them without a message."""
+    model = saved(tmp_path / "theirs", "deepseek v3")
+    tensors = with_prediction_layers(tmp_path / "theirs", model, depths)
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    manifest = json.loads((tmp_path / "native" / "manifest.json").read_text())
+    assert manifest["model"]["mtp_num_layers"] == depths
+    assert manifest["ties"]["mtp.0.final_norm.weight"] == "head.norm.weight"
+    convert(str(tmp_path / "native"), str(tmp_path / "back"), "--to", "hf")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], value) for name, value in tensors.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == depths
+
+
+def test_copy_of_a_table_that_differs_is_refused(tmp_path):
+    model = saved(tmp_path / "theirs", "deepseek v3")
+    tensors = with_prediction_layers(tmp_path / "theirs", model, 1)
+    tensors["model.layers.2.embed_tokens.weight"][3, 3] += 1
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native"])
+    assert result.exit_code != 0
+    assert "model.layers.2.embed_tokens.weight and model.embed_tokens.weight differ" in str(result.exception)
+
+
+def test_biases_of_experts_stay_float32_in_an_export_in_bfloat16(tmp_path):
+    saved(tmp_path / "theirs", "deepseek v3")
+    convert(str(tmp_path / "theirs"), str(tmp_path / "native"), "--to", "native")
+    convert(str(tmp_path / "native"), str(tmp_path / "half"), "--to", "hf", "--dtype", "bf16", "--no-check-logits")
+    tensors = load_file(tmp_path / "half" / "model.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}

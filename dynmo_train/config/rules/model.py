@@ -8,6 +8,7 @@ from dataclasses import fields
 from ..._common.document import MAX_ALL_EXPERTS, Problem
 from ..._common.errors import UsageError
 from ..ict import IctConfig
+from ..layer_options import LayerOptions
 from ..parse import SINKHORN
 from ..resolve import ALIASES
 from ..schema import Config
@@ -55,6 +56,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "reset_position_ids": ("gpt", "llama"),
     "reset_attention_mask": ("gpt", "llama"),
     "eod_mask_loss": ("gpt", "llama"),
+    **{spec.name: DECODERS for spec in fields(LayerOptions)},
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {
@@ -68,7 +70,8 @@ POSITION_TYPES = {
 
 def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
     model = config.model
-    if model.hidden_size % model.num_attention_heads and config.sources.get("kv_channels") == "derived":
+    is_derived = config.sources.get("kv_channels") == "derived" and not model.multi_latent_attention
+    if model.hidden_size % model.num_attention_heads and is_derived:
         yield conflict(
             "--hidden-size",
             f"is {model.hidden_size}; must be a multiple of --num-attention-heads {model.num_attention_heads}",
@@ -96,6 +99,10 @@ def _routing(config: Config, _world_size: int) -> Iterator[Problem]:
             f"has no effect with --moe-routing {model.moe_routing}; remove it",
         )
     if model.num_experts is not None:
+        try:
+            _ = model.expert_layers
+        except UsageError as error:
+            yield conflict(*str(error).split(": ", 1))
         yield from _balance(config)
         yield from _scores(config)
 
@@ -173,11 +180,22 @@ def _groups(config: Config) -> Iterator[Problem]:
         yield conflict("--moe-router-num-groups", f"is {groups}; must divide --num-experts {experts}")
     elif chosen > groups:
         yield conflict("--moe-router-group-topk", f"is {chosen}; must be at most --moe-router-num-groups {groups}")
-    elif model.moe_router_topk % chosen or model.moe_router_topk > chosen * (experts // groups):
+    elif model.moe_router_topk > chosen * (experts // groups):
         yield conflict(
             "--moe-router-topk",
-            f"is {model.moe_router_topk}; must be a multiple of --moe-router-group-topk {chosen}, and at most the"
-            f" {chosen * (experts // groups)} experts of that many groups",
+            f"is {model.moe_router_topk}; must be at most the {chosen * (experts // groups)} experts of"
+            f" --moe-router-group-topk {chosen} groups",
+        )
+    elif model.moe_router_group_experts is not None and model.moe_router_group_experts > experts // groups:
+        yield conflict(
+            "--moe-router-group-experts",
+            f"is {model.moe_router_group_experts}; must be at most the {experts // groups} experts of a group",
+        )
+    elif model.moe_router_group_experts is None and model.moe_router_topk % chosen:
+        yield conflict(
+            "--moe-router-topk",
+            f"is {model.moe_router_topk}; must be a multiple of --moe-router-group-topk {chosen}, or use"
+            " --moe-router-group-experts",
         )
 
 
@@ -229,11 +247,17 @@ def _rotary(config: Config) -> Iterator[Problem]:
     """Rotary positions."""
     model = config.model
     width = int(model.kv_channels * model.rotary_percent)
-    if width < 2 or width % 2:
+    if not model.multi_latent_attention and (width < 2 or width % 2):
         share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent}"
         yield conflict("--kv-channels", f"is {model.kv_channels}{share}; must be even for rotary embeddings")
-    if model.use_rope_scaling and model.rotary_scaling is not None:
-        yield conflict("--use-rope-scaling", "cannot be combined with --rotary-scaling; remove one")
+    scalings = {
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-scaling": model.rotary_scaling is not None,
+        "--rotary-scaling-factor": model.yarn_object is not None,
+    }
+    given = [flag for flag, is_given in scalings.items() if is_given]
+    if len(given) > 1:
+        yield conflict(given[0], f"cannot be combined with {' and '.join(given[1:])}; remove one")
     try:
         _ = model.rotary_scaling_object
     except UsageError as error:
@@ -255,6 +279,47 @@ def _decoder(config: Config, _world_size: int) -> Iterator[Problem]:
         )
     if model.qk_norm == "projection" and config.pruning.sparsify and config.pruning.pruning_mode == "structured":
         yield unsupported("--qk-norm", "is projection, a norm over all heads; --pruning-mode structured removes heads")
+
+
+def _latent(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Multi-head latent attention: what it needs, and what it does not implement."""
+    model = config.model
+    flag = "--multi-latent-attention"
+    if not model.multi_latent_attention:
+        if model.rotary_interleaved:
+            yield unsupported("--rotary-interleaved", f"requires {flag}; leave it out")
+        return
+    if model.position_embedding_type != "rotary":
+        yield conflict(flag, f"requires --position-embedding-type rotary, is {model.position_embedding_type}")
+    if model.num_query_groups != model.num_attention_heads:
+        yield conflict("--num-query-groups", f"has no effect with {flag}, which has a latent for all heads; remove it")
+    if model.qk_pos_emb_head_dim % 2:
+        yield conflict("--qk-pos-emb-head-dim", f"is {model.qk_pos_emb_head_dim}; must be even")
+    if model.rotary_percent != 1:
+        yield conflict("--rotary-percent", f"has no effect with {flag}; use --qk-pos-emb-head-dim")
+    if model.qk_norm == "projection":
+        yield conflict("--qk-norm", f"is projection; {flag} normalizes the latents: use head, or leave it out")
+    if config.attention.sparse_attention:
+        yield unsupported("--sparse-attention", f"cannot be combined with {flag}; remove one")
+
+
+def _prediction(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Multi-token prediction: what reads the tokens of a sample, or the tables of the model, in other ways."""
+    model, parallel, flag = config.model, config.parallel, "--mtp-num-layers"
+    if not model.mtp_num_layers:
+        return
+    if model.position_embedding_type != "rotary":
+        yield unsupported(flag, "requires --position-embedding-type rotary")
+    if model.mtp_num_layers >= model.seq_length:
+        yield conflict(flag, f"is {model.mtp_num_layers}; must be below --seq-length {model.seq_length}")
+    others = {
+        "--context-parallel-size": parallel.context_parallel_size > 1,
+        "--vocabulary-parallel": parallel.vocabulary_parallel is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    if given:
+        yield unsupported(flag, f"cannot be combined with {', '.join(given)}; remove one")
 
 
 def _length(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -295,5 +360,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     _routing,
     _family,
     _decoder,
+    _latent,
+    _prediction,
     _length,
 )

@@ -94,6 +94,8 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     sharded = [
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size or size),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or size),
     ]
     sharded += [("--num-query-groups", model.num_query_groups)] if model.base_family == "llama" else []
     sharded += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
@@ -106,7 +108,7 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     sublayer = config.balance.granularity == "sublayer"
-    items = layers * (2 if sublayer else 1) + 2
+    items = layers * (2 if sublayer else 1) + 2 + config.model.mtp_num_layers
     # The decoder adds its embedding and its blocks. Encoder norm and pooler are items of their own at the granularity
     # ``sublayer``, else a part of the last block before them. The towers of an ICT share the head.
     if config.model.base_family == "t5":

@@ -41,6 +41,7 @@ VOCABULARY_ROWS = re.compile(
     r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|master))?"
     r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|momentum_buffer|row_var|variance|master))?"
 )
+LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 
@@ -76,7 +77,8 @@ def model_items(model: Mapping[str, Any]) -> list[str]:
     """Return all items of a model at the finest granularity, in layer order."""
     blocks, stacks = list(_blocks(model)), STACKS.get(model["family"])
     if stacks is None:
-        return finest_items(["embedding", *blocks, "head"], model)
+        further = [f"mtp.{depth}" for depth in range(model.get("mtp_num_layers", 0))]
+        return finest_items(["embedding", *blocks, *further, "head"], model)
     first, second = stacks
     front = [block for block in blocks if block.startswith(f"{first}.")]
     ends = [f"{first}.{'norm' if model['family'] == 't5' else 'pooler'}", f"{second}.embedding"]
@@ -154,7 +156,13 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
         if item not in order:
             yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
     heads, layers = model["num_attention_heads"], model["num_layers"]
+    pattern = model.get("moe_layer_pattern", [1] * layers)
     for wrong, rule in (
+        (
+            len(pattern) != layers or (layers and not any(pattern)),
+            "moe_layer_pattern must have num_layers entries, not all 0",
+        ),
+        (sum(field in model for field in LATENT_SIZES) % len(LATENT_SIZES), f"must have all or none of {LATENT_SIZES}"),
         ("head_dim" not in model and model["hidden_size"] % heads, "heads must divide hidden_size"),
         (heads % model.get("num_key_value_heads", heads), "num_key_value_heads must divide num_attention_heads"),
         (model["padded_vocab_size"] < model["vocab_size"], "padded_vocab_size must be at least vocab_size"),

@@ -36,7 +36,7 @@ from .torch_groups import divide_or_skip
 # Tables of embeddings, relative positions, and the output layer.
 _TABLES = re.compile(r"(^|\.)embedding\.|\.relative\.weight$|(^|\.)head\.weight$")
 _QKV = re.compile(r"\.attention\.qkv\.weight$")
-_ITEM = re.compile(r"^(?:[^.]+\.)?layers\.\d+\.[^.]+|^[^.]+")
+_ITEM = re.compile(r"^(?:[^.]+\.)?layers\.\d+\.[^.]+|^mtp\.\d+|^[^.]+")
 # Elements of a batch of matrices; its copies in bfloat16 take about 8 bytes each.
 BATCH_ELEMENTS = 1 << 24
 
