@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .compat_flag import CompatFlag, becomes, ignored, refused
+from .megatron_flags import MEGATRON_FLAGS
 from .torchtitan import TORCHTITAN
 
 _OVERLAP = "no effect on results"
@@ -39,6 +40,7 @@ _INJECTION = "faults are not injected: leave it out"
 _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpoint"
 
 FLAGS: Mapping[str, CompatFlag] = {
+    **MEGATRON_FLAGS,
     # Older names of Megatron
     "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),
     "--batch-size": becomes("--micro-batch-size", values=1),
