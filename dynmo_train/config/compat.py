@@ -96,15 +96,15 @@ def translate(
             translated.append(arguments[at - 1])  # the parser of the command suggests similar names
             continue
         values, at = ([value], at) if equals else values_after(arguments, at, known.num_values)
-        if known.kind == "becomes" and known.arguments[0] in declared:
+        if known.neutral is not None and values == [known.neutral]:
+            notes.append(f"{word}: {known.neutral} changes nothing")
+        elif known.kind == "becomes" and known.arguments[0] in declared:
             values = [" ".join(values)] if known.num_values is None else values
             renamed = [known.renamed_values.get(each, each) for each in values]
             translated += [*known.arguments, *([] if known.drop_values else renamed)]
             translated += [word for each in values for word in known.value_arguments.get(each, ())]
         elif known.kind == "ignored" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.reason}")
-        elif known.neutral is not None and values == [known.neutral]:
-            notes.append(f"{word}: {known.neutral} changes nothing")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
     return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
