@@ -102,7 +102,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--attention-backend": ignored("scaled_dot_product_attention selects the kernel", 1),
     "--attention-softmax-in-fp32": ignored("always on"),
     "--no-masked-softmax-fusion": ignored(_OVERLAP),
-    "--no-bias-gelu-fusion": ignored(_OVERLAP),
+    "--no-bias-gelu-fusion": ignored("--activation selects the form: gelu_tanh, as Megatron's fused kernel, or gelu"),
     "--no-bias-dropout-fusion": ignored(_OVERLAP),
     "--no-bias-swiglu-fusion": ignored(_OVERLAP),
     "--no-rope-fusion": ignored(_OVERLAP),

@@ -62,6 +62,7 @@ def config_from(case, **more):
         flags |= {"schedule": "interleaved-1f1b", "virtual_stages_per_worker": case["virtual"]}
     return resolve_checked(
         flags={**MODEL, "num_layers": case["layers"], **flags, **more},
+        file={},
         command={"family": "gpt"},
         context=DefaultContext(world_size=case["ranks"]),
     )
