@@ -151,10 +151,8 @@ class _Evaluation:
             self.variables[name] = str(_wrapped(self.value(name) + (1 if signs.pop() == "++" else -1)))
         result = self.primary()
         for sign in reversed(signs):
-            result = {"-": lambda n: _wrapped(-n), "!": lambda n: int(not n), "~": lambda n: ~n}.get(sign, lambda n: n)(
-                result
-            )
-        return result
+            result = -result if sign == "-" else int(not result) if sign == "!" else ~result if sign == "~" else result
+        return _wrapped(result)
 
     def primary(self) -> int:
         if self.take("("):

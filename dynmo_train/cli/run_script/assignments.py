@@ -19,11 +19,13 @@ class Assignments:
     budget: Budget
 
     def value_of(self, assignment: Assignment, place: Place) -> Value:
+        """The value of an assignment."""
         if isinstance(assignment.value, list):
             return self.expander.fields(assignment.value, place)
         return self.expander.string(assignment.value, place)
 
     def run_assignment(self, assignment: Assignment, place: Place) -> None:
+        """Assign a string, an array or an element."""
         name = assignment.name
         if name in self.settings:
             return
@@ -41,6 +43,7 @@ class Assignments:
         self.assign(name, value, place)
 
     def assign_element(self, assignment: Assignment, value: Value, place: Place) -> None:
+        """Assign an element of an array."""
         if isinstance(value, list):
             place.refuse(f"an element of {assignment.name} cannot be an array; give one word")
         index = self.expander.integer(assignment.index.replace("$", ""), place)

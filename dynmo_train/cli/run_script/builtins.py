@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .expansion import Expander, Variables
+from .assignments import Assignments
 from .parser import parse_script
-from .session import Budget, ExitScript, Jump
-from .syntax import Place
+from .session import ExitScript, Jump
+from .syntax import Commands, Place
 
 BUILT_INS: Mapping[str, str] = {
     ":": "nothing",
@@ -35,25 +36,39 @@ BUILT_INS: Mapping[str, str] = {
 }
 
 
-class BuiltIns:
+class BuiltIns(Assignments):
     """Built-in commands; each receives its name, its arguments, the text of its input, and its line."""
 
-    variables: Variables
-    expander: Expander
-    settings: dict[str, str]
-    exported: set[str]
     folder: Path
-    budget: Budget
     calls: int
     stops_on_error: bool
+    scripts: list[str]
+
+    @abstractmethod
+    def run_all(self, commands: Commands) -> None:
+        """Run commands."""
+
+    @abstractmethod
+    def note(self, place: Place, text: str) -> None:
+        """Add a note for the user."""
+
+    @abstractmethod
+    def read_script(self, path: str, place: Place) -> str:
+        """Read a nested script."""
+
+    @abstractmethod
+    def holds(self, words: Sequence[tuple[str, str, bool]], place: Place, *, has_patterns: bool) -> bool:
+        """Whether a condition is true."""
 
     def do_nothing(self, _name: str, _arguments: list[str], _stdin: str, _place: Place) -> None:
         """``:`` and ``true``."""
 
     def do_false(self, _name: str, _arguments: list[str], _stdin: str, _place: Place) -> None:
+        """``false``."""
         self.variables.status = 1
 
     def do_test(self, name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``test`` and ``[``."""
         if name == "[":
             if arguments[-1:] != ["]"]:
                 place.refuse("[ is not closed; close it with ]")
@@ -62,15 +77,18 @@ class BuiltIns:
         self.variables.status = int(not self.holds(words, place, has_patterns=False))
 
     def do_exit(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``exit``."""
         raise ExitScript(self.number(arguments, self.variables.status, place) % 256)
 
     def do_jump(self, name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``break``, ``continue`` and ``return``."""
         number = self.number(arguments, 0 if name == "return" else 1, place)
         if name == "return":
             self.variables.status = number % 256
         raise Jump(name, max(1, number))
 
     def number(self, arguments: Sequence[str], default: int, place: Place) -> int:
+        """The first argument as a whole number; without one, the default."""
         if not arguments:
             return default
         if not re.fullmatch(r"-?\d{1,9}", arguments[0]):
@@ -78,6 +96,7 @@ class BuiltIns:
         return int(arguments[0])
 
     def do_shift(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``shift``."""
         count = self.number(arguments, 1, place)
         if 0 <= count <= len(self.variables.arguments):
             del self.variables.arguments[:count]
@@ -85,6 +104,7 @@ class BuiltIns:
             self.variables.status = 1
 
     def do_set(self, _name: str, arguments: list[str], _stdin: str, _place: Place) -> None:
+        """``set``: options -e and -u, and arguments."""
         words = list(arguments)
         while words and words[0][:1] in ("-", "+"):
             word = words.pop(0)
@@ -103,12 +123,14 @@ class BuiltIns:
             self.variables.arguments = words
 
     def do_unset(self, _name: str, arguments: list[str], _stdin: str, _place: Place) -> None:
+        """``unset``."""
         for name in arguments:
             if name not in self.settings:
                 self.variables.values.pop(name, None)
                 self.exported.discard(name)
 
     def do_eval(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``eval``."""
         self.run_text(" ".join(arguments), place)
 
     def run_text(self, text: str, place: Place) -> None:
@@ -121,6 +143,7 @@ class BuiltIns:
         self.calls -= 1
 
     def do_source(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``source``; files that activate an environment are ignored."""
         path = (arguments or [""])[0]
         if re.search(r"(^|/)(activate|\.?bashrc|\.?profile|\.bash_profile|conda\.sh)$", path):
             self.note(place, f"{path} is ignored: environments are not activated; activate yours before")
@@ -147,6 +170,7 @@ class BuiltIns:
             self.variables.values["BASH_SOURCE"] = bash_source
 
     def do_cd(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``cd`` to a folder that exists."""
         path = next((word for word in arguments if word not in ("--", "-P", "-L")), os.path.expanduser("~"))
         folder = Path(os.path.abspath(self.folder / path)) if "\0" not in path else Path("\0")
         try:
@@ -161,6 +185,7 @@ class BuiltIns:
         self.variables.values["PWD"] = str(folder)
 
     def do_read(self, _name: str, arguments: list[str], stdin: str, place: Place) -> None:
+        """``read`` from a text."""
         names = [word for word in arguments if not word.startswith("-")]
         options = "".join(word[1:] for word in arguments if word.startswith("-"))
         if not stdin or set(options) - set("ra") or not names:
@@ -174,5 +199,6 @@ class BuiltIns:
             self.assign(name, words[number].strip() if number < len(words) else "", place)
 
     def do_let(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
+        """``let``."""
         for text in arguments:
             self.variables.status = int(not self.expander.integer(text, place))

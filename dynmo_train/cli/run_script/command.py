@@ -150,9 +150,9 @@ def run_script(
 ) -> None:
     """Execute the commands of a published training script; the script is parsed, and no shell runs it.
 
-    Its programs and launchers become ours: torchrun, deepspeed, srun, mpirun, python -m torch.distributed.launch. A line
-    that cannot be interpreted is refused with its number before anything is executed. Exits with the exit code of the
-    first command that fails.
+    Its programs and launchers become ours: torchrun, deepspeed, srun, mpirun, python -m torch.distributed.launch. A
+    line that cannot be interpreted is refused with its number before anything is executed. Exits with the exit code of
+    the first command that fails.
     """
     result = interpret_file(script, arguments or [], _settings(settings or []), os.environ)
     for text in result.printed:

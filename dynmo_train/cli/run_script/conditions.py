@@ -85,7 +85,7 @@ class _Test:
         at = self.at + ahead
         return self.words[at][0] if at < len(self.words) else ""
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         return len(self.words) - self.at
 
     def either(self) -> bool:
@@ -93,7 +93,7 @@ class _Test:
         if self.depth > 40:
             self.place.refuse("the condition is nested too deep; simplify it")
         result = self.both()
-        while self.left() and self.operator() in ("||", "-o"):
+        while self.remaining() and self.operator() in ("||", "-o"):
             self.at += 1
             other = self.both()
             result = result or other
@@ -102,19 +102,19 @@ class _Test:
 
     def both(self) -> bool:
         result = self.single()
-        while self.left() and self.operator() in ("&&", "-a"):
+        while self.remaining() and self.operator() in ("&&", "-a"):
             self.at += 1
             other = self.single()
             result = result and other
         return result
 
     def single(self) -> bool:
-        if not self.left():
+        if not self.remaining():
             self.place.refuse("the condition is not complete; complete it")
         word = self.operator()
-        if self.left() >= 3 and self.operator(1) in _BINARY:
+        if self.remaining() >= 3 and self.operator(1) in _BINARY:
             return self.binary()
-        if word == "!" and self.left() > 1:
+        if word == "!" and self.remaining() > 1:
             self.depth += 1
             if self.depth > 40:
                 self.place.refuse("the condition is nested too deep; simplify it")
@@ -122,14 +122,14 @@ class _Test:
             result = not self.single()
             self.depth -= 1
             return result
-        if word == "(" and self.left() > 1:
+        if word == "(" and self.remaining() > 1:
             self.at += 1
             result = self.either()
             if self.operator() != ")":
                 self.place.refuse("the parenthesis of the condition is not closed; close it")
             self.at += 1
             return result
-        if re.fullmatch(r"-[a-zA-Z]", word) and self.left() > 1 and self.operator(1) not in ("&&", "||"):
+        if re.fullmatch(r"-[a-zA-Z]", word) and self.remaining() > 1 and self.operator(1) not in ("&&", "||"):
             self.at += 2
             return self.unary(word, self.words[self.at - 1][0])
         self.at += 1
@@ -144,7 +144,7 @@ class _Test:
             return self.is_set(operand)
         if operator == "-t":
             return False
-        self.place.refuse(f"the test {operator} is not interpreted; use -n, -z, -e, -f or -d")
+        return self.place.refuse(f"the test {operator} is not interpreted; use -n, -z, -e, -f or -d")
 
     def binary(self) -> bool:
         (text, _, _), (operator, _, _), (other, pattern, _) = self.words[self.at : self.at + 3]
@@ -155,10 +155,7 @@ class _Test:
             return _matches_regex(text, other, self.place)
         if operator in ("<", ">"):
             return text < other if operator == "<" else text > other
-        if self.has_patterns:
-            is_same = fnmatch.fnmatchcase(text, pattern)
-        else:
-            is_same = text == other
+        is_same = fnmatch.fnmatchcase(text, pattern) if self.has_patterns else text == other
         return is_same == (operator != "!=")
 
     def number(self, text: str) -> int:
@@ -195,6 +192,6 @@ def holds(
         return False
     test = _Test(words, folder, integer, is_set, place, has_patterns=has_patterns)
     result = test.either()
-    if test.left():
+    if test.remaining():
         place.refuse(f"{test.operator()[:80]!r} is unexpected in the condition; quote words with blanks")
     return result

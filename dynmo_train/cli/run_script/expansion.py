@@ -16,6 +16,7 @@ from .arithmetic import evaluate
 from .syntax import Arithmetic, Parameter, Place, Placeholder, Substitution, Text, Word
 
 MAX_VALUE = 1 << 20
+_DEFAULTS = frozenset({":-", "-", ":=", "=", ":+", "+", ":?", "?"})
 Value = str | list[str]
 _GLOB_SPECIAL = re.compile(r"([*?\[\]])")
 
@@ -76,6 +77,23 @@ class _Integers(MutableMapping[str, str]):
         return len(self.variables.values)
 
 
+class _Fields:
+    """Strings that a word becomes, and the one that is not complete."""
+
+    def __init__(self) -> None:
+        self.strings: list[str] = []
+        self.current: str | None = None
+
+    def add(self, text: str) -> None:
+        self.current = (self.current or "") + text
+
+    def end(self, *, if_true: bool) -> None:
+        """Complete the current string, if there is one."""
+        if if_true and self.current is not None:
+            self.strings.append(self.current)
+            self.current = None
+
+
 class Expander:
     """Expands words with the variables of a script.
 
@@ -122,38 +140,23 @@ class Expander:
 
     def split(self, word: Word, place: Place) -> list[str]:
         """Expand one word to strings."""
-        complete: list[str] = []
-        current: str | None = None
+        found = _Fields()
         for texts, is_quoted, is_expanded in self.parts(word, place):
-            if not is_expanded or (is_quoted and len(texts) == 1):
-                current = (current or "") + texts[0]
-                continue
-            if is_quoted:  # "$@" or "${A[@]}"
+            if not is_expanded or is_quoted:
+                # "$@" and "${A[@]}" have one string for each element.
                 for number, text in enumerate(texts):
-                    if number and current is not None:
-                        complete.append(current)
-                        current = None
-                    current = (current or "") + text
-                continue
-            for number, text in enumerate(texts):
-                pieces = text.split()
-                begins_new = (number > 0 or text[:1].isspace()) and current is not None
-                if begins_new and current is not None:
-                    complete.append(current)
-                    current = None
-                for at, piece in enumerate(pieces):
-                    if at and current is not None:
-                        complete.append(current)
-                        current = None
-                    current = (current or "") + piece
-                if text[-1:].isspace() and current is not None:
-                    complete.append(current)
-                    current = None
-        if current is not None:
-            complete.append(current)
-        if len(complete) == 1:
-            return [_with_home(complete[0], word)]
-        return complete
+                    found.end(if_true=number > 0)
+                    found.add(text)
+            else:
+                for number, text in enumerate(texts):
+                    found.end(if_true=number > 0 or text[:1].isspace())
+                    for at, piece in enumerate(text.split()):
+                        found.end(if_true=at > 0)
+                        found.add(piece)
+                    found.end(if_true=text[-1:].isspace())
+        found.end(if_true=True)
+        strings = found.strings
+        return [_with_home(strings[0], word)] if len(strings) == 1 else strings
 
     def parts(self, word: Word, place: Place) -> Iterator[tuple[list[str], bool, bool]]:
         """For each part of a word: its strings, whether it is quoted, and whether it is the result of an expansion."""
@@ -172,9 +175,21 @@ class Expander:
                 self.check_size(len(output), part.place)
                 yield [output], part.is_quoted, True
             else:
-                texts = self.parameter(part)
-                self.check_size(sum(map(len, texts)), part.place)
-                yield texts, part.is_quoted, True
+                yield from self.parameter_parts(part)
+
+    def parameter_parts(self, part: Parameter) -> Iterator[tuple[list[str], bool, bool]]:
+        """The parts of a parameter expansion: its value, or the parts of the word after ``:-`` and similar."""
+        if part.operator in _DEFAULTS:
+            texts = self.default(part, self.lookup(part))
+            if texts is None and not part.is_quoted:
+                for inner, is_quoted, _ in self.parts(part.operands[0], part.place):
+                    yield inner, is_quoted, True
+                return
+            texts = [self.string(part.operands[0], part.place)] if texts is None else texts
+        else:
+            texts = self.parameter(part)
+        self.check_size(sum(map(len, texts)), part.place)
+        yield texts, part.is_quoted, True
 
     # Parameters
 
@@ -185,8 +200,6 @@ class Expander:
             if part.index in ("@", "*") or part.name in ("@", "*"):
                 return [str(len(value or []))]
             return [str(len("".join(value or "")))]
-        if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
-            return self.default(part, value)
         if value is None:
             value = self.unset(part)
         texts = value if isinstance(value, list) else [value]
@@ -220,22 +233,25 @@ class Expander:
         self.variables.missing.setdefault(part.name, part.place.line)
         return ""
 
-    def default(self, part: Parameter, value: Value | None) -> list[str]:
-        """``:-`` and similar operators; with a colon, an empty value is as an unset one."""
+    def default(self, part: Parameter, value: Value | None) -> list[str] | None:
+        """``:-`` and similar operators: the value, or None for the word after the operator.
+
+        With a colon, an empty value is as an unset one.
+        """
         joined = " ".join(value) if isinstance(value, list) else value
         is_missing = value is None or (part.operator.startswith(":") and not joined)
         operator = part.operator[-1]
         if operator == "+":
-            return (
-                [] if is_missing and part.index else [""] if is_missing else [self.string(part.operands[0], part.place)]
-            )
+            return ([] if part.index else [""]) if is_missing else None
         if not is_missing and value is not None:
             return value if isinstance(value, list) else [value]
+        if operator == "-":
+            return None
         text = self.string(part.operands[0], part.place)
         if operator == "?":
             name = f"argument {part.name}" if part.name.isdigit() else part.name
             part.place.refuse(f"{name}: {text or 'has no value'}; {_remedy(part.name)}")
-        if operator == "=" and part.name.isidentifier():
+        if part.name.isidentifier():
             self.variables.values[part.name] = text
         return [text]
 

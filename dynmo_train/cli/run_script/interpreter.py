@@ -21,7 +21,6 @@ from pathlib import Path
 from ..._common.document import DocumentError, parse_json
 from ...formats.input_text import read_input
 from ...formats.os_errors import reason
-from .assignments import Assignments
 from .builtins import BUILT_INS, BuiltIns
 from .conditions import holds
 from .expansion import Expander, Value, Variables
@@ -64,7 +63,7 @@ from .syntax import (
 from .text_commands import TextCommands
 
 
-class Interpreter(BuiltIns, Assignments):
+class Interpreter(BuiltIns):
     """Interprets one script, with its nested ones.
 
     Args:
@@ -89,7 +88,8 @@ class Interpreter(BuiltIns, Assignments):
         self.variables = Variables(values, list(arguments), name)
         self.exported = {*environment, *self.settings}
         self.functions: dict[str, Command] = {}
-        self.folder, self.root = folder, (folder, folder / Path(name).parent)
+        self.folder = folder
+        self.root: tuple[Path, ...] = (folder, folder / Path(name).parent)
         self.result = ScriptResult()
         self.budget = Budget()
         self.written: dict[Path, str] = {}
@@ -147,10 +147,12 @@ class Interpreter(BuiltIns, Assignments):
     # Lists of commands
 
     def run_all(self, commands: Commands) -> None:
+        """Run commands, one after the other."""
         for command in commands:
             self.run_and_or(command)
 
     def run_and_or(self, command: AndOr) -> None:
+        """Run pipelines that are connected by && and ||."""
         last = len(command.pipelines) - 1
         for number, (operator, pipeline) in enumerate(command.pipelines):
             status = self.variables.status
@@ -169,6 +171,7 @@ class Interpreter(BuiltIns, Assignments):
             self.note(command.pipelines[0][1].place, "& is ignored: commands run one after the other")
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
+        """Run commands that are connected by pipes."""
         first, *others = pipeline.commands
         if not others:
             self.run(first)
@@ -240,6 +243,7 @@ class Interpreter(BuiltIns, Assignments):
                 self.run_all(command.body)
 
     def run_if(self, command: If) -> None:
+        """Run the first branch whose condition is true."""
         for condition, body in command.branches:
             if not condition or self.is_true(condition):
                 self.variables.status = 0
@@ -260,6 +264,7 @@ class Interpreter(BuiltIns, Assignments):
         return False
 
     def run_loop(self, command: Loop) -> None:
+        """Run ``while`` or ``until``."""
         while self.is_true(command.condition) != command.is_until:
             self.budget.spend("commands", 1, command.place)
             self.variables.status = 0
@@ -268,6 +273,7 @@ class Interpreter(BuiltIns, Assignments):
         self.variables.status = 0
 
     def run_for(self, command: For) -> None:
+        """Run ``for``."""
         words = list(self.variables.arguments) if command.words is None else []
         for word in command.words or ():
             for text in self.expander.split(word, command.place):
@@ -288,6 +294,7 @@ class Interpreter(BuiltIns, Assignments):
                 break
 
     def run_case(self, command: Case) -> None:
+        """Run the first branch whose pattern matches."""
         subject = self.expander.string(command.word, command.place)
         self.variables.status = 0
         for patterns, body in command.branches:
@@ -318,7 +325,8 @@ class Interpreter(BuiltIns, Assignments):
         if self.calls > 20:
             place.refuse("command substitutions are nested too deep; simplify the script")
         before, outer = len(self.result.steps), self.captured
-        self.captured = output = []
+        output: list[str] = []
+        self.captured = output
         was_missing = dict(self.variables.missing)
         try:
             self.run_subshell(parse_script(text, place.script, place.line))
@@ -351,6 +359,7 @@ class Interpreter(BuiltIns, Assignments):
         return text
 
     def holds(self, words: Sequence[tuple[str, str, bool]], place: Place, *, has_patterns: bool) -> bool:
+        """Whether a condition is true."""
         return holds(
             words,
             self.folder,
@@ -363,6 +372,7 @@ class Interpreter(BuiltIns, Assignments):
     # Simple commands
 
     def run_simple(self, command: Simple, stdin: str) -> None:
+        """Run a simple command: assignments, or words."""
         place = command.place
         if not command.words:
             self.variables.status = 0
@@ -399,6 +409,7 @@ class Interpreter(BuiltIns, Assignments):
 
     @staticmethod
     def literal(word: Word) -> str:
+        """The text of a word without expansions; empty for others."""
         return "".join(getattr(part, "text", "") for part in word) if len(word) == 1 else ""
 
     def call(
@@ -428,6 +439,7 @@ class Interpreter(BuiltIns, Assignments):
             self.start([name, *arguments], prefix, stdin, redirections, place)
 
     def call_function(self, name: str, arguments: list[str], place: Place) -> None:
+        """Run a function of the script."""
         self.calls += 1
         if self.calls > 20:
             place.refuse(f"calls of the function {name} are nested too deep; simplify the script")
@@ -468,7 +480,7 @@ class Interpreter(BuiltIns, Assignments):
         real = Path(os.path.realpath(full))
         if not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
             place.refuse(
-                f"{path} is outside of the folder of the run and that of the script; write it before, and remove the line"
+                f"{path} is outside of the folder of the run and that of the script; write it before, and remove this"
             )
         if is_appended:
             text = self.written.get(full, "") + text

@@ -84,7 +84,7 @@ class _Refused(UsageError):
     """A word of a launcher is not supported."""
 
 
-# Option to what it sets here: an attribute of Launch, ``=OPTION`` of launch, or ``no effect``; and its number of values.
+# Option to what it sets: an attribute of Launch, ``=OPTION`` of launch, or ``no effect``; and its number of values.
 _Options = Mapping[str, tuple[str, int]]
 _NONE = ("no effect", 0)
 _VALUE = ("no effect", 1)
@@ -252,32 +252,39 @@ def _translate(
         if not words:
             return "it has no program; remove the line"
         name = words[0].rpartition("/")[2]
-        if words[0] in _PREFIXES:
-            words = words[1:]
-        elif words[0] == "env":
-            words = _environment_words(words[1:], environment)
-        elif words[0] in ("numactl", "nsys", "ncu", "timeout", "taskset"):
-            words = _without_wrapper(words)
-        elif name == "torchrun":
-            words = _options(words[1:], TORCHRUN, launch, "torchrun")
-            launch.kind = launch.kind or "node"
-        elif name in ("deepspeed", "deepspeed.pt"):
-            words = _options(words[1:], DEEPSPEED, launch, "deepspeed")
-            launch.kind = "hostfile"
-        elif name == "srun":
-            words = _options(words[1:], SRUN, launch, "srun")
-            launch.kind, launch.scheduler = "slurm", "slurm"
-        elif name in ("mpirun", "mpiexec"):
-            words = _options(words[1:], MPIRUN, launch, name)
-        elif re.fullmatch(r"python[\d.]*", name):
-            words = _python(words[1:], launch)
-        elif name in ("singularity", "apptainer"):
-            words = _container(words[1:], launch)
-        elif name in _SHELLS or name in ("sbatch", "bsub"):
+        if name in _SHELLS or name in ("sbatch", "bsub"):
             return _nested(words, stdin, environment, launch)
-        else:
+        following = _after_launcher(name, words, environment, launch)
+        if following is None:
             return _program(words, variables, environment, launch)
+        words = following
     return "it has too many launchers; use one"
+
+
+def _after_launcher(name: str, words: list[str], environment: dict[str, str], launch: Launch) -> list[str] | None:
+    """The words after a prefix, launcher or interpreter; None at a program."""
+    if name in _PREFIXES:
+        return words[1:]
+    if name == "env":
+        return _environment_words(words[1:], environment)
+    if name in ("numactl", "nsys", "ncu", "timeout", "taskset"):
+        return _without_wrapper(words)
+    if name in ("singularity", "apptainer"):
+        return _container(words[1:], launch)
+    if re.fullmatch(r"python[\d.]*", name):
+        return _python(words[1:], launch)
+    if name in ("mpirun", "mpiexec"):
+        return _options(words[1:], MPIRUN, launch, name)
+    if name == "torchrun":
+        launch.kind = launch.kind or "node"
+        return _options(words[1:], TORCHRUN, launch, name)
+    if name == "deepspeed":
+        launch.kind = "hostfile"
+        return _options(words[1:], DEEPSPEED, launch, name)
+    if name == "srun":
+        launch.kind, launch.scheduler = "slurm", "slurm"
+        return _options(words[1:], SRUN, launch, name)
+    return None
 
 
 def _environment_words(words: list[str], environment: dict[str, str]) -> list[str]:
@@ -330,24 +337,29 @@ def _options(words: list[str], options: _Options, launch: Launch, launcher: str)
             del words[:count]
             if len(values) < count or any(one.startswith("--") for one in values):
                 raise _Refused(f"the option {word[:80]} of {launcher} has no value; give one")
-        if target.startswith("="):
-            for one in values[0].split(",") if target == "=--mount" else values:
-                launch.options += [target[1:], one]
-        elif target == "endpoint":
-            launch.address, _, port = value.partition(":") if has_value else values[0].partition(":")
-            launch.port = port or launch.port
-        elif target == "hosts":
-            # A script of an LSF job names its hosts; each of them starts the ranks of its node.
-            launch.kind, launch.scheduler, launch.nodes = "lsf", "lsf", str(len(values[0].split(",")))
-        elif target in ("ranks", "tasks"):
-            launch.nproc = values[0]
-            if target == "ranks":
-                launch.kind = launch.scheduler or "node"
-        elif target != "no effect":
-            setattr(launch, target, values[0])
+        _set_option(target, values, launch)
     if launcher.startswith("mpi") and "--hostfile" in launch.options:
         launch.kind = "hostfile"
     return words
+
+
+def _set_option(target: str, values: list[str], launch: Launch) -> None:
+    """Set what an option of a launcher means here."""
+    if target.startswith("="):
+        for one in values[0].split(",") if target == "=--mount" else values:
+            launch.options += [target[1:], one]
+    elif target == "endpoint":
+        launch.address, _, port = values[0].partition(":")
+        launch.port = port or launch.port
+    elif target == "hosts":
+        # A script of an LSF job names its hosts; each of them starts the ranks of its node.
+        launch.kind, launch.scheduler, launch.nodes = "lsf", "lsf", str(len(values[0].split(",")))
+    elif target in ("ranks", "tasks"):
+        launch.nproc = values[0]
+        if target == "ranks":
+            launch.kind = launch.scheduler or "node"
+    elif target != "no effect":
+        setattr(launch, target, values[0])
 
 
 def _python(words: list[str], launch: Launch) -> list[str]:
@@ -430,7 +442,8 @@ def _program(
     notes: list[str] = []
     if "--image" in launch.options and not launch.scheduler:
         notes.append("the container is ignored: the command runs in this environment")
-    arguments = [word for word in arguments if not re.fullmatch(r"--local[-_]rank=.*", word)]
+    # A line that is continued within quotes leaves a backslash behind.
+    arguments = [word for word in arguments if word.strip() != "\\" and not re.fullmatch(r"--local[-_]rank=.*", word)]
     command = equivalent.split()
     if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
         command = ["dynmo-train", "evaluate", "lm-eval"]

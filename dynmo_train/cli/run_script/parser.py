@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 
 from .syntax import (
     AndOr,
@@ -97,19 +98,10 @@ class _Parser(WordParser):
         if keyword in ("", "in"):
             return self.simple(place)
         self.at += len(keyword)
-        compound = {
-            "if": self.if_,
-            "while": self.loop,
-            "until": self.loop,
-            "for": self.for_,
-            "case": self.case,
-            "{": self.group,
-            "[[": self.condition,
-            "function": self.function,
-        }.get(keyword)
+        compound = _COMPOUND.get(keyword)
         if compound is None:
             place.refuse(f"{keyword} has no beginning here, or is not interpreted; remove it")
-        found: Command = compound(place, keyword)
+        found: Command = compound(self, place, keyword)
         while not self.operator() and (match := _REDIRECTION.match(self.text, self.at)):
             place.refuse(f"{match[0]} after {keyword} is not interpreted; redirect single commands")
         return found
@@ -176,7 +168,8 @@ class _Parser(WordParser):
 
     def case(self, place: Place, _keyword: str) -> Case:
         self.skip_blanks()
-        subject, branches = self.word(), []
+        subject = self.word()
+        branches: list[tuple[tuple[Word, ...], Commands]] = []
         self.expect("in", of="case")
         while True:
             self.skip_newlines()
@@ -297,6 +290,18 @@ class _Parser(WordParser):
             is_literal = any(isinstance(part, Text) and part.is_quoted for part in target)
             self.documents.append((redirection, end, is_literal, operator == "<<-", place))
         return redirection
+
+
+_COMPOUND: Mapping[str, Callable[[_Parser, Place, str], Command]] = {
+    "if": _Parser.if_,
+    "while": _Parser.loop,
+    "until": _Parser.loop,
+    "for": _Parser.for_,
+    "case": _Parser.case,
+    "{": _Parser.group,
+    "[[": _Parser.condition,
+    "function": _Parser.function,
+}
 
 
 def parse_script(text: str, script: str, first_line: int = 1) -> Commands:

@@ -94,6 +94,8 @@ class ScriptResult:
 
 
 class ExitScript(Exception):
+    """``exit``: the end of a script or subshell."""
+
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status

@@ -35,6 +35,11 @@ class WordParser:
         return Place(self.script, self.first_line + line)
 
     def enter(self) -> None:
+        """Count a level of nesting.
+
+        Raises:
+            ScriptError: there are too many.
+        """
         self.depth += 1
         if self.depth > MAX_NESTING:
             self.place().refuse(f"is nested more than {MAX_NESTING} levels deep; simplify the script")
@@ -107,6 +112,7 @@ class WordParser:
         return inner.quoted("")
 
     def skip_newlines(self) -> None:
+        """Skip line breaks, with the here-documents after them."""
         while self.operator() == "\n":
             self.newline()
 
@@ -240,7 +246,7 @@ class WordParser:
                     self.at = at + 1
                     return self.text[start + 1 : at]
             at += 1
-        place.refuse("the parenthesis is not closed; close it")
+        return place.refuse("the parenthesis is not closed; close it")
 
     def braced(self, place: Place, *, is_quoted: bool) -> Parameter:
         """Parse ``NAME...}`` after ``${``."""
