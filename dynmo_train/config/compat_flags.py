@@ -286,7 +286,9 @@ FLAGS: Mapping[str, CompatFlag] = {
     # Parallelism and placement
     "--enable-zbh1-pipeline": becomes("--schedule", "zero-bubble"),
     "--enable-zbh1-exact-semantics": ignored("steps are always exact"),
-    "--cp-comm-type": refused("keys and values are gathered: give all_gather, or remove it", None, neutral="all_gather"),
+    "--cp-comm-type": refused(
+        "keys and values are gathered: give all_gather, or remove it", None, neutral="all_gather"
+    ),
     "--ds-sequence-parallel-size": refused(_CONTEXT, 1, neutral="1"),
     "--force-ds-sequence-parallel": refused(_CONTEXT),
     "--ds-sequence-parallel-fpdt": refused(_CONTEXT),

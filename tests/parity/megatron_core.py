@@ -29,8 +29,8 @@ def on_cpu() -> Iterator[None]:
         parallel_state.initialize_model_parallel()
         try:
             with (
-                mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
-                mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+                mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+                mock.patch.object(CudaRNGStatesTracker, "fork", side_effect=lambda *_: contextlib.nullcontext()),
                 # Without Transformer Engine this name is missing.
                 mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
             ):

@@ -52,11 +52,11 @@ def placement(layers: int, ranks: int, **options: Any) -> list[list[int]] | None
         for stage in range(ranks * virtual):
             rank, chunk = stage % ranks, stage // ranks if virtual > 1 else None
             with (
-                mock.patch.object(parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank),
+                mock.patch.object(parallel_state, "get_pipeline_model_parallel_rank", return_value=rank),
                 mock.patch.object(
                     parallel_state,
                     "get_virtual_pipeline_model_parallel_world_size",
-                    lambda: virtual if virtual > 1 else None,
+                    return_value=virtual if virtual > 1 else None,
                 ),
             ):
                 count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank)

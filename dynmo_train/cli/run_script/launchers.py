@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..._common.errors import UsageError
 from ..explain_flags.published_scripts import find
+from .program_words import converter_words, harness_words
 
 OWN_PROGRAMS = ("dynmo-train", "dynmo-prep", "dynmo-plan", "dynmo-ckpt")
 # Programs of Megatron that this project has no model or command for.
@@ -447,6 +448,9 @@ def _program(
     command = equivalent.split()
     if equivalent == "dynmo-train tasks" and any(word.partition("=")[0] == "--tasks" for word in arguments):
         command = ["dynmo-train", "evaluate", "lm-eval"]
+        arguments = harness_words(arguments, notes)
+    elif name.startswith("convert_megatron_"):
+        arguments = converter_words(arguments, notes)
     words = [*command, *arguments]
     if command[0] != "dynmo-train":
         if launch.kind:

@@ -1,5 +1,7 @@
 """The words that the interpreter gives a program are those that bash gives it."""
 
+# Snippets are lines of scripts.
+# ruff: noqa: E501
 from __future__ import annotations
 
 import shutil

@@ -176,6 +176,8 @@ def test_first_command_that_fails_ends_the_run(script, tmp_path):
 
 
 def test_help_imports_neither_torch_nor_numpy():
-    code = "import sys; from dynmo_train.cli.run_script import command; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys; import dynmo_train.cli.run_script.command; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout.split() == ["False", "False"]

@@ -1,7 +1,10 @@
 """Launchers and programs of published scripts as commands of this project."""
 
+# Lines are those of scripts.
+# ruff: noqa: E501
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -64,11 +67,16 @@ COMMANDS = {
     "numactl --cpunodebind=0 torchrun --nproc_per_node=2 pretrain_gpt.py --lr 1": (
         f"dynmo-train launch local --nproc 2 -- {GPT}"
     ),
-    "python main.py --model gpt2 --tasks lambada,piqa": (
-        "dynmo-train evaluate lm-eval --model gpt2 --tasks lambada,piqa"
+    "python main.py --model gpt2 --model_args pretrained=c --device cuda:0 --tasks lambada,piqa": (
+        "dynmo-train evaluate lm-eval --load c --device cuda --tasks lambada,piqa"
     ),
-    "python -m lm_eval --model hf --tasks piqa": "dynmo-train evaluate lm-eval --model hf --tasks piqa",
-    "lm_eval --model hf --tasks piqa": "dynmo-train evaluate lm-eval --model hf --tasks piqa",
+    "python -m lm_eval --model hf --model_args pretrained=c,dtype=bfloat16,x=1 --batch_size 4 --tasks piqa": (
+        "dynmo-train evaluate lm-eval --load c --dtype bfloat16 --batch-size 4 --tasks piqa"
+    ),
+    "lm_eval --model=hf --tasks piqa": "dynmo-train evaluate lm-eval --tasks piqa",
+    "python t/convert_megatron_gpt2_checkpoint.py --config_file c.json GPT-merged/": (
+        "dynmo-ckpt convert GPT-merged/ GPT-merged-hf --to hf"
+    ),
     "python tasks/main.py --task WIKITEXT103 --valid-data x": "dynmo-train tasks --task WIKITEXT103 --valid-data x",
     "WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT": "dynmo-ckpt ckpt_convert --model-type GPT",
     "python tools/preprocess_data.py --input a.json": "dynmo-prep binarize --input a.json",
@@ -121,7 +129,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_line_that_is_not_interpreted_is_refused_with_its_number(line, tmp_path):
-    with pytest.raises(UsageError, match=r"run\.sh, line 3: ") as caught:
+    with pytest.raises(UsageError, match=re.escape("run.sh, line 3: ")) as caught:
         commands(f"# a comment\n\n{line}\n", tmp_path)
     assert REFUSED[line] in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -232,5 +240,5 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_script_is_refused_in_bounded_time(name, tmp_path):
     (tmp_path / "run.sh").write_text("source run.sh")
-    with pytest.raises(UsageError, match="line|too deep"):
+    with pytest.raises(UsageError, match=r"line|too deep"):
         commands(HOSTILE[name], tmp_path)
