@@ -136,6 +136,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--disable-bias-linear": becomes("--no-add-bias-linear"),
     "--no-position-embedding": ignored("implied by rotary embeddings", 0, "gpt", "llama"),
     "--use-rotary-position-embeddings": becomes("--position-embedding-type", "rotary"),
+    "--apply-layernorm-1p": ignored("the same model: norms are stored as whole weights and have no weight decay"),
     "--group-query-attention": ignored("implied by --num-query-groups", 0, "gpt", "llama"),
     "--qk-layernorm": becomes("--qk-norm", "head"),
     # Flags of other programs in the same scripts
@@ -190,7 +191,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--rotary-position-embeddings-theta": becomes("--rotary-base", values=1),
     **dict.fromkeys(
         (
-            "--apply-layernorm-1p",
             "--apply-residual-connection-post-layernorm",
             "--embedding-weights-in-fp32",
             "--enable-gpt-oss",
@@ -256,7 +256,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--train-tokens": refused(_TOKENS, 1),
     "--lr-decay-tokens": refused(_TOKENS, 1),
     "--lr-warmup-tokens": refused(_TOKENS, 1),
-    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", 1),
+    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", None),
     "--override-opt_param-scheduler": ignored(_SCHEDULE),
     "--override-lr-scheduler": ignored(_SCHEDULE),
     "--no-load-lr-state": ignored(_SCHEDULE),
@@ -270,7 +270,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),
     "--mmap-warmup": ignored("no effect on results"),
     "--no-create-attention-mask-in-dataloader": ignored("masks are made on the device"),
-    "--tiktoken-pattern": refused("tiktoken is not supported: use --tokenizer-model tokenizer.json", 1),
+    "--tiktoken-pattern": ignored("no effect without the TikTokenizer, which --tokenizer-type refuses", 1),
     "--trust-remote-code": ignored("tokenizers run no code of a model"),
     **dict.fromkeys(("--data-efficiency-curriculum-learning", "--return-data-index"), refused(_ANALYSIS)),
     **dict.fromkeys(

@@ -115,8 +115,8 @@ class ParallelConfig:
     zero_gradient_sync: ZeroGradientSync = option(
         "When ZeRO reduces gradients: per microbatch (sharded sums) or step (whole).",
         derive=(
-            "microbatch for --zero-stage 2 and 3, else step",
-            lambda v, _: "microbatch" if v["zero_stage"] >= 2 else "step",
+            "microbatch for --zero-stage 2 and 3, and 1 with --grad-reduce-in-bf16; else step",
+            lambda v, _: "microbatch" if v["zero_stage"] >= 2 - v["grad_reduce_in_bf16"] else "step",
         ),
     )
     hsdp: int = option(

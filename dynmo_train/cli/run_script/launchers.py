@@ -268,7 +268,7 @@ def _after_launcher(name: str, words: list[str], environment: dict[str, str], la
         return words[1:]
     if name == "env":
         return _environment_words(words[1:], environment)
-    if name in ("numactl", "nsys", "ncu", "timeout", "taskset"):
+    if name in ("numactl", "nsys", "ncu", "timeout", "taskset", "uv"):
         return _without_wrapper(words)
     if name in ("singularity", "apptainer"):
         return _container(words[1:], launch)

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ..._common.document import DocumentError
 from ...formats.input_text import read_input
+from ...formats.os_errors import reason
 from .syntax import Place
 
 MAX_FILE_BYTES = 1 << 20
@@ -150,7 +152,10 @@ class TextCommands:
         written = self.written.get(Path(os.path.abspath(full)))
         if written is not None:
             return written
-        return read_input(full, MAX_FILE_BYTES)
+        try:
+            return read_input(full, MAX_FILE_BYTES)
+        except DocumentError as error:
+            return place.refuse(f"{path} cannot be read: {reason(error)}; create it before")
 
     def cat(self, words: Sequence[str], stdin: str, place: Place) -> str:
         """The text of files, or of a here-document."""
