@@ -101,7 +101,7 @@ def translate(
             continue
         values, at = ([value], at) if equals else values_after(arguments, at, known.num_values)
         if word == "--use-distributed-optimizer" and (strategy := _sharding_strategy(arguments)):
-            # In Megatron both together shard what the strategy says, in any order.
+            # In Megatron both together shard by the strategy, in any order.
             notes.append(f"{word}: {strategy} selects what is sharded")
             continue
         if known.neutral is not None and values == [known.neutral]:

@@ -196,6 +196,9 @@ class ParallelConfig:
     def blocks_of_stages(self, num_layers: int) -> tuple[int, ...]:
         """The number of blocks of each stage, by the options of Megatron.
 
+        Args:
+            num_layers: blocks of the model.
+
         Raises:
             UsageError: they do not fit the number of blocks or ranks.
         """

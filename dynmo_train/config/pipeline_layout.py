@@ -57,7 +57,12 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def stages_of_layout(layout: str | None, ranks: int) -> int:
-    """Stages per pipeline rank of a layout; 1 without one, or where it does not fit, which a rule reports."""
+    """Stages per pipeline rank of a layout; 1 without one, or where it does not fit, which a rule reports.
+
+    Args:
+        layout: value of ``--pipeline-model-parallel-layout``; None without one.
+        ranks: pipeline-parallel size.
+    """
     if layout is None:
         return 1
     try:

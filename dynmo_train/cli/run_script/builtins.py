@@ -77,11 +77,19 @@ class BuiltIns(Assignments):
         self.variables.status = int(not self.holds(words, place, has_patterns=False))
 
     def do_exit(self, _name: str, arguments: list[str], _stdin: str, place: Place) -> None:
-        """``exit``."""
+        """``exit``.
+
+        Raises:
+            ExitScript: always.
+        """
         raise ExitScript(self.number(arguments, self.variables.status, place) % 256)
 
     def do_jump(self, name: str, arguments: list[str], _stdin: str, place: Place) -> None:
-        """``break``, ``continue`` and ``return``."""
+        """``break``, ``continue`` and ``return``.
+
+        Raises:
+            Jump: always.
+        """
         number = self.number(arguments, 0 if name == "return" else 1, place)
         if name == "return":
             self.variables.status = number % 256

@@ -55,10 +55,10 @@ def _matches_regex(text: str, pattern: str, place: Place) -> bool:
 
 
 class _Test:
-    """A recursive-descent evaluation of the words of a condition.
+    """A recursive-descent evaluation of the tokens of a condition.
 
     Args:
-        words: strings; those of ``[[`` are pairs of a string and its pattern.
+        words: strings; in ``[[``, pairs of a string and its pattern.
         folder: working folder of the script.
         integer: evaluates an arithmetic expression.
         is_set: whether a variable is set, for ``-v``.

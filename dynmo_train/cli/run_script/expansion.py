@@ -1,4 +1,4 @@
-"""Expand words of a shell script: parameters, arithmetic, known commands, and splitting at blanks.
+"""Expand the words in a shell script: parameters, arithmetic, known commands, and splitting at blanks.
 
 A word becomes any number of strings: an unquoted ``$X`` splits at blanks, ``"${A[@]}"`` is one string for each element,
 and an unquoted empty value disappears. File patterns are not expanded.

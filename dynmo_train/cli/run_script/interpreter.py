@@ -28,17 +28,16 @@ from .launchers import Launch, NestedScript, OurCommand, refusal, translate_prog
 from .parser import DECLARATIONS, parse_script
 from .session import (
     IGNORED,
-    LAUNCHER_VARIABLE,
     MAX_COMMANDS,
     MAX_SCRIPT_BYTES,
     PIPE_SINKS,
-    UNSAFE_VARIABLE,
     Budget,
     ExitScript,
     Jump,
     ScriptResult,
     StartStep,
     WriteStep,
+    passed_variables,
 )
 from .syntax import (
     AndOr,
@@ -152,7 +151,11 @@ class Interpreter(BuiltIns):
             self.run_and_or(command)
 
     def run_and_or(self, command: AndOr) -> None:
-        """Run pipelines that are connected by && and ||."""
+        """Run pipelines that are connected by && and ||.
+
+        Raises:
+            ExitScript: one of them failed under ``set -e``.
+        """
         last = len(command.pipelines) - 1
         for number, (operator, pipeline) in enumerate(command.pipelines):
             status = self.variables.status
@@ -252,7 +255,11 @@ class Interpreter(BuiltIns):
         self.variables.status = 0
 
     def in_loop(self, body: Commands) -> bool:
-        """Run the body of a loop once; whether the loop ends."""
+        """Run the body of a loop once; whether the loop ends.
+
+        Raises:
+            Jump: for an outer loop or function.
+        """
         try:
             self.run_all(body)
         except Jump as jump:
@@ -518,7 +525,10 @@ class Interpreter(BuiltIns):
                 target = self.expander.string(redirection.target, place)
                 if target != "/dev/null":
                     self.note(place, f"the output is not written to {target}; redirect that of this command")
-        environment = self.command_environment({**prefix, **translated.environment}, place)
+        variables = self.launch_variables({**prefix, **translated.environment})
+        environment, unsafe = passed_variables(variables, self.environment)
+        for name in unsafe:
+            self.note(place, f"{name} is not passed on: it changes which code is executed; set it before")
         self.result.steps.append(StartStep(tuple(translated.words), environment, self.folder, place))
 
     def launch_variables(self, prefix: Mapping[str, Value]) -> dict[str, str]:
@@ -526,20 +536,6 @@ class Interpreter(BuiltIns):
         values = {**self.variables.values, **prefix}
         names = self.exported | prefix.keys()
         return {name: value for name in names if isinstance(value := values.get(name), str)}
-
-    def command_environment(self, prefix: Mapping[str, Value], place: Place) -> dict[str, str]:
-        """Variables that the script sets for a command."""
-        found: dict[str, str] = {}
-        for name, value in sorted(self.launch_variables(prefix).items()):
-            if self.environment.get(name) == value or name in ("PWD", "OLDPWD", "BASH_SOURCE"):
-                continue
-            if LAUNCHER_VARIABLE.fullmatch(name):
-                continue
-            if UNSAFE_VARIABLE.fullmatch(name) or "\0" in value:
-                self.note(place, f"{name} is not passed on: it changes which code is executed; set it before")
-                continue
-            found[name] = value
-        return found
 
     def run_nested(self, script: NestedScript, prefix: Mapping[str, Value], place: Place) -> None:
         """Interpret ``bash FILE``, ``bash -c TEXT`` or a script from a here-document, in a copy of the variables."""

@@ -45,7 +45,7 @@ class OurCommand:
 class NestedScript:
     """A script that a script starts: ``bash FILE ARGUMENTS``, or its text after ``bash -c``.
 
-    ``launch`` is what launchers before it say: ``srun bash FILE``.
+    ``launch`` has the options of launchers before it: ``srun bash FILE``.
     """
 
     path: str
@@ -58,12 +58,12 @@ class NestedScript:
 
 @dataclass
 class Launch:
-    """What the launchers of a command line say.
+    """The options of the launchers of a command line.
 
     Attributes:
         kind: subcommand of ``launch``; empty for one process.
         options: options of the subcommand, in order.
-        nproc: processes per node; None if no launcher says it.
+        nproc: processes per node; None without such an option.
         nodes: number of nodes, or MIN:MAX.
         node_rank: rank of this node.
         address: address of the first node.
@@ -233,7 +233,7 @@ def translate_program(
         words: the command line.
         stdin: here-document of the command.
         variables: environment of the command.
-        launch: what launchers say that start the script of the command.
+        launch: options of launchers that start the script of the command.
 
     Returns:
         A command of this project, a nested script, or why the command is refused.

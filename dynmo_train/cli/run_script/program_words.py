@@ -1,4 +1,4 @@
-"""Arguments of programs whose equivalents take other words: lm-evaluation-harness, and the converter of transformers."""
+"""Arguments of programs whose equivalents take others: lm-evaluation-harness, and the converter of transformers."""
 
 from __future__ import annotations
 

@@ -107,3 +107,25 @@ class Jump(Exception):
     def __init__(self, kind: str, levels: int = 1) -> None:
         super().__init__(kind)
         self.kind, self.levels = kind, levels
+
+
+def passed_variables(variables: Mapping[str, str], initial: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that a script sets for a command.
+
+    Args:
+        variables: exported variables.
+        initial: the environment of the script, which the command has anyway.
+
+    Returns:
+        The variables to pass on, and names of those that change which code is executed.
+    """
+    found: dict[str, str] = {}
+    unsafe: list[str] = []
+    for name, value in sorted(variables.items()):
+        if initial.get(name) == value or name in ("PWD", "OLDPWD") or LAUNCHER_VARIABLE.fullmatch(name):
+            continue
+        if UNSAFE_VARIABLE.fullmatch(name) or "\0" in value:
+            unsafe.append(name)
+        else:
+            found[name] = value
+    return found, unsafe

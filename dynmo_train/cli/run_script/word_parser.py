@@ -1,4 +1,4 @@
-"""Parse the words of a shell script: quotes, expansions and here-documents."""
+"""Parse the words in a shell script: quotes, expansions and here-documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class WordParser:
         self.documents: list[tuple[Redirection, str, bool, bool, Place]] = []
 
     def place(self, at: int | None = None) -> Place:
-        """The line of a position; None: the current one."""
+        """The line of a position.
+
+        Args:
+            at: index of a character; None: the current one.
+        """
         line = bisect.bisect_left(self.newlines, self.at if at is None else at)
         return Place(self.script, self.first_line + line)
 
@@ -106,7 +110,12 @@ class WordParser:
             redirection.target = (Text(body, True),) if is_literal else self.embedded(body, place.line + 1)
 
     def embedded(self, text: str, line: int) -> Word:
-        """Parse text in which parameters are expanded as in double quotes."""
+        """Parse text in which parameters are expanded as in double quotes.
+
+        Args:
+            text: the text.
+            line: its first line in the script, from 1.
+        """
         inner = type(self)(text, self.script, line)
         inner.depth = self.depth
         return inner.quoted("")

@@ -219,7 +219,7 @@ def test_translate_sharding_strategy_decides_in_any_order(words):
 
 
 @pytest.mark.parametrize(
-    ("words", "is_kept"),
+    ("words", "is_passed"),
     [
         ("--sequence-parallel", False),
         ("--tensor-model-parallel-size 2 --tensor-model-parallel-size=1 --sequence-parallel", False),
@@ -229,10 +229,10 @@ def test_translate_sharding_strategy_decides_in_any_order(words):
         ("--sequence-parallel --recipe llama-2-7b", True),
     ],
 )
-def test_translate_sequence_parallel_alone_has_no_effect(words, is_kept):
+def test_translate_sequence_parallel_alone_has_no_effect(words, is_passed):
     translation = translate(shlex.split(words), "gpt", declared("gpt"))
-    assert ("--sequence-parallel" in translation.arguments) == is_kept
-    assert bool(translation.notes) != is_kept
+    assert ("--sequence-parallel" in translation.arguments) == is_passed
+    assert bool(translation.notes) != is_passed
 
 
 @pytest.mark.parametrize(

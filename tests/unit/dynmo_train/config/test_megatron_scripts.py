@@ -176,10 +176,7 @@ def test_each_option_of_megatron_is_known_with_its_number_of_values():
         for family in COMMANDS:
             own = declared(family)
             ours = declared_name(name, own, FLAGS)
-            if ours in own:
-                values = MULTI_WORD_FLAGS.get(ours, own[ours])
-            else:
-                values = FLAGS[name].num_values
+            values = MULTI_WORD_FLAGS.get(ours, own[ours]) if ours in own else FLAGS[name].num_values
             if values != expected and name not in other:
                 wrong.append((family, name, values, expected))
     assert wrong == []

@@ -185,7 +185,7 @@ def test_folder_that_the_script_enters_is_that_of_its_command(tmp_path):
     assert [step.folder for step in result.steps] == [tmp_path / "data", tmp_path]
 
 
-def test_exit_code_of_the_script_is_kept(tmp_path):
+def test_exit_code_of_the_script_is_returned(tmp_path):
     _, result = commands("if [ -z $1 ]; then echo usage; exit 3; fi\npython pretrain_gpt.py", tmp_path)
     assert (result.exit_code, result.steps, result.printed) == (3, [], ["usage"])
 
