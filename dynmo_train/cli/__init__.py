@@ -20,6 +20,7 @@ from .launch import launch as launch_app
 from .measure import measure_costs, tune_sparse
 from .pretrain import pretrain as pretrain_app
 from .replay import compare_digests, replay_step
+from .run_script.command import SCRIPT_LAST, run_script
 from .tasks import EvaluateGroup
 from .tasks import tasks as tasks_command
 from .tools import compare, monitor
@@ -27,6 +28,7 @@ from .tools import compare, monitor
 COMMAND_ORDER = (
     "doctor",
     "explain-flags",
+    "run",
     "measure-costs",
     "tune-sparse",
     "pretrain",
@@ -57,6 +59,7 @@ app.command("measure-costs")(measure_costs)
 app.command("tune-sparse")(tune_sparse)
 app.command("doctor")(doctor)
 app.command("explain-flags")(explain_flags)
+app.command("run", context_settings=SCRIPT_LAST)(run_script)
 app.command("compare")(compare)
 app.command("replay-step")(replay_step)
 app.command("compare-digests")(compare_digests)

@@ -31,7 +31,11 @@ MULTI_WORD_FLAGS: Mapping[str, int | None] = {
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "--position-embedding-type": {"learned_absolute": "learned", "rope": "rotary"},
     "--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
+    "--tokenizer-type": {"GPTSentencePieceTokenizer": "SentencePieceTokenizer"},
 }
+
+
+_SEQUENCE, _TENSOR = "--sequence-parallel", "--tensor-model-parallel-size"
 
 
 @dataclass(frozen=True)
@@ -96,18 +100,46 @@ def translate(
             translated.append(arguments[at - 1])  # the parser of the command suggests similar names
             continue
         values, at = ([value], at) if equals else values_after(arguments, at, known.num_values)
-        if known.kind == "becomes" and known.arguments[0] in declared:
+        if word == "--use-distributed-optimizer" and (strategy := _sharding_strategy(arguments)):
+            # In Megatron both together shard by the strategy, in any order.
+            notes.append(f"{word}: {strategy} selects what is sharded")
+            continue
+        if known.neutral is not None and values == [known.neutral]:
+            notes.append(f"{word}: {known.neutral} changes nothing")
+        elif known.kind == "becomes" and known.arguments[0] in declared:
             values = [" ".join(values)] if known.num_values is None else values
             renamed = [known.renamed_values.get(each, each) for each in values]
             translated += [*known.arguments, *([] if known.drop_values else renamed)]
             translated += [word for each in values for word in known.value_arguments.get(each, ())]
         elif known.kind == "ignored" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.reason}")
-        elif known.neutral is not None and values == [known.neutral]:
-            notes.append(f"{word}: {known.neutral} changes nothing")
         else:
             problems.append(Problem(word, "unsupported", _remedy(known)))
+    if _has_sequence_parallel_alone(translated):
+        translated.remove(_SEQUENCE)
+        notes.append(f"{_SEQUENCE}: no effect with {_TENSOR} 1")
     return TranslatedCommand(tuple(translated), tuple(notes), tuple(problems))
+
+
+def _sharding_strategy(arguments: Sequence[str]) -> str | None:
+    """The flag of fully sharded data parallelism in a command line; None without one."""
+    flags = {"--data-parallel-sharding-strategy", "--use-torch-fsdp2", "--zero-stage"}
+    return next((flag for word in arguments if (flag := word.partition("=")[0]) in flags), None)
+
+
+def _has_sequence_parallel_alone(words: Sequence[str]) -> bool:
+    """Whether sequence parallelism is set without tensor parallelism, which Megatron ignores.
+
+    A file or recipe may set the tensor-parallel size: then the rules decide.
+    """
+    if _SEQUENCE not in words:
+        return False
+    names = [word.partition("=")[0] for word in words]
+    if _TENSOR not in names:
+        return not {"--config", "--recipe"} & set(names)
+    at = len(names) - 1 - names[::-1].index(_TENSOR)
+    value = words[at].partition("=")[2] if "=" in words[at] else "".join(words[at + 1 : at + 2])
+    return value == "1"
 
 
 def _remedy(known: CompatFlag) -> str:

@@ -20,7 +20,7 @@ class CompatFlag:
         num_values: number of values; None: all words before the next flag.
         drop_values: whether ``arguments`` already contain the value.
         families: model families that accept the flag; empty: all.
-        neutral: value of a refused flag that changes nothing; with it the flag is ignored.
+        neutral: value of a flag that changes nothing; with it the flag is ignored.
         renamed_values: name of a value in the other project to its name here.
         value_arguments: value to further arguments that it becomes.
     """
@@ -43,6 +43,7 @@ def becomes(
     reason: str = "",
     renamed_values: Mapping[str, str] | None = None,
     value_arguments: Mapping[str, tuple[str, ...]] | None = None,
+    neutral: str | None = None,
 ) -> CompatFlag:
     """A flag with a counterpart in this package.
 
@@ -53,6 +54,7 @@ def becomes(
         reason: how the counterpart differs.
         renamed_values: name of a value in the other project to its name here.
         value_arguments: value to further arguments that it becomes.
+        neutral: value that changes nothing; with it the flag is ignored.
     """
     return CompatFlag(
         kind="becomes",
@@ -62,6 +64,7 @@ def becomes(
         reason=reason,
         renamed_values=renamed_values or {},
         value_arguments=value_arguments or {},
+        neutral=neutral,
     )
 
 

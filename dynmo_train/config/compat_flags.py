@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .compat_flag import CompatFlag, becomes, ignored, refused
+from .megatron_flags import MEGATRON_FLAGS
 from .torchtitan import TORCHTITAN
 
 _OVERLAP = "no effect on results"
@@ -26,7 +27,6 @@ _TOKENS = "not supported: divide by --seq-length and use the option that ends in
 _ANALYSIS = "data analysis is not supported: use a curriculum in --deepspeed_config"
 _DISTILL = "distillation is not supported: leave it out"
 _RETRO = "RETRO is not supported: leave it out"
-_PLACEMENT = "not supported: write the partition with dynmo-plan partition and use --balance offline --plan FILE"
 _STAGES = "placement changes no result; the partition counts the cost of each layer"
 _TENSORBOARD = "not logged; --tensorboard-dir has losses, learning rate, loss scale and gradient norm"
 _TRACE = "profile.jsonl has the times of all layers: --profile-interval"
@@ -37,6 +37,7 @@ _INJECTION = "faults are not injected: leave it out"
 _PERPLEXITY = "not supported: run dynmo-train evaluate wikitext for each checkpoint"
 
 FLAGS: Mapping[str, CompatFlag] = {
+    **MEGATRON_FLAGS,
     # Older names of Megatron
     "--model-parallel-size": becomes("--tensor-model-parallel-size", values=1),
     "--batch-size": becomes("--micro-batch-size", values=1),
@@ -45,7 +46,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--norm-epsilon": becomes("--layernorm-epsilon", values=1),
     "--expert-parallel-size": becomes("--expert-model-parallel-size", values=1),
     "--num-virtual-stages-per-pipeline-rank": becomes(
-        "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1
+        "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1, neutral="1"
     ),
     # Inverse cloze task
     "--ict-head-size": becomes("--biencoder-projection-dim", values=1),
@@ -94,12 +95,12 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--transformer-impl": ignored("there is one implementation", 1),
     "--enable-cuda-graph": becomes("--cuda-graph"),
     "--cuda-graph-impl": refused("use --cuda-graph, which captures layer by layer", 1, neutral="none"),
-    "--cuda-graph-scope": ignored("--cuda-graph captures attention and MLP blocks", 1),
+    "--cuda-graph-scope": ignored("--cuda-graph captures attention and MLP blocks", None),
     "--use-flash-attn": ignored("scaled_dot_product_attention selects the kernel"),
     "--attention-backend": ignored("scaled_dot_product_attention selects the kernel", 1),
     "--attention-softmax-in-fp32": ignored("always on"),
     "--no-masked-softmax-fusion": ignored(_OVERLAP),
-    "--no-bias-gelu-fusion": ignored(_OVERLAP),
+    "--no-bias-gelu-fusion": ignored("--activation selects the form: gelu_tanh, as Megatron's fused kernel, or gelu"),
     "--no-bias-dropout-fusion": ignored(_OVERLAP),
     "--no-bias-swiglu-fusion": ignored(_OVERLAP),
     "--no-rope-fusion": ignored(_OVERLAP),
@@ -133,6 +134,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--disable-bias-linear": becomes("--no-add-bias-linear"),
     "--no-position-embedding": ignored("implied by rotary embeddings", 0, "gpt", "llama"),
     "--use-rotary-position-embeddings": becomes("--position-embedding-type", "rotary"),
+    "--apply-layernorm-1p": ignored("the same model: norms are stored as whole weights and have no weight decay"),
     "--group-query-attention": ignored("implied by --num-query-groups", 0, "gpt", "llama"),
     "--qk-layernorm": becomes("--qk-norm", "head"),
     # Flags of other programs in the same scripts
@@ -185,7 +187,6 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--rotary-position-embeddings-theta": becomes("--rotary-base", values=1),
     **dict.fromkeys(
         (
-            "--apply-layernorm-1p",
             "--apply-residual-connection-post-layernorm",
             "--embedding-weights-in-fp32",
             "--enable-gpt-oss",
@@ -239,7 +240,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--train-tokens": refused(_TOKENS, 1),
     "--lr-decay-tokens": refused(_TOKENS, 1),
     "--lr-warmup-tokens": refused(_TOKENS, 1),
-    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", 1),
+    "--step-batch-size-schedule": refused("not supported: use --rampup-batch-size", None),
     "--override-opt_param-scheduler": ignored(_SCHEDULE),
     "--override-lr-scheduler": ignored(_SCHEDULE),
     "--no-load-lr-state": ignored(_SCHEDULE),
@@ -253,7 +254,7 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--no-mmap-bin-files": ignored("--data-impl selects how a dataset is read"),
     "--mmap-warmup": ignored("no effect on results"),
     "--no-create-attention-mask-in-dataloader": ignored("masks are made on the device"),
-    "--tiktoken-pattern": refused("tiktoken is not supported: use --tokenizer-model tokenizer.json", 1),
+    "--tiktoken-pattern": ignored("no effect without the TikTokenizer, which --tokenizer-type refuses", 1),
     "--trust-remote-code": ignored("tokenizers run no code of a model"),
     **dict.fromkeys(("--data-efficiency-curriculum-learning", "--return-data-index"), refused(_ANALYSIS)),
     **dict.fromkeys(
@@ -269,17 +270,14 @@ FLAGS: Mapping[str, CompatFlag] = {
     # Parallelism and placement
     "--enable-zbh1-pipeline": becomes("--schedule", "zero-bubble"),
     "--enable-zbh1-exact-semantics": ignored("steps are always exact"),
-    "--cp-comm-type": refused("keys and values are gathered: give all_gather, or remove it", 1, neutral="all_gather"),
+    "--cp-comm-type": refused(
+        "keys and values are gathered: give all_gather, or remove it", None, neutral="all_gather"
+    ),
     "--ds-sequence-parallel-size": refused(_CONTEXT, 1, neutral="1"),
     "--force-ds-sequence-parallel": refused(_CONTEXT),
     "--ds-sequence-parallel-fpdt": refused(_CONTEXT),
     "--ds-sequence-parallel-fpdt-chunk-size": refused(_CONTEXT, 1),
     "--ds-sequence-parallel-fpdt-offloading": refused(_CONTEXT),
-    "--pipeline-model-parallel-layout": refused(_PLACEMENT, 1),
-    "--decoder-first-pipeline-num-layers": refused(_PLACEMENT, 1),
-    "--decoder-last-pipeline-num-layers": refused(_PLACEMENT, 1),
-    "--account-for-embedding-in-pipeline-split": ignored(_STAGES),
-    "--account-for-loss-in-pipeline-split": ignored(_STAGES),
     "--standalone-embedding-stage": ignored(_STAGES),
     "--pipeline-model-parallel-split-rank": ignored(_STAGES, 1),
     "--data-parallel-random-init": refused("replicas have equal weights: leave it out"),
@@ -314,13 +312,13 @@ FLAGS: Mapping[str, CompatFlag] = {
     "--recompute-modules": ignored("selective recomputation covers all but matrix products", None),
     "--empty-unused-memory-level": ignored(_OVERLAP, 1),
     "--enable-experimental": ignored(_OVERLAP),
-    "--lazy-mpu-init": ignored("processes join at the start", 1),
+    "--lazy-mpu-init": ignored("processes join at the start", None),
     "--manual-gc": ignored(_OVERLAP),
     "--manual-gc-interval": ignored(_OVERLAP, 1),
     "--no-contiguous-buffers-in-local-ddp": ignored(_OVERLAP),
     "--no-persist-layer-norm": ignored(_OVERLAP),
     "--no-scatter-gather-tensors-in-pipeline": ignored(_OVERLAP),
-    "--onnx-safe": ignored("models are not exported to ONNX"),
+    "--onnx-safe": ignored("models are not exported to ONNX", 1),
     "--overlap-p2p-communication": ignored(_OVERLAP),
     "--export-force-local-attention": ignored("scaled_dot_product_attention selects the kernel"),
     "--use-flash-attn-builder": ignored("scaled_dot_product_attention selects the kernel"),

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from .._common.document import MAX_EXPERTS, MAX_LAYERS, MAX_RANKS
 from ..formats.plan import V_SCHEDULES
 from . import panels
 from .options import DefaultContext, option
+from .pipeline_layout import blocks_per_stage, stages_of_layout
 
 TWO_STAGE_SCHEDULES = ("interleaved-1f1b", *V_SCHEDULES)
 DdpImpl = Literal["local", "torch"]
@@ -21,10 +22,11 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "
 
 def virtual_stages_from_blocks(values: Mapping[str, Any]) -> int:
     """Stages per pipeline rank by Megatron's rule: 24 blocks on 4 ranks in stages of 3 blocks are 2 stages per rank."""
-    blocks = values["num_layers_per_virtual_pipeline_stage"]
+    blocks, ranks = values["num_layers_per_virtual_pipeline_stage"], values["pipeline_model_parallel_size"]
     if blocks is None:
-        return 1
-    return max(1, int(values["num_layers"] // values["pipeline_model_parallel_size"] // blocks))
+        return stages_of_layout(values["pipeline_model_parallel_layout"], ranks)
+    ends = values["account_for_embedding_in_pipeline_split"] + values["account_for_loss_in_pipeline_split"]
+    return max(1, int((values["num_layers"] + ends) // ranks // blocks))
 
 
 def _implies_replicas(values: Mapping[str, Any], context: DefaultContext) -> bool:
@@ -113,8 +115,8 @@ class ParallelConfig:
     zero_gradient_sync: ZeroGradientSync = option(
         "When ZeRO reduces gradients: per microbatch (sharded sums) or step (whole).",
         derive=(
-            "microbatch for --zero-stage 2 and 3, else step",
-            lambda v, _: "microbatch" if v["zero_stage"] >= 2 else "step",
+            "microbatch for --zero-stage 2 and 3, and 1 with --grad-reduce-in-bf16; else step",
+            lambda v, _: "microbatch" if v["zero_stage"] >= 2 - v["grad_reduce_in_bf16"] else "step",
         ),
     )
     hsdp: int = option(
@@ -129,6 +131,19 @@ class ParallelConfig:
         minimum=1,
         maximum=MAX_LAYERS,
     )
+    pipeline_model_parallel_layout: str | None = option(
+        "Layers of each stage, such as Et|tt|tt|tL: embedding, blocks, loss.", default=None
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        "Blocks of the first pipeline rank; the others share the rest.", default=None, minimum=1, maximum=MAX_LAYERS
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        "Blocks of the last pipeline rank; the others share the rest.", default=None, minimum=1, maximum=MAX_LAYERS
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        "Count the embedding as a block of the first stage.", default=False
+    )
+    account_for_loss_in_pipeline_split: bool = option("Count the loss as a block of the last stage.", default=False)
     vocabulary_parallel: int | None = option(
         "Shards of word table and output layer, over all pipeline ranks.",
         default=None,
@@ -138,7 +153,8 @@ class ParallelConfig:
     schedule: Schedule = option(
         "Pipeline schedule; custom executes the operations in --plan.",
         derive=(
-            "interleaved-1f1b if --num-layers-per-virtual-pipeline-stage makes several stages, else 1f1b",
+            "interleaved-1f1b if --num-layers-per-virtual-pipeline-stage or the layout makes several stages per rank,"
+            " else 1f1b",
             lambda v, _: "interleaved-1f1b" if virtual_stages_from_blocks(v) > 1 else "1f1b",
         ),
         common=True,
@@ -148,15 +164,54 @@ class ParallelConfig:
         minimum=1,
         maximum=MAX_LAYERS,
         derive=(
-            "from --num-layers-per-virtual-pipeline-stage; else 2 for interleaved-1f1b, zb-v and dualpipe-v, else 1",
+            "from --num-layers-per-virtual-pipeline-stage or the layout; else 2 for interleaved-1f1b, zb-v and"
+            " dualpipe-v, else 1",
             lambda v, _: (
                 2
-                if v["num_layers_per_virtual_pipeline_stage"] is None and v["schedule"] in TWO_STAGE_SCHEDULES
+                if v["num_layers_per_virtual_pipeline_stage"] is None
+                and v["pipeline_model_parallel_layout"] is None
+                and v["schedule"] in TWO_STAGE_SCHEDULES
                 else virtual_stages_from_blocks(v)
             ),
         ),
         common=True,
     )
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether an option of Megatron sets the number of blocks of stages."""
+        return self != self.without_layout()
+
+    def without_layout(self) -> ParallelConfig:
+        """The same without options that set the number of blocks of stages."""
+        return replace(
+            self,
+            pipeline_model_parallel_layout=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+        )
+
+    def blocks_of_stages(self, num_layers: int) -> tuple[int, ...]:
+        """The number of blocks of each stage, by the options of Megatron.
+
+        Args:
+            num_layers: blocks of the model.
+
+        Raises:
+            UsageError: they do not fit the number of blocks or ranks.
+        """
+        return blocks_per_stage(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            self.virtual_stages_per_worker,
+            layout=self.pipeline_model_parallel_layout,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            counts_embedding=self.account_for_embedding_in_pipeline_split,
+            counts_loss=self.account_for_loss_in_pipeline_split,
+        )
 
     @property
     def data_ranks(self) -> int:

@@ -32,7 +32,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
         UsageError: not one to three numbers, a negative number, or only zeros.
     """
     try:
-        shares = [float(part) for part in text.split(",")]
+        # Scripts quote the value within an array, and Megatron reads only the numbers.
+        shares = [float(part) for part in text.strip("'\"").split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares):

@@ -85,7 +85,12 @@ class Partition:
 
 
 def uniform_partition(
-    items: Sequence[ItemSpec], num_ranks: int, virtual_stages: int = 1, *, v_shaped: bool = False
+    items: Sequence[ItemSpec],
+    num_ranks: int,
+    virtual_stages: int = 1,
+    *,
+    v_shaped: bool = False,
+    blocks: Sequence[int] | None = None,
 ) -> Partition:
     """Split the layers evenly, as Megatron does: embedding in the first stage, head in the last.
 
@@ -96,6 +101,7 @@ def uniform_partition(
         num_ranks: Number of pipeline ranks.
         virtual_stages: Stages per pipeline rank.
         v_shaped: Place stages down the pipeline ranks and back up.
+        blocks: Number of layers of each stage; None: even.
     """
     stages = num_ranks * virtual_stages
     layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))
@@ -103,7 +109,7 @@ def uniform_partition(
     stage_of_layer: dict[str, int] = {}
     begin = 0
     for stage in range(stages):
-        count = base + (stage < extra)
+        count = base + (stage < extra) if blocks is None else blocks[stage]
         stage_of_layer.update(dict.fromkeys(layers[begin : begin + count], stage))
         begin += count
     stage_of = [0] * len(items)

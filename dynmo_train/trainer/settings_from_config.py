@@ -420,13 +420,16 @@ def resize_problems(config: Config, dims: ParallelDims, workers: int) -> list[Pr
     """Problems of continuing with ``workers`` pipeline ranks of the current size; empty where it is possible."""
     # The same rules as for the options of a start: the restarted run must not fail on the requested number.
     size = replace(dims, pipeline=workers).size
-    return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
+    # A layout is that of the start; the planner has placed the layers since.
+    parallel = replace(config.parallel.without_layout(), pipeline_model_parallel_size=workers)
+    return validate(replace(config, parallel=parallel), size)
 
 
 def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
     """The partition that a run starts with.
 
-    It is that of ``--plan``, else that of the checkpoint if it fits the run, else Megatron's uniform partition.
+    It is that of ``--plan``, else that of the checkpoint if it fits the run, else that of Megatron's options of stages
+    or its uniform partition. Without balancing, options of stages have precedence over the checkpoint.
 
     Args:
         config: configuration of the run.
@@ -456,13 +459,16 @@ def initial_partition(config: Config, family: ModelFamily, checkpoint_topology: 
         if problems:
             raise DocumentError(config.balance.plan, problems)
         return Partition(stages=plan.stages, stage_ranks=plan.stage_workers)
+    has_own_stages = config.parallel.has_layout and config.balance.balance == "off"
     if (
         checkpoint_topology is not None
+        and not has_own_stages
         and (saved := _checkpoint_partition(config, family, checkpoint_topology)) is not None
     ):
         return saved
     virtual_stages, v_shaped = config.parallel.virtual_stages_per_worker, config.parallel.schedule in V_SCHEDULES
-    return uniform_partition(family.items, workers, virtual_stages, v_shaped=v_shaped)
+    blocks = config.parallel.blocks_of_stages(config.model.num_layers) if config.parallel.has_layout else None
+    return uniform_partition(family.items, workers, virtual_stages, v_shaped=v_shaped, blocks=blocks)
 
 
 def _checkpoint_partition(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:

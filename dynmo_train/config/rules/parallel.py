@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..._common.document import MAX_MICROBATCHES, Problem
 from ..._common.errors import UsageError
 from ...formats.plan import V_SCHEDULES
+from ..pipeline_layout import EMBEDDING_FLAG, FIRST_FLAG, LAST_FLAG, LAYOUT_FLAG, LOSS_FLAG
 from ..schema import Config
 from .problem import Rule, conflict, unsupported
 
@@ -149,17 +150,63 @@ def _virtual(config: Config, _world_size: int) -> Iterator[Problem]:
         return
     if workers < 2:
         yield conflict(flag, f"is {blocks}; requires --pipeline-model-parallel-size of at least 2")
-    if model.num_layers % (workers * blocks):
+    ends = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    layers = model.num_layers + ends
+    if layers % (workers * blocks):
         yield conflict(
             flag,
             f"is {blocks}; times --pipeline-model-parallel-size {workers} it must divide --num-layers"
-            f" {model.num_layers}",
+            f" {model.num_layers}" + f" plus {ends}" * bool(ends),
         )
-    elif workers * blocks * parallel.virtual_stages_per_worker != model.num_layers:
+    elif workers * blocks * parallel.virtual_stages_per_worker != layers:
         yield conflict(
             flag,
-            f"is {blocks}, which means {model.num_layers // workers // blocks} stages, but --virtual-stages-per-worker"
+            f"is {blocks}, which means {layers // workers // blocks} stages, but --virtual-stages-per-worker"
             f" is {parallel.virtual_stages_per_worker}; remove one",
+        )
+
+
+def _layout(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Megatron's conditions for options that set the blocks of stages."""
+    parallel, model = config.parallel, config.model
+    if not parallel.has_layout:
+        return
+    layout, ends = (
+        parallel.pipeline_model_parallel_layout,
+        (
+            parallel.decoder_first_pipeline_num_layers,
+            parallel.decoder_last_pipeline_num_layers,
+        ),
+    )
+    flag = LAYOUT_FLAG if layout is not None else FIRST_FLAG if ends[0] is not None else LAST_FLAG
+    if layout is None and ends == (None, None):
+        flag = EMBEDDING_FLAG if parallel.account_for_embedding_in_pipeline_split else LOSS_FLAG
+    if model.base_family in ("t5", "ict"):
+        yield conflict(flag, f"is not supported for {model.family}; use --plan with a plan of dynmo-plan partition")
+        return
+    if parallel.schedule in (*V_SCHEDULES, "custom"):
+        yield conflict(flag, f"is not supported with --schedule {parallel.schedule}; use 1f1b or interleaved-1f1b")
+    accounts = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
+    groups = [layout is not None, ends != (None, None), accounts]
+    if sum(groups) > 1:
+        others = f"{LAYOUT_FLAG}, {FIRST_FLAG} and {LAST_FLAG}, {EMBEDDING_FLAG} and {LOSS_FLAG}"
+        yield conflict(flag, f"excludes other options of stages; give one of {others}")
+        return
+    if parallel.num_layers_per_virtual_pipeline_stage is not None and not accounts:
+        yield conflict("--num-layers-per-virtual-pipeline-stage", f"excludes {flag}; use --virtual-stages-per-worker")
+        return
+    if config.balance.plan is not None:
+        yield conflict(flag, "excludes --plan, which has the stages; remove one")
+        return
+    try:
+        stages = len(parallel.blocks_of_stages(model.num_layers))
+    except UsageError as error:
+        yield conflict(flag, str(error).removeprefix(f"{flag}: ").removeprefix(f"{flag} "))
+        return
+    if stages != config.num_stages:
+        yield conflict(
+            flag,
+            f"has {stages} stages, but --virtual-stages-per-worker is {parallel.virtual_stages_per_worker}; remove one",
         )
 
 
@@ -275,6 +322,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _tensor,
     _stages,
     _virtual,
+    _layout,
     _microbatches,
     _custom,
     _vocabulary,

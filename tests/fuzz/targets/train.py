@@ -48,6 +48,11 @@ FLAGS = [
     GPT + " --DDP-impl local --no-query-key-layer-scaling --checkpoint-activations --distributed-backend nccl",
     "--recipe gpt-345m --mock-data --dry-run --dry-run-processes 4 --vocab-size 1000 --early-exit-layers 3,7",
 ]
+SHELL = [
+    "A=(--lr 1 \"--split '9,1'\")\nfor i in 1 2; do [[ $i == 2 ]] && torchrun --nproc_per_node $((i*2)) pretrain_gpt.py ${A[@]} $@; done\n",
+    'cat <<EOF > c.json\n{"train_batch_size": ${1:-4}}\nEOF\ncase $1 in a) X=`dirname $0`;; *) X=${2%.*};; esac\nsrun -l bash -c "python pretrain_bert.py --save $X"\n',
+    '#SBATCH --nodes=2 --gres=gpu:8\nset -eu\nf() { local n=$1; shift; deepspeed --num_gpus $n pretrain_gpt.py "$@" | tee log; }\nf ${SLURM_GPUS_PER_NODE:-1} --lr $(echo 1 | head -n 1)\n',
+]
 TOMLS = [
     'num_layers = 4\nhidden_size = 64\nlr = 1e-4\n[data]\ndata_path = "x"\n[parallel]\npipeline_model_parallel_size = 2\n',
     "[optimizer]\nlr = 0.001\nadam_beta1 = 0.9\n[model]\nnum_layers = 2\nseq_length = 32\n[balance]\nbalancer = 'exact'\n",
@@ -122,6 +127,16 @@ def _resolve_file(parse: Any, text: str) -> None:
         command={"family": "gpt"},
         context=DefaultContext(world_size=4, tokenizer_vocab_size=lambda _: 1000),
     )
+
+
+def _interpret(data: bytes, folder: Path) -> None:
+    """A script, interpreted in a folder of its own; its commands are not executed."""
+    from dynmo_train.cli.run_script.interpreter import interpret_script
+    from dynmo_train.cli.run_script.slurm_header import slurm_directives, slurm_variables
+
+    text = data.decode("utf-8", "surrogateescape")
+    environment = {"PATH": "/bin", **slurm_variables(slurm_directives(text))}
+    interpret_script(text, str(folder / "run.sh"), ["a", "b c"], environment, folder)
 
 
 def _run_documents(_folder: Path) -> list[bytes]:
@@ -443,6 +458,15 @@ TARGETS = [
         f"{P}.cli.explain_flags.script_commands:read_torchtitan", TORCHTITAN, call=_titan, errors=(ValueError,)
     ),
     text_target(f"{P}.cli.explain_flags.script_commands:read_script", SCRIPTS, call=_explain),
+    Target(
+        name="train.run-script",
+        run=_interpret,
+        seeds=lambda folder: [*SCRIPTS(folder), *(text.encode() for text in SHELL)],
+        readers=(f"{P}.cli.run_script.parser:parse_script",),
+    ),
+    text_target(
+        f"{P}.config.pipeline_layout:parse_layout", lambda _: [b"Ettt|(tt|)*29,tL", b"Et*3|t|(t|)*2L", b"E|t|L"]
+    ),
     file_target(
         f"{P}.config.deepspeed:read_deepspeed",
         lambda _: [json.dumps(document).encode() for document in DEEPSPEED],

@@ -163,7 +163,7 @@ REFUSED = {
     " --recompute",
     "evaluation": "--task WIKITEXT103 --valid-data text",
     "launcher": "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6000",
-    "shape": "--rotary-interleaved --quick-geglu --apply-layernorm-1p",
+    "shape": "--rotary-interleaved --quick-geglu --fp32-residual-connection",
     "offloading": "--checkpoint-in-cpu",
 }
 
@@ -202,6 +202,37 @@ def test_translate_optimus_cc_underscores_are_accepted():
 
 def test_compat_flags_do_not_hide_declared_options():
     assert not set(FLAGS) & set(declared("gpt")) - {"--zero-stage"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+        "--data-parallel-sharding-strategy=optim_grads_params --use-distributed-optimizer",
+        "--use-torch-fsdp2 --use-distributed-optimizer",
+        "--use-distributed-optimizer --zero-stage 3",
+    ],
+)
+def test_translate_sharding_strategy_decides_in_any_order(words):
+    translation = translate(shlex.split(words), "gpt", declared("gpt"))
+    assert translation.arguments == ("--zero-stage", "3")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_passed"),
+    [
+        ("--sequence-parallel", False),
+        ("--tensor-model-parallel-size 2 --tensor-model-parallel-size=1 --sequence-parallel", False),
+        ("--sequence-parallel --tensor-model-parallel-size 2", True),
+        ("--sequence-parallel --tensor-model-parallel-size=2", True),
+        ("--sequence-parallel --config run.toml", True),
+        ("--sequence-parallel --recipe llama-2-7b", True),
+    ],
+)
+def test_translate_sequence_parallel_alone_has_no_effect(words, is_passed):
+    translation = translate(shlex.split(words), "gpt", declared("gpt"))
+    assert ("--sequence-parallel" in translation.arguments) == is_passed
+    assert bool(translation.notes) != is_passed
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_readme_table_has_every_command():
         "measure-costs",
         "tune-sparse",
         "explain-flags",
+        "run",
         "cache list",
         "cache clear",
         "doctor",

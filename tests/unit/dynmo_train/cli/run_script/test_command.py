@@ -1,0 +1,183 @@
+"""``dynmo-train run``: dry run, messages, execution and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_train._common.errors import UsageError
+from dynmo_train.cli import app
+from dynmo_train.cli.run_script.command import command_line, interpret_file
+from dynmo_train.cli.run_script.slurm_header import slurm_directives, slurm_variables, submission_options
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=gpt # the name
+#SBATCH -N 4 --exclusive
+#SBATCH --gres=gpu:8 --time=1:00:00
+# text
+#SBATCH --partition a100
+: ${X:=1}
+#SBATCH --nodes=9
+srun -l python -m torch.distributed.run --nproc_per_node=$SLURM_GPUS_PER_NODE --nnodes=$SLURM_JOB_NUM_NODES \\
+  --rdzv_id=$SLURM_JOB_ID pretrain_gpt.py --lr $X
+"""
+
+
+def run(script, *words):
+    return CliRunner().invoke(app, ["run", *words[: words.index("--")], str(script), *words[words.index("--") + 1 :]])
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    path = tmp_path / "train.sh"
+
+    def write(text):
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_dry_run_prints_lines_that_a_shell_reads(script, tmp_path):
+    text = "echo start\nexport A='x y'\ntorchrun --nproc_per_node 2 pretrain_gpt.py --data-path \"1 a b\" $1 -v\n"
+    result = run(script(text), "--dry-run", "--", "--lr", "2")
+    assert result.exit_code == 0
+    assert result.stdout == "A='x y' dynmo-train launch local --nproc 2 -- pretrain gpt --data-path '1 a b' --lr -v\n"
+    assert "start" in result.stderr
+    words = shlex.split(result.stdout)
+    assert words[0] == "A=x y"
+    assert not list(tmp_path.glob("logs*"))
+
+
+def test_slurm_header_becomes_the_submission(script):
+    result = run(script(SBATCH), "--dry-run", "--")
+    assert result.stdout == (
+        "dynmo-train launch slurm --nodes 4 --nproc 8 --job-name gpt --time 1:00:00 --partition a100 --gpus 8"
+        " --sbatch --exclusive -- pretrain gpt --lr 1\n"
+    )
+
+
+def test_slurm_header_within_a_job_is_not_used(script, monkeypatch):
+    path = script(SBATCH)
+    environment = {"SLURM_JOB_ID": "3", "SLURM_GPUS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
+    (step,) = interpret_file(path, [], {}, environment).steps
+    assert command_line(step) == "dynmo-train launch slurm --in-job --nproc 2 -- pretrain gpt --lr 1"
+
+
+def test_slurm_directives_end_at_the_first_command():
+    found = slurm_directives(SBATCH)
+    assert found["nodes"] == "4"
+    assert slurm_variables(found)["SLURM_GPUS_PER_NODE"] == "8"
+    assert submission_options(found, ["--nodes", "1"])[:2] == ["--job-name", "gpt"]
+    assert slurm_directives("#SBATCH --a='x\n") == {}
+
+
+def test_settings_without_equals_sign_are_refused(script):
+    result = run(script("python pretrain_gpt.py"), "--set", "A", "--")
+    assert isinstance(result.exception, UsageError)
+    assert "must be NAME=VALUE" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo a", "starts no known program"),
+        ("exit 3", "exits with code 3; nothing was executed"),
+        ("python pretrain_gpt.py\nrm x", "line 2: 'rm x' is not executed"),
+    ],
+)
+def test_script_without_commands_is_refused_before_execution(script, text, message):
+    result = run(script(text), "--")
+    assert message in str(result.exception)
+
+
+def test_script_that_cannot_be_read_is_refused(tmp_path):
+    assert "no such file" in str(CliRunner().invoke(app, ["run", str(tmp_path / "no.sh")]).exception)
+    (tmp_path / "big.sh").write_bytes(b"#" * (1 << 20) + b"\n\n")
+    assert "bytes" in str(CliRunner().invoke(app, ["run", str(tmp_path / "big.sh")]).exception)
+    (tmp_path / "bad.sh").write_bytes(b"echo \xff")
+    assert "UTF-8" in str(CliRunner().invoke(app, ["run", str(tmp_path / "bad.sh")]).exception)
+
+
+MEGATRON = """#!/bin/bash
+# A script in the form of Megatron-LM's examples.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=${GPUS_PER_NODE:-2}
+NUM_NODES=1
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+SAVE=${1:-"runs/none"}
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+    --master_addr localhost
+)
+mkdir -p "$(dirname "$SAVE")"
+cat <<EOT > ds.json
+{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}
+EOT
+MODEL=(
+    --num-layers 2 --hidden-size 16 # small
+    --num-attention-heads 2
+    --seq-length 8
+    --max-position-embeddings 8
+)
+DATA=(
+    "--mock-data"
+    "--tokenizer-type NullTokenizer"
+    "--vocab-size 64"
+    "--split '99,1,0'"
+)
+if [ ! -f pretrain_gpt.py ]; then
+    echo "run this in a copy of Megatron-LM"
+    exit 1
+fi
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${MODEL[@]} \\
+    ${DATA[@]} \\
+    --deepspeed --deepspeed_config ds.json \\
+    --pipeline-model-parallel-size $WORLD_SIZE \\
+    --global-batch-size 4 --train-iters 3 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --eval-iters 0 \\
+    --attention-backend auto --log-interval 1 --save $SAVE 2>&1 | tee train.log
+"""
+
+
+@pytest.mark.timeout(300)
+def test_script_of_megatron_trains(script, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dynmo_train", "run", str(script(MEGATRON)), str(tmp_path / "out")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("step", 0) for line in lines) == 3
+    resolved = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
+    assert resolved["parallel"]["pipeline_model_parallel_size"] == 2
+    assert resolved["optimizer"]["clip_grad"] == 1.0
+    assert json.loads((tmp_path / "ds.json").read_text())["gradient_clipping"] == 1.0
+
+
+def test_first_command_that_fails_ends_the_run(script, tmp_path):
+    text = "python tools/preprocess_data.py --input no.json --output-prefix x\npython tools/preprocess_data.py --help\n"
+    command = [sys.executable, "-m", "dynmo_train", "run", str(script(text))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "line 1: dynmo-prep binarize" in done.stderr
+    assert "line 2" not in done.stderr
+
+
+def test_help_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; import dynmo_train.cli.run_script.command; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,244 @@
+"""Launchers and programs of published scripts as commands of this project."""
+
+# Lines are those of scripts.
+# ruff: noqa: E501
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from dynmo_train._common.errors import UsageError
+from dynmo_train.cli.run_script.interpreter import interpret_script
+from dynmo_train.cli.run_script.session import StartStep
+
+GPT = "pretrain gpt --lr 1"
+
+
+def commands(text, tmp_path, environment=(), settings=None, arguments=()):
+    result = interpret_script(text, "run.sh", arguments, dict(environment), tmp_path, settings)
+    return [shlex.join(step.words) for step in result.steps if isinstance(step, StartStep)], result
+
+
+COMMANDS = {
+    "python pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
+    "python3 -u ../Megatron/pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --lr 1": f"dynmo-train launch local --nproc 8 -- {GPT}",
+    "torchrun --nproc-per-node=1 --standalone pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
+    "torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr h --master_port 6000 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch node --nproc 8 --nnodes 2 --node-rank 1 --master-addr h --master-port 6000 -- {GPT}"
+    ),
+    "torchrun --nnodes 1:4 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint=h:29501 --rdzv_id 7 --max_restarts=3"
+    " pretrain_gpt.py --lr 1": (
+        "dynmo-train launch node --nproc 2 --nnodes 1:4 --master-addr h --master-port 29501 --job 7 --max-restarts 3"
+        f" -- {GPT}"
+    ),
+    "python -m torch.distributed.launch --use_env --nproc_per_node 4 --nnodes 1 --node_rank 0 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch local --nproc 4 -- {GPT}"
+    ),
+    "python -m torch.distributed.run --nproc_per_node=2 pretrain_bert.py": (
+        "dynmo-train launch local --nproc 2 -- pretrain bert"
+    ),
+    "deepspeed --num_nodes 1 --num_gpus 4 ../pretrain_gpt2.py --lr 1": (
+        f"dynmo-train launch hostfile --num-nodes 1 --num-gpus 4 -- {GPT}"
+    ),
+    "deepspeed --master_port 6000 -i 10.1.1.2:4,5@10.1.1.5:4,5 --hostfile hostfile pretrain_gpt.py --lr 1": (
+        "dynmo-train launch hostfile --master-port 6000 --include 10.1.1.2:4,5@10.1.1.5:4,5 --hostfile hostfile"
+        f" -- {GPT}"
+    ),
+    "mpirun -np 4 --allow-run-as-root -x NCCL_DEBUG -mca pml ucx python pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch local --nproc 4 -- {GPT}"
+    ),
+    "mpirun -np 8 --hostfile hosts python pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch hostfile --hostfile hosts --num-gpus 8 -- {GPT}"
+    ),
+    "srun -l -N2 --ntasks-per-node=8 --container-image i.sqsh --container-mounts a:b,c:d python -u pretrain_gpt.py --lr 1": (
+        "dynmo-train launch slurm --nodes 2 --nproc 8 --image i.sqsh --mount a:b --mount c:d -- " + GPT
+    ),
+    "srun -l python -m torch.distributed.run --nproc_per_node=8 --nnodes=4 --rdzv_id=5 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch slurm --nodes 4 --nproc 8 -- {GPT}"
+    ),
+    "srun --mpi=pmix bash -c 'cd /; python pretrain_gpt.py --lr 1'": f"dynmo-train launch slurm --nproc 1 -- {GPT}",
+    "mpirun -np 2 -H h1:1,h2:1 singularity run --nv --bind a:b img.sif torchrun --nproc_per_node 8 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch lsf --nodes 2 --nproc 8 --mount a:b --image img.sif -- {GPT}"
+    ),
+    "nohup nsys profile -o out --trace=cuda python pretrain_gpt.py --lr 1": f"dynmo-train {GPT}",
+    "numactl --cpunodebind=0 torchrun --nproc_per_node=2 pretrain_gpt.py --lr 1": (
+        f"dynmo-train launch local --nproc 2 -- {GPT}"
+    ),
+    "python main.py --model gpt2 --model_args pretrained=c --device cuda:0 --tasks lambada,piqa": (
+        "dynmo-train evaluate lm-eval --load c --device cuda --tasks lambada,piqa"
+    ),
+    "python -m lm_eval --model hf --model_args pretrained=c,dtype=bfloat16,x=1 --batch_size 4 --tasks piqa": (
+        "dynmo-train evaluate lm-eval --load c --dtype bfloat16 --batch-size 4 --tasks piqa"
+    ),
+    "lm_eval --model=hf --tasks piqa": "dynmo-train evaluate lm-eval --tasks piqa",
+    "python t/convert_megatron_gpt2_checkpoint.py --config_file c.json GPT-merged/": (
+        "dynmo-ckpt convert GPT-merged/ GPT-merged-hf --to hf"
+    ),
+    "python tasks/main.py --task WIKITEXT103 --valid-data x": "dynmo-train tasks --task WIKITEXT103 --valid-data x",
+    "WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT": "dynmo-ckpt ckpt_convert --model-type GPT",
+    "python tools/preprocess_data.py --input a.json": "dynmo-prep binarize --input a.json",
+    "python blacklist_urls.py urls clean.txt": "dynmo-prep blacklist-urls urls clean.txt",
+    "shuf a.json -o b.json": "dynmo-prep shuffle a.json -o b.json",
+    "dynmo-plan partition x --stages 2": "dynmo-plan partition x --stages 2",
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_line_has_its_equivalent(line, tmp_path):
+    assert commands(line, tmp_path)[0] == [COMMANDS[line]]
+
+
+REFUSED = {
+    "torchrun --nproc_per_node 8 pretrain_mamba.py": "Mamba are not supported",
+    "torchrun pretrain_hybrid.py": "Mamba are not supported",
+    "torchrun --nproc_per_node gpu pretrain_gpt.py": "give the number of GPUs",
+    "torchrun --nproc_per_node 0 pretrain_gpt.py": "positive whole number",
+    "torchrun --nproc_per_node --nnodes 1 pretrain_gpt.py": "has no value",
+    "torchrun --surprise 1 pretrain_gpt.py": "--surprise of torchrun is not known",
+    "python -c 'import os'": "not executed",
+    "python": "name a program",
+    "python train.py": "train.py is not known",
+    "rm -rf /": "rm is not known",
+    "sudo reboot": "sudo is not known",
+    "curl http://x | bash": "curl is not known",
+    "srun": "has no program",
+    "bash -c": "has no commands",
+    "bash nope.sh": "cannot be read",
+    "X=$(python3 -c 'print(1)')": "--set NAME=VALUE",
+    "X=$(ssh host cat file)": "--set NAME=VALUE",
+    "X=$(python pretrain_gpt.py)": "not a value",
+    "python pretrain_gpt.py | python other.py": "not piped",
+    "for f in *.json; do echo $f; done": "write their names",
+    "IFS=,": "IFS is not interpreted",
+    "X=<path to data>": "stands for a value",
+    "echo '[1]' > x.json": "not a JSON object",
+    "echo '{}' > ../outside.json": "outside of the folder",
+    "read X": "only with <<<",
+    "sed -i s/a/b/ file": "sed is interpreted only",
+    "[[ x =~ (a+)+b ]]": "regular expression",
+    "X=${!Y}": "not interpreted",
+    "X=$$": "number of a process",
+    "echo ${X:?give it}": "give it",
+    "set -u; echo $X": "X has no value",
+    "set -u; echo $1": "argument 1 has no value",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_line_that_is_not_interpreted_is_refused_with_its_number(line, tmp_path):
+    with pytest.raises(UsageError, match=re.escape("run.sh, line 3: ")) as caught:
+        commands(f"# a comment\n\n{line}\n", tmp_path)
+    assert REFUSED[line] in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slurm_job_runs_within_the_job(tmp_path):
+    line = "srun torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py --lr 1"
+    found, _ = commands(line, tmp_path, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4"})
+    assert found == [f"dynmo-train launch slurm --in-job --nproc 8 -- {GPT}"]
+
+
+def test_exported_variables_are_passed_on_and_unsafe_ones_are_not(tmp_path):
+    text = "export NCCL_DEBUG=INFO LD_PRELOAD=x.so PYTHONPATH=. PATH=/x:$PATH WORLD_SIZE=8 RANK=0\nY=2\n"
+    text += "OMP_NUM_THREADS=4 python pretrain_gpt.py"
+    _, result = commands(text, tmp_path, {"HOME": "/h", "PATH": "/bin"})
+    (step,) = result.steps
+    assert step.environment == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+    assert [note.split()[2] for note in result.notes] == ["LD_PRELOAD", "PATH", "PYTHONPATH"]
+
+
+def test_settings_replace_values_that_cannot_be_computed(tmp_path):
+    text = "GPUS=$(ssh host nvidia-smi)\nDATA=<path>_text\nlocal GPUS=3\nfor GPUS in 1; do :; done\nunset GPUS\n"
+    text += "torchrun --nproc_per_node $GPUS pretrain_gpt.py --data-path $DATA"
+    found, _ = commands(text, tmp_path, settings={"GPUS": "2", "DATA": "d"})
+    assert found == ["dynmo-train launch local --nproc 2 -- pretrain gpt --data-path d"]
+
+
+def test_nested_scripts_see_exports_and_their_arguments(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "sizes.sh").write_text("LAYERS=24\nHERE=$(dirname ${BASH_SOURCE[0]})\n")
+    (tmp_path / "inner.sh").write_text('source lib/sizes.sh\npython pretrain_gpt.py --a $1 $X $Y $LAYERS $HERE "$0"\n')
+    text = "export X=1\nY=2\nbash inner.sh one two\necho $LAYERS\nnohup ./inner.sh 'b c'"
+    found, _ = commands(text, tmp_path)
+    assert found == [
+        "dynmo-train pretrain gpt --a one 1 24 lib inner.sh",
+        "dynmo-train pretrain gpt --a b c 1 24 lib ./inner.sh",
+    ]
+
+
+def test_json_file_is_written_before_the_command(tmp_path):
+    text = 'M=4\ncat <<EOT > ds/config.json\n{"train_micro_batch_size_per_gpu": $M}\nEOT\n'
+    text += 'sed "s/4/8/" ds/config.json > ds/other.json\npython pretrain_gpt.py --deepspeed_config ds/config.json'
+    _, result = commands(text, tmp_path)
+    first, second, _ = result.steps
+    assert (first.path, first.text) == (tmp_path / "ds" / "config.json", '{"train_micro_batch_size_per_gpu": 4}\n')
+    assert second.text == '{"train_micro_batch_size_per_gpu": 8}\n'
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_the_script_enters_is_that_of_its_command(tmp_path):
+    (tmp_path / "data").mkdir()
+    _, result = commands("cd data\npython pretrain_gpt.py\ncd nope || cd ..\npython pretrain_gpt.py", tmp_path)
+    assert [step.folder for step in result.steps] == [tmp_path / "data", tmp_path]
+
+
+def test_exit_code_of_the_script_is_returned(tmp_path):
+    _, result = commands("if [ -z $1 ]; then echo usage; exit 3; fi\npython pretrain_gpt.py", tmp_path)
+    assert (result.exit_code, result.steps, result.printed) == (3, [], ["usage"])
+
+
+HOSTILE = {
+    "endless loop": "while true; do :; done",
+    "endless loop of C": "for ((;;)); do :; done",
+    "endless recursion": "f() { f; }; f",
+    "endless eval": 'X=\'eval "$X"\'; eval "$X"',
+    "doubling": "X=aaaaaaaaaaaaaaaa; for i in {1..40}; do X=$X$X; done",
+    "doubling array": 'A=(a a a a); for i in {1..40}; do A+=("${A[@]}"); done',
+    "doubling replace": "X=aaaaaaaaaaaaaaaa; for i in {1..40}; do X=${X//a/aaaa}; done",
+    "doubling sed": "X=aaaa; for i in {1..40}; do X=$(echo $X | sed s/a/aaaaaaaa/g); done",
+    "deep parentheses": "X=$((" + "(" * 5000 + "1" + ")" * 5000 + "))",
+    "deep power": "X=$((" + "2**" * 900 + "1))",
+    "deep substitution": "X=" + "$(echo " * 500 + "a" + ")" * 500,
+    "deep if": "if true; then " * 500 + ":" + "; fi" * 500,
+    "deep brackets": "[[ " + "( " * 500 + "a" + " )" * 500 + " ]]",
+    "deep braces": "X=" + "${A:-" * 500 + "}" * 500,
+    "deep subshell": "(" * 500 + ":" + ")" * 500,
+    "recursion of variables": "A=B; B=A; X=$((A))",
+    "own value": "A=A+1; X=$((A))",
+    "huge number": "X=$((99999999999999999999999999))",
+    "huge power": "X=$((9**9**9))",
+    "huge shift": "X=$((1<<99999999999)); exit 99999999999",
+    "division by zero": "X=$((1/0))",
+    "nul": "echo a\0b",
+    "open single quote": "echo 'a",
+    "open double quote": 'echo "a',
+    "open backquote": "echo `a",
+    "open brace": "echo ${A",
+    "open parenthesis": "echo $(a",
+    "open array": "A=(a",
+    "open here-document": "cat <<EOF\na",
+    "open if": "if true; then",
+    "open loop": "while true; do",
+    "open case": "case a in",
+    "open function": "f() {",
+    "open bracket": "[ a = b",
+    "open brackets": "[[ a == b",
+    "only operators": "&& || ;; | & ( ) < >",
+    "range": "for i in {1..999999}; do :; done",
+    "sequence": "X=$(seq 1 999999999)",
+    "slice": "A=(a); echo ${A[999999999999]}; A[99999999]=b",
+    "pattern": "X=" + "a" * 5000 + "; echo ${X%%*a*a*a*a*b}",
+    "own script": "source run.sh",
+    "device": "cat /dev/zero; source /dev/zero",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_script_is_refused_in_bounded_time(name, tmp_path):
+    (tmp_path / "run.sh").write_text("source run.sh")
+    with pytest.raises(UsageError, match=r"line|too deep"):
+        commands(HOSTILE[name], tmp_path)

@@ -1,0 +1,182 @@
+"""Option lists of published scripts: each flag is known, and the configuration is that of the script."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from dynmo_train.cli import app
+from dynmo_train.config import option_specs, resolve_checked
+from dynmo_train.config.compat import MULTI_WORD_FLAGS, declared_name, translate
+from dynmo_train.config.compat_flags import FLAGS
+from dynmo_train.config.options import DefaultContext
+
+FOLDER = Path(__file__).parent / "megatron"
+SCRIPTS = tomllib.loads((FOLDER / "scripts.toml").read_text())
+COMMANDS = typer.main.get_command(app).commands["pretrain"].commands
+# Flags that the scripts need and this package refuses; all others are translated or have no effect.
+MLA = [
+    *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim"),
+    *("--v-head-dim", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"),
+]
+TOKENS = ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"]
+REFUSED = {
+    "gpt3-175b": ["--step-batch-size-schedule"],
+    "deepseek-v3": [
+        *MLA,
+        *("--moe-layer-freq", "--moe-ffn-hidden-size", "--moe-router-force-load-balancing", "--mtp-num-layers"),
+        *("--mtp-loss-scaling-factor", "--megatron-fsdp-grad-comm-dtype", "--megatron-fsdp-main-grads-dtype"),
+    ],
+    "gpt-oss": [
+        *("--quick-geglu", "--glu-linear-offset", "--softmax-type", "--window-attn-skip-freq", "--window-size"),
+        *("--activation-func-clamp-value", "--enable-gpt-oss", "--moe-ffn-hidden-size"),
+    ],
+    "deepspeed-moe": [*TOKENS, "--moe-eval-capacity-factor", "--moe-min-capacity"],
+    "deepspeed-zero-bubble": TOKENS,
+}
+LLAMA3 = {
+    "model.num_layers": 32,
+    "model.hidden_size": 4096,
+    "model.ffn_hidden_size": 14336,
+    "model.num_attention_heads": 32,
+    "model.num_query_groups": 8,
+    "model.kv_channels": 128,
+    "model.activation": "swiglu",
+    "model.normalization": "rmsnorm",
+    "model.position_embedding_type": "rotary",
+    "model.rotary_base": 1000000,
+    "model.add_bias_linear": False,
+    "model.untie_embeddings_and_output_weights": True,
+    "model.vocab_size": 128256,
+    "parallel.zero_stage": 1,
+    "precision.bf16": True,
+    "precision.fp8_format": "hybrid",
+    "optimizer.decoupled_lr": 5e-4,
+    "optimizer.decoupled_min_lr": 4.5e-5,
+    "training.global_batch_size": 128,
+    "data.split": "'99,1,0'",
+}
+EXPECTED = {
+    "gpt3-175b": {
+        "model.num_layers": 96,
+        "model.hidden_size": 12288,
+        "model.ffn_hidden_size": 49152,
+        "parallel.tensor_model_parallel_size": 8,
+        "parallel.pipeline_model_parallel_size": 16,
+        "parallel.data_parallel_size": 1,
+        "optimizer.lr_warmup_fraction": 0.001,
+        "precision.fp16": True,
+    },
+    "llama3-8b-fp8": LLAMA3,
+    "llama3-8b-fsdp": {**LLAMA3, "parallel.zero_stage": 3},
+    "mixtral-8x7b": {
+        "model.num_experts": 8,
+        "model.moe_router_topk": 2,
+        "model.moe_router_pre_softmax": False,
+        "model.moe_router_load_balancing_type": "aux_loss",
+        "model.moe_aux_loss_coeff": "1e-2",
+        "model.num_query_groups": 8,
+        "model.activation": "swiglu",
+        "parallel.pipeline_model_parallel_size": 4,
+        "parallel.expert_model_parallel_size": 8,
+        "parallel.data_parallel_size": 8,
+        "optimizer.lr_warmup_iters": 500,
+    },
+    "bert-340m": {
+        "model.num_layers": 24,
+        "parallel.tensor_model_parallel_size": 8,
+        "parallel.pipeline_model_parallel_size": 16,
+        "optimizer.lr_decay_style": "linear",
+        "precision.fp16": True,
+    },
+    "t5-220m": {
+        "model.num_layers": 12,
+        "model.decoder_num_layers": 12,
+        "model.seq_length": 512,
+        "model.decoder_seq_length": 128,
+        "model.ffn_hidden_size": 3072,
+        "precision.bf16": True,
+    },
+    "deepspeed-llama2": {
+        "model.num_query_groups": 4,
+        "model.activation": "swiglu",
+        "model.normalization": "rmsnorm",
+        "model.position_embedding_type": "rotary",
+        "run.deepspeed_config": ".ckpt/deepspeed.json",
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.pipeline_model_parallel_size": 2,
+    },
+    "deepspeed-gpt-distributed-mp": {"parallel.pipeline_model_parallel_size": 2, "precision.fp16": True},
+}
+SIZES = {
+    "gpt3-175b": 128,
+    "bert-340m": 128,
+    "mixtral-8x7b": 32,
+    "deepspeed-llama2": 8,
+    "llama3-8b-fp8": 8,
+    "llama3-8b-fsdp": 8,
+}
+
+
+def declared(family):
+    return {
+        name: 0 if option.is_flag else option.nargs
+        for option in COMMANDS[family].params
+        for name in (*option.opts, *option.secondary_opts)
+    }
+
+
+def translated(name):
+    script = SCRIPTS[name]
+    return translate(shlex.split(script["words"]), script["family"], declared(script["family"]))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_flag_of_a_script_is_known(name):
+    translation, own = translated(name), declared(SCRIPTS[name]["family"])
+    assert [word for word in translation.arguments if word.startswith("--") and word not in own] == []
+    assert sorted(problem.path for problem in translation.problems) == sorted(REFUSED.get(name, []))
+    assert all(": " in note for note in translation.notes)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SCRIPTS if set(REFUSED.get(name, [])) <= {"--step-batch-size-schedule"}]
+)
+def test_configuration_of_a_script_has_its_sizes(name):
+    family = SCRIPTS[name]["family"]
+    context = COMMANDS[family].make_context(family, list(translated(name).arguments))
+    flags = {key: value for key, value in context.params.items() if key in option_specs() and value is not None}
+    config = resolve_checked(
+        flags=flags,
+        file={} if "vocab_size" in flags else {"vocab_size": 50257},
+        command={"family": family},
+        context=DefaultContext(world_size=SIZES.get(name, 8)),
+    )
+    found = {}
+    for key in EXPECTED.get(name, {}):
+        concern, _, option = key.partition(".")
+        found[key] = getattr(config.concern(concern), option)
+    assert found == EXPECTED.get(name, {})
+
+
+PARSER = [line.split() for line in (FOLDER / "options.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+def test_each_option_of_megatron_is_known_with_its_number_of_values():
+    assert len(PARSER) == 876
+    # Older releases and other projects give these another number; scripts split the schedule into words.
+    other = {"--lazy-mpu-init", "--profile", "--pretrained-checkpoint", "--step-batch-size-schedule"}
+    wrong = []
+    for name, count in PARSER:
+        expected = None if count in "*+?" else int(count)
+        for family in COMMANDS:
+            own = declared(family)
+            ours = declared_name(name, own, FLAGS)
+            values = MULTI_WORD_FLAGS.get(ours, own[ours]) if ours in own else FLAGS[name].num_values
+            if values != expected and name not in other:
+                wrong.append((family, name, values, expected))
+    assert wrong == []
