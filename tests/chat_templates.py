@@ -57,7 +57,8 @@ _ROLES = (
     "{{ bos_token }}"
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for message in messages %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% set name = 'model' if message.role == 'assistant' else message.role %}"
 )
 _TURN = (
@@ -77,7 +78,7 @@ TOKENS = {
     "gemma-like": ("<bos>", "<end_turn>"),
 }
 USER = {"role": "user", "content": "What is 2 + 2?"}
-ANSWER = {"role": "assistant", "content": "  It is 4 — très simple, <b>4</b> & \"quoted\".\n"}
+ANSWER = {"role": "assistant", "content": '  It is 4 — très simple, <b>4</b> & "quoted".\n'}
 CONVERSATIONS = (
     [USER, ANSWER],
     [USER, ANSWER, {"role": "user", "content": "日本語?"}, {"role": "assistant", "content": "はい 😀\n\nprint(1)"}],

@@ -432,7 +432,10 @@ class BinarizeChatSettings:
         None, file=True, help="Jinja file [default: chat_template.jinja, else in tokenizer_config.json, of the model]"
     )
     tokenizer_config: Path | None = setting(
-        None, file=True, help="Special tokens and chat template [default: tokenizer_config.json of the model]", rare=True
+        None,
+        file=True,
+        help="Special tokens and chat template [default: tokenizer_config.json of the model]",
+        rare=True,
     )
     messages_key: str | None = setting(None, help="Key of the messages [default: messages, else conversations]")
     date: str | None = setting(None, help="Date of templates that print it, YYYY-MM-DD.")

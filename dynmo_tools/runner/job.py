@@ -484,11 +484,11 @@ def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
         return ""
     count = sum(marker["tally"]["rejected"].get("key", 0) for marker in markers)
     if hasattr(job.settings, "messages_key"):
-        wanted = f"--messages-key {job.settings.messages_key or 'messages or conversations'}"
+        option = f"--messages-key {job.settings.messages_key or 'messages or conversations'}"
     else:
         keys = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
-        wanted = f"--json-key {' or '.join(keys)}"
-    return f"; {count:,} lack {wanted}; the first of them has the keys {', '.join(found)}"
+        option = f"--json-key {' or '.join(keys)}"
+    return f"; {count:,} lack {option}; the first of them has the keys {', '.join(found)}"
 
 
 def _first_failure(markers: Collection[Mapping[str, Any]]) -> str:

@@ -296,9 +296,7 @@ def join_parts(
     slices = range(len(task.manifest.tasks))
     tokens, lengths, documents = part_names(part)
     append_files(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
-    index = Index(
-        form=form, dtype=dtype, lengths=_numbers(task, lengths), documents=bounds(_numbers(task, documents))
-    )
+    index = Index(form=form, dtype=dtype, lengths=_numbers(task, lengths), documents=bounds(_numbers(task, documents)))
     # Outputs are renamed in the order of their creation: the sidecar before ``.idx``, which completes the dataset.
     sidecar = task.create(sidecar_path(prefix), plain=True)
     idx = copy_pieces(encode_index(index), task.create(idx_path(prefix)))

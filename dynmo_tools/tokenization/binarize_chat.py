@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .._common.errors import UsageError
 from ..config.settings import BinarizeChatSettings
@@ -27,7 +29,7 @@ from .chat_template import ConversationError, open_chat_template
 from .conversations import ChatTokenizer, TokenizedChat, conversation_of
 from .definitions import read_definition
 from .provenance import tokenizer_files
-from .tokenizers import from_lists
+from .tokenizers import Encoded
 
 MASK_DTYPE = np.dtype(np.uint8)
 MAX_ERROR_CHARACTERS = 300
@@ -67,6 +69,12 @@ def chat_tokenizer(settings: BinarizeChatSettings) -> ChatTokenizer:
     )
 
 
+def _encoded(arrays: Sequence[npt.NDArray[np.int64]]) -> Encoded:
+    """A batch from one array per conversation."""
+    lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
+    return Encoded(ids=np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64), lengths=lengths)
+
+
 def tokenize_slice(task: Task) -> None:
     """Task function: token ids and loss mask of the conversations of one slice."""
     settings: BinarizeChatSettings = task.job.settings
@@ -78,8 +86,8 @@ def tokenize_slice(task: Task) -> None:
 
     def flush() -> None:
         ones = np.ones(len(waiting), dtype=np.int64)
-        writers[0].write(from_lists([chat.ids for chat in waiting]), ones)
-        writers[1].write(from_lists([chat.mask for chat in waiting]), ones)
+        writers[0].write(_encoded([chat.ids for chat in waiting]), ones)
+        writers[1].write(_encoded([chat.mask.astype(np.int64) for chat in waiting]), ones)
         waiting.clear()
 
     size = 0
@@ -104,7 +112,9 @@ def tokenize_slice(task: Task) -> None:
             size = 0
     flush()
     task.counts.documents_out += writers[0].num_documents
-    task.counts.bytes_out += sum(writer.num_tokens * dtype.itemsize for writer, dtype in zip(writers, dtypes, strict=True))
+    task.counts.bytes_out += sum(
+        writer.num_tokens * dtype.itemsize for writer, dtype in zip(writers, dtypes, strict=True)
+    )
     task.result.update(
         num_ids=tokenizer.num_ids,
         eod_id=tokenizer.eod,

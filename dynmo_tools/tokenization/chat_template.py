@@ -111,7 +111,9 @@ def _environment(date: datetime.date | None, marks: Marks) -> Any:
             UsageError: the settings have no date.
         """
         if date is None:
-            raise UsageError("the chat template prints the current date; give --date YYYY-MM-DD, for the same data again")
+            raise UsageError(
+                "the chat template prints the current date; give --date YYYY-MM-DD, for the same data again"
+            )
         return datetime.datetime.combine(date, datetime.time()).strftime(pattern)
 
     environment = ImmutableSandboxedEnvironment(
@@ -146,7 +148,9 @@ class ChatTemplate:
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in sources:
             names = ", ".join(sorted(sources)) or "none"
-            raise UsageError(f"{origin}: has several chat templates and no default ({names}); give --chat-template FILE")
+            raise UsageError(
+                f"{origin}: has several chat templates and no default ({names}); give --chat-template FILE"
+            )
         self._marks = Marks()
         self._is_marked = {name: GENERATION.search(text) is not None for name, text in sources.items()}
         environment = _environment(date, self._marks)
@@ -183,7 +187,7 @@ class ChatTemplate:
             )
         except (ConversationError, UsageError):
             raise
-        except Exception as error:  # noqa: BLE001 - a template can raise anything
+        except Exception as error:
             raise ConversationError(f"{type(error).__name__}: {error}") from error
         return rendered
 

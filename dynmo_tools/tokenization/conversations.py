@@ -1,7 +1,7 @@
 """Conversations: rows of JSON lines to messages, and messages to token ids with a loss mask.
 
-    {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}
-    {"conversations": [{"from": "human", "value": ...}, ...], "system": ...}       ShareGPT
+{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}
+{"conversations": [{"from": "human", "value": ...}, ...], "system": ...}       ShareGPT
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .._common.document import MAX_TABLE_BYTES, parse_any_json
-from .._common.errors import UsageError
 from ..io.jsonl import BadLineError, contains_surrogates
 from .chat_template import ChatTemplate, Message, Span
 from .definitions import Definition

@@ -89,9 +89,9 @@ class DecoderShape(ModelDims):
             qk_norm=None if model.qk_norm == "none" else model.qk_norm,
             rotary_scaling=model.rotary_scaling_object,
             rotary_fraction=model.rotary_percent,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
+            reset_position_ids=data.resets_positions,
+            reset_attention_mask=data.resets_attention,
+            eod_mask_loss=data.masks_loss,
             moe=MoeShape.from_config(config),
             **own,
         )

@@ -12,7 +12,17 @@ from dynmo_tools.io.jsonl import BadLineError
 from dynmo_tools.tokenization.chat_template import ChatTemplate, ConversationError, open_chat_template
 from dynmo_tools.tokenization.conversations import ChatTokenizer, conversation_of
 from dynmo_tools.tokenization.definitions import read_definition
-from tests.chat_templates import ANSWER, CHATML, CONVERSATIONS, MACRO, TEMPLATES, TURNS, USER, without_blocks, write_tokenizer
+from tests.chat_templates import (
+    ANSWER,
+    CHATML,
+    CONVERSATIONS,
+    MACRO,
+    TEMPLATES,
+    TURNS,
+    USER,
+    without_blocks,
+    write_tokenizer,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -80,7 +90,8 @@ def test_block_whose_text_is_changed_after_it_is_refused(tmp_path):
 
 def test_tools_and_reasoning_are_rendered_as_by_transformers(tmp_path):
     template = TEMPLATES["llama-3-like"].replace(
-        "message.content | trim + '<|eot|>' }}{% endgen", "(message.reasoning_content or '') + message.content + '<|eot|>' }}{% endgen"
+        "message.content | trim + '<|eot|>' }}{% endgen",
+        "(message.reasoning_content or '') + message.content + '<|eot|>' }}{% endgen",
     )
     folder = write_tokenizer(tmp_path, "llama-3-like", template)
     theirs, mine = transformers.AutoTokenizer.from_pretrained(folder), chat_tokenizer(folder)
@@ -114,7 +125,7 @@ def test_template_where_prefixes_fail_is_refused_by_name(tmp_path):
         mine.tokenize(conversation_of({"messages": [USER, thought, USER, thought]}))
 
 
-def test_conversation_that_begins_with_the_assistant_has_its_header_unmasked(tmp_path):
+def test_header_of_a_first_turn_of_the_assistant_is_not_learned(tmp_path):
     template = without_blocks(CHATML).replace("{% if messages[0]", "{% if messages and messages[0]")
     marked = write_tokenizer(tmp_path / "marked", "chatml", CHATML)
     mine = chat_tokenizer(write_tokenizer(tmp_path / "plain", "chatml", template))
@@ -150,8 +161,8 @@ def test_template_in_the_sandbox_fails_on_the_conversation(source):
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% generation %}x", "{% include 'x' %}{% block %}"])
-def test_text_that_is_no_template_is_refused_by_name(source):
-    with pytest.raises(UsageError, match="t.jinja: not a chat template"):
+def test_text_that_jinja_cannot_parse_is_refused_by_name(source):
+    with pytest.raises(UsageError, match=r"t\.jinja: not a chat template"):
         ChatTemplate(source, "t.jinja")
 
 
@@ -194,7 +205,7 @@ def test_share_gpt_rows_are_the_same_conversation():
         ({"conversations": [{"from": "human", "value": "x"}, {"role": "user"}]}, "role"),
     ],
 )
-def test_row_that_is_no_conversation_is_rejected(row, reason):
+def test_row_without_a_conversation_is_rejected(row, reason):
     with pytest.raises(BadLineError) as caught:
         conversation_of(row)
     assert caught.value.reason == reason

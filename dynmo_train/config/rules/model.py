@@ -55,6 +55,7 @@ FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {
     "reset_position_ids": ("gpt", "llama"),
     "reset_attention_mask": ("gpt", "llama"),
     "eod_mask_loss": ("gpt", "llama"),
+    "sft": ("gpt", "llama"),
     **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
 POSITION_TYPES = {
