@@ -24,8 +24,8 @@ SPECIAL = (
 )
 HEADERS = (
     "{{- bos_token }}"
-    "{%- if tools %}{{- '<|header|>tools<|end_header|>\n\n' }}{% for tool in tools %}{{ tool | tojson(indent=2) + '\n' }}"
-    "{% endfor %}{{ '<|eot|>' }}{% endif %}"
+    "{%- if tools %}{{- '<|header|>tools<|end_header|>\n\n' }}{% for tool in tools %}"
+    "{{ tool | tojson(indent=2) + '\n' }}{% endfor %}{{ '<|eot|>' }}{% endif %}"
     "{%- for message in messages %}"
     "{{- '<|header|>' + message.role + '<|end_header|>\n\n' }}"
     "{%- if message.role == 'assistant' %}"
@@ -50,7 +50,8 @@ INSTRUCTIONS = (
     "{% if message.role == 'user' %}{{ '[INST] ' + ns.system + message.content + ' [/INST]' }}{% set ns.system = '' %}"
     "{% elif message.role == 'assistant' %}"
     "{% generation %}{{ ' ' + message.content + eos_token }}{% endgeneration %}"
-    "{% elif message.role != 'system' %}{{ raise_exception('roles are user and assistant, not ' + message.role) }}{% endif %}"
+    "{% elif message.role != 'system' %}"
+    "{{ raise_exception('roles are user and assistant, not ' + message.role) }}{% endif %}"
     "{% endfor %}"
 )
 _ROLES = (

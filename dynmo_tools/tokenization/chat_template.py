@@ -1,6 +1,6 @@
 """Chat templates: the text of a conversation, and which of its characters the assistant writes.
 
-    chat_template.jinja, tokenizer_config.json ─> ChatTemplate.render(messages) ─> text, spans [begin, end) of characters
+    chat_template.jinja, tokenizer_config.json ─> ChatTemplate.render(messages) ─> text, spans [begin, end)
 
 A template with ``{% generation %}`` blocks marks what the assistant writes. Without them, the turns are found by
 prefixes: the text of the messages before a turn, with the generation prompt, must be a prefix of the whole text, and so
@@ -252,9 +252,9 @@ class ChatTemplate:
 
     def _no_prefixes(self, number: int, reason: str) -> UsageError:
         return UsageError(
-            f"{self.origin}: the assistant's tokens cannot be found: the template has no {{% generation %}} block, and of"
-            f" message {number + 1:,} of a conversation {reason}; put {{% generation %}} and {{% endgeneration %}} around"
-            " what the assistant writes in a copy of the template, and give it as --chat-template"
+            f"{self.origin}: the assistant's tokens cannot be found: the template has no {{% generation %}} block, and"
+            f" of message {number + 1:,} of a conversation {reason}; put {{% generation %}} and {{% endgeneration %}}"
+            " around what the assistant writes in a copy of the template, and give it as --chat-template"
         )
 
 
