@@ -238,8 +238,8 @@ def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDi
     model = source.model
     if dims.tensor > 1 and LORA in model:
         raise UsageError(
-            f"--tensor-model-parallel-size {dims.tensor}: the model of {source.directory} has adapters; give 1, or merge"
-            " them with dynmo-train export-adapter --merge"
+            f"--tensor-model-parallel-size {dims.tensor}: the model of {source.directory} has adapters; give 1, or"
+            " merge them with dynmo-train export-adapter --merge"
         )
     sizes = {
         "attention heads": model["num_attention_heads"],

@@ -111,7 +111,7 @@ class Adapter(nn.Module):
         if not self.heads:
             (update,) = parts.values()
             return update
-        return self._in_order_of_rows({name: parts[name] if name in parts else None for name in self.rows}, x)
+        return self._in_order_of_rows({name: parts.get(name) for name in self.rows}, x)
 
     def _in_order_of_rows(self, parts: Mapping[str, torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values ``[..., rows]`` in the layer's order: by key-value head, its queries first."""
