@@ -64,8 +64,8 @@ class HarnessModel:
         """
         if self.tokens.eod is None:
             raise UsageError(
-                f"the tokenizer of {self._source.directory} has no end-of-document token, which the harness puts before a"
-                " text without context; give --tokenizer-model of one that has"
+                f"the tokenizer of {self._source.directory} has no end-of-document token, which the harness puts before"
+                " a text without context; give --tokenizer-model of one that has"
             )
         return self.tokens.eod
 
@@ -147,7 +147,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int, Samp
     stops = (until,) if isinstance(until, str) else tuple(until)
     length = next((options[name] for name in LENGTHS if options.get(name) is not None), MAX_GENERATED)
     if type(length) is not int or length < 1 or not all(isinstance(stop, str) for stop in stops):
-        raise UsageError(f"generation options of the task are not valid: {dict(options)!r}")
+        raise UsageError(f"the generation options of the task are not valid: {dict(options)!r}")
     temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
     sampling = Sampling(
         temperature=temperature, top_k=int(options.get("top_k") or 0), top_p=float(options.get("top_p") or 1.0)
@@ -192,7 +192,9 @@ def register() -> type[Any]:
     class DynmoModel(TemplateLM):
         """``--model dynmo --model_args load=RUN,dtype=float32``."""
 
-        def __init__(self, load: str, batch_size: Any = 8, dtype: str = "float32", device: str = "cpu", **_: Any) -> None:
+        def __init__(
+            self, load: str, batch_size: Any = 8, dtype: str = "float32", device: str = "cpu", **_: Any
+        ) -> None:
             super().__init__()
             self.model = open_harness_model(load, int(batch_size), dtype, device)
 

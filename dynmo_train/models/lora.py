@@ -3,7 +3,7 @@
     y = x W^T + alpha / rank * dropout(x) A^T B^T          W frozen, A [r, I] and B [O, r] trained
 
 A layer has one adapter per projection, by the names of Hugging Face's modules. Queries, keys and values are rows of one
-weight, grouped by key-value head; their adapters are separate, and the update is put together in the order of the rows.
+weight, grouped by key-value head; their adapters are separate, and the update is assembled in the order of the rows.
 
     layers.N.attention.qkv    q_proj, k_proj, v_proj        layers.N.mlp.gate, up, fc2    gate_proj, up_proj, down_proj
     layers.N.attention.dense  o_proj                        layers.N.mlp.fc1              fc1

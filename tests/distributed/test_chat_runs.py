@@ -49,7 +49,7 @@ def data(tmp_path_factory):
         patch.setattr("sys.argv", [*words, "--tokenizer", str(folder)])
         with pytest.raises(SystemExit) as stop:
             cli.main()
-    assert stop.value.code == 3  # a line is no conversation
+    assert stop.value.code == 3  # a line without a conversation
     return folder / "data_chat_document"
 
 

@@ -124,7 +124,7 @@ def slow_best_fit(lengths, capacity):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_packing_has_as_few_samples_as_the_plain_rule(seed):
+def test_packing_has_the_samples_of_the_plain_rule(seed):
     lengths = np.random.RandomState(seed).randint(1, 17, 60).tolist()
     packs = pack_best_fit(lengths, 16)
     sums = sorted(sum(lengths[each] for each in packs[number]) for number in range(len(packs)))
